@@ -1,0 +1,37 @@
+"""The errors that end a run, each with a text that says what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class ReinforceError(Exception):
+    """Base of every error that this package raises on purpose. Scripts print its text without a traceback."""
+
+
+class ConfigError(ReinforceError):
+    """One or more faults of a configuration, all reported together.
+
+    Args:
+        faults: one sentence a fault, each naming the key, what was found and what was expected.
+    """
+
+    def __init__(self, faults: list[str]):
+        self.faults = list(faults)
+        count = len(self.faults)
+        head = f"{count} fault{'s' if count != 1 else ''} in the configuration; nothing was started:"
+        super().__init__("\n".join([head, *(f"  {i}. {fault}" for i, fault in enumerate(self.faults, 1))]))
+
+
+class DataError(ReinforceError):
+    """A line or a file of the data cannot be used. The text names file, line number and reason."""
+
+
+class CheckpointError(ReinforceError):
+    """A checkpoint cannot be read or written. The text names the folder and what is wrong with it."""
+
+
+class RewardServerError(ReinforceError):
+    """The reward server did not answer as it should within the deadline. The text names host and port."""
+
+
+class TooManyFailedRewardsError(RewardServerError):
+    """The share of samples that the reward server could not score is above the configured bound."""

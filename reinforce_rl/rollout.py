@@ -1,0 +1,142 @@
+"""The batches that flow between the parts of a step, as frozen dataclasses with shaped fields.
+
+Notation used for tensor shapes:
+    P  prompts on this data-parallel rank
+    G  samples a prompt (`num_rollouts_per_prompt`)
+    N  sequences, N = P * G, prompt-major: rows i*G .. (i+1)*G-1 belong to prompt i
+    T  response tokens, right-padded
+    S  prompt plus response tokens, right-padded
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FINISH_STOP = "stop"  # a stop token or a stop string was produced
+FINISH_LENGTH = "length"  # max_length was reached first: the response is truncated
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a data set.
+
+    Attributes:
+        id: its index in the data set, unique there; it keys sampling noise and names the group of its samples.
+        text: as given to the tokenizer, chat template applied.
+        tokens: its token ids, never padded.
+        metadata: every other field of its JSON line, untouched.
+    """
+
+    id: int
+    text: str
+    tokens: tuple[int, ...]
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Completions:
+    """What a generator returns for P prompts and G samples of each.
+
+    Attributes:
+        tokens: int64 [N, T], response tokens, the stop token included where one was produced; right-padded.
+        lengths: int64 [N], response tokens of each row; 0 is allowed.
+        finish_reasons: N times `FINISH_STOP` or `FINISH_LENGTH`.
+        log_probs: float32 [N, T] of the sampled tokens under the sampling temperature, 0 on padding;
+            None from an engine that does not report them.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    finish_reasons: tuple[str, ...]
+    log_probs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """N scored samples on this data-parallel rank: everything that a training step needs.
+
+    Attributes:
+        sequences: int64 [N, S], prompt then response, right-padded with the pad token.
+        prompt_lengths: int64 [N].
+        response_lengths: int64 [N], the stop token included.
+        group_ids: int64 [N], equal for the samples of one prompt, unique over ranks (never derived from tokens).
+        sample_ids: int64 [N], 0 .. G-1 within a group.
+        finish_reasons: N times `FINISH_STOP` or `FINISH_LENGTH`.
+        rewards: float32 [N] from the reward source; NaN where scoring failed.
+        log_probs: float32 [N, T] of the response tokens under the actor at the sampling temperature; 0 on padding.
+        init_log_probs: float32 [N, T] under the reference policy, or None where no reference pass was made.
+        valid: bool [N]; False leaves a sample out of every sum and every count (scoring failed, dropped, empty).
+    """
+
+    sequences: Tensor
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    group_ids: Tensor
+    sample_ids: Tensor
+    finish_reasons: tuple[str, ...]
+    rewards: Tensor
+    log_probs: Tensor
+    init_log_probs: Tensor | None
+    valid: Tensor
+
+    @property
+    def is_end(self) -> Tensor:
+        """bool [N]: the response ended by itself, rather than being cut at max_length."""
+        return torch.tensor([reason == FINISH_STOP for reason in self.finish_reasons], dtype=torch.bool)
+
+    @property
+    def response_mask(self) -> Tensor:
+        """bool [N, T]: True on response tokens."""
+        return length_mask(self.response_lengths, self.log_probs.shape[1])
+
+
+@dataclass(frozen=True)
+class ReinforceBatch:
+    """What `generate_reinforce_data` adds to a rollout batch, and the loss consumes.
+
+    Attributes:
+        rollouts: the samples.
+        kl: float32 [N], the sequence's KL estimate as it enters the reward (sum over response tokens, in nats).
+        rewards_with_kl: float32 [N], reward minus beta times `kl`.
+        baseline: float32 [N], so that advantages = rewards_with_kl - baseline where the estimator has that form.
+        advantages: float32 [N], detached, 0 where not valid.
+    """
+
+    rollouts: RolloutBatch
+    kl: Tensor
+    rewards_with_kl: Tensor
+    baseline: Tensor
+    advantages: Tensor
+
+
+def length_mask(lengths: Tensor, width: int) -> Tensor:
+    """bool [N, width], True on the first `lengths[i]` columns of row i."""
+    return torch.arange(width, device=lengths.device)[None, :] < lengths[:, None]
+
+
+def join_prompts_and_responses(
+    prompts: list[tuple[int, ...]], responses: Tensor, response_lengths: Tensor, pad_id: int
+) -> tuple[Tensor, Tensor]:
+    """Put each response right behind its prompt.
+
+    Args:
+        prompts: N prompts, one a row of `responses`.
+        responses: int64 [N, T].
+        response_lengths: int64 [N].
+        pad_id: fills the right.
+
+    Returns:
+        sequences int64 [N, S] and prompt_lengths int64 [N].
+    """
+    prompt_lengths = torch.tensor([len(p) for p in prompts], dtype=torch.long)
+    width = int((prompt_lengths + response_lengths.cpu()).max()) if prompts else 0
+    sequences = torch.full((len(prompts), width), pad_id, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        end = len(prompt) + int(response_lengths[row])
+        sequences[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
+        sequences[row, len(prompt) : end] = responses[row, : int(response_lengths[row])]
+    return sequences, prompt_lengths

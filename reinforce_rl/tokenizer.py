@@ -1,0 +1,81 @@
+"""The tokenizer of a Hugging Face folder, and a fingerprint by which actor and reward server recognise each other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reinforce_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """What two processes must agree on before token ids travel between them.
+
+    Attributes:
+        vocab_size: number of ids the tokenizer knows, added tokens included.
+        vocab_sha256: hash over all (token, id) pairs, so that two vocabularies of one size are told apart.
+        eos_id: the end-of-sequence id, or None.
+        chat_template_sha256: hash of the chat template; None where there is none. It is not part of `differences`:
+            tokens are compared, templates are the business of whoever renders text.
+    """
+
+    vocab_size: int
+    vocab_sha256: str
+    eos_id: int | None
+    chat_template_sha256: str | None
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerInfo:
+        """Fingerprint a loaded tokenizer."""
+        vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+        template = getattr(tokenizer, "chat_template", None)
+        return cls(
+            vocab_size=len(tokenizer),
+            vocab_sha256=hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest(),
+            eos_id=tokenizer.eos_token_id,
+            chat_template_sha256=hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None,
+        )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, object]) -> TokenizerInfo:
+        """Inverse of `to_dict`."""
+        return cls(**values)  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON-ready values, for a server's metadata."""
+        return asdict(self)
+
+    def differences(self, other: TokenizerInfo) -> list[str]:
+        """Sentences naming each difference that makes token ids mean different things; empty where there is none."""
+        found = []
+        if self.vocab_size != other.vocab_size:
+            found.append(f"vocabulary size {self.vocab_size} here, {other.vocab_size} there")
+        if self.vocab_sha256 != other.vocab_sha256:
+            found.append(f"vocabulary hash {self.vocab_sha256[:12]} here, {other.vocab_sha256[:12]} there")
+        if self.eos_id != other.eos_id:
+            found.append(f"end-of-sequence id {self.eos_id} here, {other.eos_id} there")
+        return found
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a local Hugging Face folder; a model hub is never asked.
+
+    Raises:
+        ConfigError: the folder is missing or holds no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError([f"tokenizer folder {folder} does not exist; expected a Hugging Face model folder"])
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"{folder} holds no tokenizer that transformers can load: {error}"]) from error
