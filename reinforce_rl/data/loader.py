@@ -1,0 +1,134 @@
+"""Batches of prompts for one data-parallel rank: the shuffled ones of training, the fixed ones of validation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from reinforce_rl.data.prompts import PromptDataset
+from reinforce_rl.data.sampler import PromptSampler, shard
+from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.rollout import Prompt
+
+CollateFn = Callable[[list[Prompt]], Any]
+
+
+class PromptLoader:
+    """Yields, a step, this rank's share of the sampler's next global batch.
+
+    All ranks hold the same sampler state. The share is empty on some ranks where a batch has fewer prompts than ranks.
+
+    Args:
+        dataset: the prompts.
+        sampler: their order; its position is this loader's.
+        dp_rank: this data-parallel rank.
+        dp_size: number of data-parallel ranks.
+        collate_fn: makes the batch from the prompts; the default gives them as a list.
+
+    Raises:
+        ConfigError: the sampler is of another data set size, or the rank is out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        sampler: PromptSampler,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        collate_fn: CollateFn = list,
+    ):
+        if sampler.num_prompts != len(dataset):
+            raise ConfigError([f"the sampler is for {sampler.num_prompts} prompts, the data set has {len(dataset)}"])
+        shard([], dp_rank, dp_size)  # a wrong rank shall be told now, not at the first step
+        self.dataset = dataset
+        self.sampler = sampler
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.collate_fn = collate_fn
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch."""
+        return self.sampler.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """This rank's next batch; StopIteration after the sampler's last epoch."""
+        indices = shard(self.sampler.next_batch(), self.dp_rank, self.dp_size)
+        return self.collate_fn([self.dataset[index] for index in indices])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's state and the data's fingerprint; the same on every rank."""
+        return {**self.sampler.state_dict(), "fingerprint": self.dataset.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved position.
+
+        Raises:
+            CheckpointError: the state is of other data, or the sampler refuses it.
+        """
+        found = str(state.get("fingerprint"))
+        if state.get("num_prompts") == len(self.dataset) and found != self.dataset.fingerprint:
+            raise CheckpointError(
+                f"the checkpoint was saved on other prompts: fingerprint {found[:12]} there, "
+                f"{self.dataset.fingerprint[:12]} here. Give the same files and chat template as before, "
+                "or start a new run in another folder"
+            )
+        self.sampler.load_state_dict(state)
+
+
+class FixedPrompts:
+    """The first prompts of a data set, in order, the same in every pass: for validation.
+
+    Each global batch is split over the ranks, so every rank yields equally many batches, some of them maybe empty.
+
+    Args:
+        dataset: the prompts.
+        num_val_samples: how many to take, over all ranks; None for all.
+        dp_rank: this data-parallel rank.
+        dp_size: number of data-parallel ranks.
+        prompts_per_batch: prompts of one global batch, over all ranks; None for all in one.
+        collate_fn: makes the batch from the prompts; the default gives them as a list.
+
+    Raises:
+        ConfigError: more prompts are asked for than there are, or an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        num_val_samples: int | None = None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        *,
+        prompts_per_batch: int | None = None,
+        collate_fn: CollateFn = list,
+    ):
+        count = len(dataset) if num_val_samples is None else num_val_samples
+        faults = []
+        if not 1 <= count <= len(dataset):
+            faults.append(
+                f"num_val_samples is {count}, but the validation data set has {len(dataset)} prompts; "
+                f"expected 1 to {len(dataset)}, or null for all"
+            )
+        if prompts_per_batch is not None and prompts_per_batch < 1:
+            faults.append(f"prompts_per_batch is {prompts_per_batch}; expected at least 1, or null for one batch")
+        if faults:
+            raise ConfigError(faults)
+        shard([], dp_rank, dp_size)
+        self.dataset = dataset
+        self.num_prompts = count
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.prompts_per_batch = prompts_per_batch or count
+        self.collate_fn = collate_fn
+
+    def __len__(self) -> int:
+        """Batches of a pass, equal on every rank."""
+        return -(-self.num_prompts // self.prompts_per_batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, self.num_prompts, self.prompts_per_batch):
+            batch = range(start, min(start + self.prompts_per_batch, self.num_prompts))
+            yield self.collate_fn([self.dataset[index] for index in shard(batch, self.dp_rank, self.dp_size)])

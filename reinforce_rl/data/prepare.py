@@ -1,0 +1,245 @@
+"""Prompt-only train and validation files from preference pairs or conversations, in the HH form or as messages.
+
+The HH form is one string: "\\n\\nHuman: ...\\n\\nAssistant: ...\\n\\nHuman: ...\\n\\nAssistant:".
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from reinforce_rl.data.jsonl import LineFaults, describe_type, read_jsonl, write_jsonl_files
+from reinforce_rl.errors import ConfigError, DataError
+
+Message = dict[str, str]
+
+_HH_MARKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+_HH_NAMES = {role: name for name, role in _HH_ROLES.items()}
+
+SKIP_DUPLICATE = "duplicate of an earlier prompt"
+SKIP_DIFFERENT = "chosen and rejected answer different prompts"
+SKIP_EMPTY_TURN = "a turn is empty"
+SKIP_NOT_ALTERNATING = "user and assistant do not take turns"
+SKIP_NO_QUESTION = "no user turn at the end"
+SKIP_TURNS = "more than --max-turns user turns"
+SKIP_CHARACTERS = "more than --max-characters characters"
+SKIP_LIMIT = "over --limit"
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What to keep and how to write it.
+
+    Attributes:
+        form: "messages" writes `{"messages": [...]}`, "prompt" writes `{"prompt": ...}` in the HH form.
+        num_validation: prompts of the validation file; None takes `validation_fraction` instead.
+        validation_fraction: share of the kept prompts, above 0 and below 1, rounded, at least one prompt.
+        seed: chooses the validation prompts, and those that `limit` keeps.
+        max_turns: the most user turns of a prompt; None for no bound.
+        max_characters: the most characters of a prompt, over all its turns; None for no bound.
+        limit: keep so many prompts in all, drawn by the seed; None for all.
+    """
+
+    form: Literal["messages", "prompt"] = "messages"
+    num_validation: int | None = None
+    validation_fraction: float = 0.1
+    seed: int = 0
+    max_turns: int | None = None
+    max_characters: int | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.form not in ("messages", "prompt"):
+            faults.append(f"form is {self.form!r}; expected messages or prompt")
+        if not 0 < self.validation_fraction < 1:
+            faults.append(f"validation_fraction is {self.validation_fraction}; expected above 0 and below 1")
+        for name in ("num_validation", "max_turns", "max_characters"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                faults.append(f"{name} is {value}; expected at least 1")
+        if self.limit is not None and self.limit < 2:
+            faults.append(f"limit is {self.limit}; expected at least 2, one prompt for each file")
+        if faults:
+            raise ConfigError(faults)
+
+
+@dataclass(frozen=True)
+class PrepareCounts:
+    """What became of the lines that were read: `read == train + validation + sum(skipped.values())`."""
+
+    read: int
+    train: int
+    validation: int
+    skipped: dict[str, int]
+
+    def __str__(self) -> str:
+        skipped = sum(self.skipped.values())
+        lines = [f"read {self.read}, kept {self.train + self.validation}, skipped {skipped}"]
+        lines += [f"  skipped {count}: {reason}" for reason, count in self.skipped.items()]
+        return "\n".join([*lines, f"  train {self.train}, validation {self.validation}"])
+
+
+def parse_hh_conversation(text: str) -> list[Message]:
+    """Split a conversation of the HH form into messages with roles "user" and "assistant", contents stripped.
+
+    An open "Assistant:" at the end is where the answer is to begin and gives no message. Nothing else is left out or
+    joined: two turns of one role in a row, and empty turns, stay as they are.
+
+    Raises:
+        DataError: the text does not begin with "Human:" or "Assistant:".
+    """
+    markers = list(_HH_MARKER.finditer(text))
+    if not markers or markers[0].start() != 0:
+        raise DataError(f"expected a conversation that begins with '\\n\\nHuman:', found {text[:40]!r}")
+    ends = [marker.start() for marker in markers[1:]] + [len(text)]
+    messages = [
+        {"role": _HH_ROLES[marker.group(1)], "content": text[marker.end() : end].strip()}
+        for marker, end in zip(markers, ends, strict=True)
+    ]
+    if messages[-1] == {"role": "assistant", "content": ""}:
+        messages.pop()
+    return messages
+
+
+def render_hh_prompt(messages: list[Message]) -> str:
+    """Inverse of `parse_hh_conversation` for a prompt: ends with the open "Assistant:"."""
+    turns = [f"\n\n{_HH_NAMES[message['role']]}: {message['content']}" for message in messages]
+    return "".join(turns) + "\n\nAssistant:"
+
+
+def prepare_prompts(inputs: Iterable[str | Path], output: str | Path, options: PrepareOptions) -> PrepareCounts:
+    """Read pairs or conversations and write `train.jsonl` and `validation.jsonl` into `output`.
+
+    A line holds `prompt`, or both `chosen` and `rejected`, or `messages`; a value is a string of the HH form or a list
+    of messages. Of `chosen` and `rejected`, the last assistant turn is the answer and is left out. Prompts are equal
+    if they are after folding case and white space; the first of equals is kept, so none is in both files.
+
+    Raises:
+        ConfigError: a file cannot be read or written.
+        DataError: lines that cannot be understood (all counted, the first listed), or too few prompts for two files.
+    """
+    paths = [Path(path) for path in inputs]
+    targets = {name: Path(output) / f"{name}.jsonl" for name in ("train", "validation")}
+    overwritten = [path for path in paths if path.resolve() in {target.resolve() for target in targets.values()}]
+    if overwritten:
+        raise ConfigError([f"{path} is both read and written; choose another output folder" for path in overwritten])
+
+    faults = LineFaults()
+    skipped: Counter[str] = Counter()
+    kept: dict[tuple[tuple[str, str], ...], list[Message]] = {}
+    read = 0
+    for path in paths:
+        for line in read_jsonl(path):
+            read += 1
+            if line.value is None:
+                faults.add(path, line.number, line.fault)
+                continue
+            try:
+                messages, reason = _prompt_of(line.value)
+            except DataError as error:
+                faults.add(path, line.number, str(error))
+                continue
+            reason = reason or _unfit(messages, options)
+            key = tuple((message["role"], " ".join(message["content"].casefold().split())) for message in messages)
+            if not reason and key in kept:
+                reason = SKIP_DUPLICATE
+            if reason:
+                skipped[reason] += 1
+            else:
+                kept[key] = messages
+    faults.raise_if_any("Correct or remove these lines. Nothing was written.")
+
+    train, validation = _split(list(kept.values()), options)
+    if len(kept) > len(train) + len(validation):
+        skipped[SKIP_LIMIT] = len(kept) - len(train) - len(validation)
+    write_jsonl_files(
+        {
+            targets["train"]: [_row(messages, options.form) for messages in train],
+            targets["validation"]: [_row(messages, options.form) for messages in validation],
+        }
+    )
+    return PrepareCounts(read, len(train), len(validation), dict(skipped.most_common()))
+
+
+def _row(messages: list[Message], form: str) -> dict[str, Any]:
+    return {"messages": messages} if form == "messages" else {"prompt": render_hh_prompt(messages)}
+
+
+def _prompt_of(value: dict[str, Any]) -> tuple[list[Message], str]:
+    """The prompt's messages, and why to skip it ("" to keep it)."""
+    if "prompt" in value:
+        return _conversation(value["prompt"], "prompt"), ""
+    if "messages" in value:
+        return _without_answer(_conversation(value["messages"], "messages")), ""
+    if "chosen" in value and "rejected" in value:
+        chosen = _without_answer(_conversation(value["chosen"], "chosen"))
+        rejected = _without_answer(_conversation(value["rejected"], "rejected"))
+        return chosen, "" if chosen == rejected else SKIP_DIFFERENT
+    raise DataError(f"expected prompt, messages, or chosen and rejected; found {', '.join(value) or 'no key'}")
+
+
+def _conversation(value: object, key: str) -> list[Message]:
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+            return parse_hh_conversation(value)
+        except UnicodeEncodeError as error:
+            raise DataError(f"{key} holds half of a surrogate pair") from error
+        except DataError as error:
+            raise DataError(f"{key}: {error}") from error
+    if not isinstance(value, list):
+        raise DataError(f"{key} is {describe_type(value)}, expected a string or a list of messages")
+    messages = []
+    for index, message in enumerate(value):
+        role = message.get("role") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) else None
+        if role not in _HH_NAMES or not isinstance(content, str):
+            raise DataError(f"{key}[{index}] is no message with a role user or assistant and a string as content")
+        messages.append({"role": role, "content": content.strip()})
+    if not messages:
+        raise DataError(f"{key} is empty")
+    return messages
+
+
+def _without_answer(messages: list[Message]) -> list[Message]:
+    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+
+
+def _unfit(messages: list[Message], options: PrepareOptions) -> str:
+    roles = [message["role"] for message in messages]
+    if not roles or roles[-1] != "user":
+        return SKIP_NO_QUESTION
+    if any(role != ("user", "assistant")[index % 2] for index, role in enumerate(roles)):
+        return SKIP_NOT_ALTERNATING
+    if not all(message["content"] for message in messages):
+        return SKIP_EMPTY_TURN
+    if options.max_turns is not None and roles.count("user") > options.max_turns:
+        return SKIP_TURNS
+    characters = sum(len(message["content"]) for message in messages)
+    if options.max_characters is not None and characters > options.max_characters:
+        return SKIP_CHARACTERS
+    return ""
+
+
+def _split(prompts: list[list[Message]], options: PrepareOptions) -> tuple[list[list[Message]], list[list[Message]]]:
+    """Draw the prompts of each file by the seed; each file keeps the order of the input."""
+    order = list(range(len(prompts)))
+    random.Random(options.seed).shuffle(order)
+    order = order[: options.limit]
+    wanted = options.num_validation
+    if wanted is None:
+        wanted = max(1, round(len(order) * options.validation_fraction))
+    if wanted >= len(order):
+        raise DataError(
+            f"{len(order)} prompts are left after filtering, too few for {wanted} of validation and at least one of "
+            "training; nothing was written. Loosen the filters or lower --num-validation"
+        )
+    validation, train = sorted(order[:wanted]), sorted(order[wanted:])
+    return [prompts[i] for i in train], [prompts[i] for i in validation]

@@ -1,0 +1,331 @@
+"""Prompt data sets from JSONL files, tokenised once when they are loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from torch.utils.data import Dataset
+
+from reinforce_rl.data.jsonl import JsonLine, LineFaults, describe_type, read_jsonl
+from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.rollout import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+TooLong = Literal["refuse", "skip"]
+PROMPT_KEYS = ("prompt", "text", "messages")
+ROLES = ("system", "user", "assistant", "tool")
+SPLITS = ("train", "validation", "test")
+TOKENISE_AT_ONCE = 1024  # lines; bounds the memory of a batch in the tokenizer
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    line: JsonLine
+    text: str
+    templated: bool
+
+
+class PromptDataset(Dataset[Prompt]):
+    """Prompts in the order of their files and lines; `dataset[i].id == i`.
+
+    Args:
+        prompts: the prompts, their ids running from 0.
+        skipped: how many over-long prompts were left out when they were loaded.
+
+    Raises:
+        DataError: there is no prompt, or an id is not its index.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, skipped: int = 0):
+        if not prompts:
+            left_out = f" ({skipped} over-long ones were skipped; raise max_prompt_tokens)" if skipped else ""
+            raise DataError(f"the data set holds no prompt{left_out}")
+        for index, prompt in enumerate(prompts):
+            if prompt.id != index:
+                raise DataError(f"the prompt at index {index} has id {prompt.id}; expected {index}")
+        self._prompts = list(prompts)
+        self.skipped = skipped
+        self._fingerprint: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompts[index]
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) over the texts in order, by which a resume on other data is recognised."""
+        if self._fingerprint is None:
+            digest = hashlib.sha256()
+            for prompt in self._prompts:
+                text = prompt.text.encode("utf-8")
+                digest.update(len(text).to_bytes(8, "big"))  # so that no two lists of texts join to the same bytes
+                digest.update(text)
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+    @classmethod
+    def from_jsonl(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        files: str | Path | Iterable[str | Path],
+        *,
+        max_prompt_tokens: int | None,
+        too_long: TooLong = "refuse",
+        apply_chat_template: bool = False,
+        add_bos: bool = False,
+    ) -> PromptDataset:
+        """Load prompts from one or several JSONL files.
+
+        A line holds exactly one of `prompt` (a string), `text` (a string) and `messages` (a list of
+        `{"role", "content"}` that does not end with an assistant's); all its other fields become the prompt's metadata.
+        Messages are rendered by the tokenizer's chat template, up to where the assistant's answer begins. Blank lines
+        are left out.
+
+        Args:
+            tokenizer: turns text into ids; no special tokens are added beyond those in the text.
+            files: one path or several.
+            max_prompt_tokens: the longest prompt that is accepted, in tokens; None for no limit.
+            too_long: "refuse" makes a longer prompt an error, "skip" leaves it out and counts it in `skipped`.
+                No prompt is ever cut or replaced.
+            apply_chat_template: render a `prompt` or `text` as a single user message by the chat template.
+            add_bos: put the begin-of-sequence id before prompts that no chat template rendered. `Prompt.text` stays
+                without it.
+
+        Raises:
+            ConfigError: an option is wrong or a file cannot be read.
+            DataError: lines cannot be used (all are counted, the first are listed), or no prompt is left.
+        """
+        paths = [Path(files)] if isinstance(files, (str, Path)) else [Path(file) for file in files]
+        _check_options(tokenizer, paths, max_prompt_tokens, too_long, add_bos)
+        faults = LineFaults()
+        rendered = []
+        for path in paths:
+            for line in read_jsonl(path):
+                try:
+                    rendered.append(_render(line, tokenizer, apply_chat_template))
+                except _LineFault as fault:
+                    faults.add(path, line.number, str(fault))
+
+        prompts: list[Prompt] = []
+        skipped: list[tuple[JsonLine, int]] = []
+        refused = False
+        for item, tokens in zip(rendered, _tokenise(rendered, tokenizer, add_bos), strict=True):
+            if not tokens:
+                faults.add(item.line.path, item.line.number, "the tokenizer makes no token of this prompt")
+            elif max_prompt_tokens is None or len(tokens) <= max_prompt_tokens:
+                metadata = {key: value for key, value in _value(item.line).items() if key not in PROMPT_KEYS}
+                prompts.append(Prompt(len(prompts), item.text, tokens, metadata))
+            elif too_long == "skip":
+                skipped.append((item.line, len(tokens)))
+            else:
+                refused = True
+                reason = f"prompt of {len(tokens)} tokens, more than max_prompt_tokens={max_prompt_tokens}"
+                faults.add(item.line.path, item.line.number, reason)
+        advice = "Correct or remove these lines."
+        if refused:
+            advice += " For over-long prompts, raise max_prompt_tokens or set too_long=skip to leave them out."
+        faults.raise_if_any(advice)
+        if skipped:
+            line, length = skipped[0]
+            logger.warning(
+                "skipped %d of %d prompts, longer than max_prompt_tokens=%s; the first is %s:%d with %d tokens",
+                *(len(skipped), len(rendered), max_prompt_tokens, line.path, line.number, length),
+            )
+        if not prompts and not skipped:
+            raise DataError(f"no prompt in {', '.join(map(str, paths))}: every line is blank")
+        return cls(prompts, skipped=len(skipped))
+
+
+@dataclass(frozen=True)
+class RLHFDatasets:
+    """The data sets of a run; `validation` and `test` are None where no file was given."""
+
+    train: PromptDataset
+    validation: PromptDataset | None = None
+    test: PromptDataset | None = None
+
+
+def build_train_valid_test_rlhf_datasets(
+    tokenizer: PreTrainedTokenizerBase,
+    data_prefix: Mapping[str, Any],
+    *,
+    max_prompt_tokens: int | None,
+    too_long: TooLong = "refuse",
+    apply_chat_template: bool = False,
+    add_bos: bool = False,
+) -> RLHFDatasets:
+    """Load the train, validation and test prompts.
+
+    Args:
+        tokenizer: see `PromptDataset.from_jsonl`, as for the remaining arguments.
+        data_prefix: `{"train": files, "validation": files, "test": files}`, each a path or a list of paths;
+            validation and test may be missing, null or empty.
+
+    Raises:
+        ConfigError: keys or files are wrong; all faults together, before any file is read.
+        DataError: as `PromptDataset.from_jsonl`.
+    """
+    files = resolve_data_prefix(data_prefix)
+    datasets = {
+        split: PromptDataset.from_jsonl(
+            tokenizer,
+            paths,
+            max_prompt_tokens=max_prompt_tokens,
+            too_long=too_long,
+            apply_chat_template=apply_chat_template,
+            add_bos=add_bos,
+        )
+        for split, paths in files.items()
+        if paths
+    }
+    return RLHFDatasets(datasets["train"], datasets.get("validation"), datasets.get("test"))
+
+
+def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> dict[str, list[Path]]:
+    """The files of each split, all of them seen to exist; cheap, so a run can check it before it loads a model.
+
+    Raises:
+        ConfigError: an unknown key, no train file, a value that is no path, missing files; all together.
+    """
+    if not isinstance(data_prefix, Mapping):
+        raise ConfigError([f"data_prefix is {describe_type(data_prefix)}; expected keys train, validation and test"])
+    faults = [
+        f"data_prefix.{key} is not known; expected one of {', '.join(SPLITS)}"
+        for key in data_prefix
+        if key not in SPLITS
+    ]
+    files: dict[str, list[Path]] = {}
+    for split in SPLITS:
+        value = data_prefix.get(split)
+        entries = [] if value is None else [value] if isinstance(value, (str, Path)) else value
+        if not isinstance(entries, Sequence):
+            faults.append(f"data_prefix.{split} is {value!r}; expected a path or a list of paths")
+            continue
+        files[split] = []
+        for entry in entries:
+            if not isinstance(entry, (str, Path)) or not str(entry):
+                faults.append(
+                    f"data_prefix.{split} holds {entry!r}; expected a path (weights for blending files are not known)"
+                )
+                continue
+            path = Path(entry).expanduser()
+            files[split].append(path)
+            if not path.is_file():
+                found = "is not a file" if path.exists() else "does not exist"
+                faults.append(f"data_prefix.{split}: file {path} {found}; expected a JSONL file of prompts")
+        if split == "train" and not entries:
+            faults.append("data_prefix.train is empty; expected one or more JSONL files of prompts")
+    if faults:
+        raise ConfigError(faults)
+    return files
+
+
+class _LineFault(Exception):
+    """Why a line cannot become a prompt; always caught in this file and given its place."""
+
+
+def _check_options(
+    tokenizer: PreTrainedTokenizerBase,
+    paths: list[Path],
+    max_prompt_tokens: int | None,
+    too_long: str,
+    add_bos: bool,
+) -> None:
+    faults = [f"prompt file {path} does not exist" for path in paths if not path.is_file()]
+    if not paths:
+        faults.append("no prompt file is given; expected one or more JSONL files")
+    if max_prompt_tokens is not None and max_prompt_tokens < 1:
+        faults.append(f"max_prompt_tokens is {max_prompt_tokens}; expected at least 1, or null for no limit")
+    if too_long not in ("refuse", "skip"):
+        faults.append(f"too_long is {too_long!r}; expected refuse or skip")
+    if add_bos and tokenizer.bos_token_id is None:
+        faults.append("add_bos is true, but the tokenizer has no begin-of-sequence token; set add_bos=false")
+    if faults:
+        raise ConfigError(faults)
+
+
+def _value(line: JsonLine) -> dict[str, Any]:
+    if line.value is None:
+        raise _LineFault(line.fault)
+    return line.value
+
+
+def _render(line: JsonLine, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool) -> _Rendered:
+    value = _value(line)
+    keys = [key for key in PROMPT_KEYS if key in value]
+    if len(keys) != 1:
+        expected = "expected exactly one of prompt, text and messages"
+        raise _LineFault(f"{expected}, found {' and '.join(keys) or 'none of them'}")
+    content = value[keys[0]]
+    if keys[0] == "messages":
+        messages = _check_messages(content)
+    else:
+        if not isinstance(content, str):
+            hint = "; a conversation belongs under messages" if isinstance(content, list) else ""
+            raise _LineFault(f"{keys[0]} is {describe_type(content)}, expected a string{hint}")
+        if not content.strip():
+            raise _LineFault(f"{keys[0]} is empty")
+        messages = [{"role": "user", "content": content}] if apply_chat_template else None
+    text = content if messages is None else _apply_template(messages, tokenizer)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _LineFault(f"{keys[0]} holds half of a surrogate pair ({error.object[error.start]!r})") from error
+    return _Rendered(line, text, messages is not None)
+
+
+def _check_messages(messages: object) -> list[dict[str, Any]]:
+    if not isinstance(messages, list):
+        raise _LineFault(f"messages is {describe_type(messages)}, expected a list")
+    if not messages:
+        raise _LineFault("messages is empty")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise _LineFault(f"messages[{index}] is {describe_type(message)}, expected an object")
+        if message.get("role") not in ROLES:
+            raise _LineFault(f"messages[{index}].role is {message.get('role')!r}, expected one of {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str):
+            raise _LineFault(
+                f"messages[{index}].content is {describe_type(message.get('content'))}, expected a string"
+            )
+    if messages[-1]["role"] == "assistant":
+        raise _LineFault("messages ends with an assistant message; a prompt ends where the assistant shall answer")
+    if not messages[-1]["content"].strip():
+        raise _LineFault("the last message is empty")
+    return messages
+
+
+def _apply_template(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise _LineFault("the tokenizer has no chat template to render messages with")
+    try:
+        return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:  # templates refuse, for instance, roles that do not alternate
+        raise _LineFault(f"the chat template refuses these messages: {error}") from error
+
+
+def _tokenise(
+    rendered: list[_Rendered], tokenizer: PreTrainedTokenizerBase, add_bos: bool
+) -> Iterable[tuple[int, ...]]:
+    bos = tokenizer.bos_token_id
+    for start in range(0, len(rendered), TOKENISE_AT_ONCE):
+        items = rendered[start : start + TOKENISE_AT_ONCE]
+        # Verbose is off because transformers warns of lengths by its own limit, and ours is checked by the caller.
+        encoded = tokenizer([item.text for item in items], add_special_tokens=False, verbose=False)
+        for item, ids in zip(items, cast("list[list[int]]", encoded["input_ids"]), strict=True):
+            if add_bos and not item.templated and ids[:1] != [bos]:
+                ids = [bos, *ids]
+            yield tuple(ids)

@@ -1,0 +1,180 @@
+"""The order of prompts over epochs, as global batches, with a position that can be saved; and the split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from reinforce_rl.errors import CheckpointError, ConfigError
+
+T = TypeVar("T")
+
+
+class PromptSampler:
+    """Gives every prompt exactly once an epoch, in global batches that all data-parallel ranks agree on.
+
+    Each epoch is a permutation that depends on (seed, epoch) alone. The last batch of an epoch is smaller where the
+    number of prompts does not divide; it is never filled with prompts of this or the next epoch.
+
+    Args:
+        num_prompts: size of the data set.
+        prompts_per_step: prompts of one global batch, over all ranks.
+        seed: a whole number >= 0.
+        shuffle: False gives the data set's order in every epoch.
+        drop_last: leave out the smaller last batch of an epoch.
+        max_epochs: end after so many epochs; None never ends.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        num_prompts: int,
+        prompts_per_step: int,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        max_epochs: int | None = None,
+    ):
+        faults = []
+        if num_prompts < 1:
+            faults.append(f"num_prompts is {num_prompts}; expected at least 1")
+        if prompts_per_step < 1:
+            faults.append(f"prompts_per_step is {prompts_per_step}; expected at least 1")
+        elif drop_last and prompts_per_step > num_prompts:
+            faults.append(
+                f"prompts_per_step is {prompts_per_step} with drop_last, but the data set has {num_prompts} prompts, "
+                "so that no batch would be left; lower prompts_per_step or set drop_last=false"
+            )
+        if seed < 0:
+            faults.append(f"seed is {seed}; expected at least 0")
+        if max_epochs is not None and max_epochs < 1:
+            faults.append(f"max_epochs is {max_epochs}; expected at least 1, or null for no limit")
+        if faults:
+            raise ConfigError(faults)
+        self.num_prompts = num_prompts
+        self.prompts_per_step = prompts_per_step
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.max_epochs = max_epochs
+        self._epoch = 0
+        self._position = 0
+        self._consumed = 0
+        self._order: tuple[int, list[int]] | None = None  # (epoch, permutation), made when first needed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, that the next batch belongs to."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Prompts of this epoch that were given already."""
+        return self._position
+
+    @property
+    def consumed_prompts(self) -> int:
+        """Prompts given since the first step, over all epochs and resumes."""
+        return self._consumed
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of a whole epoch."""
+        full, rest = divmod(self.num_prompts, self.prompts_per_step)
+        return full + (1 if rest and not self.drop_last else 0)
+
+    @property
+    def finished(self) -> bool:
+        """True once `max_epochs` epochs were given."""
+        return self.max_epochs is not None and self._epoch >= self.max_epochs
+
+    def next_batch(self) -> list[int]:
+        """The indices of the next global batch, never empty.
+
+        Raises:
+            StopIteration: `finished`.
+        """
+        if self.finished:
+            raise StopIteration
+        if self._order is None or self._order[0] != self._epoch:
+            self._order = (self._epoch, self._permutation(self._epoch))
+        batch = self._order[1][self._position : self._position + self.prompts_per_step]
+        self._position += len(batch)
+        self._consumed += len(batch)
+        self._end_epoch_if_done()
+        return batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        return self.next_batch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-ready position; the next batch after `load_state_dict` is the next one of this sampler."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "consumed_prompts": self._consumed,
+            "num_prompts": self.num_prompts,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved position. `prompts_per_step` may differ from the saved run's: positions count prompts.
+
+        Raises:
+            CheckpointError: the state is of another data set size, seed or order, or is no sampler state.
+        """
+        missing = [key for key in self.state_dict() if key not in state]
+        if missing:
+            raise CheckpointError(
+                f"the saved sampler state lacks {', '.join(missing)}; it was not saved by this sampler"
+            )
+        own = {"num_prompts": self.num_prompts, "seed": self.seed, "shuffle": self.shuffle}
+        differences = [f"{key} was {state[key]}, now is {value}" for key, value in own.items() if state[key] != value]
+        if differences:
+            raise CheckpointError(
+                f"the saved sampler state is of another run: {'; '.join(differences)}. Its position means nothing in "
+                "this order of prompts: set these back to what they were, or start a new run in another folder"
+            )
+        epoch, position, consumed = state["epoch"], state["position"], state["consumed_prompts"]
+        valid = all(isinstance(value, int) and value >= 0 for value in (epoch, position, consumed))
+        if not valid or position >= self.num_prompts:
+            raise CheckpointError(
+                f"the saved sampler state has epoch {epoch!r}, position {position!r} and consumed_prompts {consumed!r}; "
+                f"expected whole numbers from 0, the position below {self.num_prompts}"
+            )
+        self._epoch, self._position, self._consumed = epoch, position, consumed
+        self._end_epoch_if_done()
+
+    def _end_epoch_if_done(self) -> None:
+        left = self.num_prompts - self._position
+        if left == 0 or (self.drop_last and left < self.prompts_per_step):
+            self._epoch += 1
+            self._position = 0
+
+    def _permutation(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.num_prompts))
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts).tolist()
+
+
+def shard(indices: Sequence[T], rank: int, world_size: int) -> list[T]:
+    """The contiguous part of a global batch that belongs to one data-parallel rank.
+
+    The parts of all ranks, in order, join to the batch; their sizes differ by one at most. A rank may get nothing.
+
+    Raises:
+        ConfigError: the rank is not within the world size.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError([f"data-parallel rank is {rank}; expected 0 to {world_size - 1}"])
+    count = len(indices)
+    return list(indices[count * rank // world_size : count * (rank + 1) // world_size])

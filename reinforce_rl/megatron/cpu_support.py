@@ -1,0 +1,220 @@
+"""Lets megatron-core 0.16 train and generate on a machine without CUDA. Does nothing where CUDA is available.
+
+megatron-core names CUDA literally on its training path (`device="cuda"`, `torch.cuda.current_device()`,
+`tensor.type() == "torch.cuda.FloatTensor"`), and no setting or hook of its own avoids that. So, on a CPU machine:
+
+* the module-global name `torch` inside each `megatron.core.*` module is bound to a facade, a module object that
+  forwards to torch except for `cuda` and for tensor factories given a CUDA device. Everybody else's `torch` is
+  untouched;
+* its RNG tracker reads and writes the CPU generator;
+* `Tensor.type()` and `Tensor.cuda()` answer callers inside megatron.core, and only those, as a CUDA tensor would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import logging
+import sys
+import types
+import warnings
+from typing import Any
+
+import torch
+
+_MEGATRON = "megatron.core"
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
+
+
+class _NoEvent:
+    """Stands for torch.cuda.Event: on the CPU everything has happened already."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def record(self, *args: Any) -> None: ...
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _NoEvent) -> float:
+        return 0.0
+
+
+class _NoStream:
+    """Stands for torch.cuda.Stream: on the CPU there is one, and it is in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def wait_stream(self, *args: Any) -> None: ...
+
+    def wait_event(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *args: Any) -> _NoEvent:
+        return _NoEvent()
+
+
+def _on_cpu(factory: Any) -> Any:
+    """Wrap a tensor factory so that a CUDA device means the CPU and memory is not pinned."""
+
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def _cuda_facade() -> types.ModuleType:
+    facade = types.ModuleType("torch.cuda")
+    facade.__dict__.update({k: v for k, v in torch.cuda.__dict__.items() if not k.startswith("__")})
+    replacements: dict[str, Any] = {
+        "current_device": lambda: _CPU,
+        "device_count": lambda: 1,
+        "set_device": lambda *args: None,
+        "synchronize": lambda *args, **kwargs: None,
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda *args: 0,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+        "current_stream": lambda *args: _NoStream(),
+        "default_stream": lambda *args: _NoStream(),
+        "stream": lambda *args: contextlib.nullcontext(),
+        "Stream": _NoStream,
+        "Event": _NoEvent,
+    }
+    facade.__dict__.update(replacements)
+    return facade
+
+
+def _torch_facade() -> types.ModuleType:
+    facade = types.ModuleType("torch")
+    facade.__dict__.update({k: v for k, v in torch.__dict__.items() if k != "__name__"})
+    # torch creates some attributes on first use; PEP 562 lets the facade find them then.
+    facade.__dict__["__getattr__"] = functools.partial(getattr, torch)
+    for name in _FACTORIES:
+        facade.__dict__[name] = _on_cpu(getattr(torch, name))
+    facade.__dict__["cuda"] = _cuda_facade()
+    return facade
+
+
+class _RebindOnImport(importlib.abc.MetaPathFinder):
+    """Gives each megatron.core module that is imported later the facade too."""
+
+    def __init__(self, facade: types.ModuleType):
+        self._facade = facade
+        self._searching = False
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if not fullname.startswith(_MEGATRON) or self._searching:
+            return None
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching = False
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_and_rebind(module: types.ModuleType) -> None:
+                execute(module)
+                _rebind(module, self._facade)
+
+            spec.loader.exec_module = exec_and_rebind  # type: ignore[method-assign]
+        return spec
+
+
+def _rebind(module: types.ModuleType, facade: types.ModuleType) -> None:
+    if module.__dict__.get("torch") is torch:
+        module.__dict__["torch"] = facade
+
+
+def _called_from_megatron() -> bool:
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(_MEGATRON)
+
+
+def _patch_tensor_methods() -> None:
+    original_type, original_cuda = torch.Tensor.type, torch.Tensor.cuda
+
+    @functools.wraps(original_type)
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original_type(self, dtype, *args, **kwargs)
+        name = original_type(self)
+        return name.replace("torch.", "torch.cuda.", 1) if _called_from_megatron() else name
+
+    @functools.wraps(original_cuda)
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _called_from_megatron() else original_cuda(self, *args, **kwargs)
+
+    torch.Tensor.type = type_  # type: ignore[method-assign]
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+
+
+def _patch_rng_tracker() -> None:
+    import megatron.core.tensor_parallel.random as tracker
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    tracker._get_cuda_rng_state = get_state
+    tracker._set_cuda_rng_state = set_state
+
+
+@functools.cache
+def enable_cpu_support() -> bool:
+    """Make megatron-core usable without CUDA; called once when `reinforce_rl.megatron` is imported.
+
+    Returns:
+        True where the patches were applied, False on a machine with CUDA, where nothing was touched.
+    """
+    # Said at every import where neither Transformer Engine nor Apex is installed, which is the supported case here.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer_engine).*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    if torch.cuda.is_available():
+        return False
+    # megatron's jit_fuser is torch.compile, which would look for a C++ compiler at run time.
+    torch._dynamo.config.disable = True  # type: ignore[assignment]
+    import megatron.core
+
+    facade = _torch_facade()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(megatron.core.__name__):
+            _rebind(module, facade)
+    sys.meta_path.insert(0, _RebindOnImport(facade))
+    _patch_rng_tracker()
+    _patch_tensor_methods()
+    return True

@@ -1,0 +1,231 @@
+"""Small line and area charts as inline SVG, coloured by CSS variables so that they follow a page's light or dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 560, 250
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 40
+_MAX_POINTS = 300  # more than the plot has room for; longer series are averaged in bins
+_SMOOTH_FROM = 12  # points from which a trailing mean is drawn over a noisy series
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart.
+
+    Attributes:
+        name: for the legend and the hover text.
+        points: (x, y) by rising x; a NaN or infinite y breaks the line.
+        colour: 1 .. 6, the CSS variable `--c1` .. `--c6`.
+        markers: draw every point; for sparse series.
+        smooth: draw the points faintly and a trailing mean over them, where there are enough.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: int
+    markers: bool = False
+    smooth: bool = False
+
+
+def line_chart(series: Sequence[Series], x_label: str = "step", zero: bool = False, percent: bool = False) -> str:
+    """An SVG element with one line a series, or a line of text where there is no finite point.
+
+    Args:
+        series: what to draw.
+        x_label: below the x axis.
+        zero: the y axis starts at 0.
+        percent: y is a share and its axis is 0 to 100 %.
+    """
+    binned = [Series(s.name, _binned(s.points), s.colour, s.markers, s.smooth) for s in series]
+    finite = [point for s in binned for point in s.points if math.isfinite(point[1])]
+    if not finite:
+        return '<p class="empty">no data</p>'
+    low, high = min(y for _, y in finite), max(y for _, y in finite)
+    frame = _Frame.around([x for x, _ in finite], (0.0, 1.0) if percent else (min(0.0, low) if zero else low, high))
+    parts = [frame.axes(x_label, percent)]
+    for s in binned:
+        smoothed = s.smooth and sum(math.isfinite(y) for _, y in s.points) >= _SMOOTH_FROM
+        parts.append(frame.path(s.points, s.colour, faint=smoothed))
+        if smoothed:
+            parts.append(frame.path(_trailing_mean(s.points), s.colour))
+        parts += frame.dots(s.points, s.colour, 3.2 if s.markers else 2.2, lonely_only=not s.markers)
+    parts += frame.hover(binned, x_label, percent)
+    return _svg(parts, ", ".join(s.name for s in series))
+
+
+def area_chart(series: Sequence[Series], x_label: str = "step") -> str:
+    """An SVG element with the series stacked, each not negative; a NaN counts as 0. All must share their x."""
+    binned = [Series(s.name, _binned(s.points), s.colour) for s in series if s.points]
+    if not binned or not any(math.isfinite(y) for s in binned for _, y in s.points):
+        return '<p class="empty">no data</p>'
+    if len(binned[0].points) == 1:  # an area of one step has no width
+        return line_chart([Series(s.name, s.points, s.colour, markers=True) for s in binned], x_label, zero=True)
+    xs = [x for x, _ in binned[0].points]
+    stacks, base = [], [0.0] * len(xs)
+    for s in binned:
+        top = [b + (max(0.0, y) if math.isfinite(y) else 0.0) for b, (_, y) in zip(base, s.points, strict=True)]
+        stacks.append((s, base, top))
+        base = top
+    frame = _Frame.around(xs, (0.0, max(base)))
+    parts = [frame.axes(x_label, percent=False)]
+    parts += [frame.band(xs, bottom, top, s.colour) for s, bottom, top in stacks]
+    parts += frame.hover(binned, x_label, percent=False)
+    return _svg(parts, ", ".join(s.name for s in series))
+
+
+def legend(series: Sequence[Series]) -> str:
+    """An HTML list of the series that have a finite point, with their colours."""
+    items = [
+        f'<li><i style="background:var(--c{s.colour})"></i>{escape(s.name)}</li>'
+        for s in series
+        if any(math.isfinite(y) for _, y in s.points)
+    ]
+    return f'<ul class="legend">{"".join(items)}</ul>' if items else ""
+
+
+def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
+    """About `count` round numbers that cover [low, high], 1, 2 or 5 times a power of ten apart.
+
+    Args:
+        low: finite.
+        high: finite, not below `low`.
+        count: wished for.
+        whole: no fractions.
+    """
+    span = high - low
+    if span <= abs(high) * 1e-9:  # one value, or so little between them that labels could not tell them apart
+        span = abs(high) * 0.2 or 1.0
+        low, high = low - span / 2, high + span / 2
+    raw = span / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    step = max(1.0, step) if whole else step
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def label(value: float, step: float) -> str:
+    """A tick's number with as many decimals as `step`, the distance between ticks, needs."""
+    if value and (abs(value) < 1e-3 or abs(value) >= 1e6):
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
+    return f"{0.0 if value == 0 else value:.{decimals}f}"
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The plot area: from data to pixels."""
+
+    x_ticks: list[float]
+    y_ticks: list[float]
+    x_range: tuple[float, float]
+
+    @classmethod
+    def around(cls, xs: Sequence[float], y_range: tuple[float, float]) -> _Frame:
+        low, high = min(xs), max(xs)
+        if low == high:
+            return cls([low], ticks(*y_range), (low - 1, high + 1))
+        inside = [tick for tick in ticks(low, high, 7, whole=True) if low <= tick <= high]
+        return cls(inside, ticks(*y_range), (low, high))
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return _LEFT + (value - low) / (high - low) * (WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return HEIGHT - _BOTTOM - (value - low) / (high - low) * (HEIGHT - _TOP - _BOTTOM)
+
+    def axes(self, x_label: str, percent: bool) -> str:
+        step = self.y_ticks[1] - self.y_ticks[0]
+        bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
+        parts = []
+        for tick in self.y_ticks:
+            y = self.y(tick)
+            text = f"{tick:.0%}" if percent else label(tick, step)
+            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
+        for tick in self.x_ticks:
+            x = self.x(tick)
+            parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+            parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{tick:.0f}</text>')
+        middle = (_LEFT + right) / 2
+        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+        parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>')
+        return "".join(parts)
+
+    def path(self, points: Sequence[tuple[float, float]], colour: int, faint: bool = False) -> str:
+        commands, pen_down = [], False
+        for x, y in points:
+            if math.isfinite(y):
+                commands.append(f"{'L' if pen_down else 'M'}{self.x(x):.1f} {self.y(y):.1f}")
+            pen_down = math.isfinite(y)
+        look = 'opacity="0.35" stroke-width="1.2"' if faint else 'stroke-width="2"'
+        return f'<path class="line" d="{"".join(commands)}" style="stroke:var(--c{colour})" {look}/>'
+
+    def dots(self, points: Sequence[tuple[float, float]], colour: int, radius: float, lonely_only: bool) -> list[str]:
+        """Circles on the points, or only on those that no line reaches because both neighbours are missing."""
+        finite = [False, *(math.isfinite(y) for _, y in points), False]
+        return [
+            f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius}" style="fill:var(--c{colour})"/>'
+            for index, (x, y) in enumerate(points, 1)
+            if finite[index] and not (lonely_only and (finite[index - 1] or finite[index + 1]))
+        ]
+
+    def band(self, xs: Sequence[float], bottom: Sequence[float], top: Sequence[float], colour: int) -> str:
+        there = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in zip(xs, top, strict=True)]
+        back = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in zip(xs, bottom, strict=True)]
+        return f'<path d="M{"L".join([*there, *reversed(back)])}Z" style="fill:var(--c{colour})" opacity="0.85"/>'
+
+    def hover(self, series: Sequence[Series], x_label: str, percent: bool) -> list[str]:
+        """One column an x, with a guide line and a title that lists the values there."""
+        texts: dict[float, list[str]] = {}
+        for s in series:
+            for x, y in s.points:
+                if math.isfinite(y):
+                    texts.setdefault(x, []).append(f"{s.name}: {f'{y:.1%}' if percent else f'{y:.4g}'}")
+        xs = sorted(texts)
+        columns = []
+        for index, x in enumerate(xs):
+            left = (self.x(xs[index - 1]) + self.x(x)) / 2 if index else _LEFT
+            right = (self.x(x) + self.x(xs[index + 1])) / 2 if index + 1 < len(xs) else WIDTH - _RIGHT
+            title = escape("\n".join([f"{x_label} {x:g}", *texts[x]]))
+            columns.append(
+                f'<g class="hover"><title>{title}</title>'
+                f'<rect x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" height="{HEIGHT - _TOP - _BOTTOM}"/>'
+                f'<line x1="{self.x(x):.1f}" x2="{self.x(x):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/></g>'
+            )
+        return columns
+
+
+def _svg(parts: Sequence[str], description: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(description)}">{"".join(parts)}</svg>'
+
+
+def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Means of equal runs of points, so that at most `_MAX_POINTS` are left; each keeps the x of its last point."""
+    size = math.ceil(len(points) / _MAX_POINTS)
+    if size <= 1:
+        return list(points)
+    bins = []
+    for start in range(0, len(points), size):
+        chunk = points[start : start + size]
+        finite = [y for _, y in chunk if math.isfinite(y)]
+        bins.append((chunk[-1][0], sum(finite) / len(finite) if finite else math.nan))
+    return bins
+
+
+def _trailing_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Each y as the mean of the finite ones among the last tenth of the points (at least 5) up to it."""
+    window = max(5, len(points) // 10)
+    means = []
+    for index, (x, y) in enumerate(points):
+        recent = [v for _, v in points[max(0, index + 1 - window) : index + 1] if math.isfinite(v)]
+        means.append((x, sum(recent) / len(recent) if recent and math.isfinite(y) else math.nan))
+    return means

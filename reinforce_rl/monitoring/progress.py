@@ -1,0 +1,182 @@
+"""What a run shows while it runs: a live display on a terminal, one line a step in a log file."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+PHASES = ("generate", "logprobs", "init_logprobs", "reward_wait", "train_time")
+_SHOWN = (
+    ("rewards", "reward", "reward", "{:.3f}"),
+    ("rewards_with_kl", "reward with KL", "with_kl", "{:.3f}"),
+    ("init_policy_kl", "KL, nats a response", "kl", "{:.3f}"),
+    ("fraction_of_samples_properly_ended", "ended by itself", "ended", "{:.0%}"),
+    ("response_lengths", "response length, tokens", "length", "{:.1f}"),
+    ("grad_norm", "gradient norm", "grad", "{:.3g}"),
+)
+_RECENT = 20  # steps that the time left and the middle column look back on
+
+
+class TrainingProgress:
+    """Shows the run, as a context manager that gives the terminal back however the run ends.
+
+    On a terminal: a live panel. Elsewhere (a Slurm log, a pipe): one plain line a step, flushed, never wrapped.
+
+    Args:
+        total_steps: steps of the whole run.
+        start_step: steps already done, by the run that is resumed.
+        enabled: False shows nothing; every rank but 0 passes it.
+        console: where to; None is standard output.
+    """
+
+    def __init__(self, total_steps: int, start_step: int = 0, enabled: bool = True, console: Console | None = None):
+        self.total_steps = total_steps
+        self.enabled = enabled
+        self.console = console or Console()
+        self._step = start_step
+        self._phase = ""
+        self._phase_start = self._last_update = time.monotonic()
+        self._waiting = ""
+        self._durations: deque[float] = deque(maxlen=_RECENT)
+        self._timings: dict[str, float] = {}
+        self._first: dict[str, float] = {}
+        self._history: dict[str, deque[float]] = {name: deque(maxlen=_RECENT) for name, *_ in _SHOWN}
+        self._live: Live | None = None
+
+    def __enter__(self) -> TrainingProgress:
+        self._last_update = time.monotonic()
+        if self.enabled and self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            self._phase = self._waiting = ""
+            live.stop()
+
+    def phase(self, name: str) -> None:
+        """Say what the run does from now on, e.g. "generate"; an empty name ends the phase."""
+        self._phase, self._phase_start, self._waiting = name, time.monotonic(), ""
+
+    def note(self, text: str, transient: bool = False) -> None:
+        """Show a message. On a terminal a transient one is replaced by the next and goes away with the phase."""
+        if not self.enabled:
+            return
+        if self._live is None:
+            self._print(text)
+        elif transient:
+            self._waiting = text
+        else:
+            self.console.print(Text(text))
+
+    def update(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
+        """A step is done.
+
+        Args:
+            step: its number, 1 for the first.
+            metrics: by NeMo-Aligner's names, without prefix; missing ones show as "-".
+            timings: seconds of `generate`, `logprobs`, `init_logprobs`, `reward_wait`, `train_time`, `step_time`.
+        """
+        now = time.monotonic()
+        self._durations.append(now - self._last_update)  # with validation and checkpoints, which the time left needs
+        self._last_update = now
+        self._step = step
+        self._timings = {name: float(value) for name, value in timings.items()}
+        for name, history in self._history.items():
+            value = float(metrics.get(name, math.nan))
+            history.append(value)
+            if math.isfinite(value):
+                self._first.setdefault(name, value)
+        self.phase("")
+        if self.enabled and self._live is None:
+            self._print(self._line())
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A validation is done; the metrics' names are those of `update`."""
+        parts = [f"validation after step {step}:"]
+        parts += [f"{short} {_form(form, float(metrics[name]))}" for name, _, short, form in _SHOWN if name in metrics]
+        self.note("  ".join(parts))
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the whole run, by the mean of the last steps; NaN before the first step."""
+        if not self._durations:
+            return math.nan
+        return max(0, self.total_steps - self._step) * sum(self._durations) / len(self._durations)
+
+    def _print(self, text: str) -> None:
+        # Not console.print: that wraps at 80 columns where there is no terminal.
+        print(text, file=self.console.file, flush=True)
+
+    def _seconds_a_step(self) -> float:
+        return self._timings.get("step_time", self._durations[-1] if self._durations else math.nan)
+
+    def _line(self) -> str:
+        width = len(str(self.total_steps))
+        numbers = [f"{short} {_form(form, self._history[name][-1])}" for name, _, short, form in _SHOWN]
+        times = [f"{name} {self._timings[name]:.1f}" for name in PHASES if name in self._timings]
+        rest = [f"{self._seconds_a_step():.1f} s a step, {clock(self.seconds_left)} left"]
+        return "  ".join([f"step {self._step:>{width}}/{self.total_steps}", *numbers, "|", *times, "|", *rest])
+
+    def _render(self) -> RenderableType:
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            Text(f"step {self._step}/{self.total_steps}", style="bold"),
+            ProgressBar(total=max(1, self.total_steps), completed=self._step, width=24),
+            Text(f"{_form('{:.1f}', self._seconds_a_step())} s a step"),
+            Text(f"{clock(self.seconds_left)} left"),
+        )
+        # The panel's lines are fixed in number, so that the display does not jump while a step runs.
+        return Panel(Group(head, self._numbers(), self._times(), self._now()), title="REINFORCE", expand=False)
+
+    def _numbers(self) -> Table:
+        table = Table(box=None, padding=(0, 2), header_style="dim")
+        table.add_column("")
+        for title in ("now", f"mean of {_RECENT}", "first"):
+            table.add_column(title, justify="right", min_width=10)
+        for name, title, _, form in _SHOWN:
+            history = self._history[name]
+            finite = [value for value in history if math.isfinite(value)]
+            now = history[-1] if history else math.nan
+            mean = sum(finite) / len(finite) if finite else math.nan
+            first = self._first.get(name, math.nan)
+            table.add_row(title, *[_form(form, value) for value in (now, mean, first)])
+        return table
+
+    def _times(self) -> Text:
+        parts = [f"{name} {_form('{:.1f}', self._timings.get(name, math.nan))}" for name in PHASES]
+        return Text("seconds: " + "  ".join(parts), style="dim")
+
+    def _now(self) -> Text:
+        if self._waiting:
+            return Text(self._waiting, style="yellow")
+        if not self._phase:
+            return Text(" ")
+        return Text(f"{self._phase} … {time.monotonic() - self._phase_start:.0f} s", style="cyan")
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 0:07, 12:34 or 1:02:03; "-" where they are not known."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _form(form: str, value: float) -> str:
+    return form.format(value) if math.isfinite(value) else "-"

@@ -1,0 +1,117 @@
+"""The samples of each step as files to read: `rollouts/step_00012.jsonl` and `validation/step_00012.jsonl`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.files import read_json_lines, write_json_lines
+from reinforce_rl.rollout import FINISH_STOP
+
+Kind = Literal["rollouts", "validation"]
+_STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
+_FLOATS = ("reward", "kl", "reward_with_kl", "baseline", "advantage")
+
+
+@dataclass(frozen=True)
+class RolloutRow:
+    """One scored sample. A float that does not exist (scoring failed, no KL in validation) is NaN, null on disk.
+
+    Attributes:
+        step: the optimizer step that it was sampled before, or the step after which it was validated.
+        prompt_id: `Prompt.id`, the index in the data set.
+        sample_id: 0 .. G-1 among the samples of the prompt.
+        prompt: its text.
+        response: its text.
+        reward: as the reward source gave it.
+        kl: nats, summed over the response's tokens.
+        reward_with_kl: reward minus beta times kl.
+        baseline: what was subtracted.
+        advantage: what multiplied the log-probs.
+        finish_reason: `FINISH_STOP` or `FINISH_LENGTH`.
+        response_length: tokens, the stop token included.
+        valid: False where the sample was left out of the loss.
+    """
+
+    step: int
+    prompt_id: int
+    sample_id: int
+    prompt: str
+    response: str
+    reward: float
+    finish_reason: str
+    response_length: int
+    kl: float = math.nan
+    reward_with_kl: float = math.nan
+    baseline: float = math.nan
+    advantage: float = math.nan
+    valid: bool = True
+
+    @property
+    def is_end(self) -> bool:
+        """The response ended by itself, rather than being cut."""
+        return self.finish_reason == FINISH_STOP
+
+
+class RolloutWriter:
+    """Writes the samples of each step below a run's folder. Writing a step again replaces its file.
+
+    Args:
+        folder: the run's folder; `rollouts/` and `validation/` are made in it.
+        resume_step: the step of the checkpoint that the run goes on from: files of later steps are removed,
+            since those steps are made again. None removes nothing.
+    """
+
+    def __init__(self, folder: str | Path, resume_step: int | None = None):
+        self.folder = Path(folder)
+        if resume_step is not None:
+            for kind in ("rollouts", "validation"):
+                for step, path in rollout_files(self.folder, kind).items():
+                    if step > resume_step:
+                        path.unlink()
+
+    def write(self, step: int, rows: Sequence[RolloutRow], kind: Kind = "rollouts") -> Path:
+        """Write the samples of `step` atomically, one JSON line each, and return the file's path."""
+        path = self.folder / kind / f"step_{step:05d}.jsonl"
+        write_json_lines(path, [_to_json(row) for row in rows])
+        return path
+
+
+def rollout_files(folder: str | Path, kind: Kind = "rollouts") -> dict[int, Path]:
+    """The files of a run's folder by step, in rising order; empty where there are none."""
+    found = {}
+    for path in (Path(folder) / kind).glob("step_*.jsonl"):
+        if match := _STEP_FILE.fullmatch(path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def read_rollouts(path: str | Path) -> list[RolloutRow]:
+    """Read a file that `RolloutWriter` wrote; null reads as NaN.
+
+    Raises:
+        DataError: the file is absent, or a line is not JSON or has not the fields of a `RolloutRow`.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; expected the samples of a step")
+    expected = {field.name for field in dataclasses.fields(RolloutRow)}
+    rows = []
+    for number, record in enumerate(read_json_lines(path), 1):
+        if record.keys() != expected:
+            missing, unknown = sorted(expected - record.keys()), sorted(record.keys() - expected)
+            raise DataError(f"{path}, line {number}: missing fields {missing}, unknown fields {unknown}")
+        rows.append(RolloutRow(**{k: math.nan if v is None and k in _FLOATS else v for k, v in record.items()}))
+    return rows
+
+
+def _to_json(row: RolloutRow) -> dict[str, object]:
+    record = dataclasses.asdict(row)
+    floats = {name: float(record[name]) for name in _FLOATS}  # a NumPy or tensor scalar is welcome
+    return {**record, **floats}

@@ -1,0 +1,191 @@
+"""A run in a few numbers: what it was before and after. For the report's table and a script's last lines."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reinforce_rl.monitoring.comparison import PairedComparison, compare_validation
+from reinforce_rl.monitoring.jsonl import read_metrics
+from reinforce_rl.monitoring.rollouts import RolloutRow, read_rollouts, rollout_files
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run's folder holds; every part may be empty, as in a run that has just begun.
+
+    Attributes:
+        metrics: lines of metrics.jsonl, by rising step.
+        first_validation: step and samples of the first validation, or None.
+        last_validation: the same of the last one; None while there is only one.
+        last_rollouts: step and samples of the last step, or None.
+    """
+
+    metrics: tuple[Mapping[str, Any], ...]
+    first_validation: tuple[int, list[RolloutRow]] | None
+    last_validation: tuple[int, list[RolloutRow]] | None
+    last_rollouts: tuple[int, list[RolloutRow]] | None
+
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) of the lines that have `key`; NaN where the file has null."""
+        return [
+            (line["step"], math.nan if line[key] is None else float(line[key])) for line in self.metrics if key in line
+        ]
+
+    @property
+    def comparison(self) -> PairedComparison | None:
+        """First against last validation; None while there are not two."""
+        if self.first_validation is None or self.last_validation is None:
+            return None
+        return compare_validation(self.first_validation[1], self.last_validation[1])
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """One quantity before and after; NaN where it is not known.
+
+    Attributes:
+        name: of the quantity, with its unit.
+        basis: what it was measured on.
+        before: at the run's begin.
+        after: at its end.
+        digits: after the point.
+        percent: shown as a percentage.
+        comparison: with the standard error of the difference, where samples are paired.
+    """
+
+    name: str
+    basis: str
+    before: float
+    after: float
+    digits: int = 3
+    percent: bool = False
+    comparison: PairedComparison | None = None
+
+    def show(self, value: float, signed: bool = False) -> str:
+        """`value` in this row's form, "–" where it is not known."""
+        if not math.isfinite(value):
+            return "–"
+        sign = "+" if signed else ""
+        return f"{value:{sign}.1%}" if self.percent else f"{value:{sign}.{self.digits}f}"
+
+    @property
+    def change(self) -> str:
+        """After minus before, with its standard error where there is one."""
+        text = self.show(self.after - self.before, signed=True)
+        if self.comparison is not None and math.isfinite(self.comparison.standard_error):
+            text += f" ± {self.show(self.comparison.standard_error)}"
+        return text
+
+
+def load_run(run_dir: str | Path) -> RunRecord:
+    """Read `metrics.jsonl`, the first and last validation, and the last rollouts of a run's folder.
+
+    Raises:
+        DataError: a file that is there cannot be read.
+    """
+    run_dir = Path(run_dir)
+    path = run_dir / "metrics.jsonl"
+    metrics = sorted(read_metrics(path), key=lambda line: line["step"]) if path.exists() else []
+    validations = list(rollout_files(run_dir, "validation").items())
+    rollouts = list(rollout_files(run_dir, "rollouts").items())
+    return RunRecord(
+        metrics=tuple(metrics),
+        first_validation=_read(validations[0]) if validations else None,
+        last_validation=_read(validations[-1]) if len(validations) > 1 else None,
+        last_rollouts=_read(rollouts[-1]) if rollouts else None,
+    )
+
+
+def summarize(run: RunRecord) -> list[SummaryRow]:
+    """The rows before and after: validation where there is one, the first and the last training steps else."""
+    rows = []
+    comparison = run.comparison
+    if comparison is not None and comparison.n:
+        basis = f"validation, the same {comparison.n} prompts"
+        rows.append(SummaryRow("Reward", basis, comparison.mean_before, comparison.mean_after, comparison=comparison))
+    rows.append(_training_row(run, "Reward", "rewards"))
+    rows.append(_training_row(run, "Reward with KL", "rewards_with_kl"))
+    rows.append(_training_row(run, "KL, nats a response", "init_policy_kl"))
+    rows += _pair(run, "Response length, tokens", "response_lengths", lambda row: row.response_length, digits=1)
+    rows += _pair(run, "Ended by itself", "fraction_of_samples_properly_ended", lambda row: row.is_end, percent=True)
+    return rows
+
+
+def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = None) -> str:
+    """The last lines that a script prints: what rose by how much, and where things are.
+
+    Args:
+        run_dir: the run's folder.
+        places: more to name below it, e.g. {"checkpoint": path, "report": path}.
+    """
+    run = load_run(run_dir)
+    rows = [row for row in summarize(run) if math.isfinite(row.before) or math.isfinite(row.after)]
+    lines = [verdict(run)]
+    name_width = max((len(row.name) for row in rows), default=0)
+    for row in rows:
+        numbers = f"{row.show(row.before):>8} -> {row.show(row.after):>8}  {row.change:<16}"
+        lines.append(f"  {row.name:<{name_width}}  {numbers} ({row.basis})")
+    named = {"run folder": run_dir, **(places or {})}
+    place_width = max(len(name) for name in named)
+    lines += [f"  {name:<{place_width}}  {place}" for name, place in named.items()]
+    return "\n".join(lines)
+
+
+def verdict(run: RunRecord) -> str:
+    """One sentence on what happened to the validation reward."""
+    comparison = run.comparison
+    if comparison is None:
+        return "The reward has not been compared: that needs a validation before and one after."
+    if comparison.n == 0:
+        return "The reward cannot be compared: no validation prompt was scored both before and after."
+    error = comparison.standard_error
+    moved = "rose" if comparison.mean_difference > 0 else "fell" if comparison.mean_difference < 0 else "changed"
+    text = f"The mean validation reward {moved} by {abs(comparison.mean_difference):.3f}"
+    if math.isnan(error):
+        return f"{text} on the one prompt that was compared."
+    text += f" ± {error:.3f} on {comparison.n} prompts"
+    if math.isfinite(comparison.z):
+        text += f", {abs(comparison.z):.1f} standard errors"
+        if abs(comparison.z) < 2:
+            text += ": within noise"
+    return text + "."
+
+
+def _read(item: tuple[int, Path]) -> tuple[int, list[RolloutRow]]:
+    return item[0], read_rollouts(item[1])
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [float(value) for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else math.nan
+
+
+def _training_row(run: RunRecord, name: str, key: str, digits: int = 3, percent: bool = False) -> SummaryRow:
+    values = [value for _, value in run.series(f"train/{key}")]
+    window = min(10, len(values) // 2)  # the first and the last steps must not overlap
+    if window == 0:
+        return SummaryRow(name, "training, one step", _mean(values), math.nan, digits, percent)
+    basis = f"training, first and last {window} steps" if window > 1 else "training, first and last step"
+    return SummaryRow(name, basis, _mean(values[:window]), _mean(values[-window:]), digits, percent)
+
+
+def _pair(
+    run: RunRecord,
+    name: str,
+    key: str,
+    value_of: Callable[[RolloutRow], float],
+    digits: int = 3,
+    percent: bool = False,
+) -> list[SummaryRow]:
+    rows = []
+    if run.first_validation is not None and run.last_validation is not None:
+        before = _mean([value_of(row) for row in run.first_validation[1]])
+        after = _mean([value_of(row) for row in run.last_validation[1]])
+        rows.append(SummaryRow(name, "validation", before, after, digits, percent))
+    rows.append(_training_row(run, name, key, digits, percent))
+    return rows

@@ -1,0 +1,1 @@
+"""Preparation work that people run by hand before training: making model folders."""

