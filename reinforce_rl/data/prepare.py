@@ -187,11 +187,9 @@ def _prompt_of(value: dict[str, Any]) -> tuple[list[Message], str]:
 
 def _conversation(value: object, key: str) -> list[Message]:
     if isinstance(value, str):
+        _check_encodable(value, key)
         try:
-            value.encode("utf-8")
             return parse_hh_conversation(value)
-        except UnicodeEncodeError as error:
-            raise DataError(f"{key} holds half of a surrogate pair") from error
         except DataError as error:
             raise DataError(f"{key}: {error}") from error
     if not isinstance(value, list):
@@ -202,10 +200,18 @@ def _conversation(value: object, key: str) -> list[Message]:
         content = message.get("content") if isinstance(message, dict) else None
         if role not in _HH_NAMES or not isinstance(content, str):
             raise DataError(f"{key}[{index}] is no message with a role user or assistant and a string as content")
+        _check_encodable(content, f"{key}[{index}].content")
         messages.append({"role": role, "content": content.strip()})
     if not messages:
         raise DataError(f"{key} is empty")
     return messages
+
+
+def _check_encodable(text: str, key: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{key} holds half of a surrogate pair ({text[error.start]!r})") from error
 
 
 def _without_answer(messages: list[Message]) -> list[Message]:

@@ -88,9 +88,9 @@ class PromptDataset(Dataset[Prompt]):
         """Load prompts from one or several JSONL files.
 
         A line holds exactly one of `prompt` (a string), `text` (a string) and `messages` (a list of
-        `{"role", "content"}` that does not end with an assistant's); all its other fields become the prompt's metadata.
-        Messages are rendered by the tokenizer's chat template, up to where the assistant's answer begins. Blank lines
-        are left out.
+        `{"role", "content"}` that does not end with an assistant's); all its other fields become the prompt's
+        metadata. Messages are rendered by the tokenizer's chat template, up to where the assistant's answer begins.
+        Blank lines are left out.
 
         Args:
             tokenizer: turns text into ids; no special tokens are added beyond those in the text.

@@ -148,8 +148,8 @@ class PromptSampler:
         valid = all(isinstance(value, int) and value >= 0 for value in (epoch, position, consumed))
         if not valid or position >= self.num_prompts:
             raise CheckpointError(
-                f"the saved sampler state has epoch {epoch!r}, position {position!r} and consumed_prompts {consumed!r}; "
-                f"expected whole numbers from 0, the position below {self.num_prompts}"
+                f"the saved sampler state has epoch {epoch!r}, position {position!r} and consumed_prompts {consumed!r}"
+                f"; expected whole numbers from 0, the position below {self.num_prompts}"
             )
         self._epoch, self._position, self._consumed = epoch, position, consumed
         self._end_epoch_if_done()

@@ -1,4 +1,4 @@
-"""The shape of a Llama-family model, read from a Hugging Face `config.json`, and its padding for tensor parallelism."""
+"""The shape of a Llama-family model, from a Hugging Face `config.json`, and its padding for tensor parallelism."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Mesh:
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)  # type: ignore[return-value]
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
         """Sum over the data-parallel ranks; the input is left as it is."""

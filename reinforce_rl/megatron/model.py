@@ -120,9 +120,13 @@ class CausalLM(GPTModel):
         return hidden.transpose(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's slice of the logits in float32: [n, h] to [n, V / tp], padded columns at minus infinity."""
+        """This rank's slice of the logits: [n, h] to [n, V / tp], padded columns at minus infinity.
+
+        float32 whatever the model's dtype, or float64 where the model is.
+        """
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        out = self.output_layer(hidden[:, None, :], weight=weight)[0][:, 0].float()
+        out = self.output_layer(hidden[:, None, :], weight=weight)[0][:, 0]
+        out = out.to(torch.promote_types(out.dtype, torch.float32))
         true_columns = self.architecture.vocab_size - self._vocab_start
         if true_columns < out.shape[1]:
             columns = torch.arange(out.shape[1], device=out.device)
@@ -130,7 +134,7 @@ class CausalLM(GPTModel):
         return out
 
     def full_logits(self, hidden: Tensor) -> Tensor:
-        """The logits of the whole vocabulary on every rank, without gradient: [n, h] to float32 [n, V]."""
+        """The logits of the whole vocabulary on every rank, without gradient: [n, h] to [n, V]."""
         with torch.no_grad():
             gathered = tensor_parallel.gather_from_tensor_model_parallel_region(self.logits(hidden))
         return gathered[:, : self.architecture.vocab_size]

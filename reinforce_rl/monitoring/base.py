@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol, runtime_checkable
 
 SUCCESS = "success"
@@ -49,16 +50,7 @@ class Loggers:
             logger.commit(step)
 
     def finalize(self, status: str = SUCCESS) -> None:
-        """Close every logger, also after one of them failed to; the first failure is raised at the end."""
-        failures: list[Exception] = []
-        for logger in self.loggers:
-            _collect(lambda logger=logger: logger.finalize(status), failures)
-        if failures:
-            raise failures[0]
-
-
-def _collect(action: Callable[[], None], failures: list[Exception]) -> None:
-    try:
-        action()
-    except Exception as error:
-        failures.append(error)
+        """Close every logger, also after one of them failed to; a failure is raised at the end."""
+        with ExitStack() as stack:
+            for logger in reversed(self.loggers):
+                stack.callback(logger.finalize, status)

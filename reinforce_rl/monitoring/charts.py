@@ -10,7 +10,8 @@ from html import escape
 WIDTH, HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 40
 _MAX_POINTS = 300  # more than the plot has room for; longer series are averaged in bins
-_SMOOTH_FROM = 12  # points from which a trailing mean is drawn over a noisy series
+_MAX_MARKERS = 50  # more would run into each other
+_SMOOTH_FROM = 12  # points from which a moving mean is drawn over a noisy series
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Series:
         name: for the legend and the hover text.
         points: (x, y) by rising x; a NaN or infinite y breaks the line.
         colour: 1 .. 6, the CSS variable `--c1` .. `--c6`.
-        markers: draw every point; for sparse series.
-        smooth: draw the points faintly and a trailing mean over them, where there are enough.
+        markers: draw every point, of a series that is sparse; where there are too many it is smoothed instead.
+        smooth: draw the points faintly and a moving mean over them, where there are enough.
     """
 
     name: str
@@ -49,11 +50,13 @@ def line_chart(series: Sequence[Series], x_label: str = "step", zero: bool = Fal
     frame = _Frame.around([x for x, _ in finite], (0.0, 1.0) if percent else (min(0.0, low) if zero else low, high))
     parts = [frame.axes(x_label, percent)]
     for s in binned:
-        smoothed = s.smooth and sum(math.isfinite(y) for _, y in s.points) >= _SMOOTH_FROM
+        count = sum(math.isfinite(y) for _, y in s.points)
+        markers = s.markers and count <= _MAX_MARKERS
+        smoothed = (s.smooth and count >= _SMOOTH_FROM) or (s.markers and not markers)
         parts.append(frame.path(s.points, s.colour, faint=smoothed))
         if smoothed:
-            parts.append(frame.path(_trailing_mean(s.points), s.colour))
-        parts += frame.dots(s.points, s.colour, 3.2 if s.markers else 2.2, lonely_only=not s.markers)
+            parts.append(frame.path(_moving_mean(s.points), s.colour))
+        parts += frame.dots(s.points, s.colour, lonely_only=not markers)
     parts += frame.hover(binned, x_label, percent)
     return _svg(parts, ", ".join(s.name for s in series))
 
@@ -98,8 +101,9 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[
         whole: no fractions.
     """
     span = high - low
-    if span <= abs(high) * 1e-9:  # one value, or so little between them that labels could not tell them apart
-        span = abs(high) * 0.2 or 1.0
+    scale = max(abs(low), abs(high))
+    if span <= max(scale * 1e-9, 1e-300):  # one value, or so little between them that labels could not tell them apart
+        span = scale * 0.2 if scale > 1e-300 else 1.0
         low, high = low - span / 2, high + span / 2
     raw = span / count
     power = 10.0 ** math.floor(math.log10(raw))
@@ -111,11 +115,13 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[
 
 def label(value: float, step: float) -> str:
     """A tick's number with as many decimals as `step`, the distance between ticks, needs."""
-    if value and (abs(value) < 1e-3 or abs(value) >= 1e6):
+    if abs(value) < step / 2:
+        return "0"
+    if abs(value) < 1e-3 or abs(value) >= 1e6:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
-    return f"{0.0 if value == 0 else value:.{decimals}f}"
+    return f"{value:.{decimals}f}"
 
 
 @dataclass(frozen=True)
@@ -169,11 +175,11 @@ class _Frame:
         look = 'opacity="0.35" stroke-width="1.2"' if faint else 'stroke-width="2"'
         return f'<path class="line" d="{"".join(commands)}" style="stroke:var(--c{colour})" {look}/>'
 
-    def dots(self, points: Sequence[tuple[float, float]], colour: int, radius: float, lonely_only: bool) -> list[str]:
+    def dots(self, points: Sequence[tuple[float, float]], colour: int, lonely_only: bool) -> list[str]:
         """Circles on the points, or only on those that no line reaches because both neighbours are missing."""
         finite = [False, *(math.isfinite(y) for _, y in points), False]
         return [
-            f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius}" style="fill:var(--c{colour})"/>'
+            f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="3.2" style="fill:var(--c{colour})"/>'
             for index, (x, y) in enumerate(points, 1)
             if finite[index] and not (lonely_only and (finite[index - 1] or finite[index + 1]))
         ]
@@ -221,11 +227,11 @@ def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return bins
 
 
-def _trailing_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Each y as the mean of the finite ones among the last tenth of the points (at least 5) up to it."""
-    window = max(5, len(points) // 10)
+def _moving_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Each y as the mean of the finite ones among the twentieth of the points (at least 5) around it."""
+    half = max(2, len(points) // 40)
     means = []
     for index, (x, y) in enumerate(points):
-        recent = [v for _, v in points[max(0, index + 1 - window) : index + 1] if math.isfinite(v)]
-        means.append((x, sum(recent) / len(recent) if recent and math.isfinite(y) else math.nan))
+        near = [v for _, v in points[max(0, index - half) : index + half + 1] if math.isfinite(v)]
+        means.append((x, sum(near) / len(near) if math.isfinite(y) else math.nan))
     return means

@@ -53,10 +53,7 @@ def compare_validation(before: Sequence[RolloutRow], after: Sequence[RolloutRow]
     differences = [last[prompt] - first[prompt] for prompt in shared]
     mean = statistics.fmean(differences)
     error = statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.nan
-    if error == 0:
-        z = math.copysign(math.inf, mean) if mean else math.nan
-    else:
-        z = mean / error
+    z = mean / error if error else math.copysign(math.inf, mean) if mean else math.nan
     return PairedComparison(
         n=n,
         mean_before=statistics.fmean(first[prompt] for prompt in shared),

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.files import read_json_lines, write_json_lines
@@ -107,8 +107,13 @@ def read_rollouts(path: str | Path) -> list[RolloutRow]:
         if record.keys() != expected:
             missing, unknown = sorted(expected - record.keys()), sorted(record.keys() - expected)
             raise DataError(f"{path}, line {number}: missing fields {missing}, unknown fields {unknown}")
-        rows.append(RolloutRow(**{k: math.nan if v is None and k in _FLOATS else v for k, v in record.items()}))
+        rows.append(_from_json(record))
     return rows
+
+
+def _from_json(record: dict[str, Any]) -> RolloutRow:
+    missing_floats = {name: math.nan for name in _FLOATS if record[name] is None}
+    return RolloutRow(**{**record, **missing_floats})
 
 
 def _to_json(row: RolloutRow) -> dict[str, object]:

@@ -67,9 +67,9 @@ class SummaryRow:
     comparison: PairedComparison | None = None
 
     def show(self, value: float, signed: bool = False) -> str:
-        """`value` in this row's form, "–" where it is not known."""
+        """`value` in this row's form, "-" where it is not known."""
         if not math.isfinite(value):
-            return "–"
+            return "-"
         sign = "+" if signed else ""
         return f"{value:{sign}.1%}" if self.percent else f"{value:{sign}.{self.digits}f}"
 
@@ -102,7 +102,7 @@ def load_run(run_dir: str | Path) -> RunRecord:
 
 
 def summarize(run: RunRecord) -> list[SummaryRow]:
-    """The rows before and after: validation where there is one, the first and the last training steps else."""
+    """What is known before and after, on the validations and on the first and last training steps."""
     rows = []
     comparison = run.comparison
     if comparison is not None and comparison.n:
@@ -113,7 +113,7 @@ def summarize(run: RunRecord) -> list[SummaryRow]:
     rows.append(_training_row(run, "KL, nats a response", "init_policy_kl"))
     rows += _pair(run, "Response length, tokens", "response_lengths", lambda row: row.response_length, digits=1)
     rows += _pair(run, "Ended by itself", "fraction_of_samples_properly_ended", lambda row: row.is_end, percent=True)
-    return rows
+    return [row for row in rows if math.isfinite(row.before) or math.isfinite(row.after)]
 
 
 def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = None) -> str:
@@ -124,7 +124,7 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
         places: more to name below it, e.g. {"checkpoint": path, "report": path}.
     """
     run = load_run(run_dir)
-    rows = [row for row in summarize(run) if math.isfinite(row.before) or math.isfinite(row.after)]
+    rows = summarize(run)
     lines = [verdict(run)]
     name_width = max((len(row.name) for row in rows), default=0)
     for row in rows:

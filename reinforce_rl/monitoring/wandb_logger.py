@@ -97,12 +97,12 @@ class WandbLogger:
             return
         import wandb
 
-        columns = list(rows[0])
+        columns: list[Any] = list(rows[0])
         data = [[row[column] for column in columns] for row in rows]
         self._run.log({key: wandb.Table(columns=columns, data=data, allow_mixed_types=True)}, step=step)
 
     def commit(self, step: int) -> None:
-        """Nothing: wandb stores a step when the next one comes or the run ends, and takes more of a step until then."""
+        """Nothing: wandb stores a step when the next one comes or the run ends, and adds to it until then."""
 
     def finalize(self, status: str = SUCCESS) -> None:
         """Write or send what is left and end the run, as failed unless `status` is "success"."""

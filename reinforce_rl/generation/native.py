@@ -1,0 +1,191 @@
+"""The native engine: decoding on the megatron actor itself, with a KV cache, at any tensor-parallel size.
+
+A batch of prompts is read once; the cache of each prompt then serves all its samples. Samples that have ended leave
+the batch at once. The engine reads the actor's own weights, so there is nothing to refit.
+
+Notation: P prompts, G samples a prompt, R unfinished samples, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.sampling import choose_tokens, noise_keys, penalise_repetition, token_log_probs
+from reinforce_rl.megatron.attention import KVCache
+from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.rollout import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class NativeGenerator:
+    """A `Generator` on the actor's own weights.
+
+    Args:
+        lm: the actor.
+        tokenizer: decodes text for `end_strings`; its pad id fills the right of the responses.
+        prompts_per_batch: prompts decoded together, each with all its samples; bounds the cache.
+    """
+
+    def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase, *, prompts_per_batch: int):
+        self._lm = lm
+        self._tokenizer = tokenizer
+        self._prompts_per_batch = prompts_per_batch
+        self._pad_id = int(tokenizer.pad_token_id or 0)
+
+    def refit(self) -> None:
+        """Nothing to do: this engine decodes with the weights that the optimizer updates."""
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
+        """See `Generator.generate`. The result lies on the CPU."""
+        was_training = self._lm.training
+        self._lm.eval()
+        try:
+            batches = [
+                self._generate_batch(prompts[start : start + self._prompts_per_batch], num_samples, params, seed)
+                for start in range(0, len(prompts), self._prompts_per_batch)
+            ]
+        finally:
+            self._lm.train(was_training)
+        return _join(batches, self._pad_id)
+
+    def _generate_batch(
+        self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int
+    ) -> Completions:
+        device = self._lm.mesh.device
+        lengths = torch.tensor([len(p.tokens) for p in prompts], device=device)
+        limit = self._lm.architecture.max_positions
+        if int(lengths.max()) + params.max_length > limit:
+            raise DataError(
+                f"a prompt of {int(lengths.max())} tokens and {params.max_length} response tokens "
+                f"exceed the model's {limit} positions; lower model.reinforce.length_params.max_length "
+                "or model.data.max_prompt_length"
+            )
+        rows = len(prompts) * num_samples
+        responses = _Responses(prompts, num_samples, params, self._tokenizer, self._pad_id, device)
+        keys = noise_keys(
+            seed,
+            np.repeat([p.id for p in prompts], num_samples),
+            np.tile(np.arange(num_samples), len(prompts)),
+            params.max_length,
+        ).to(device)
+
+        cache = self._lm.new_cache(len(prompts), slots=int(lengths.max()) + params.max_length)
+        logits = self._read_prompts(prompts, lengths, cache).repeat_interleave(num_samples, dim=0)
+        cache.begin_decoding(lengths, num_samples)
+        positions = lengths.repeat_interleave(num_samples)
+        active = torch.arange(rows, device=device)
+        for step in range(params.max_length):
+            adjusted = responses.adjust(logits, active, step)
+            tokens = choose_tokens(adjusted, keys[active, step], params)
+            ended = responses.append(active, step, tokens, token_log_probs(logits, tokens, params.temperature))
+            if bool(ended.any()):
+                rest = (~ended).nonzero()[:, 0]
+                active, tokens, positions = active[rest], tokens[rest], positions[rest]
+                if rest.numel() == 0:
+                    break
+                cache.keep(rest)
+            if step + 1 == params.max_length:
+                break
+            cache.at(positions)
+            hidden = self._lm(tokens[:, None], positions[:, None], cache)
+            logits = self._lm.full_logits(hidden[:, 0])
+            positions = positions + 1
+        return responses.finish()
+
+    def _read_prompts(self, prompts: Sequence[Prompt], lengths: Tensor, cache: KVCache) -> Tensor:
+        """Prefill; logits float32 [P, V] of each prompt's last position."""
+        tokens = torch.full((len(prompts), int(lengths.max())), self._pad_id, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt.tokens)] = torch.tensor(prompt.tokens)
+        hidden = self._lm(tokens.to(lengths.device), None, cache)
+        last = hidden[torch.arange(len(prompts), device=lengths.device), lengths - 1]
+        return self._lm.full_logits(last)
+
+
+class _Responses:
+    """The responses being written: their tokens, and the rules that depend on what was written before."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        params: SamplingParams,
+        tokenizer: PreTrainedTokenizerBase,
+        pad_id: int,
+        device: torch.device,
+    ):
+        rows = len(prompts) * num_samples
+        self._params, self._tokenizer = params, tokenizer
+        self._stops = torch.tensor(params.stop_token_ids, dtype=torch.long, device=device)
+        self._tokens = torch.full((rows, params.max_length), pad_id, dtype=torch.long, device=device)
+        self._log_probs = torch.zeros((rows, params.max_length), dtype=torch.float32, device=device)
+        self._lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self._stopped = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._prompts = [list(p.tokens) for p in prompts for _ in range(num_samples)]
+        self._seen: Tensor | None = None
+
+    def adjust(self, logits: Tensor, active: Tensor, step: int) -> Tensor:
+        """Apply the repetition penalty and ban stop tokens before min_length: [R, V] to [R, V]."""
+        if self._params.repetition_penalty != 1.0:
+            if self._seen is None:
+                self._seen = torch.zeros((len(self._prompts), logits.shape[1]), dtype=torch.bool, device=logits.device)
+                for row, prompt in enumerate(self._prompts):
+                    self._seen[row, torch.tensor(prompt)] = True
+            logits = penalise_repetition(logits, self._seen[active], self._params.repetition_penalty)
+        if step < self._params.min_length and self._stops.numel():
+            logits = logits.index_fill(1, self._stops, float("-inf"))
+        return logits
+
+    def append(self, active: Tensor, step: int, tokens: Tensor, log_probs: Tensor) -> Tensor:
+        """Write one token to each active row; bool [R], True where the response ended with it."""
+        self._tokens[active, step] = tokens
+        self._log_probs[active, step] = log_probs
+        self._lengths[active] = step + 1
+        if self._seen is not None:
+            self._seen[active, tokens] = True
+        stopped = torch.isin(tokens, self._stops)
+        if self._params.end_strings and step + 1 >= self._params.min_length:
+            texts = self._tokenizer.batch_decode(self._tokens[active, : step + 1].tolist())
+            hits = [any(end in text for end in self._params.end_strings) for text in texts]
+            stopped |= torch.tensor(hits, device=stopped.device)
+        self._stopped[active] = stopped
+        return stopped
+
+    def finish(self) -> Completions:
+        """What was written, cut to the longest response."""
+        width = int(self._lengths.max())
+        return Completions(
+            tokens=self._tokens[:, :width].cpu(),
+            lengths=self._lengths.cpu(),
+            finish_reasons=tuple(FINISH_STOP if s else FINISH_LENGTH for s in self._stopped.tolist()),
+            log_probs=self._log_probs[:, :width].cpu(),
+        )
+
+
+def _join(batches: list[Completions], pad_id: int) -> Completions:
+    """Completions of several batches as one, padded to the widest."""
+    if len(batches) == 1:
+        return batches[0]
+    width = max((b.tokens.shape[1] for b in batches), default=0)
+
+    def padded(tensor: Tensor, value: float) -> Tensor:
+        return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]), value=value)
+
+    log_probs = [padded(b.log_probs, 0.0) for b in batches if b.log_probs is not None]
+    empty = torch.zeros((0, 0))
+    return Completions(
+        tokens=torch.cat([padded(b.tokens, pad_id) for b in batches]) if batches else empty.long(),
+        lengths=torch.cat([b.lengths for b in batches]) if batches else empty[:, 0].long(),
+        finish_reasons=tuple(reason for b in batches for reason in b.finish_reasons),
+        log_probs=torch.cat(log_probs) if log_probs else empty,
+    )

@@ -1,0 +1,125 @@
+"""From logits to a token: the sampling rules, and noise that depends on nothing but its key.
+
+Notation: R rows (unfinished samples), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reinforce_rl.generation.base import SamplingParams
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def noise_keys(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray, num_positions: int) -> Tensor:
+    """One 64-bit key for each (seed, prompt, sample, position), as two int32.
+
+    The four integers go through the SplitMix64 finaliser one after the other (Steele et al., "Fast Splittable
+    Pseudorandom Number Generators", 2014).
+
+    Args:
+        seed: any integer.
+        prompt_ids, sample_ids: int64 [R].
+
+    Returns:
+        int32 [R, num_positions, 2].
+    """
+    with np.errstate(over="ignore"):
+        state = _mix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF))
+        rows = _mix(_mix(state + _GOLDEN * prompt_ids.astype(np.uint64)) + _GOLDEN * sample_ids.astype(np.uint64))
+        positions = np.arange(1, num_positions + 1, dtype=np.uint64)
+        keys = _mix(rows[:, None] + _GOLDEN * positions[None, :])
+    return torch.from_numpy(np.ascontiguousarray(keys).view(np.int32).reshape(len(rows), num_positions, 2))
+
+
+def _mix(z: np.ndarray | np.uint64) -> np.ndarray:
+    z = np.asarray(z, dtype=np.uint64) + _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise for every token, a pure function of each row's key: the same in any batch, on any device.
+
+    A counter-based generator: the token's id is the counter, hashed with 32-bit multiplications and shifts
+    (constants of C. Wellons' "lowbias32", 2018); the second half of the key enters between its two rounds.
+
+    Args:
+        keys: int32 [R, 2].
+
+    Returns:
+        float32 [R, V].
+    """
+    tokens = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * _as_int32(0x9E3779B1)
+    bits = tokens[None, :] + keys[:, :1]
+    scratch = torch.empty_like(bits)
+    _xor_shift(bits, scratch, 16)
+    bits.mul_(_as_int32(0x7FEB352D)).bitwise_xor_(keys[:, 1:])
+    _xor_shift(bits, scratch, 15)
+    bits.mul_(_as_int32(0x846CA68B))
+    _xor_shift(bits, scratch, 16)
+    # 31 bits and half a step. Small values keep their full precision, and it is these that make a token win.
+    uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _xor_shift(bits: Tensor, scratch: Tensor, by: int) -> None:
+    """bits ^= bits >> by, as for unsigned integers; torch's shift is arithmetic, hence the mask."""
+    torch.bitwise_right_shift(bits, by, out=scratch)
+    bits.bitwise_xor_(scratch.bitwise_and_((1 << (32 - by)) - 1))
+
+
+def _as_int32(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def choose_tokens(logits: Tensor, keys: Tensor, params: SamplingParams) -> Tensor:
+    """Draw one token a row by the Gumbel-max trick, or take the likeliest under `use_greedy`.
+
+    Adding Gumbel noise and taking the maximum samples from the softmax exactly. A rounding error in the logits
+    changes the token only where the two best perturbed logits nearly tie; inverting a cumulative sum would let
+    errors add up over the vocabulary instead.
+
+    Args:
+        logits: [R, V], penalties and bans already applied, temperature not.
+        keys: int32 [R, 2], see `noise_keys`.
+        params: temperature, top_k, top_p, use_greedy.
+
+    Returns:
+        int64 [R].
+    """
+    if params.use_greedy:
+        return logits.argmax(dim=-1)
+    logits = logits / params.temperature
+    if params.top_k and params.top_k < logits.shape[1]:
+        smallest_kept = logits.topk(params.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
+    if params.top_p < 1.0:
+        logits = _cut_tail(logits, params.top_p)
+    return (logits + gumbel_noise(keys, logits.shape[1])).argmax(dim=-1)
+
+
+def _cut_tail(logits: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set of likeliest tokens whose probability reaches top_p (Holtzman et al. 2019)."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    before = torch.softmax(ordered, dim=-1).cumsum(dim=-1) - torch.softmax(ordered, dim=-1)
+    cut = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before >= top_p)
+    return logits.masked_fill(cut, float("-inf"))
+
+
+def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make tokens already seen less likely. logits [R, V], seen bool [R, V]; see `SamplingParams`."""
+    if penalty == 1.0:
+        return logits
+    penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, penalised, logits)
+
+
+def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) at the tokens: [R, V] and int64 [R] to float32 [R]."""
+    scaled = logits / temperature
+    return (scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=-1)).float()

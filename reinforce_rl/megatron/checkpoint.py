@@ -1,0 +1,196 @@
+"""Checkpoints with megatron's `dist_checkpointing`: whole or absent, the newest named by a file that moves last.
+
+    checkpoints/
+      latest                      the name of the newest complete checkpoint
+      step_00000010/
+        model/                    sharded weights, optimizer and schedule
+        rng/rank_00000.pt         random state of each rank
+        trainer_state.json        step, epoch, sampler position, ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from reinforce_rl.errors import CheckpointError
+from reinforce_rl.files import write_atomically
+from reinforce_rl.megatron.mesh import Mesh
+
+STATE_FILE = "trainer_state.json"
+LATEST_FILE = "latest"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    folder: Path
+    trainer_state: dict[str, Any]
+
+
+class Checkpointer:
+    """Saves and restores a run.
+
+    Args:
+        folder: holds the checkpoints.
+        mesh: this rank's place.
+        keep_last: how many complete checkpoints stay on disk; at least 1.
+    """
+
+    def __init__(self, folder: str | Path, mesh: Mesh, *, keep_last: int = 2):
+        self.folder = Path(folder)
+        self._mesh = mesh
+        self._keep_last = keep_last
+
+    def save(
+        self,
+        step: int,
+        trainer_state: dict[str, Any],
+        ddp: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> Path:
+        """Write a checkpoint; a collective call. `latest` moves only when everything is on disk.
+
+        Raises:
+            CheckpointError: on every rank where one rank could not write; the previous checkpoint stays as it was.
+        """
+        final = self.folder / f"step_{step:08d}"
+        part = self.folder / f"step_{step:08d}.part"
+        failure: Exception | None = None
+        if self._mesh.is_main:
+            try:
+                shutil.rmtree(part, ignore_errors=True)
+                (part / "model").mkdir(parents=True)
+                (part / "rng").mkdir()
+            except OSError as error:
+                failure = self._cannot_write(part, error)
+        self._mesh.check_together(failure)
+        try:
+            dist_checkpointing.save(_sharded_state(ddp, optimizer, scheduler, loading=False), part / "model")
+            torch.save(_rng_state(), part / "rng" / f"rank_{self._mesh.rank:05d}.pt")
+        except Exception as error:  # torch's writers raise OSError, RuntimeError and types of their own
+            failure = self._cannot_write(part, error)
+        self._mesh.check_together(failure)
+        if self._mesh.is_main:
+            try:
+                write_atomically(part / STATE_FILE, json.dumps(trainer_state, indent=2))
+                shutil.rmtree(final, ignore_errors=True)
+                os.replace(part, final)
+                write_atomically(self.folder / LATEST_FILE, final.name)
+                self._remove_old()
+            except OSError as error:
+                failure = self._cannot_write(part, error)
+        self._mesh.check_together(failure)
+        return final
+
+    def latest(self) -> Checkpoint | None:
+        """The newest complete checkpoint, or None where there is none.
+
+        Raises:
+            CheckpointError: `latest` names a checkpoint that is not there or whose state cannot be read.
+        """
+        pointer = self.folder / LATEST_FILE
+        if not pointer.is_file():
+            return None
+        folder = self.folder / pointer.read_text(encoding="utf-8").strip()
+        try:
+            state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise CheckpointError(
+                f"{pointer} names {folder.name}, whose {STATE_FILE} cannot be read: {error}. "
+                f"To go on from an older checkpoint, write its name into {pointer}"
+            ) from error
+        return Checkpoint(folder, state)
+
+    def restore(
+        self,
+        checkpoint: Checkpoint,
+        ddp: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        """Load weights, optimizer, schedule and random state; a collective call.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or belongs to another model.
+        """
+        failure: Exception | None = None
+        try:
+            sharded = _sharded_state(ddp, optimizer, scheduler, loading=True)
+            loaded = dist_checkpointing.load(sharded, checkpoint.folder / "model")
+            ddp.module.load_state_dict(loaded["model"], strict=False)
+            optimizer.load_state_dict(loaded["optimizer"])
+            scheduler.load_state_dict(loaded["scheduler"])
+            rng = checkpoint.folder / "rng" / f"rank_{self._mesh.rank:05d}.pt"
+            if rng.is_file():  # absent where the run goes on with more ranks than it was saved with
+                _set_rng_state(torch.load(rng, weights_only=True))
+        except Exception as error:  # dist_checkpointing raises types of its own
+            failure = CheckpointError(
+                f"checkpoint {checkpoint.folder} cannot be loaded: {error}. "
+                f"To go on from an older one, write its name into {self.folder / LATEST_FILE}"
+            )
+            failure.__cause__ = error
+        self._mesh.check_together(failure)
+
+    def _remove_old(self) -> None:
+        complete = sorted(p for p in self.folder.iterdir() if re.fullmatch(r"step_\d{8}", p.name))
+        for folder in complete[: -self._keep_last]:
+            shutil.rmtree(folder)
+        for leftover in self.folder.glob("step_*.part"):
+            shutil.rmtree(leftover)
+
+    def _cannot_write(self, part: Path, error: Exception) -> CheckpointError:
+        failure = CheckpointError(
+            f"rank {self._mesh.rank} cannot write the checkpoint {part}: {error}. "
+            "The previous checkpoint is untouched; free some space and start the run again"
+        )
+        failure.__cause__ = error
+        return failure
+
+
+def _sharded_state(
+    ddp: DistributedDataParallel, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, loading: bool
+) -> dict[str, Any]:
+    model = ddp.module.sharded_state_dict()
+    return {
+        "model": model,
+        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading),
+        "scheduler": scheduler.state_dict(),
+    }
+
+
+def _rng_state() -> dict[str, Any]:
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": json.dumps(random.getstate()),
+        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = json.loads(state["python"])
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

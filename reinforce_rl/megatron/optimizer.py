@@ -1,0 +1,156 @@
+"""Megatron's data-parallel wrapper, optimizer and schedule, and one accumulation of gradients over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from reinforce_rl.megatron.model import CausalLM
+
+MicroBatch = TypeVar("MicroBatch")
+
+# NeMo's scheduler names -> megatron's decay styles.
+SCHEDULES = {"constant": "constant", "linear": "linear", "CosineAnnealing": "cosine"}
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Adam and its schedule, everything counted in optimizer steps.
+
+    Attributes:
+        lr: after the warm-up.
+        min_lr: where linear and cosine schedules end.
+        warmup_steps: the k-th step has k / warmup_steps of `lr`, so the first step does something.
+        constant_steps: at the end, with `min_lr`.
+        total_steps: of the whole run.
+        clip_grad: bound on the gradient's norm over all parameters; 0 for none.
+    """
+
+    lr: float
+    min_lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    schedule: str
+    warmup_steps: int
+    constant_steps: int
+    total_steps: int
+    clip_grad: float
+
+
+def wrap_data_parallel(lm: CausalLM) -> DistributedDataParallel:
+    """Gradients are accumulated in fp32 and summed, not averaged, over data-parallel ranks."""
+    ddp = DistributedDataParallel(
+        lm.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=False), lm
+    )
+    ddp.broadcast_params()
+    return ddp
+
+
+def build_optimizer(
+    ddp: DistributedDataParallel, settings: OptimizerSettings
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Adam with decoupled weight decay on matrices, and its learning-rate schedule.
+
+    The scheduler is stepped before each optimizer step, so the k-th step (from 1) uses the schedule at k.
+    """
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=ddp.config.bf16,
+            params_dtype=ddp.config.params_dtype,
+        ),
+        [ddp],
+    )
+    warmup = settings.warmup_steps
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=warmup,
+        # A schedule needs one step after the warm-up, if only to have an end.
+        lr_decay_steps=max(settings.total_steps - settings.constant_steps, warmup + 1),
+        lr_decay_style=SCHEDULES[settings.schedule],
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=max(settings.total_steps, 1),
+        wd_incr_style="constant",
+    )
+    ddp.config.finalize_model_grads_func = _sum_gradients
+    ddp.config.grad_scale_func = optimizer.scale_loss
+    ddp.config.no_sync_func = ddp.no_sync
+    return optimizer, scheduler
+
+
+def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
+    # The loss carries its global denominator already, so megatron's division by the token count is left out.
+    megatron_finalize(model, None, **kwargs)
+
+
+def accumulate_gradients(
+    ddp: DistributedDataParallel,
+    micro_batches: Sequence[MicroBatch],
+    loss_of: Callable[[DistributedDataParallel, MicroBatch], Tensor],
+) -> float:
+    """Sum the gradients of all micro-batches on all data-parallel ranks into the gradient buffers.
+
+    Args:
+        ddp: the wrapped model; its gradients are zeroed first.
+        micro_batches: at least one on every rank, or the ranks' collectives would not meet.
+        loss_of: each micro-batch's share of the global loss, a scalar with gradient.
+
+    Returns:
+        the sum of this rank's shares.
+    """
+    ddp.zero_grad_buffer()
+
+    def forward_step(iterator: Any, model: DistributedDataParallel) -> tuple[Tensor, Callable]:
+        loss = loss_of(model, next(iterator))
+        no_tokens = torch.zeros((), dtype=torch.int, device=loss.device)
+        return loss, lambda output: (output, no_tokens, output.detach().clone())
+
+    shares = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(micro_batches),
+        model=[ddp],
+        num_microbatches=len(micro_batches),
+        seq_length=1,  # of pipeline buffers only
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return float(sum(share.item() for share in shares))
+
+
+def apply_gradients(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> tuple[float, float, bool]:
+    """One optimizer step with the accumulated gradients.
+
+    Returns:
+        the gradient's norm before clipping, the learning rate used, and False where the step was skipped because
+        the gradient was not finite.
+    """
+    scheduler.step(1)
+    lr = float(optimizer.param_groups[0]["lr"])
+    # A step with a NaN would spoil weights and moments for good; every rank sees the same norm and skips alike.
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if norm != norm or norm == float("inf"):
+        return norm, lr, False
+    _, clipped_norm, _ = optimizer.step()
+    return float(clipped_norm or norm), lr, True

@@ -1,0 +1,228 @@
+"""`report.html`: a run as one self-contained page, without scripts and without anything from the network.
+
+`python -m reinforce_rl.monitoring.report RUN_DIR` writes it, also while the run goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from reinforce_rl.errors import DataError, ReinforceError
+from reinforce_rl.monitoring.charts import Series, area_chart, legend, line_chart
+from reinforce_rl.monitoring.files import write_atomically
+from reinforce_rl.monitoring.progress import PHASES, clock
+from reinforce_rl.monitoring.report_template import PAGE, STYLE
+from reinforce_rl.monitoring.rollouts import RolloutRow
+from reinforce_rl.monitoring.summary import RunRecord, load_run, summarize, verdict
+
+_EVEN_SAMPLES = 6
+_EXTREME_SAMPLES = 3
+# Keys of the configuration that the page shows at once, where they are set; the whole file is one click away.
+_FACTS = (
+    "trainer.reinforce",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "model.pretrained",
+    "model.tensor_model_parallel_size",
+    "model.global_batch_size",
+    "model.micro_batch_size",
+    "model.optim.name",
+    "model.optim.lr",
+    "seed",
+)
+
+
+@dataclass(frozen=True)
+class _Chart:
+    title: str
+    legend: Markup
+    svg: Markup
+
+
+def write_report(run_dir: str | Path, out: str | Path = "report.html") -> Path:
+    """Write the page from `metrics.jsonl`, `rollouts/`, `validation/` and `config.yaml`, whichever are there.
+
+    Args:
+        run_dir: the run's folder.
+        out: the page; a relative path is below `run_dir`.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        DataError: `run_dir` is absent, or a file of it cannot be read.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise DataError(f"{run_dir}: no such folder; expected the folder of a run")
+    run = load_run(run_dir)
+    config, facts = _config(run_dir / "config.yaml")
+    even, extremes = _validation_samples(run)
+    best, worst = _best_and_worst(run)
+    environment = Environment(autoescape=True)
+    environment.filters["known"] = math.isfinite
+    environment.filters["number"] = lambda value: f"{value:.3f}" if math.isfinite(value) else "failed"
+    page = environment.from_string(PAGE).render(
+        style=Markup(STYLE),
+        name=run_dir.resolve().name,
+        span=_span(run),
+        verdict=verdict(run),
+        tone=_tone(run),
+        summary=summarize(run),
+        facts=facts,
+        config=config,
+        charts=_charts(run),
+        even=even,
+        extremes=extremes,
+        best=best,
+        worst=worst,
+        rollout_step=run.last_rollouts[0] if run.last_rollouts else None,
+    )
+    path = run_dir / out
+    write_atomically(path, page)
+    return path
+
+
+def _charts(run: RunRecord) -> list[_Chart]:
+    def train(key: str, name: str = "training", colour: int = 1) -> Series:
+        return Series(name, run.series(f"train/{key}"), colour, smooth=True)
+
+    def validation(key: str) -> Series:
+        return Series("validation", run.series(f"val/{key}"), 3, markers=True)
+
+    ended = "fraction_of_samples_properly_ended"
+    reward = [train("rewards"), train("rewards_with_kl", "training, with KL", 2), validation("rewards")]
+    lines: list[tuple[str, list[Series], dict[str, Any]]] = [
+        ("Reward", reward, {}),
+        ("KL to the initial policy, nats a response", [train("init_policy_kl")], {}),
+        ("Response length, tokens", [train("response_lengths"), validation("response_lengths")], {"zero": True}),
+        ("Share of responses that ended by themselves", [train(ended), validation(ended)], {"percent": True}),
+        ("Gradient norm", [train("grad_norm")], {"zero": True}),
+        ("Loss of the actor", [train("actor_loss")], {}),
+        ("Learning rate", [Series("learning rate", run.series("train/lr"), 1)], {"zero": True}),
+    ]
+    charts = [
+        _Chart(title, Markup(legend(series)) if len(series) > 1 else Markup(), Markup(line_chart(series, **look)))
+        for title, series, look in lines
+    ]
+    phases = _phase_series(run.metrics)
+    charts.append(_Chart("Seconds a step, by phase", Markup(legend(phases)), Markup(area_chart(phases))))
+    return charts
+
+
+def _phase_series(metrics: Sequence[Mapping[str, Any]]) -> list[Series]:
+    """The phases that were timed, and what the step took besides, over the steps that have any of them."""
+    keys = [f"timers/{name}" for name in PHASES]
+    timed = [line for line in metrics if any(key in line for key in [*keys, "timers/step_time"])]
+
+    def seconds(line: Mapping[str, Any], key: str) -> float:
+        value = line.get(key)
+        return math.nan if value is None else float(value)
+
+    series = []
+    for colour, (name, key) in enumerate(zip(PHASES, keys, strict=True), 1):
+        points = [(line["step"], seconds(line, key)) for line in timed]
+        if any(math.isfinite(y) for _, y in points):
+            series.append(Series(name, points, colour))
+    rest = []
+    for line in timed:
+        parts = [seconds(line, key) for key in keys]
+        known = sum(value for value in parts if math.isfinite(value))
+        rest.append((line["step"], max(0.0, seconds(line, "timers/step_time") - known)))
+    if any(math.isfinite(y) for _, y in rest):
+        series.append(Series("rest of the step", rest, 6))
+    return series
+
+
+def _validation_samples(run: RunRecord) -> tuple[list, list]:
+    """Pairs (before, after) of samples of the same prompt: at even distances, and with the extreme differences."""
+    if run.first_validation is None or run.last_validation is None:
+        return [], []
+    after = {(row.prompt_id, row.sample_id): row for row in run.last_validation[1]}
+    ordered = sorted(run.first_validation[1], key=lambda row: (row.prompt_id, row.sample_id))
+    pairs = [(row, after[key]) for row in ordered if (key := (row.prompt_id, row.sample_id)) in after]
+    count = min(_EVEN_SAMPLES, len(pairs))
+    even = [pairs[index * len(pairs) // count] for index in range(count)]
+    shown = {pair[0].prompt_id for pair in even}
+    moved = sorted(
+        (pair for pair in pairs if math.isfinite(pair[1].reward - pair[0].reward) and pair[0].prompt_id not in shown),
+        key=lambda pair: pair[1].reward - pair[0].reward,
+    )
+    extremes = [moved[-1], moved[0]] if len(moved) > 1 else moved
+    return even, extremes
+
+
+def _best_and_worst(run: RunRecord) -> tuple[list[RolloutRow], list[RolloutRow]]:
+    if run.last_rollouts is None:
+        return [], []
+    ordered = sorted((row for row in run.last_rollouts[1] if math.isfinite(row.reward)), key=lambda row: -row.reward)
+    half = min(_EXTREME_SAMPLES, (len(ordered) + 1) // 2)  # so that no sample is both
+    return ordered[:half], ordered[half:][-half:][::-1]
+
+
+def _config(path: Path) -> tuple[str, list[tuple[str, str]]]:
+    """The file's text and the facts to show at once; nothing where there is no file."""
+    if not path.is_file():
+        return "", []
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    text = path.read_text(encoding="utf-8")
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except YAMLError as error:
+        raise DataError(f"{path}: not valid YAML ({error}); restore it or take it away") from error
+    flat = dict(_flatten(tree))
+    shown = [key for fact in _FACTS for key in flat if key == fact or key.startswith(f"{fact}.")]
+    return text, [(key.removeprefix("trainer.reinforce."), str(flat[key])) for key in shown or list(flat)[:24]]
+
+
+def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(tree, dict):
+        return [(prefix, tree)]
+    return [leaf for key, value in tree.items() for leaf in _flatten(value, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def _span(run: RunRecord) -> str:
+    times = [line["time"] for line in run.metrics if line.get("time") is not None]
+    if not times:
+        return "No step has been logged yet."
+    first_step = run.metrics[0].get("timers/step_time") or 0.0  # the first line was written at the end of its step
+    start, end = min(times) - first_step, max(times)
+    begin, finish = (datetime.fromtimestamp(t, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S") for t in (start, end))
+    steps = sum(any(key.startswith("train/") for key in line) for line in run.metrics)
+    counted = "1 training step" if steps == 1 else f"{steps} training steps"
+    return f"{begin} to {finish} UTC, {clock(end - start)} from start to end, {counted}"
+
+
+def _tone(run: RunRecord) -> str:
+    comparison = run.comparison
+    if comparison is None or not abs(comparison.z) >= 2:
+        return ""
+    return "good" if comparison.z > 0 else "bad"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the report of the run folder that is the only argument; returns the exit status."""
+    if len(arguments) != 1:
+        print("usage: python -m reinforce_rl.monitoring.report RUN_DIR", file=sys.stderr)
+        return 2
+    try:
+        print(write_report(arguments[0]))
+    except ReinforceError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,117 @@
+"""What travels between reward server and client: names, types, and the server's description of itself.
+
+Both sides import this file, and it imports neither. The transport is KServe v2 over HTTP, so that any such client can
+take part.
+
+Inputs of the reward model, one of the two forms:
+    tokens            INT64 [N, S], right-padded, with sequence_lengths INT64 [N, 1]
+    sentences         BYTES [N, 1], UTF-8
+Outputs:
+    rewards           FP32 [N, 1], NaN where a sample failed
+    status            INT32 [N, 1], the STATUS_ constants of `reward/base.py`
+
+The description is the answer of a second model, always called `reward_server_info`, to a request without inputs: one
+BYTES [1], a JSON object. Its name does not depend on the reward model's, so that a client with a wrong name can be told
+the right one. It has its own process and thread, so it answers while the reward model is busy.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from reinforce_rl.reward import base
+from reinforce_rl.tokenizer import TokenizerInfo
+
+PROTOCOL_VERSION = 1
+DEFAULT_NAME = "reward_model"
+DEFAULT_PORT = 5555
+
+TOKENS = "tokens"
+SEQUENCE_LENGTHS = "sequence_lengths"
+SENTENCES = "sentences"
+REWARDS = "rewards"
+STATUS = "status"
+
+INFO_MODEL = "reward_server_info"
+INFO_OUTPUT = "info"
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a reward server says of itself.
+
+    Attributes:
+        name: the reward model's name in URLs.
+        max_batch_size: samples in one request.
+        max_length: tokens in one sample.
+        vocab_size: token ids are 0 .. vocab_size-1.
+        tokenizer: fingerprint of the tokenizer whose ids the model reads.
+        deterministic: a request is scored apart from those of other clients.
+        add_special_tokens: special tokens are added to `sentences`.
+        details: anything else that tells one reward model from another (trunk, head, pooling ...).
+        protocol: version of this file's contract.
+    """
+
+    name: str
+    max_batch_size: int
+    max_length: int
+    vocab_size: int
+    tokenizer: TokenizerInfo
+    deterministic: bool
+    add_special_tokens: bool
+    details: dict[str, Any] = field(default_factory=dict)
+    protocol: int = PROTOCOL_VERSION
+
+    def to_json(self) -> str:
+        """As sent by the server."""
+        return json.dumps({**asdict(self), "tokenizer": self.tokenizer.to_dict()})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ServerInfo:
+        """Inverse of `to_json`; keys of a later version are ignored.
+
+        Raises:
+            ValueError: it is not such a description.
+        """
+        values = json.loads(text)
+        if not isinstance(values, dict) or "protocol" not in values:
+            raise ValueError("no reward server's description")
+        if values["protocol"] != PROTOCOL_VERSION:
+            raise ValueError(f"protocol version {values['protocol']}; this client speaks version {PROTOCOL_VERSION}")
+        known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__}
+        try:
+            known["tokenizer"] = TokenizerInfo.from_dict(known["tokenizer"])
+            return cls(**known)
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"an incomplete description: {error}") from error
+
+    def differences(self, other: ServerInfo) -> list[str]:
+        """One sentence for each field that tells two servers apart."""
+        mine, theirs = asdict(self), asdict(other)
+        return [f"{key}: {mine[key]} before, {theirs[key]} now" for key in mine if mine[key] != theirs[key]]
+
+
+def check_answer(rewards: Any, status: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards float32 [N] and statuses int32 [N] of a server's answer; NaN wherever a sample has no score.
+
+    Raises:
+        ValueError: the answer is not what the protocol says.
+    """
+    for key, array, dtype in ((REWARDS, rewards, np.float32), (STATUS, status, np.int32)):
+        if array is None:
+            raise ValueError(f"no '{key}'")
+        if array.dtype != dtype or array.shape != (count, 1):
+            raise ValueError(
+                f"'{key}' is {array.dtype} {list(array.shape)}; expected {np.dtype(dtype).name} [{count}, 1]"
+            )
+    values, codes = rewards[:, 0].copy(), status[:, 0].copy()
+    unknown = sorted(set(codes.tolist()) - set(base.STATUS_TEXT))
+    if unknown:
+        raise ValueError(f"unknown status {unknown}")
+    codes[(codes == base.STATUS_OK) & ~np.isfinite(values)] = base.STATUS_NOT_FINITE
+    values[codes != base.STATUS_OK] = np.nan
+    return values, codes

@@ -1,0 +1,218 @@
+"""From the arrays of merged requests to rewards and statuses; every sample is checked by itself.
+
+Nothing here knows PyTriton: a request is a mapping from input name to array.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reinforce_rl.reward import base, protocol
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ScoringTotals:
+    """Counts since the start."""
+
+    requests: int = 0
+    samples: int = 0
+    failed: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The samples of one request: the token ids of the good ones, and a status for each."""
+
+    sequences: list[list[int]]  # empty where status is not STATUS_OK
+    status: np.ndarray  # int32 [N]
+
+
+class RequestScorer:
+    """Scores the requests that were merged into one batch.
+
+    A bad sample gets a status and NaN, and its neighbours their scores. A request whose form is wrong raises; Triton
+    merges only requests with the same set of inputs, so that can fail no other's.
+
+    Args:
+        scorer: the reward model.
+        tokenizer: for `sentences`.
+        deterministic: each request is scored in a call of its own, so that its scores do not depend, down to the last
+            bit, on what other clients sent at that moment. Else all requests of a batch share one call.
+        add_special_tokens: have the tokenizer add its special tokens to `sentences`. A text with the chat template
+            applied holds them already.
+    """
+
+    def __init__(
+        self,
+        scorer: base.Scorer,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        deterministic: bool = True,
+        add_special_tokens: bool = False,
+    ):
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._deterministic = deterministic
+        self._add_special_tokens = add_special_tokens
+        self._lock = threading.Lock()
+        self._totals = ScoringTotals()
+        self._busy = 0
+        self._idle_since = time.monotonic()
+
+    @property
+    def totals(self) -> ScoringTotals:
+        """Counts since the start."""
+        with self._lock:
+            return self._totals
+
+    def idle_seconds(self) -> float:
+        """Time since the last batch ended; 0 while one is being scored."""
+        with self._lock:
+            return 0.0 if self._busy else time.monotonic() - self._idle_since
+
+    def __call__(self, requests: Sequence[Mapping[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+        """Outputs `rewards` float32 [N, 1] and `status` int32 [N, 1] for each request, in order.
+
+        Raises:
+            ValueError: a request has neither form of input, or both, or misses a part of one.
+        """
+        with self._lock:
+            self._busy += 1
+        start = time.monotonic()
+        try:
+            samples = [self._read(request) for request in requests]
+            answers = self._score_requests(samples)
+            self._count(samples, answers, time.monotonic() - start)
+            return answers
+        finally:
+            with self._lock:
+                self._busy -= 1
+                self._idle_since = time.monotonic()
+
+    def _read(self, request: Mapping[str, np.ndarray]) -> _Samples:
+        names = set(request.keys())
+        if names == {protocol.SENTENCES}:
+            return self._read_sentences(request[protocol.SENTENCES])
+        if names == {protocol.TOKENS, protocol.SEQUENCE_LENGTHS}:
+            return self._read_tokens(request[protocol.TOKENS], request[protocol.SEQUENCE_LENGTHS])
+        raise ValueError(
+            f"a request holds either '{protocol.SENTENCES}', or '{protocol.TOKENS}' with "
+            f"'{protocol.SEQUENCE_LENGTHS}'; this one holds {sorted(names)}"
+        )
+
+    def _read_tokens(self, tokens: np.ndarray, lengths: np.ndarray) -> _Samples:
+        count, width = tokens.shape
+        status = np.zeros(count, np.int32)
+        sequences: list[list[int]] = []
+        for row, length in enumerate(lengths.reshape(count).tolist()):
+            sequence = tokens[row, :length] if 0 < length <= width else tokens[row, :0]
+            if length < 0 or length > width:
+                status[row] = base.STATUS_BAD_LENGTH
+            else:
+                status[row] = self._check(sequence)
+            sequences.append(sequence.tolist() if status[row] == base.STATUS_OK else [])
+        return _Samples(sequences, status)
+
+    def _read_sentences(self, sentences: np.ndarray) -> _Samples:
+        status = np.zeros(sentences.shape[0], np.int32)
+        sequences: list[list[int]] = []
+        for row, raw in enumerate(sentences.reshape(-1).tolist()):
+            sequence: list[int] = []
+            try:
+                sequence = self._tokenize(raw if isinstance(raw, str) else bytes(raw).decode("utf-8"))
+                status[row] = self._check(np.asarray(sequence, np.int64))
+            except UnicodeDecodeError:
+                status[row] = base.STATUS_BAD_TEXT
+            sequences.append(sequence if status[row] == base.STATUS_OK else [])
+        return _Samples(sequences, status)
+
+    def _tokenize(self, text: str) -> list[int]:
+        if not text:
+            return []
+        encoded: Any = self._tokenizer(text, add_special_tokens=self._add_special_tokens, verbose=False)
+        return list(encoded["input_ids"])
+
+    def _check(self, sequence: np.ndarray) -> int:
+        if sequence.size == 0:
+            return base.STATUS_EMPTY
+        if sequence.size > self._scorer.max_length:
+            return base.STATUS_TOO_LONG
+        if int(sequence.min()) < 0 or int(sequence.max()) >= self._scorer.vocab_size:
+            return base.STATUS_BAD_TOKEN
+        return base.STATUS_OK
+
+    def _score_requests(self, samples: list[_Samples]) -> list[dict[str, np.ndarray]]:
+        if not self._deterministic and len(samples) > 1:
+            merged = _Samples(
+                [sequence for one in samples for sequence in one.sequences],
+                np.concatenate([one.status for one in samples]),
+            )
+            answer = self._score(merged)
+            if base.STATUS_INTERNAL not in answer[protocol.STATUS]:
+                cuts = np.cumsum([len(one.status) for one in samples])[:-1]
+                rewards, status = (np.split(answer[key], cuts) for key in (protocol.REWARDS, protocol.STATUS))
+                return [
+                    {protocol.REWARDS: r, protocol.STATUS: s} for r, s in zip(rewards, status, strict=True)
+                ]  # else each request by itself, so that one cannot fail the others
+        return [self._score(one) for one in samples]
+
+    def _score(self, samples: _Samples) -> dict[str, np.ndarray]:
+        status = samples.status.copy()
+        rewards = np.full(len(status), np.nan, np.float32)
+        good = np.flatnonzero(status == base.STATUS_OK)
+        if good.size:
+            try:
+                scores = self._scorer.score([samples.sequences[row] for row in good])
+                with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
+                    rewards[good] = np.asarray(scores, np.float64).reshape(good.size)
+            except Exception:
+                # Whatever the model raised, the caller gets an answer that can never be mistaken for a reward.
+                logger.exception("event=scoring_failed samples=%d", good.size)
+                rewards[good] = np.nan
+                status[good] = base.STATUS_INTERNAL
+        bad = ~np.isfinite(rewards)
+        status[bad & (status == base.STATUS_OK)] = base.STATUS_NOT_FINITE
+        rewards[bad] = np.nan
+        return {protocol.REWARDS: rewards[:, None], protocol.STATUS: status[:, None]}
+
+    def _count(self, samples: list[_Samples], answers: list[dict[str, np.ndarray]], seconds: float) -> None:
+        failed: dict[str, int] = {}
+        for answer in answers:
+            for code in answer[protocol.STATUS][:, 0].tolist():
+                if code != base.STATUS_OK:
+                    failed[base.STATUS_TEXT[code]] = failed.get(base.STATUS_TEXT[code], 0) + 1
+        count = sum(len(one.status) for one in samples)
+        tokens = sum(len(sequence) for one in samples for sequence in one.sequences)
+        level = logging.WARNING if failed else logging.DEBUG
+        logger.log(
+            level,
+            "event=scored requests=%d samples=%d tokens=%d seconds=%.3f failed=%s",
+            len(samples),
+            count,
+            tokens,
+            seconds,
+            failed,
+        )
+        with self._lock:
+            old = self._totals
+            self._totals = ScoringTotals(
+                requests=old.requests + len(samples),
+                samples=old.samples + count,
+                failed=old.failed + sum(failed.values()),
+                tokens=old.tokens + tokens,
+                seconds=old.seconds + seconds,
+            )

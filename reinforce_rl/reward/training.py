@@ -1,0 +1,208 @@
+"""Bradley-Terry training of a linear reward head on pooled features of a frozen trunk.
+
+The loss of P pairs is the mean of -log sigmoid(s_chosen - s_rejected), plus l2 / 2 * |w|^2. It is convex and the whole
+of it is in memory, so it is minimised to the end, in float64, and the result depends on neither seed nor batch order.
+
+Left out on purpose: training the trunk, a margin, more than two answers a prompt, calibration.
+
+Notation: P pairs, h hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.megatron.reward_model import RewardHead
+from reinforce_rl.reward.pairs import prompt_position
+
+DEFAULT_L2_GRID = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+DEFAULT_FOLDS = 5
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Share of pairs that are ordered rightly; a tie counts half.
+
+    Attributes:
+        value: between 0 and 1.
+        standard_error: of the mean over pairs.
+        count: pairs.
+    """
+
+    value: float
+    standard_error: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ± {self.standard_error:.3f}"
+
+
+@dataclass(frozen=True)
+class PairFeatures:
+    """Pooled features of P pairs.
+
+    Attributes:
+        chosen, rejected: [P, h].
+        keys: the prompt key of each pair; pairs of one prompt stay together in every split.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    keys: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.chosen.shape != self.rejected.shape or len(self.keys) != len(self.chosen):
+            raise ConfigError(
+                [
+                    f"chosen {tuple(self.chosen.shape)}, rejected {tuple(self.rejected.shape)} and {len(self.keys)} keys "
+                    "do not belong together; expected [P, h] twice and P keys"
+                ]
+            )
+        if not (self.chosen.isfinite().all() and self.rejected.isfinite().all()):
+            raise DataError("the trunk gave features that are not finite; are its weights damaged?")
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """What training gives.
+
+    Attributes:
+        head: standardised: its scores over the training answers have mean 0 and standard deviation 1.
+        l2: the strength that was used.
+        raw_mean, raw_std: mean and standard deviation of those scores before they were standardised, when a difference
+            of two scores was the log-odds of being preferred.
+        validation_losses: strength to the mean loss of a pair in cross-validation; empty where none was made.
+    """
+
+    head: RewardHead
+    l2: float
+    raw_mean: float
+    raw_std: float
+    validation_losses: dict[float, float]
+
+    @property
+    def validation_loss(self) -> float:
+        """The cross-validated loss at `l2`, in nats a pair; log 2 is a guess. NaN where none was made."""
+        return self.validation_losses.get(self.l2, math.nan)
+
+
+def pair_accuracy(chosen: Tensor, rejected: Tensor) -> Accuracy:
+    """How often the chosen answer's score, [P], is above the rejected one's."""
+    if not len(chosen):
+        raise DataError("no pair to measure accuracy on")
+    hits = (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
+    value, count = float(hits.mean()), len(hits)
+    return Accuracy(value, math.sqrt(float(((hits - value) ** 2).mean()) / count), count)
+
+
+def scores(head: RewardHead, features: Tensor) -> Tensor:
+    """Scores float64 [n] of features [n, h]."""
+    return features.double() @ head.weight.double() + head.bias.double()
+
+
+def head_accuracy(head: RewardHead, features: PairFeatures) -> Accuracy:
+    """The head's accuracy on pairs."""
+    return pair_accuracy(scores(head, features.chosen), scores(head, features.rejected))
+
+
+def fit_direction(differences: Tensor, l2: float) -> Tensor:
+    """The w that minimises mean(softplus(-differences @ w)) + l2 / 2 * |w|^2.
+
+    Args:
+        differences: chosen minus rejected features, [P, h].
+        l2: above 0, so that there is one minimum.
+
+    Returns:
+        float64 [h].
+    """
+    if not l2 > 0:
+        raise ConfigError([f"the L2 strength is {l2}; expected above 0"])
+    x = differences.double()
+    w = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [w], max_iter=1000, tolerance_grad=1e-8, tolerance_change=0.0, history_size=20, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.softplus(-(x @ w)).mean() + 0.5 * l2 * w.dot(w)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    return w.detach()
+
+
+def cross_validate(features: PairFeatures, l2_grid: Sequence[float], *, folds: int, seed: int) -> dict[float, float]:
+    """Mean loss of a pair that was not fitted on, for each strength. Prompts are not shared between folds.
+
+    Raises:
+        DataError: too few prompts for so many folds.
+    """
+    fold_of = torch.tensor([int(prompt_position(key, seed) * folds) for key in features.keys])
+    if any(not (fold_of == fold).any() for fold in range(folds)):
+        raise DataError(
+            f"{len(set(features.keys))} prompts are too few for {folds} folds of cross-validation; "
+            "use more pairs, or give one L2 strength"
+        )
+    differences, _ = _scaled_differences(features)
+    losses = {}
+    for l2 in l2_grid:
+        total = 0.0
+        for fold in range(folds):
+            out = fold_of == fold
+            w = fit_direction(differences[~out], l2)
+            total += float(F.softplus(-(differences[out] @ w)).sum())
+        losses[l2] = total / len(differences)
+    return losses
+
+
+def train_head(
+    features: PairFeatures,
+    pooling: str,
+    *,
+    l2_grid: Sequence[float] = DEFAULT_L2_GRID,
+    folds: int = DEFAULT_FOLDS,
+    seed: int = 0,
+) -> TrainedHead:
+    """Choose the L2 strength by cross-validation inside the training pairs, fit on all of them, standardise.
+
+    Strengths are for features scaled so that chosen minus rejected has mean squared length 1, which makes them comparable
+    between trunks and poolings.
+
+    Args:
+        features: of the training pairs alone.
+        pooling: how the features were made, kept in the head.
+        l2_grid: strengths to choose from; with one, nothing is chosen.
+        folds: of the cross-validation.
+        seed: deals prompts to folds.
+
+    Raises:
+        DataError: too few prompts, or chosen and rejected have the same features throughout.
+    """
+    losses = cross_validate(features, l2_grid, folds=folds, seed=seed) if len(l2_grid) > 1 else {}
+    l2 = min(losses, key=lambda strength: losses[strength]) if losses else l2_grid[0]
+    differences, size = _scaled_differences(features)
+    w = fit_direction(differences, l2) / size
+    raw = torch.cat((features.chosen, features.rejected)).double() @ w
+    mean, std = float(raw.mean()), float(raw.std())
+    if not std > 0:
+        raise DataError("all training answers get one score; chosen and rejected cannot be told apart")
+    head = RewardHead((w / std).float(), torch.tensor(-mean / std, dtype=torch.float32), pooling)
+    return TrainedHead(head, l2, mean, std, losses)
+
+
+def _scaled_differences(features: PairFeatures) -> tuple[Tensor, float]:
+    """Differences [P, h] of mean squared length 1, and the length they were divided by."""
+    differences = features.chosen.double() - features.rejected.double()
+    size = float(differences.square().sum(1).mean().sqrt())
+    if not size > 0:
+        raise DataError("chosen and rejected have the same features throughout")
+    return differences / size, size

@@ -1,0 +1,128 @@
+"""The configuration of `examples/train_reward_model.py` as dataclasses, and its validation before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.megatron.reward_model import POOLINGS
+
+AUTO_POOLING = "auto"
+
+
+@dataclass
+class ModelConfig:
+    """The trunk: a Hugging Face folder with safetensors and a chat template."""
+
+    restore_from_path: str
+
+
+@dataclass
+class DataConfig:
+    """Which pairs are used; lengths in tokens."""
+
+    pairs_path: str
+    max_length: int = 160
+    max_pairs: int | None = None
+    max_answer_tokens: int | None = None
+    held_out_fraction: float = 0.2
+    single_turn_only: bool = False
+
+
+@dataclass
+class CutsConfig:
+    """Beginnings of answers that are trained on besides the whole answers; lengths in tokens."""
+
+    per_pair: int = 4
+    min_tokens: int = 8
+    max_tokens: int = 32
+    evaluate_at: int = 24
+
+
+@dataclass
+class HeadConfig:
+    """How hidden states are pooled, and how the L2 strength is chosen."""
+
+    pooling: str = "mean"
+    l2: list[float] = field(default_factory=lambda: [0.003, 0.01, 0.03, 0.1, 0.3, 1.0])
+    folds: int = 5
+
+    @property
+    def poolings(self) -> tuple[str, ...]:
+        """The poolings to try."""
+        return POOLINGS if self.pooling == AUTO_POOLING else (self.pooling,)
+
+
+@dataclass
+class TrainRewardModelConfig:
+    """Every setting of `conf/train_reward_model.yaml`, which says what each is for."""
+
+    model: ModelConfig
+    data: DataConfig
+    cuts: CutsConfig = field(default_factory=CutsConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    micro_batch_size: int = 8
+    num_threads: int | None = None
+    seed: int = 0
+    features_cache: str | None = None
+    output_dir: str = "results/reward_head"
+
+    @classmethod
+    def from_hydra(cls, cfg: Any) -> TrainRewardModelConfig:
+        """Convert and check what Hydra composed.
+
+        Raises:
+            ConfigError: unknown or missing keys, wrong types, or values that cannot work, all together.
+        """
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        if missing:
+            raise ConfigError([f"{key} is not set; give it on the command line as {key}=..." for key in missing])
+        try:
+            config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), cfg))
+        except OmegaConfBaseException as error:
+            key = getattr(error, "full_key", None) or "a key"
+            raise ConfigError([f"{key}: {str(error).splitlines()[0]}"]) from error
+        if not isinstance(config, cls):
+            raise ConfigError([f"expected the keys of {cls.__name__}, found {type(config).__name__}"])
+        faults = config.faults()
+        if faults:
+            raise ConfigError(faults)
+        return config
+
+    def faults(self) -> list[str]:
+        """A sentence for each value that cannot work."""
+        found = []
+        if not Path(self.model.restore_from_path).is_dir():
+            found.append(f"model.restore_from_path is {self.model.restore_from_path}, which is no folder")
+        if not Path(self.data.pairs_path).is_file():
+            found.append(f"data.pairs_path is {self.data.pairs_path}, which is no file")
+        if not 0 < self.data.held_out_fraction < 1:
+            found.append(
+                f"data.held_out_fraction is {self.data.held_out_fraction}; expected above 0 and below 1, for instance 0.2"
+            )
+        if self.head.pooling not in (*POOLINGS, AUTO_POOLING):
+            choices = ", ".join((*POOLINGS, AUTO_POOLING))
+            found.append(f"head.pooling is {self.head.pooling!r}; expected one of {choices}")
+        if not self.head.l2 or not all(strength > 0 for strength in self.head.l2):
+            found.append(f"head.l2 is {list(self.head.l2)}; expected at least one strength, each above 0")
+        at_least: list[tuple[str, int | None, int]] = [
+            ("data.max_length", self.data.max_length, 2),
+            ("data.max_pairs", self.data.max_pairs, 2),
+            ("data.max_answer_tokens", self.data.max_answer_tokens, 1),
+            ("cuts.per_pair", self.cuts.per_pair, 0),
+            ("cuts.min_tokens", self.cuts.min_tokens, 1),
+            ("cuts.max_tokens", self.cuts.max_tokens, self.cuts.min_tokens),
+            ("cuts.evaluate_at", self.cuts.evaluate_at, 1),
+            ("head.folds", self.head.folds, 2),
+            ("micro_batch_size", self.micro_batch_size, 1),
+            ("num_threads", self.num_threads, 1),
+        ]
+        for key, value, least in at_least:
+            if value is not None and value < least:
+                found.append(f"{key} is {value}; expected at least {least}")
+        return found

@@ -1,0 +1,230 @@
+"""Prompt data sets: what each form of line becomes, and how every fault is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+from omegaconf import OmegaConf
+from tokenizers.processors import TemplateProcessing
+
+from reinforce_rl.data.prompts import PromptDataset, build_train_valid_test_rlhf_datasets
+from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.rollout import Prompt
+from reinforce_rl.tokenizer import load_tokenizer
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_bytes(b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows))
+    return path
+
+
+def load(tokenizer, *files: Path, **options) -> PromptDataset:
+    return PromptDataset.from_jsonl(tokenizer, files, **{"max_prompt_tokens": 100, **options})
+
+
+def test_tiny_tokenizer_is_lossless_and_of_the_size_asked_for(tokenizer, tmp_path):
+    text = "Hello, world!\n\nA 'line' (2) -> {x}"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+    assert len(tokenizer) == 128
+    small = load_tokenizer(write_tiny_tokenizer(tmp_path, vocab_size=16))
+    assert len(small) == 16
+    assert max(small("Hello")["input_ids"]) < 16
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+
+
+def test_each_form_of_line(tokenizer, tmp_path):
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    file = write(
+        tmp_path / "a.jsonl",
+        {"prompt": "one", "answer": 7, "tags": ["x"]},
+        b"",
+        b"   ",
+        {"text": " two\n"},
+        {"messages": messages, "source": None},
+    )
+    dataset = load(tokenizer, file)
+    assert [p.text for p in dataset] == ["one", " two\n", "S: be kind<eos>U: hi<eos>A:"]
+    assert [p.metadata for p in dataset] == [{"answer": 7, "tags": ["x"]}, {}, {"source": None}]
+    assert [p.id for p in dataset] == [0, 1, 2]
+    for prompt in dataset:
+        assert tokenizer.decode(prompt.tokens) == prompt.text
+    assert tokenizer.bos_token_id not in dataset[0].tokens
+    assert dataset[2].tokens.count(tokenizer.eos_token_id) == 2  # special tokens of the template are single ids
+
+
+def test_chat_template_for_plain_prompts(tokenizer, tmp_path):
+    file = write(tmp_path / "a.jsonl", {"prompt": "hi"}, {"text": "ho"})
+    assert [p.text for p in load(tokenizer, file, apply_chat_template=True)] == ["U: hi<eos>A:", "U: ho<eos>A:"]
+
+
+def test_bos_only_where_asked_for_and_no_template_was_used(tokenizer, tmp_path):
+    file = write(tmp_path / "a.jsonl", {"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]})
+    plain, with_bos = load(tokenizer, file), load(tokenizer, file, add_bos=True)
+    assert with_bos[0].tokens == (tokenizer.bos_token_id, *plain[0].tokens)
+    assert with_bos[1].tokens == plain[1].tokens
+    assert with_bos[0].text == "hi"
+
+
+def test_a_tokenizer_that_adds_bos_by_itself_does_not_do_it_here(tmp_path):
+    adding = load_tokenizer(write_tiny_tokenizer(tmp_path / "t"))
+    adding.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    assert adding("hi")["input_ids"][0] == 1  # as Llama's tokenizers do
+    file = write(tmp_path / "a.jsonl", {"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]})
+    assert [p.tokens.count(1) for p in load(adding, file)] == [0, 0]
+    assert [p.tokens.count(1) for p in load(adding, file, add_bos=True)] == [1, 0]
+
+
+def test_ids_run_over_files_and_skipped_prompts(tokenizer, tmp_path, caplog):
+    first = write(tmp_path / "a.jsonl", {"prompt": "one"}, {"prompt": "x" * 11}, {"prompt": "x" * 10})
+    second = write(tmp_path / "b.jsonl", {"prompt": "y" * 30}, {"prompt": "two"})
+    with caplog.at_level(logging.WARNING):
+        dataset = load(tokenizer, first, second, max_prompt_tokens=10, too_long="skip")
+    assert [(p.id, p.text) for p in dataset] == [(0, "one"), (1, "x" * 10), (2, "two")]
+    assert dataset.skipped == 2
+    assert len(caplog.records) == 1
+    assert f"skipped 2 of 5 prompts, longer than max_prompt_tokens=10; the first is {first}:2 with 11" in caplog.text
+
+
+def test_too_long_is_refused_by_default(tokenizer, tmp_path):
+    file = write(tmp_path / "a.jsonl", {"prompt": "fine"}, {"prompt": "x" * 11})
+    with pytest.raises(DataError) as caught:
+        load(tokenizer, file, max_prompt_tokens=10)
+    assert f"{file}:2: prompt of 11 tokens, more than max_prompt_tokens=10" in str(caught.value)
+    assert "too_long=skip" in str(caught.value)
+    assert len(load(tokenizer, file, max_prompt_tokens=None)) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"prompt": "x"', "not valid JSON"),
+        (b'{"prompt": "\xff"}', "not valid UTF-8 (byte 13 of the line)"),
+        (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        (b"[" * 100_000, "not usable JSON"),
+        (["x"], "expected a JSON object, found a list"),
+        ({"question": "x"}, "expected exactly one of prompt, text and messages, found none of them"),
+        ({"prompt": "x", "text": "y"}, "found prompt and text"),
+        ({"prompt": 3}, "prompt is a number, expected a string"),
+        ({"text": None}, "text is null, expected a string"),
+        ({"prompt": [{"role": "user", "content": "x"}]}, "a conversation belongs under messages"),
+        ({"prompt": " \n"}, "prompt is empty"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": "x"}, "messages is a string, expected a list"),
+        ({"messages": ["x"]}, "messages[0] is a string, expected an object"),
+        ({"messages": [{"role": "human", "content": "x"}]}, "messages[0].role is 'human'"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content is a list"),
+        ({"messages": [{"role": "user", "content": " "}]}, "the last message is empty"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+            "messages ends with an assistant message",
+        ),
+    ],
+)
+def test_a_bad_line_gives_file_line_and_reason(tokenizer, tmp_path, line, reason):
+    file = write(tmp_path / "bad.jsonl", {"prompt": "fine"}, b"", line)
+    with pytest.raises(DataError) as caught:
+        load(tokenizer, file)
+    assert f"{file}:3: " in str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_all_bad_lines_are_counted_and_ten_listed(tokenizer, tmp_path):
+    rows = [{"prompt": ""}] * 7 + [{"prompt": "fine"}] + [{"prompt": "x" * 200}] * 6
+    file = write(tmp_path / "a.jsonl", *rows)
+    with pytest.raises(DataError) as caught:
+        load(tokenizer, file)
+    text = str(caught.value)
+    assert text.startswith("13 lines of the data cannot be used:")
+    assert text.count(f"{file}:") == 10
+    assert "and 3 more" in text
+
+
+def test_messages_without_or_refused_by_a_template(tmp_path):
+    file = write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "x"}]})
+    without = load_tokenizer(write_tiny_tokenizer(tmp_path / "t", chat_template=None))
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the tokenizer has no chat template"):
+        load(without, file)
+    strict = load_tokenizer(write_tiny_tokenizer(tmp_path / "s", chat_template="{{ raise_exception('roles!') }}"))
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template refuses these messages: roles!"):
+        load(strict, file)
+
+
+def test_no_prompt_is_an_error(tokenizer, tmp_path):
+    with pytest.raises(DataError, match=r"a\.jsonl: every line is blank"):
+        load(tokenizer, write(tmp_path / "a.jsonl", b"", b" "))
+    with pytest.raises(DataError, match="1 over-long ones were skipped"):
+        load(tokenizer, write(tmp_path / "b.jsonl", {"prompt": "long"}), max_prompt_tokens=2, too_long="skip")
+    with pytest.raises(DataError, match="index 0 has id 4"):
+        PromptDataset([Prompt(4, "x", (5,))])
+
+
+def test_options_are_checked_together(tokenizer, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load(tokenizer, tmp_path / "none.jsonl", max_prompt_tokens=0, too_long="cut")
+    assert len(caught.value.faults) == 3
+
+
+def test_byte_order_mark_and_unicode_line_separators(tokenizer, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "a\u2028b"}\r\n{"prompt": "c"}'.encode())
+    assert [p.text for p in load(tokenizer, file)] == ["a\u2028b", "c"]
+
+
+def test_fingerprint_tells_texts_and_their_order(tokenizer, tmp_path):
+    def fingerprint(*texts: str) -> str:
+        return load(tokenizer, write(tmp_path / "f.jsonl", *({"prompt": text} for text in texts))).fingerprint
+
+    assert fingerprint("a", "b") == fingerprint("a", "b")
+    assert len({fingerprint(*t) for t in [("a", "b"), ("b", "a"), ("ab",), ("a", "b", "b"), ("a",)]}) == 5
+
+
+def test_build_data_sets_from_omegaconf(tokenizer, tmp_path):
+    one = str(write(tmp_path / "1.jsonl", {"prompt": "one"}))
+    two = str(write(tmp_path / "2.jsonl", {"prompt": "two"}))
+    prefix = OmegaConf.create({"train": [one, two], "validation": two, "test": None})
+    datasets = build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=10)
+    assert [p.text for p in datasets.train] == ["one", "two"]
+    assert datasets.validation is not None and [p.text for p in datasets.validation] == ["two"]
+    assert datasets.test is None
+
+
+def test_all_faults_of_data_prefix_in_one_message(tokenizer, tmp_path):
+    good = write(tmp_path / "good.jsonl", {"prompt": "x"})
+    prefix = {"train": [good, tmp_path / "a"], "validation": str(tmp_path), "test": [0.5, good], "valid": "x"}
+    with pytest.raises(ConfigError) as caught:
+        build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=10)
+    assert len(caught.value.faults) == 4
+    for part in (
+        f"data_prefix.train: file {tmp_path / 'a'} does not exist",
+        f"data_prefix.validation: file {tmp_path} is not a file",
+        "data_prefix.test holds 0.5",
+        "data_prefix.valid is not known",
+    ):
+        assert part in str(caught.value)
+    for empty in ({}, {"train": None}, {"train": []}):
+        with pytest.raises(ConfigError, match=r"data_prefix\.train is empty"):
+            build_train_valid_test_rlhf_datasets(tokenizer, empty, max_prompt_tokens=10)
+
+
+def test_the_demo_prompts_are_distinct_short_and_disjoint():
+    texts = {}
+    for split in ("train", "validation"):
+        rows = [json.loads(line) for line in (DEMO / f"prompts_{split}.jsonl").read_text("utf-8").splitlines()]
+        assert all(list(row) == ["prompt"] for row in rows)
+        texts[split] = [row["prompt"] for row in rows]
+    assert len(texts["train"]) >= 320
+    assert len(texts["validation"]) >= 96
+    everything = [" ".join(text.casefold().split()) for text in texts["train"] + texts["validation"]]
+    assert len(set(everything)) == len(everything)
+    assert max(len(text.split()) for text in everything) <= 25

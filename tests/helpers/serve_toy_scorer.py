@@ -1,0 +1,96 @@
+"""A real PyTriton reward server with a toy model, for tests: `python serve_toy_scorer.py --port N [--slow 0.5] ...`.
+
+The score of a sequence is a weighted sum of its tokens, in their order. Some tokens make the model misbehave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+VOCAB_SIZE = 128
+MAX_LENGTH = 32
+TOKEN_NAN = 101  # the score is NaN
+TOKEN_RAISE = 102  # the model raises
+TOKEN_SLOW = 103  # the call takes --slow seconds
+
+
+def toy_score(tokens: list[int]) -> float:
+    """The score that the server must give: weighted by position, negated for odd lengths."""
+    total = sum((position + 1) * token for position, token in enumerate(tokens)) / 100.0
+    return -total if len(tokens) % 2 else total
+
+
+class ToyScorer:
+    """A scorer whose last bits depend on the size of the call, as those of a real model do."""
+
+    max_length = MAX_LENGTH
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, slow: float, batch_noise: float):
+        self._slow = slow
+        self._batch_noise = batch_noise
+
+    def score(self, sequences: list[list[int]]) -> list[float]:
+        if any(TOKEN_RAISE in sequence for sequence in sequences):
+            raise RuntimeError("the toy model was told to raise")
+        if any(TOKEN_SLOW in sequence for sequence in sequences):
+            time.sleep(self._slow)
+        noise = self._batch_noise * len(sequences)
+        return [float("nan") if TOKEN_NAN in sequence else toy_score(sequence) + noise for sequence in sequences]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("overrides", nargs="*", help="inference.port=N, as the real script takes it")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--name", default="reward_model")
+    parser.add_argument("--slow", type=float, default=1.0)
+    parser.add_argument("--batch-noise", type=float, default=0.0)
+    parser.add_argument("--merge", action="store_true", help="not deterministic")
+    parser.add_argument("--max-batch-size", type=int, default=8)
+    parser.add_argument("--max-queue-delay", type=float, default=0.0)
+    parser.add_argument("--stop-timeout", type=float, default=20.0)
+    parser.add_argument("--ready-file")
+    parser.add_argument("--tokenizer", help="folder; default: a fresh tiny one")
+    args = parser.parse_args()
+    for override in args.overrides:
+        key, _, value = override.partition("=")
+        if key == "inference.port":
+            args.port = int(value)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    from helpers.tiny_tokenizer import write_tiny_tokenizer
+
+    from reinforce_rl.errors import ReinforceError
+    from reinforce_rl.reward.server import RewardServer
+    from reinforce_rl.tokenizer import load_tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        if args.tokenizer is None:
+            write_tiny_tokenizer(Path(folder), vocab_size=VOCAB_SIZE)
+        tokenizer = load_tokenizer(args.tokenizer or folder)
+    try:
+        RewardServer(
+            ToyScorer(args.slow, args.batch_noise),
+            tokenizer,
+            name=args.name,
+            port=args.port,
+            max_batch_size=args.max_batch_size,
+            max_queue_delay=args.max_queue_delay,
+            deterministic=not args.merge,
+            ready_file=args.ready_file,
+            stop_timeout=args.stop_timeout,
+        ).serve()
+    except ReinforceError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    main()

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring import JsonlLogger, Loggers, MetricLogger, read_metrics
+
+
+def log_step(logger: MetricLogger, step: int, reward: float = 0.5) -> None:
+    logger.log_metrics({"rewards": reward}, step, "train/")
+    logger.log_metrics({"generate": 1.25}, step, "timers/")
+    logger.commit(step)
+
+
+def test_calls_of_one_step_become_one_line_with_step_first(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    logger = JsonlLogger(path)
+    log_step(logger, 1)
+    logger.log_metrics({"rewards": 0.1}, 2, "train/")
+    logger.log_metrics({"rewards": 0.2}, 2, "val/")
+    assert len(read_metrics(path)) == 1, "a step is written at its commit, not before"
+    logger.commit(2)
+    first, second = read_metrics(path)
+    assert next(iter(first)) == "step"
+    assert {k: v for k, v in first.items() if k != "time"} == {
+        "step": 1,
+        "train/rewards": 0.5,
+        "timers/generate": 1.25,
+    }
+    assert (second["train/rewards"], second["val/rewards"]) == (0.1, 0.2)
+    assert first["time"] <= second["time"]
+
+
+def test_numbers_of_every_kind_and_not_finite_ones(tmp_path):
+    logger = JsonlLogger(tmp_path / "m.jsonl")
+    values = {"nan": math.nan, "inf": -math.inf, "tensor": torch.tensor(0.25), "numpy": np.float32(0.1), "count": 7}
+    logger.log_metrics(values, 1)  # type: ignore[arg-type]
+    logger.log_metrics({"tensor_nan": torch.tensor(math.nan)}, 1)  # type: ignore[dict-item]
+    logger.commit(1)
+    text = (tmp_path / "m.jsonl").read_text()
+
+    def refuse(constant: str) -> None:
+        pytest.fail(f"{constant} is not JSON")
+
+    record = json.loads(text, parse_constant=refuse)
+    assert record["nan"] is None and record["inf"] is None and record["tensor_nan"] is None
+    assert record["tensor"] == 0.25 and record["count"] == 7 and isinstance(record["count"], int)
+    assert np.float32(record["numpy"]) == np.float32(0.1)
+
+
+def test_floats_survive_bit_for_bit(tmp_path):
+    value = 0.1 + 0.2
+    logger = JsonlLogger(tmp_path / "m.jsonl")
+    log_step(logger, 1, value)
+    assert read_metrics(tmp_path / "m.jsonl")[0]["train/rewards"] == value
+
+
+def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    logger = JsonlLogger(path)
+    for step in range(1, 8):
+        log_step(logger, step, step / 10)
+    with path.open("a") as file:
+        file.write('{"step": 8, "train/rew')  # what SIGKILL leaves
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
+    resumed = JsonlLogger(path, resume_step=4)
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
+    for step in range(5, 9):
+        log_step(resumed, step, step / 10)
+    assert [(line["step"], line["train/rewards"]) for line in read_metrics(path)] == [(s, s / 10) for s in range(1, 9)]
+    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"], "no temporary file is left"
+
+
+def test_resume_from_nothing_keeps_only_step_zero(tmp_path):
+    path = tmp_path / "m.jsonl"
+    logger = JsonlLogger(path)
+    for step in range(3):
+        log_step(logger, step)
+    JsonlLogger(path, resume_step=0)
+    assert [line["step"] for line in read_metrics(path)] == [0]
+
+
+def test_a_step_committed_again_is_merged_into_its_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    logger = JsonlLogger(path)
+    for step in range(3):
+        log_step(logger, step)
+    resumed = JsonlLogger(path, resume_step=2)
+    resumed.log_metrics({"rewards": 0.9}, 2, "val/")
+    resumed.commit(2)
+    lines = read_metrics(path)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[2]["val/rewards"] == 0.9 and lines[2]["train/rewards"] == 0.5
+
+
+def test_a_new_run_refuses_the_metrics_of_another(tmp_path):
+    path = tmp_path / "m.jsonl"
+    log_step(JsonlLogger(path), 3)
+    with pytest.raises(DataError, match=r"already holds metrics up to step 3.*choose another run folder"):
+        JsonlLogger(path)
+    assert len(read_metrics(path)) == 1
+
+
+def test_a_new_run_takes_a_file_that_holds_only_a_torn_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1')
+    log_step(JsonlLogger(path), 1)
+    assert [line["step"] for line in read_metrics(path)] == [1]
+
+
+def test_finalize_writes_what_was_not_committed(tmp_path):
+    logger = JsonlLogger(tmp_path / "m.jsonl")
+    logger.log_metrics({"rewards": 0.5}, 4, "train/")
+    logger.finalize("failed")
+    assert read_metrics(tmp_path / "m.jsonl")[0]["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "message"), [("{oops}", "line 2: not valid JSON"), ("[1]", "line 2: found a JSON list"), ("{}", "line 2")]
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    path = tmp_path / "m.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(DataError, match=message):
+        read_metrics(path)
+    with pytest.raises(DataError, match="no such file"):
+        read_metrics(tmp_path / "absent.jsonl")
+
+
+class Recorder:
+    def __init__(self, fails: bool = False):
+        self.calls: list[tuple] = []
+        self.fails = fails
+
+    def log_metrics(self, metrics, step, prefix=""):
+        self.calls.append(("metrics", dict(metrics), step, prefix))
+
+    def log_table(self, key, rows, step):
+        self.calls.append(("table", key, rows, step))
+
+    def commit(self, step):
+        self.calls.append(("commit", step))
+
+    def finalize(self, status="success"):
+        self.calls.append(("finalize", status))
+        if self.fails:
+            raise OSError("disk full")
+
+
+def test_loggers_pass_everything_on_and_are_a_logger():
+    one, two = Recorder(), Recorder()
+    both = Loggers([one, two])
+    assert isinstance(both, MetricLogger)
+    both.log_metrics({"rewards": 1.0}, 3, "val/")
+    both.log_table("samples", [{"a": 1}], 3)
+    both.commit(3)
+    both.finalize("failed")
+    assert one.calls == two.calls
+    assert one.calls == [
+        ("metrics", {"rewards": 1.0}, 3, "val/"),
+        ("table", "samples", [{"a": 1}], 3),
+        ("commit", 3),
+        ("finalize", "failed"),
+    ]
+
+
+def test_loggers_close_the_others_when_one_cannot_be_closed():
+    one, two = Recorder(fails=True), Recorder()
+    with pytest.raises(OSError, match="disk full"):
+        Loggers([one, two]).finalize()
+    assert two.calls == [("finalize", "success")]

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import math
+import random
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring import JsonlLogger, RolloutRow, RolloutWriter, run_summary
+from reinforce_rl.monitoring.report import main, write_report
+
+EVIL = "</pre></div><script>alert('x')</script><img src=https://evil.example/x.png> & \"quoted\""
+CONFIG = """\
+seed: 3
+trainer:
+  devices: 2
+  reinforce:
+    initial_policy_kl_penalty: 0.05
+model:
+  pretrained: ${oc.env:NOT_SET}/model
+"""
+
+
+class Page(HTMLParser):
+    """The tags that a browser would see, and whether they close in order."""
+
+    VOID = frozenset({"meta", "line", "rect", "circle", "path", "br", "img"})
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def read(path: Path) -> Page:
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == [], "every element is closed"
+    assert not {"script", "img", "link", "iframe"} & set(page.tags), "no scripts, nothing from elsewhere"
+    assert not [a for a in page.attributes if a[0] in ("src", "href") or a[0].startswith("on")]
+    assert not re.search(r"url\(|@import", text)
+    return page
+
+
+def sample(step: int, prompt_id: int, reward: float, **changes) -> RolloutRow:
+    fields = {
+        "step": step,
+        "prompt_id": prompt_id,
+        "sample_id": 0,
+        "prompt": f"prompt {prompt_id} {EVIL}",
+        "response": f"response {prompt_id} of step {step} {EVIL}",
+        "reward": reward,
+        "finish_reason": "stop" if prompt_id % 2 else "length",
+        "response_length": 10 + prompt_id,
+        **changes,
+    }
+    return RolloutRow(**fields)
+
+
+def make_run(folder: Path, steps: int, gain: float = 1.0) -> Path:
+    noise = random.Random(0)
+    logger, writer = JsonlLogger(folder / "metrics.jsonl"), RolloutWriter(folder)
+    for step in range(steps + 1):
+        if step in (0, steps):
+            rewards = [
+                math.nan if i == 3 else -1 + gain * step / max(1, steps) + noise.gauss(0, 0.1) for i in range(16)
+            ]
+            writer.write(step, [sample(step, i, reward) for i, reward in enumerate(rewards)], "validation")
+            logger.log_metrics({"rewards": rewards[0], "response_lengths": 17.5}, step, "val/")
+        if step:
+            numbers = {"rewards": -1 + step / steps, "init_policy_kl": step / 10, "grad_norm": math.nan, "lr": 1e-5}
+            logger.log_metrics(numbers, step, "train/")
+            logger.log_metrics({"generate": 2.0, "train_time": 1.0, "step_time": 4.0}, step, "timers/")
+            rows = [sample(step, i, i / 10, kl=1.0, advantage=0.5, valid=i != 1) for i in range(8)]
+            writer.write(step, [*rows, sample(step, 9, math.nan, valid=False)])
+        logger.commit(step)
+    logger.finalize()
+    (folder / "config.yaml").write_text(CONFIG + f"note: {EVIL!r}\n")
+    return folder
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30])
+def test_a_whole_run(tmp_path, steps):
+    path = write_report(make_run(tmp_path / "seed-1", steps))
+    assert path == tmp_path / "seed-1" / "report.html"
+    page = read(path)
+    assert "The mean validation reward rose by 1.0" in page.text and "on 15 prompts" in page.text
+    assert EVIL in page.text, "shown as text, not taken as markup"
+    assert f"response 0 of step {steps}" in page.text and "response 0 of step 0" in page.text
+    assert "initial_policy_kl_penalty" in page.text and "${oc.env:NOT_SET}/model" in page.text
+    assert "rest of the step" in page.text and f"Training samples of step {steps}" in page.text
+    assert page.tags.count("svg") == 5  # reward, KL, length, lr, phases; gradient norm, loss and share have no data
+    assert page.text.count("no data") == 3
+    assert "nan" not in re.sub(r"finance|nano", "", page.text).split()
+
+
+def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
+    fell = write_report(make_run(tmp_path / "fell", 4, gain=-1.0)).read_text()
+    assert "The mean validation reward fell by" in fell and 'class="verdict bad"' in fell
+    still = write_report(make_run(tmp_path / "still", 4, gain=0.0)).read_text()
+    assert "within noise" in still and 'class="verdict "' in still
+
+
+def test_an_empty_folder_and_a_run_that_has_just_begun(tmp_path):
+    assert "No step has been logged yet" in read(write_report(tmp_path)).text
+    writer = RolloutWriter(tmp_path)
+    writer.write(0, [sample(0, 0, math.nan)], "validation")
+    writer.write(1, [sample(1, 0, math.nan, valid=False)])
+    logger = JsonlLogger(tmp_path / "metrics.jsonl")
+    logger.log_metrics({"rewards": math.nan}, 0, "val/")
+    logger.commit(0)
+    page = read(write_report(tmp_path, "early.html"))
+    assert "needs a validation before and one after" in page.text
+    assert (tmp_path / "early.html").exists()
+
+
+def test_no_prompt_in_common(tmp_path):
+    writer = RolloutWriter(tmp_path)
+    writer.write(0, [sample(0, 0, 1.0)], "validation")
+    writer.write(5, [sample(5, 1, 1.0)], "validation")
+    assert "cannot be compared" in read(write_report(tmp_path)).text
+
+
+def test_a_single_sample_is_not_both_best_and_worst(tmp_path):
+    RolloutWriter(tmp_path).write(1, [sample(1, 0, 0.5)])
+    assert read(write_report(tmp_path)).text.count("response 0 of step 1") == 1
+
+
+def test_best_and_worst_of_the_last_step(tmp_path):
+    text = read(write_report(make_run(tmp_path, 2))).text
+    best, worst = text.split("Highest rewards")[1].split("Lowest rewards")
+    assert re.findall(r"prompt (\d), sample", best) == ["7", "6", "5"]
+    assert re.findall(r"prompt (\d), sample", worst) == ["0", "1", "2"]
+    assert "left out of the loss" in worst
+
+
+def test_the_printed_summary(tmp_path):
+    lines = run_summary(make_run(tmp_path, 20), {"checkpoint": tmp_path / "last"}).splitlines()
+    assert re.match(
+        r"The mean validation reward rose by 1\.0\d\d ± 0\.0\d\d on 15 prompts, \d+\.\d standard", lines[0]
+    )
+    kl = next(line for line in lines if "KL, nats" in line)
+    assert re.search(r"0\.550 +-> +1\.550 +\+1\.000 +\(training, first and last 10 steps\)", kl)
+    assert lines[-1].split() == ["checkpoint", str(tmp_path / "last")]
+    assert lines[-2].split() == ["run", "folder", str(tmp_path)]
+
+
+def test_errors_name_the_file(tmp_path):
+    with pytest.raises(DataError, match="no such folder"):
+        write_report(tmp_path / "absent")
+    (tmp_path / "config.yaml").write_text("a: [1\n")
+    with pytest.raises(DataError, match=r"config\.yaml: not valid YAML"):
+        write_report(tmp_path)
+
+
+def test_as_a_command(tmp_path, capsys):
+    assert main([str(make_run(tmp_path, 1))]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert main([str(tmp_path / "absent")]) == 1
+    assert "no such folder" in capsys.readouterr().err
+    assert main([]) == 2
+
+
+def test_the_package_imports_without_wandb():
+    import subprocess
+
+    code = "import sys; sys.modules['wandb'] = None; import reinforce_rl.monitoring, reinforce_rl.monitoring.report"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

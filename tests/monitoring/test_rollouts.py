@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring import RolloutRow, RolloutWriter, compare_validation, read_rollouts, rollout_files
+
+
+def row(prompt_id: int = 0, reward: float = 0.5, **changes) -> RolloutRow:
+    base = RolloutRow(
+        step=12,
+        prompt_id=prompt_id,
+        sample_id=0,
+        prompt="Human: why?",
+        response="because",
+        reward=reward,
+        finish_reason="stop",
+        response_length=3,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def test_rows_come_back_as_they_were(tmp_path):
+    rows = [
+        row(1, 0.1 + 0.2, kl=1.5, reward_with_kl=0.2, baseline=-0.1, advantage=0.3, sample_id=1),
+        row(2, response='line one\nline "two" \u2028 separated \x85 测试 \\', finish_reason="length", valid=False),
+    ]
+    path = RolloutWriter(tmp_path).write(12, rows)
+    assert path == tmp_path / "rollouts" / "step_00012.jsonl"
+    back = read_rollouts(path)
+    assert back[0] == rows[0]
+    assert back[1].response == rows[1].response and not back[1].valid and not back[1].is_end
+    assert math.isnan(back[1].kl)
+
+
+def test_failed_rewards_are_null_on_disk_and_tensors_are_numbers(tmp_path):
+    rows = [row(0, math.nan), row(1, torch.tensor(0.25))]  # type: ignore[arg-type]
+    path = RolloutWriter(tmp_path).write(1, rows, kind="validation")
+    assert path == tmp_path / "validation" / "step_00001.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert records[0]["reward"] is None and records[1]["reward"] == 0.25
+    assert list(records[0]) == [field.name for field in dataclasses.fields(RolloutRow)]
+    assert math.isnan(read_rollouts(path)[0].reward)
+
+
+def test_a_lone_surrogate_in_a_prompt_does_not_end_the_run(tmp_path):
+    path = RolloutWriter(tmp_path).write(1, [row(prompt="a \ud800 b")])
+    assert read_rollouts(path)[0].prompt == "a ? b"
+
+
+def test_a_step_written_again_replaces_its_file(tmp_path):
+    writer = RolloutWriter(tmp_path)
+    writer.write(3, [row(1), row(2)])
+    path = writer.write(3, [row(7)])
+    assert [r.prompt_id for r in read_rollouts(path)] == [7]
+    assert [p.name for p in path.parent.iterdir()] == ["step_00003.jsonl"]
+
+
+def test_resume_removes_the_files_of_later_steps(tmp_path):
+    writer = RolloutWriter(tmp_path)
+    for step in (0, 5, 10):
+        writer.write(step, [row()], "validation")
+        writer.write(step, [row()])
+    RolloutWriter(tmp_path)
+    assert list(rollout_files(tmp_path)) == [0, 5, 10]
+    RolloutWriter(tmp_path, resume_step=5)
+    assert list(rollout_files(tmp_path)) == list(rollout_files(tmp_path, "validation")) == [0, 5]
+
+
+def test_files_are_in_the_order_of_their_steps(tmp_path):
+    writer = RolloutWriter(tmp_path)
+    for step in (100000, 99999, 2):
+        writer.write(step, [row()])
+    assert list(rollout_files(tmp_path)) == [2, 99999, 100000]
+    assert rollout_files(tmp_path, "validation") == {}
+
+
+def test_a_line_with_other_fields_is_named(tmp_path):
+    path = tmp_path / "step_00001.jsonl"
+    path.write_text('{"step": 1, "colour": "red"}\n')
+    with pytest.raises(DataError, match=r"line 1: missing fields .*'reward'.*unknown fields \['colour'\]"):
+        read_rollouts(path)
+    with pytest.raises(DataError, match="no such file"):
+        read_rollouts(tmp_path / "absent.jsonl")
+
+
+def test_paired_comparison_by_hand():
+    before = [row(0, 0.0), row(1, 1.0), row(2, 2.0), row(3, 5.0)]
+    after = [row(3, 5.0), row(2, 4.0), row(1, 2.0), row(0, 1.0)]  # another order: pairs go by prompt
+    result = compare_validation(before, after)
+    assert (result.n, result.mean_before, result.mean_after, result.mean_difference) == (4, 2.0, 3.0, 1.0)
+    # differences 1, 1, 2, 0: variance 2 / 3, over 4 prompts
+    assert result.standard_error == pytest.approx(math.sqrt(2 / 3 / 4))
+    assert result.z == pytest.approx(1 / math.sqrt(2 / 3 / 4))
+    assert str(result) == "2.000 -> 3.000, +1.000 ± 0.408 (2.4 standard errors, 4 prompts)"
+
+
+def test_pairing_makes_the_error_smaller_than_the_spread_of_prompts():
+    before = [row(i, 10.0 * i) for i in range(50)]
+    after = [row(i, 10.0 * i + 1 + 0.1 * (-1) ** i) for i in range(50)]
+    assert compare_validation(before, after).z > 50
+
+
+def test_failed_and_unpaired_prompts_are_left_out():
+    before = [row(0, 0.0), row(1, math.nan), row(2, 1.0), row(8, 100.0)]
+    after = [row(0, 1.0), row(1, 50.0), row(2, math.nan), row(9, -100.0)]
+    result = compare_validation(before, after)
+    assert (result.n, result.mean_before, result.mean_after, result.mean_difference) == (1, 0.0, 1.0, 1.0)
+    assert math.isnan(result.standard_error) and math.isnan(result.z)
+    assert "1 prompt" in str(result)
+
+
+def test_several_samples_of_a_prompt_count_once():
+    before = [row(0, 0.0), row(0, 2.0, sample_id=1), row(1, 0.0), row(1, math.nan, sample_id=1), row(2, 0.0)]
+    after = [row(0, 4.0), row(1, 0.0), row(2, 1.0)]
+    result = compare_validation(before, after)
+    assert (result.n, result.mean_difference) == (2, 2.0)
+
+
+@pytest.mark.parametrize(("gain", "z"), [(1.0, math.inf), (-1.0, -math.inf), (0.0, math.nan)])
+def test_equal_differences(gain, z):
+    result = compare_validation([row(0, 1.0), row(1, 2.0)], [row(0, 1.0 + gain), row(1, 2.0 + gain)])
+    assert result.standard_error == 0
+    assert result.z == z or (math.isnan(result.z) and math.isnan(z))
+
+
+def test_nothing_to_compare():
+    result = compare_validation([], [row()])
+    assert result.n == 0 and math.isnan(result.mean_difference)
+    assert str(result) == "no prompt was scored both before and after"

