@@ -136,6 +136,8 @@ class _Watch:
                 with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
                     if os.getsid(process.pid) in self.sessions:
                         self.processes.add(process)
+        # Another guard ends by itself once its owner is gone, and has work left until then.
+        self.processes = {process for process in self.processes if not _is_guard(process)}
         if self.shm_prefixes:
             for process in self.processes:
                 with contextlib.suppress(psutil.Error, OSError):
@@ -159,9 +161,10 @@ class _Watch:
         mine = os.getpid()
         left = [process for process in self.processes if process.pid not in (mine, self.owner)]
         if self.grace_seconds > 0:
-            for process in left:
-                with contextlib.suppress(psutil.Error):
-                    process.terminate()
+            for process in self.roots:  # their children are theirs to end, in their order
+                if process.pid != self.owner:
+                    with contextlib.suppress(psutil.Error):
+                        process.terminate()
             _wait_until_gone(left, self.grace_seconds)
             self.refresh()  # what was started meanwhile
             left = [process for process in self.processes if process.pid not in (mine, self.owner)]
@@ -193,6 +196,12 @@ def _wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(_is_alive(process) for process in processes):
         time.sleep(0.05)
+
+
+def _is_guard(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "reinforce_rl.guard" in process.cmdline()
+    return False
 
 
 def _is_alive(process: psutil.Process) -> bool:

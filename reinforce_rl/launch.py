@@ -20,6 +20,7 @@ from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.guard import Guard
 from reinforce_rl.reward.health import NotReadyYet, check_once
 from reinforce_rl.reward.protocol import DEFAULT_NAME
+from reinforce_rl.reward.server import check_port
 
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 10.0
@@ -132,7 +133,13 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
         plan: what to start.
         say: for lines to people.
     """
-    plan.server_log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        # Else another run's server on this port would be taken for ours until ours has died of it.
+        check_port(plan.host, plan.port)
+        plan.server_log.parent.mkdir(parents=True, exist_ok=True)
+    except (ConfigError, OSError) as error:
+        say(f"error: {error}")
+        return 1
     guard = Guard(grace_seconds=min(plan.grace_seconds, 10.0))
     try:
         with _Stop.on_signals() as stop, plan.server_log.open("wb") as log:
@@ -222,6 +229,7 @@ def _wait_for_actor(
             actor.send_signal(stop.signal)
         if forwarded_at is not None and time.monotonic() - forwarded_at > plan.grace_seconds:
             say(f"the actor did not end within {plan.grace_seconds:.0f} s of the signal; killing it")
+            actor.kill()
             return 128 + (stop.signal or signal.SIGTERM)
         if server.poll() is not None and forwarded_at is None:
             raise _server_ended(plan, server, "while the actor was running")

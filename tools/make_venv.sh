@@ -74,6 +74,6 @@ if [[ -n ${TORCH_INDEX_URL:-} ]]; then
     # torch alone comes from there: an extra index for everything could also answer for other packages.
     pip --progress-bar off --no-deps --index-url "$TORCH_INDEX_URL" ${pins[@]+"${pins[@]}"} torch
 fi
-echo "Installing the project and what it needs (about a minute with a fast network)"
+echo "Installing the project and what it needs (one to three minutes with a fast network)"
 pip ${pins[@]+"${pins[@]}"} --progress-bar off -e '.[dev]'
 "$venv/bin/python" -m pip check

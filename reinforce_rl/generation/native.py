@@ -32,13 +32,11 @@ class NativeGenerator:
     Args:
         lm: the actor.
         tokenizer: decodes text for `end_strings`; its pad id fills the right of the responses.
-        prompts_per_batch: prompts decoded together, each with all its samples; bounds the cache.
     """
 
-    def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase, *, prompts_per_batch: int):
+    def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase):
         self._lm = lm
         self._tokenizer = tokenizer
-        self._prompts_per_batch = prompts_per_batch
         self._pad_id = int(tokenizer.pad_token_id or 0)
 
     def refit(self) -> None:
@@ -46,19 +44,15 @@ class NativeGenerator:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
-        """See `Generator.generate`. The result lies on the CPU."""
+        """See `Generator.generate`. All prompts are decoded together; the result lies on the CPU."""
         was_training = self._lm.training
         self._lm.eval()
         try:
-            batches = [
-                self._generate_batch(prompts[start : start + self._prompts_per_batch], num_samples, params, seed)
-                for start in range(0, len(prompts), self._prompts_per_batch)
-            ]
+            return self._generate(prompts, num_samples, params, seed)
         finally:
             self._lm.train(was_training)
-        return _join(batches, self._pad_id)
 
-    def _generate_batch(
+    def _generate(
         self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int
     ) -> Completions:
         device = self._lm.mesh.device
@@ -171,21 +165,3 @@ class _Responses:
             log_probs=self._log_probs[:, :width].cpu(),
         )
 
-
-def _join(batches: list[Completions], pad_id: int) -> Completions:
-    """Completions of several batches as one, padded to the widest."""
-    if len(batches) == 1:
-        return batches[0]
-    width = max((b.tokens.shape[1] for b in batches), default=0)
-
-    def padded(tensor: Tensor, value: float) -> Tensor:
-        return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]), value=value)
-
-    log_probs = [padded(b.log_probs, 0.0) for b in batches if b.log_probs is not None]
-    empty = torch.zeros((0, 0))
-    return Completions(
-        tokens=torch.cat([padded(b.tokens, pad_id) for b in batches]) if batches else empty.long(),
-        lengths=torch.cat([b.lengths for b in batches]) if batches else empty[:, 0].long(),
-        finish_reasons=tuple(reason for b in batches for reason in b.finish_reasons),
-        log_probs=torch.cat(log_probs) if log_probs else empty,
-    )

@@ -1,11 +1,11 @@
 """Checkpoints with megatron's `dist_checkpointing`: whole or absent, the newest named by a file that moves last.
 
-    checkpoints/
-      latest                      the name of the newest complete checkpoint
-      step_00000010/
-        model/                    sharded weights, optimizer and schedule
-        rng/rank_00000.pt         random state of each rank
-        trainer_state.json        step, epoch, sampler position, ...
+checkpoints/
+  latest                      the name of the newest complete checkpoint
+  step_00000010/
+    model/                    sharded weights, optimizer and schedule
+    rng/rank_00000.pt         random state of each rank
+    trainer_state.json        step, epoch, sampler position, ...
 """
 
 from __future__ import annotations
@@ -42,28 +42,52 @@ class Checkpoint:
     trainer_state: dict[str, Any]
 
 
+def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
+    """The newest complete checkpoint in a folder of checkpoints, or None where there is none.
+
+    Raises:
+        CheckpointError: `latest` names a checkpoint that is not there or whose state cannot be read.
+    """
+    pointer = Path(folder) / LATEST_FILE
+    if not pointer.is_file():
+        return None
+    checkpoint = pointer.parent / pointer.read_text(encoding="utf-8").strip()
+    try:
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{pointer} names {checkpoint.name}, whose {STATE_FILE} cannot be read: {error}. "
+            f"To go on from an older checkpoint, write its name into {pointer}"
+        ) from error
+    return Checkpoint(checkpoint, state)
+
+
 class Checkpointer:
-    """Saves and restores a run.
+    """Saves and restores a run: the trainer's `ckpt_callback`.
 
     Args:
         folder: holds the checkpoints.
         mesh: this rank's place.
+        ddp, optimizer, scheduler: whose state is saved and restored.
         keep_last: how many complete checkpoints stay on disk; at least 1.
     """
 
-    def __init__(self, folder: str | Path, mesh: Mesh, *, keep_last: int = 2):
-        self.folder = Path(folder)
-        self._mesh = mesh
-        self._keep_last = keep_last
-
-    def save(
+    def __init__(
         self,
-        step: int,
-        trainer_state: dict[str, Any],
+        folder: str | Path,
+        mesh: Mesh,
         ddp: DistributedDataParallel,
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
-    ) -> Path:
+        *,
+        keep_last: int = 2,
+    ):
+        self.folder = Path(folder)
+        self._mesh = mesh
+        self._ddp, self._optimizer, self._scheduler = ddp, optimizer, scheduler
+        self._keep_last = keep_last
+
+    def save(self, step: int, trainer_state: dict[str, Any]) -> Path:
         """Write a checkpoint; a collective call. `latest` moves only when everything is on disk.
 
         Raises:
@@ -81,7 +105,7 @@ class Checkpointer:
                 failure = self._cannot_write(part, error)
         self._mesh.check_together(failure)
         try:
-            dist_checkpointing.save(_sharded_state(ddp, optimizer, scheduler, loading=False), part / "model")
+            dist_checkpointing.save(self._sharded_state(loading=False), part / "model")
             torch.save(_rng_state(), part / "rng" / f"rank_{self._mesh.rank:05d}.pt")
         except Exception as error:  # torch's writers raise OSError, RuntimeError and types of their own
             failure = self._cannot_write(part, error)
@@ -98,32 +122,7 @@ class Checkpointer:
         self._mesh.check_together(failure)
         return final
 
-    def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or None where there is none.
-
-        Raises:
-            CheckpointError: `latest` names a checkpoint that is not there or whose state cannot be read.
-        """
-        pointer = self.folder / LATEST_FILE
-        if not pointer.is_file():
-            return None
-        folder = self.folder / pointer.read_text(encoding="utf-8").strip()
-        try:
-            state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise CheckpointError(
-                f"{pointer} names {folder.name}, whose {STATE_FILE} cannot be read: {error}. "
-                f"To go on from an older checkpoint, write its name into {pointer}"
-            ) from error
-        return Checkpoint(folder, state)
-
-    def restore(
-        self,
-        checkpoint: Checkpoint,
-        ddp: DistributedDataParallel,
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-    ) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Load weights, optimizer, schedule and random state; a collective call.
 
         Raises:
@@ -131,11 +130,11 @@ class Checkpointer:
         """
         failure: Exception | None = None
         try:
-            sharded = _sharded_state(ddp, optimizer, scheduler, loading=True)
+            sharded = self._sharded_state(loading=True)
             loaded = dist_checkpointing.load(sharded, checkpoint.folder / "model")
-            ddp.module.load_state_dict(loaded["model"], strict=False)
-            optimizer.load_state_dict(loaded["optimizer"])
-            scheduler.load_state_dict(loaded["scheduler"])
+            self._ddp.module.load_state_dict(loaded["model"], strict=False)
+            self._optimizer.load_state_dict(loaded["optimizer"])
+            self._scheduler.load_state_dict(loaded["scheduler"])
             rng = checkpoint.folder / "rng" / f"rank_{self._mesh.rank:05d}.pt"
             if rng.is_file():  # absent where the run goes on with more ranks than it was saved with
                 _set_rng_state(torch.load(rng, weights_only=True))
@@ -146,6 +145,14 @@ class Checkpointer:
             )
             failure.__cause__ = error
         self._mesh.check_together(failure)
+
+    def _sharded_state(self, *, loading: bool) -> dict[str, Any]:
+        model = self._ddp.module.sharded_state_dict()
+        return {
+            "model": model,
+            "optimizer": self._optimizer.sharded_state_dict(model, is_loading=loading),
+            "scheduler": self._scheduler.state_dict(),
+        }
 
     def _remove_old(self) -> None:
         complete = sorted(p for p in self.folder.iterdir() if re.fullmatch(r"step_\d{8}", p.name))
@@ -161,17 +168,6 @@ class Checkpointer:
         )
         failure.__cause__ = error
         return failure
-
-
-def _sharded_state(
-    ddp: DistributedDataParallel, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, loading: bool
-) -> dict[str, Any]:
-    model = ddp.module.sharded_state_dict()
-    return {
-        "model": model,
-        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading),
-        "scheduler": scheduler.state_dict(),
-    }
 
 
 def _rng_state() -> dict[str, Any]:

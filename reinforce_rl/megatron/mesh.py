@@ -17,7 +17,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from reinforce_rl.errors import ConfigError, ReinforceError
+from reinforce_rl.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ReinforceError,
+    RewardServerError,
+    TooManyFailedRewardsError,
+)
+
+# Errors that mean the same on every rank, by the name under which they travel.
+_ERRORS = {kind.__name__: kind for kind in (CheckpointError, DataError, RewardServerError, TooManyFailedRewardsError)}
 
 
 @dataclass(frozen=True)
@@ -80,15 +90,16 @@ class Mesh:
         """Raise on every rank when one rank failed, so that nobody waits in a collective for a rank that is gone.
 
         Raises:
-            the rank's own error where there is one, else ReinforceError naming the first rank that failed.
+            the rank's own error where there is one, else one of the same kind naming the first rank that failed.
         """
-        texts: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(texts, None if error is None else str(error))
+        found: list[tuple[str, str] | None] = [None] * self.world_size
+        dist.all_gather_object(found, None if error is None else (type(error).__name__, str(error)))
         if error is not None:
             raise error
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise ReinforceError(f"rank {rank} failed: {text}")
+        for rank, failure in enumerate(found):
+            if failure is not None:
+                kind = _ERRORS.get(failure[0], ReinforceError)
+                raise kind(f"rank {rank} failed: {failure[1]}")
 
     def barrier(self) -> None:
         dist.barrier()

@@ -9,7 +9,7 @@ from html import escape
 
 WIDTH, HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 40
-_MAX_POINTS = 300  # more than the plot has room for; longer series are averaged in bins
+MAX_POINTS = 300  # more than the plot has room for; longer series are averaged in bins
 _MAX_MARKERS = 50  # more would run into each other
 _SMOOTH_FROM = 12  # points from which a moving mean is drawn over a noisy series
 
@@ -100,11 +100,10 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[
         count: wished for.
         whole: no fractions.
     """
-    span = high - low
-    scale = max(abs(low), abs(high))
-    if span <= max(scale * 1e-9, 1e-300):  # one value, or so little between them that labels could not tell them apart
-        span = scale * 0.2 if scale > 1e-300 else 1.0
-        low, high = low - span / 2, high + span / 2
+    span, scale = high - low, max(abs(low), abs(high))
+    if span <= scale * 1e-9 or span < 1e-30:  # one value, or so little between them that labels could not tell
+        span = scale * 0.2 if scale > 1e-20 else 1.0
+        low, high = (low + high - span) / 2, (low + high + span) / 2
     raw = span / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
@@ -215,8 +214,8 @@ def _svg(parts: Sequence[str], description: str) -> str:
 
 
 def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Means of equal runs of points, so that at most `_MAX_POINTS` are left; each keeps the x of its last point."""
-    size = math.ceil(len(points) / _MAX_POINTS)
+    """Means of equal runs of points, so that at most `MAX_POINTS` are left; each keeps the x of its last point."""
+    size = math.ceil(len(points) / MAX_POINTS)
     if size <= 1:
         return list(points)
     bins = []

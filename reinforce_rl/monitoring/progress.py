@@ -146,7 +146,7 @@ class TrainingProgress:
     def _numbers(self) -> Table:
         table = Table(box=None, padding=(0, 2), header_style="dim")
         table.add_column("")
-        for title in ("now", f"mean of {_RECENT}", "first"):
+        for title in ("now", f"mean, last {_RECENT}", "first"):
             table.add_column(title, justify="right", min_width=10)
         for name, title, _, form in _SHOWN:
             history = self._history[name]

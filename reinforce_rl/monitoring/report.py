@@ -17,7 +17,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from reinforce_rl.errors import DataError, ReinforceError
-from reinforce_rl.monitoring.charts import Series, area_chart, legend, line_chart
+from reinforce_rl.monitoring.charts import MAX_POINTS, Series, area_chart, legend, line_chart
 from reinforce_rl.monitoring.files import write_atomically
 from reinforce_rl.monitoring.progress import PHASES, clock
 from reinforce_rl.monitoring.report_template import PAGE, STYLE
@@ -81,6 +81,7 @@ def write_report(run_dir: str | Path, out: str | Path = "report.html") -> Path:
         facts=facts,
         config=config,
         charts=_charts(run),
+        max_points=MAX_POINTS,
         even=even,
         extremes=extremes,
         best=best,

@@ -11,8 +11,8 @@ Outputs:
     status            INT32 [N, 1], the STATUS_ constants of `reward/base.py`
 
 The description is the answer of a second model, always called `reward_server_info`, to a request without inputs: one
-BYTES [1], a JSON object. Its name does not depend on the reward model's, so that a client with a wrong name can be told
-the right one. It has its own process and thread, so it answers while the reward model is busy.
+BYTES [1], a JSON object. Its name does not depend on the reward model's, so that a client with a wrong name can be
+told the right one. It has its own process and thread, so it answers while the reward model is busy.
 """
 
 from __future__ import annotations

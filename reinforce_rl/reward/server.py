@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5  # between two looks at tritonserver's processes
 SUMMARY_SECONDS = 60.0  # between two lines of totals in the log
 CANARY_SECONDS = 300.0  # the first forward pass of a large model may compile for minutes
+HOME_PREFIX = "reward-server-"
+WORKSPACE = "workspace"
+SOCKET_PATH_LIMIT = 107  # bytes that Linux allows for a Unix socket's path
 PORT_WAIT_SECONDS = 3.0  # a server that was just killed frees its port within a moment
 QUIET_SECONDS = 6.0  # once stopping: idle so long means that the last answer has left; a plain stop takes about 4 s
 
@@ -121,7 +124,7 @@ class RewardServer:
                 guard.close()
 
     def _serve(self, guard: Guard) -> None:
-        home = Path(tempfile.mkdtemp(prefix="reward-server-"))
+        home = make_home(self.info.name)
         guard.remove_folder(home)
         guard.watch_process(os.getpid())
         # PyTriton's segments bear this process's id. Those of an earlier process of the same id are gone by then.
@@ -166,7 +169,7 @@ class RewardServer:
                 "exit_timeout_secs": max(1, round(self._stop_timeout)),
             }
         )
-        triton = Triton(config=config, workspace=home / "workspace")
+        triton = Triton(config=config, workspace=home / WORKSPACE)
         triton.bind(
             self.info.name,
             self._requests.__call__,
@@ -301,6 +304,22 @@ class _StopRequested(BaseException):
     def __init__(self, name: str):
         super().__init__(name)
         self.name = name
+
+
+def make_home(name: str) -> Path:
+    """A fresh folder for PyTriton's files, with a path short enough for the Unix sockets in it.
+
+    A batch system's TMPDIR is often too long; then the folder is made in /tmp.
+
+    Raises:
+        ConfigError: the model's name alone is too long.
+    """
+    longest = max(name, protocol.INFO_MODEL, key=len) + "_0_0-server.sock"
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        room = SOCKET_PATH_LIMIT - len(f"{parent}/{HOME_PREFIX}12345678/{WORKSPACE}/{longest}".encode())
+        if room >= 0:
+            return Path(tempfile.mkdtemp(prefix=HOME_PREFIX, dir=parent)).resolve()
+    raise ConfigError([f"the model's name '{name}' is too long for a socket's path; shorten it by {-room} letters"])
 
 
 def check_options(info: ServerInfo, port: int, max_queue_delay: float) -> None:

@@ -171,6 +171,7 @@ def train_head(
     l2_grid: Sequence[float] = DEFAULT_L2_GRID,
     folds: int = DEFAULT_FOLDS,
     seed: int = 0,
+    cross_validate_always: bool = False,
 ) -> TrainedHead:
     """Choose the L2 strength by cross-validation inside the training pairs, fit on all of them, standardise.
 
@@ -182,12 +183,14 @@ def train_head(
         pooling: how the features were made, kept in the head.
         l2_grid: strengths to choose from; with one, nothing is chosen.
         folds: of the cross-validation.
-        seed: deals prompts to folds.
+        seed: deals prompts to folds. Not the seed that held prompts out: the same hash would leave folds empty.
+        cross_validate_always: measure the loss of a single strength too, for comparing poolings.
 
     Raises:
         DataError: too few prompts, or chosen and rejected have the same features throughout.
     """
-    losses = cross_validate(features, l2_grid, folds=folds, seed=seed) if len(l2_grid) > 1 else {}
+    needed = len(l2_grid) > 1 or cross_validate_always
+    losses = cross_validate(features, l2_grid, folds=folds, seed=seed) if needed else {}
     l2 = min(losses, key=lambda strength: losses[strength]) if losses else l2_grid[0]
     differences, size = _scaled_differences(features)
     w = fit_direction(differences, l2) / size

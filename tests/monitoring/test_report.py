@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -86,9 +88,8 @@ def make_run(folder: Path, steps: int, gain: float = 1.0) -> Path:
     logger, writer = JsonlLogger(folder / "metrics.jsonl"), RolloutWriter(folder)
     for step in range(steps + 1):
         if step in (0, steps):
-            rewards = [
-                math.nan if i == 3 else -1 + gain * step / max(1, steps) + noise.gauss(0, 0.1) for i in range(16)
-            ]
+            rewards = [-1 + gain * step / steps + noise.gauss(0, 0.1) for _ in range(16)]
+            rewards[3] = math.nan
             writer.write(step, [sample(step, i, reward) for i, reward in enumerate(rewards)], "validation")
             logger.log_metrics({"rewards": rewards[0], "response_lengths": 17.5}, step, "val/")
         if step:
@@ -99,7 +100,7 @@ def make_run(folder: Path, steps: int, gain: float = 1.0) -> Path:
             writer.write(step, [*rows, sample(step, 9, math.nan, valid=False)])
         logger.commit(step)
     logger.finalize()
-    (folder / "config.yaml").write_text(CONFIG + f"note: {EVIL!r}\n")
+    (folder / "config.yaml").write_text(CONFIG + f"note: {json.dumps(EVIL)}\n")
     return folder
 
 
@@ -115,7 +116,7 @@ def test_a_whole_run(tmp_path, steps):
     assert "rest of the step" in page.text and f"Training samples of step {steps}" in page.text
     assert page.tags.count("svg") == 5  # reward, KL, length, lr, phases; gradient norm, loss and share have no data
     assert page.text.count("no data") == 3
-    assert "nan" not in re.sub(r"finance|nano", "", page.text).split()
+    assert "nan" not in page.text.split()
 
 
 def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
@@ -186,7 +187,5 @@ def test_as_a_command(tmp_path, capsys):
 
 
 def test_the_package_imports_without_wandb():
-    import subprocess
-
     code = "import sys; sys.modules['wandb'] = None; import reinforce_rl.monitoring, reinforce_rl.monitoring.report"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,179 @@
+"""The actor: generates, gives log-probs under the policy and the reference, and takes the gradient of the loss.
+
+Notation: N sequences on this data-parallel rank, S prompt plus response, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.actor.reference import ReferencePolicy
+from reinforce_rl.algorithms.loss import reinforce_loss
+from reinforce_rl.generation.base import Generator, SamplingParams
+from reinforce_rl.megatron.hf_weights import export_hf_folder
+from reinforce_rl.megatron.log_probs import response_log_probs
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.optimizer import accumulate_gradients, wrap_data_parallel
+from reinforce_rl.rollout import Completions, Prompt, ReinforceBatch, length_mask
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ActorSettings:
+    """How the actor samples and how it cuts its batches.
+
+    Attributes:
+        sampling: of training rollouts; its temperature applies to all log-probs, the reference's too.
+        val_sampling: of validation.
+        micro_batch_size: sequences in one forward and backward pass.
+        forward_micro_batch_size: sequences in one pass without gradient.
+    """
+
+    sampling: SamplingParams
+    val_sampling: SamplingParams
+    micro_batch_size: int
+    forward_micro_batch_size: int
+
+
+class MegatronGPTReinforceActorModel:
+    """Policy and reference on one megatron model.
+
+    Args:
+        lm: the policy, with the weights of step 0: the reference is copied from it here.
+        tokenizer: of the policy.
+        generator: draws responses from the policy.
+        settings: sampling and micro-batches.
+        with_reference: False saves the copy where beta is 0.
+    """
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        generator: Generator,
+        settings: ActorSettings,
+        *,
+        with_reference: bool = True,
+    ):
+        self.lm = lm
+        self.tokenizer = tokenizer
+        self.generator = generator
+        self.settings = settings
+        self.ddp: DistributedDataParallel = wrap_data_parallel(lm)
+        self._reference = ReferencePolicy(lm) if with_reference else None
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.lm.mesh
+
+    @property
+    def pad_id(self) -> int:
+        return int(self.tokenizer.pad_token_id or 0)  # type: ignore[arg-type]
+
+    def infer(self, prompts: Sequence[Prompt], num_samples: int, seed: int, *, validation: bool = False) -> Completions:
+        """`num_samples` responses to each prompt, prompt-major, with training's or validation's sampling."""
+        params = self.settings.val_sampling if validation else self.settings.sampling
+        return self.generator.generate(prompts, num_samples, params, seed)
+
+    def get_inference_log_probs(self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
+        """Log-probs of the response tokens under the policy, without gradient.
+
+        Args:
+            sequences: int64 [N, S], right-padded.
+            prompt_lengths, response_lengths: int64 [N].
+
+        Returns:
+            float32 [N, T] on the CPU, T the longest response; 0 on padding.
+        """
+        width = int(response_lengths.max()) if len(response_lengths) else 0
+        out = torch.zeros((len(sequences), width))
+        self.lm.eval()
+        with torch.no_grad():
+            for rows in micro_batches(prompt_lengths + response_lengths, self.settings.forward_micro_batch_size):
+                out[rows] = self._log_probs(
+                    self.lm, sequences[rows], prompt_lengths[rows], response_lengths[rows], width
+                ).cpu()
+        self.lm.train()
+        return out
+
+    def get_init_policy_logprobs(self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
+        """As `get_inference_log_probs`, under the reference policy at the same temperature."""
+        if self._reference is None:
+            raise RuntimeError("this actor was built without a reference policy (with_reference=False)")
+        with self._reference.swapped_in():
+            return self.get_inference_log_probs(sequences, prompt_lengths, response_lengths)
+
+    def get_loss_and_metrics(self, batch: ReinforceBatch, num_valid: float) -> float:
+        """Accumulate the gradient of the loss into the gradient buffers, which are zeroed first.
+
+        Args:
+            batch: this data-parallel rank's samples.
+            num_valid: valid samples over all data-parallel ranks, the loss's denominator.
+
+        Returns:
+            this rank's share of the loss; the sum over data-parallel ranks is the loss.
+        """
+        rollouts = batch.rollouts
+        trained = rollouts.valid.nonzero()[:, 0]
+        cuts = micro_batches(
+            (rollouts.prompt_lengths + rollouts.response_lengths)[trained], self.settings.micro_batch_size
+        )
+        # A rank with nothing to train on still runs one empty pass, or the others would wait for it.
+        parts: list[Tensor | None] = [trained[cut] for cut in cuts] or [None]
+
+        def loss_of(model: torch.nn.Module, rows: Tensor | None) -> Tensor:
+            if rows is None:
+                nothing = torch.zeros(1, dtype=torch.long)
+                return self._log_probs(model, torch.full((1, 1), self.pad_id), nothing + 1, nothing, 1).sum()
+            lengths = rollouts.response_lengths[rows]
+            width = int(lengths.max())
+            log_probs = self._log_probs(
+                model, rollouts.sequences[rows], rollouts.prompt_lengths[rows], lengths, width
+            )
+            device = log_probs.device
+            return reinforce_loss(
+                log_probs,
+                length_mask(lengths, width).to(device),
+                batch.advantages[rows].to(device),
+                rollouts.valid[rows].to(device),
+                num_valid,
+            )
+
+        self.lm.train()
+        return accumulate_gradients(self.ddp, parts, loss_of)
+
+    def export(self, source: str | Path, out: str | Path) -> Path:
+        """Write the policy as a Hugging Face folder; a collective call."""
+        return export_hf_folder(self.lm, source, out)
+
+    def _log_probs(
+        self, model: torch.nn.Module, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, width: int
+    ) -> Tensor:
+        return response_log_probs(
+            model,
+            self.lm,
+            sequences,
+            prompt_lengths,
+            response_lengths,
+            temperature=self.settings.sampling.temperature,
+            width=width,
+        )
+
+
+def micro_batches(lengths: Tensor, size: int) -> list[Tensor]:
+    """Row indices in groups of at most `size`, longest first, so that rows of like length share their padding.
+
+    Longest first also shows an out-of-memory error at once rather than at the end of a pass.
+    """
+    order = torch.sort(lengths, descending=True, stable=True).indices
+    return list(order.split(size)) if len(order) else []

@@ -1,0 +1,277 @@
+"""The configuration of `examples/train_reinforce_actor.py` as dataclasses; what each key is for stands in its YAML.
+
+`config_checks.py` says what cannot work; `load_config` reads both, so that every fault is in one message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from reinforce_rl.errors import ConfigError
+
+T = TypeVar("T")
+_MISSING = dataclasses.MISSING
+
+
+@dataclass
+class ReinforceConfig:
+    max_epochs: int = 1
+    max_steps: int = -1
+    val_check_interval: int = 10
+    save_interval: int = 10
+    gradient_clip_val: float = 1.0
+    initial_policy_kl_penalty: float = 0.05
+    use_absolute_kl: bool = False
+    num_rollouts_per_prompt: int = 4
+    reinforce_epochs: int = 1
+    discount_factor: float = 1.0
+    truncated_samples: str = "keep"
+    max_failed_fraction: float = 0.1
+
+
+@dataclass
+class TrainerConfig:
+    num_nodes: int = 1
+    devices: int = 1
+    precision: str = "32"
+    reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.devices
+
+
+@dataclass
+class RewardServerConfig:
+    name: str = "reward_model"
+    ip: str = "localhost"
+    port: int = 5555
+
+
+@dataclass
+class RemoteRMConfig:
+    reward_model: RewardServerConfig = field(default_factory=RewardServerConfig)
+    pad_to_length: int | None = None
+    ready_timeout_seconds: float = 60.0
+    deadline_seconds: float = 600.0
+    attempt_timeout_seconds: float = 60.0
+
+
+@dataclass
+class WandbConfig:
+    project: str = "reinforce_rl"
+    name: str = "reinforce"
+    mode: str = "online"
+
+
+@dataclass
+class CheckpointConfig:
+    keep_last: int = 2
+    save_hf_on_train_end: bool = True
+
+
+@dataclass
+class ExpManagerConfig:
+    explicit_log_dir: str = "results/reinforce"
+    name: str = "reinforce"
+    resume_if_exists: bool = True
+    max_time_per_run: str | None = None
+    create_wandb_logger: bool = False
+    wandb_logger_kwargs: WandbConfig = field(default_factory=WandbConfig)
+    checkpoint_callback_params: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass
+class PretrainedConfig:
+    restore_from_path: str
+
+
+@dataclass
+class SamplingConfig:
+    use_greedy: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    end_strings: list[str] = field(default_factory=list)
+
+
+@dataclass
+class LengthConfig:
+    max_length: int = 128
+    min_length: int = 1
+
+
+@dataclass
+class RolloutConfig:
+    num_rollout_samples: int = 8
+    rollout_micro_batch_size: int = 8
+    forward_micro_batch_size: int = 4
+    val_rollout_micro_batch_size: int = 32
+    num_val_samples: int | None = None
+    sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
+    allow_biased_sampling: bool = False
+    val_sampling_params: SamplingConfig = field(default_factory=lambda: SamplingConfig(use_greedy=True))
+    length_params: LengthConfig = field(default_factory=LengthConfig)
+
+
+@dataclass
+class ScheduleConfig:
+    name: str = "constant"
+    warmup_steps: int = 0
+    constant_steps: int = 0
+    min_lr: float = 0.0
+
+
+@dataclass
+class OptimConfig:
+    name: str = "adam"
+    lr: float = 1e-6
+    weight_decay: float = 0.01
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
+    eps: float = 1e-8
+    sched: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+
+@dataclass
+class DataPrefixConfig:
+    train: str | list[str]
+    validation: str | list[str] | None = None
+    test: str | list[str] | None = None
+
+
+@dataclass
+class DataConfig:
+    data_prefix: DataPrefixConfig
+    apply_chat_template: bool = False
+    add_bos: bool = False
+    too_long: str = "refuse"
+    shuffle: bool = True
+
+
+@dataclass
+class ModelConfig:
+    data: DataConfig
+    seed: int = 1234
+    tensor_model_parallel_size: int = 1
+    encoder_seq_length: int = 2048
+    micro_batch_size: int = 4
+    global_batch_size: int | None = None
+    reinforce: RolloutConfig = field(default_factory=RolloutConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens a prompt may have, so that it fits with its response."""
+        return self.encoder_seq_length - self.reinforce.length_params.max_length
+
+
+@dataclass
+class TrainConfig:
+    pretrained_checkpoint: PretrainedConfig
+    model: ModelConfig
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    remote_rm: RemoteRMConfig = field(default_factory=RemoteRMConfig)
+    exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+
+
+def load_config(cfg: DictConfig) -> TrainConfig:
+    """Convert what Hydra composed, and check everything that can be checked before a model is loaded.
+
+    Raises:
+        ConfigError: unknown or missing keys, wrong types, and values that cannot work, all in one message.
+    """
+    from reinforce_rl.config_checks import find_faults
+
+    faults: list[str] = []
+    config = build(TrainConfig, cfg, "", faults)
+    if config is not None:
+        faults += find_faults(config)
+    if faults or config is None:
+        raise ConfigError(faults)
+    return config
+
+
+def build(schema: type[T], node: DictConfig, path: str, faults: list[str]) -> T | None:
+    """Make a dataclass of a config node, adding a sentence to `faults` for each key that does not fit.
+
+    Returns:
+        the dataclass, None where a key that has no default is missing or wrong. A wrong value of a key that has a
+        default is replaced by it, so that the checks that follow can still find the other faults.
+    """
+    hints = typing.get_type_hints(schema)
+    fields = {f.name: f for f in dataclasses.fields(schema)}  # type: ignore[arg-type]
+    for key in node:
+        if key not in fields:
+            close = difflib.get_close_matches(str(key), fields, n=1)
+            advice = f"did you mean {path}{close[0]}?" if close else f"known here: {', '.join(fields)}"
+            faults.append(f"{path}{key} is not a key of the configuration; {advice}")
+    values: dict[str, Any] = {}
+    complete = True
+    for name, info in fields.items():
+        key = path + name
+        has_default = info.default is not _MISSING or info.default_factory is not _MISSING
+        if name not in node or OmegaConf.is_missing(node, name):
+            if not has_default:
+                faults.append(f"{key} is not set; give it as {key}=VALUE")
+                complete = False
+            continue
+        try:
+            value = node[name]
+        except Exception as error:  # an interpolation that leads nowhere
+            faults.append(f"{key} cannot be resolved: {error}")
+            complete = complete and has_default
+            continue
+        expected = hints[name]
+        if dataclasses.is_dataclass(expected):
+            if not isinstance(value, DictConfig):
+                faults.append(f"{key} is {value!r}; expected a group of keys")
+                complete = complete and has_default
+                continue
+            built = build(expected, value, key + ".", faults)  # type: ignore[arg-type]
+        else:
+            built = _convert(expected, OmegaConf.to_container(value) if isinstance(value, ListConfig) else value)
+            if built is _MISSING:
+                faults.append(f"{key} is {value!r}; expected {_describe(expected)}")
+        if built is _MISSING or (built is None and dataclasses.is_dataclass(expected)):
+            complete = complete and has_default
+        else:
+            values[name] = built
+    return schema(**values) if complete else None
+
+
+def _convert(expected: Any, value: Any) -> Any:
+    """The value as the expected type, or `_MISSING` where it is none. An int may stand for a float."""
+    if typing.get_origin(expected) in (typing.Union, types.UnionType):
+        for option in typing.get_args(expected):
+            converted = _convert(option, value)
+            if converted is not _MISSING:
+                return converted
+        return _MISSING
+    if expected is type(None):
+        return None if value is None else _MISSING
+    if typing.get_origin(expected) is list:
+        (item,) = typing.get_args(expected)
+        items = [_convert(item, v) for v in value] if isinstance(value, list) else [_MISSING]
+        return _MISSING if any(v is _MISSING for v in items) else items
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if expected is str and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)  # precision=32 is a string that looks like a number
+    return value if type(value) is expected else _MISSING
+
+
+def _describe(expected: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+    if typing.get_origin(expected) is list:
+        return f"a list, each {_describe(typing.get_args(expected)[0])}"
+    if typing.get_origin(expected) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(option) for option in typing.get_args(expected))
+    return names.get(expected, str(expected))

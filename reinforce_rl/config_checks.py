@@ -1,0 +1,231 @@
+"""What cannot work, found before a model is loaded or a server is asked. One sentence a fault."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from reinforce_rl.config import RolloutConfig, SamplingConfig, TrainConfig
+from reinforce_rl.data.prompts import resolve_data_prefix
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.run_timer import parse_duration
+
+PRECISIONS = ("32", "bf16")
+TRUNCATED_SAMPLES = ("keep", "drop")
+TOO_LONG = ("refuse", "skip")
+OPTIMIZERS = ("adam",)
+SCHEDULES = ("constant", "linear", "CosineAnnealing")
+
+
+def find_faults(cfg: TrainConfig) -> list[str]:
+    """All faults of a configuration whose keys and types are right."""
+    return [fault for check in _CHECKS for fault in check(cfg)]
+
+
+def _ranges(cfg: TrainConfig) -> Iterator[str]:
+    rl, rollout, optim = cfg.trainer.reinforce, cfg.model.reinforce, cfg.model.optim
+    at_least: list[tuple[str, float | None, float]] = [
+        ("trainer.num_nodes", cfg.trainer.num_nodes, 1),
+        ("trainer.devices", cfg.trainer.devices, 1),
+        ("trainer.reinforce.max_epochs", rl.max_epochs, 1),
+        ("trainer.reinforce.val_check_interval", rl.val_check_interval, 0),
+        ("trainer.reinforce.save_interval", rl.save_interval, 0),
+        ("trainer.reinforce.gradient_clip_val", rl.gradient_clip_val, 0),
+        ("trainer.reinforce.initial_policy_kl_penalty", rl.initial_policy_kl_penalty, 0),
+        ("remote_rm.pad_to_length", cfg.remote_rm.pad_to_length, 1),
+        ("trainer.reinforce.max_failed_fraction", rl.max_failed_fraction, 0),
+        ("exp_manager.checkpoint_callback_params.keep_last", cfg.exp_manager.checkpoint_callback_params.keep_last, 1),
+        ("model.tensor_model_parallel_size", cfg.model.tensor_model_parallel_size, 1),
+        ("model.micro_batch_size", cfg.model.micro_batch_size, 1),
+        ("model.reinforce.num_rollout_samples", rollout.num_rollout_samples, 1),
+        ("model.reinforce.rollout_micro_batch_size", rollout.rollout_micro_batch_size, 1),
+        ("model.reinforce.forward_micro_batch_size", rollout.forward_micro_batch_size, 1),
+        ("model.reinforce.val_rollout_micro_batch_size", rollout.val_rollout_micro_batch_size, 1),
+        ("model.reinforce.num_val_samples", rollout.num_val_samples, 1),
+        ("model.reinforce.length_params.max_length", rollout.length_params.max_length, 1),
+        ("model.reinforce.length_params.min_length", rollout.length_params.min_length, 0),
+        ("model.optim.weight_decay", optim.weight_decay, 0),
+        ("model.optim.sched.warmup_steps", optim.sched.warmup_steps, 0),
+        ("model.optim.sched.constant_steps", optim.sched.constant_steps, 0),
+        ("model.optim.sched.min_lr", optim.sched.min_lr, 0),
+    ]
+    for key, value, least in at_least:
+        if value is not None and not value >= least:
+            yield f"{key} is {value}; expected at least {least}"
+    above_zero = [
+        ("remote_rm.ready_timeout_seconds", cfg.remote_rm.ready_timeout_seconds),
+        ("remote_rm.deadline_seconds", cfg.remote_rm.deadline_seconds),
+        ("remote_rm.attempt_timeout_seconds", cfg.remote_rm.attempt_timeout_seconds),
+        ("model.optim.lr", optim.lr),
+        ("model.optim.eps", optim.eps),
+    ]
+    for key, value in above_zero:
+        if not value > 0:
+            yield f"{key} is {value}; expected above 0"
+    choices: list[tuple[str, str, tuple[str, ...]]] = [
+        ("trainer.precision", cfg.trainer.precision, PRECISIONS),
+        ("trainer.reinforce.truncated_samples", rl.truncated_samples, TRUNCATED_SAMPLES),
+        ("model.data.too_long", cfg.model.data.too_long, TOO_LONG),
+        ("model.optim.name", optim.name, OPTIMIZERS),
+        ("model.optim.sched.name", optim.sched.name, SCHEDULES),
+        ("exp_manager.wandb_logger_kwargs.mode", cfg.exp_manager.wandb_logger_kwargs.mode, ("online", "offline")),
+    ]
+    for key, choice, known in choices:
+        if choice not in known:
+            yield f"{key} is {choice!r}; expected one of {', '.join(known)}"
+    if rl.max_steps < 1 and rl.max_steps != -1:
+        yield f"trainer.reinforce.max_steps is {rl.max_steps}; expected at least 1, or -1 for all of max_epochs"
+    if not 1 <= cfg.remote_rm.reward_model.port <= 65535:
+        yield f"remote_rm.reward_model.port is {cfg.remote_rm.reward_model.port}; expected 1 to 65535"
+    if rl.max_failed_fraction > 1:
+        yield f"trainer.reinforce.max_failed_fraction is {rl.max_failed_fraction}; expected a share, 0 to 1"
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"model.optim.betas is {optim.betas}; expected two numbers, each at least 0 and below 1"
+    if optim.sched.min_lr > optim.lr:
+        yield f"model.optim.sched.min_lr is {optim.sched.min_lr}, above model.optim.lr, which is {optim.lr}"
+
+
+def _algorithm(cfg: TrainConfig) -> Iterator[str]:
+    rl = cfg.trainer.reinforce
+    if rl.num_rollouts_per_prompt < 2:
+        yield (
+            f"trainer.reinforce.num_rollouts_per_prompt is {rl.num_rollouts_per_prompt}; RLOO compares the samples of "
+            "one prompt with each other, so it needs at least 2 (with 1 every advantage would be 0)"
+        )
+    if rl.reinforce_epochs != 1:
+        yield (
+            f"trainer.reinforce.reinforce_epochs is {rl.reinforce_epochs}; more than one pass over a rollout batch is "
+            "off-policy and needs an importance ratio, which is not built yet: only 1 is supported"
+        )
+    if rl.discount_factor != 1.0:
+        yield (
+            f"trainer.reinforce.discount_factor is {rl.discount_factor}; the response is one action here, so only 1.0 "
+            "is supported"
+        )
+
+
+def _batch_sizes(cfg: TrainConfig) -> Iterator[str]:
+    rl, model = cfg.trainer.reinforce, cfg.model
+    sequences = model.reinforce.num_rollout_samples * rl.num_rollouts_per_prompt
+    if model.global_batch_size not in (None, sequences):
+        yield (
+            f"model.global_batch_size is {model.global_batch_size}, but a step makes num_rollout_samples x "
+            f"num_rollouts_per_prompt = {model.reinforce.num_rollout_samples} x {rl.num_rollouts_per_prompt} = "
+            f"{sequences} sequences, and one optimizer step must take them all to stay on-policy; "
+            f"leave it null or set it to {sequences}"
+        )
+    tp, world = model.tensor_model_parallel_size, cfg.trainer.world_size
+    if tp >= 1 and world % tp:
+        yield (
+            f"model.tensor_model_parallel_size is {tp}, which does not divide the {world} ranks of "
+            f"trainer.num_nodes x trainer.devices = {cfg.trainer.num_nodes} x {cfg.trainer.devices}"
+        )
+    elif tp >= 1 and model.reinforce.num_rollout_samples < world // tp:
+        yield (
+            f"model.reinforce.num_rollout_samples is {model.reinforce.num_rollout_samples}, fewer prompts a step than "
+            f"the {world // tp} data-parallel ranks; some would always be idle"
+        )
+    started = os.environ.get("WORLD_SIZE")
+    if started is not None and int(started) != world:
+        yield (
+            f"{started} ranks were started (WORLD_SIZE), but trainer.num_nodes x trainer.devices = "
+            f"{cfg.trainer.num_nodes} x {cfg.trainer.devices} = {world}"
+        )
+
+
+def _lengths(cfg: TrainConfig) -> Iterator[str]:
+    model, lengths = cfg.model, cfg.model.reinforce.length_params
+    if model.max_prompt_tokens < 1:
+        yield (
+            f"model.reinforce.length_params.max_length is {lengths.max_length}, which leaves no room for a prompt in "
+            f"model.encoder_seq_length, which is {model.encoder_seq_length}"
+        )
+    if lengths.min_length > lengths.max_length:
+        yield (
+            f"model.reinforce.length_params.min_length is {lengths.min_length}, above max_length, "
+            f"which is {lengths.max_length}"
+        )
+
+
+def _sampling(cfg: TrainConfig) -> Iterator[str]:
+    rollout: RolloutConfig = cfg.model.reinforce
+    yield from _sampling_ranges("model.reinforce.sampling_params", rollout.sampling_params)
+    yield from _sampling_ranges("model.reinforce.val_sampling_params", rollout.val_sampling_params)
+    own = rollout.sampling_params
+    if own.use_greedy:
+        yield (
+            "model.reinforce.sampling_params.use_greedy is true; greedy samples of one prompt are all alike, so there "
+            "is nothing to learn from: set it to false (validation has its own val_sampling_params)"
+        )
+    narrowed = [
+        f"{name}={getattr(own, name)}"
+        for name, full in (("top_k", 0), ("top_p", 1.0), ("repetition_penalty", 1.0))
+        if getattr(own, name) != full
+    ]
+    if narrowed and not rollout.allow_biased_sampling:
+        yield (
+            f"model.reinforce.sampling_params has {', '.join(narrowed)}: samples would not come from the policy whose "
+            "log-probs are trained, which biases the gradient; use the full distribution (top_k=0, top_p=1.0, "
+            "repetition_penalty=1.0) or set model.reinforce.allow_biased_sampling=true"
+        )
+
+
+def _sampling_ranges(key: str, sampling: SamplingConfig) -> Iterator[str]:
+    if not sampling.temperature > 0:
+        yield f"{key}.temperature is {sampling.temperature}; expected above 0 (use_greedy=true takes the likeliest)"
+    if sampling.top_k < 0:
+        yield f"{key}.top_k is {sampling.top_k}; expected at least 0 (0 for all tokens)"
+    if not 0 < sampling.top_p <= 1:
+        yield f"{key}.top_p is {sampling.top_p}; expected above 0 and at most 1"
+    if not sampling.repetition_penalty > 0:
+        yield f"{key}.repetition_penalty is {sampling.repetition_penalty}; expected above 0 (1 for none)"
+
+
+def _files(cfg: TrainConfig) -> Iterator[str]:
+    folder = Path(cfg.pretrained_checkpoint.restore_from_path)
+    key = "pretrained_checkpoint.restore_from_path"
+    if not folder.is_dir():
+        yield f"{key} is {folder}, which does not exist; expected a Hugging Face model folder"
+    else:
+        for name in ("config.json", "tokenizer_config.json"):
+            if not (folder / name).is_file():
+                yield f"{key} is {folder}, which has no {name}; expected a Hugging Face model folder"
+        yield from _positions(cfg, folder / "config.json")
+    prefix = cfg.model.data.data_prefix
+    try:
+        resolve_data_prefix({"train": prefix.train, "validation": prefix.validation, "test": prefix.test})
+    except ConfigError as error:
+        yield from error.faults
+    if cfg.exp_manager.max_time_per_run is not None:
+        try:
+            parse_duration(cfg.exp_manager.max_time_per_run)
+        except ValueError as error:
+            yield f"exp_manager.max_time_per_run is {cfg.exp_manager.max_time_per_run!r}: {error}"
+    out = Path(cfg.exp_manager.explicit_log_dir).absolute()
+    existing = next(p for p in (out, *out.parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        yield f"exp_manager.explicit_log_dir is {out}, but {existing} is not a folder that can be written to"
+
+
+def _positions(cfg: TrainConfig, config_file: Path) -> Iterator[str]:
+    try:
+        limit = json.loads(config_file.read_text(encoding="utf-8")).get("max_position_embeddings")
+    except (OSError, ValueError):
+        return  # said where the architecture is read
+    if isinstance(limit, int) and cfg.model.encoder_seq_length > limit:
+        yield (
+            f"model.encoder_seq_length is {cfg.model.encoder_seq_length}, above the {limit} positions "
+            f"(max_position_embeddings) of {config_file}"
+        )
+
+
+_CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
+    _ranges,
+    _algorithm,
+    _batch_sizes,
+    _lengths,
+    _sampling,
+    _files,
+)

@@ -1,0 +1,72 @@
+"""All that a run shows and writes down, behind one door: the trainer's `logger`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from reinforce_rl.monitoring.base import Loggers
+from reinforce_rl.monitoring.progress import TrainingProgress
+from reinforce_rl.monitoring.report import write_report
+from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
+
+
+class RunMonitor:
+    """Progress on the terminal, metrics to the loggers, samples to files, and the report.
+
+    Args:
+        folder: of the run.
+        metrics: where numbers go.
+        rollouts: where samples go.
+        progress: what people see.
+    """
+
+    def __init__(self, folder: str | Path, metrics: Loggers, rollouts: RolloutWriter, progress: TrainingProgress):
+        self._folder = Path(folder)
+        self._metrics = metrics
+        self._rollouts = rollouts
+        self._progress = progress
+
+    def phase(self, name: str) -> None:
+        """Say what the run does from now on."""
+        self._progress.phase(name)
+
+    def note(self, text: str, *, transient: bool = False) -> None:
+        """Tell people something."""
+        self._progress.note(text, transient=transient)
+
+    def log_step(
+        self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float], rows: Sequence[RolloutRow]
+    ) -> None:
+        """A training step: its numbers, phase times in seconds, and samples. Written at `commit`."""
+        self._metrics.log_metrics(metrics, step, "train/")
+        self._metrics.log_metrics(timings, step, "timers/")
+        self._rollouts.write(step, rows)
+        self._progress.update(step, metrics, timings)
+
+    def log_validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
+        """A validation after `step`."""
+        self._metrics.log_metrics(metrics, step, "val/")
+        self._rollouts.write(step, rows, "validation")
+        self._metrics.log_table("validation", [vars(row) for row in rows[:16]], step)
+        self._progress.validation(step, metrics)
+
+    def commit(self, step: int) -> None:
+        """Everything of this step is known: force it to disk."""
+        self._metrics.commit(step)
+
+    def report(self) -> Path:
+        """Write the report of what there is so far."""
+        return write_report(self._folder, self._folder / "report.html")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the whole run: the terminal is given back and the loggers are closed however it ends."""
+        status = "failed"
+        try:
+            with self._progress:
+                yield
+            status = "success"
+        finally:
+            self._metrics.finalize(status)

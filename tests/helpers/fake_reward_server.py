@@ -1,0 +1,100 @@
+"""Speaks the reward server's protocol without Triton, and misbehaves as told: for faults that a real one rarely has.
+
+As a script, `fake_reward_server.py inference.port=N`, it only introduces itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+def describe(**changes):
+    from reinforce_rl.reward.protocol import ServerInfo
+    from reinforce_rl.tokenizer import TokenizerInfo
+
+    tokenizer = TokenizerInfo(vocab_size=128, vocab_sha256="a" * 64, eos_id=2, chat_template_sha256=None)
+    values = {
+        "name": "reward_model",
+        "max_batch_size": 8,
+        "max_length": 32,
+        "vocab_size": 128,
+        "tokenizer": tokenizer,
+        "deterministic": True,
+        "add_special_tokens": False,
+    }
+    return ServerInfo(**{**values, **changes})
+
+
+def answer(rewards: list[float], status: list[int], count: int | None = None) -> tuple[int, dict]:
+    shape = [len(rewards) if count is None else count, 1]
+    return 200, {
+        "model_name": "reward_model",
+        "outputs": [
+            {"name": "rewards", "datatype": "FP32", "shape": shape, "data": rewards},
+            {"name": "status", "datatype": "INT32", "shape": shape, "data": status},
+        ],
+    }
+
+
+class FakeRewardServer:
+    """`answers` are given in turn, and the last one for ever; `info` may be replaced at any time."""
+
+    def __init__(self, answers: list[tuple[int, dict]] | None = None, port: int = 0):
+        self.info = describe()
+        self.answers = answers or []
+        self.calls = 0
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self._send(200, {"name": "triton", "extensions": []})
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                if "reward_server_info" in self.path:
+                    self._send(200, {"outputs": [{"name": "info", "data": [fake.info.to_json()]}]})
+                else:
+                    code, body = fake.answers[min(fake.calls, len(fake.answers) - 1)]
+                    fake.calls += 1
+                    self._send(code, body)
+
+            def _send(self, code: int, body: dict) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(code)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self._server.server_address[1]
+
+    def __enter__(self) -> FakeRewardServer:
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def serve_forever(self) -> None:
+        self._server.serve_forever()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    ports = [argument.split("=")[1] for argument in sys.argv if argument.startswith("inference.port=")]
+    print("fake reward server is starting", flush=True)
+    if "fail" in sys.argv:
+        print("the fake reward server was told to fail", flush=True)
+        sys.exit(3)
+    FakeRewardServer(port=int(ports[-1])).serve_forever()

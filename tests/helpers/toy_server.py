@@ -1,0 +1,113 @@
+"""Starts `serve_toy_scorer.py` for a test, and knows what must be gone after its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+SCRIPT = Path(__file__).with_name("serve_toy_scorer.py")
+START_SECONDS = 90.0  # a busy machine imports slowly
+
+
+class ToyServer:
+    """A reward server process with its own session, temporary folder and log."""
+
+    def __init__(self, folder: Path, *options: str, port: int | None = None):
+        self.port = port or free_port()
+        self.folder = folder
+        self.options = options
+        self.log = folder / "server.log"
+        self.temporary = Path(tempfile.mkdtemp(prefix="toy-"))  # pytest's own path is too long for Unix sockets
+        self.ready_file = folder / "ready.json"
+        self.descendants: list[psutil.Process] = []
+        self.model_folders: list[Path] = []
+
+    def start(self) -> ToyServer:
+        environment = {**os.environ, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(SCRIPT), f"inference.port={self.port}", "--ready-file", str(self.ready_file)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, *self.options], stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while not self.ready_file.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise RuntimeError(f"the toy server did not start:\n{self.log.read_text()}")
+            time.sleep(0.05)
+        assert json.loads(self.ready_file.read_text())["pid"] == self.process.pid
+        self.descendants = psutil.Process(self.process.pid).children(recursive=True)
+        self.model_folders = [
+            Path(found.group(1))
+            for process in self.descendants
+            for argument in process.cmdline()
+            if (found := re.fullmatch(r"(/tmp/folder\w{6})/\d+/model\.py", argument))
+        ]
+        assert len(self.model_folders) == 2
+        return self
+
+    @property
+    def tritonserver(self) -> psutil.Process:
+        return next(process for process in self.descendants if process.name() == "tritonserver")
+
+    def kill_group(self) -> None:
+        """As a failing node would: no process of the group gets a chance to clean up."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def left_behind(self) -> list[str]:
+        """What should be gone once the server has ended."""
+        found = [f"process {p.pid} {p.name()}" for p in self.descendants if is_alive(p)]
+        found += [str(path) for path in Path("/dev/shm").glob(f"pytrtion{self.process.pid}-*")]
+        found += [
+            str(path) for path in [*self.model_folders, *self.temporary.iterdir(), self.ready_file] if path.exists()
+        ]
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", self.port))
+            except OSError:
+                found.append(f"port {self.port}")
+        return found
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.kill_group()
+        wait_for(lambda: not self.left_behind(), 5)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie has ended; nobody may ever collect it in a container."""
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(condition, seconds: float) -> bool:
+    """Whether the condition came true within this time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return bool(condition())
