@@ -5,19 +5,22 @@ python examples/serve_reward_model.py reward_model.restore_from_path=TRUNK rewar
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
+from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from reinforce_rl.errors import ReinforceError
+from reinforce_rl.errors import ConfigError, ReinforceError
 from reinforce_rl.reward.server import RewardServer, check_port
 from reinforce_rl.tokenizer import load_tokenizer
 
 
 def serve(cfg: DictConfig) -> None:
     """Load the model and serve it until a signal."""
+    check_paths(cfg)
     check_port(cfg.inference.host, cfg.inference.port)  # before minutes of loading
     tokenizer = load_tokenizer(cfg.reward_model.tokenizer_path or cfg.reward_model.restore_from_path)
 
@@ -39,14 +42,30 @@ def serve(cfg: DictConfig) -> None:
         max_queue_delay=cfg.inference.max_queue_delay_ms / 1000,
         deterministic=cfg.inference.deterministic,
         add_special_tokens=cfg.inference.add_special_tokens,
+        # By content, so that a restart from another path or node is the same server to its clients.
         details={
-            "restore_from_path": str(cfg.reward_model.restore_from_path),
-            "head_path": str(cfg.reward_model.head_path),
+            "trunk": Path(cfg.reward_model.restore_from_path).resolve().name,
+            "head_sha256": hashlib.sha256(Path(cfg.reward_model.head_path).read_bytes()).hexdigest(),
             "pooling": getattr(scorer, "pooling", None),
         },
         ready_file=cfg.inference.ready_file,
         stop_timeout=cfg.inference.stop_timeout_seconds,
     ).serve()
+
+
+def check_paths(cfg: DictConfig) -> None:
+    """Raises ConfigError naming each key that is not set, or whose file or folder is not there."""
+    faults = [f"{key} is not set; expected a path" for key in sorted(OmegaConf.missing_keys(cfg))]
+    if not faults:
+        trunk, head = Path(cfg.reward_model.restore_from_path), Path(cfg.reward_model.head_path)
+        if not trunk.is_dir():
+            faults.append(
+                f"reward_model.restore_from_path: {trunk} is no folder; expected a Hugging Face model folder"
+            )
+        if not head.is_file():
+            faults.append(f"reward_model.head_path: {head} is no file; examples/train_reward_model.py makes one")
+    if faults:
+        raise ConfigError(faults)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="serve_reward_model")

@@ -161,11 +161,11 @@ class _Watch:
         mine = os.getpid()
         left = [process for process in self.processes if process.pid not in (mine, self.owner)]
         if self.grace_seconds > 0:
-            for process in self.roots:  # their children are theirs to end, in their order
-                if process.pid != self.owner:
-                    with contextlib.suppress(psutil.Error):
-                        process.terminate()
-            _wait_until_gone(left, self.grace_seconds)
+            roots = [process for process in self.roots if process.pid != self.owner]
+            for process in roots:  # their children are theirs to end, in their order
+                with contextlib.suppress(psutil.Error):
+                    process.terminate()
+            _wait_until_gone(roots, self.grace_seconds)
             self.refresh()  # what was started meanwhile
             left = [process for process in self.processes if process.pid not in (mine, self.owner)]
         for process in left:

@@ -10,6 +10,7 @@ Notation used for tensor shapes:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,11 @@ class Completions:
     lengths: Tensor
     finish_reasons: tuple[str, ...]
     log_probs: Tensor | None = None
+
+    def repeat_to_samples(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompt of each row, where every one of `prompts` has equally many samples."""
+        samples = len(self.lengths) // len(prompts) if prompts else 0
+        return [prompt for prompt in prompts for _ in range(samples)]
 
 
 @dataclass(frozen=True)
@@ -119,24 +125,42 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
 
 
 def join_prompts_and_responses(
-    prompts: list[tuple[int, ...]], responses: Tensor, response_lengths: Tensor, pad_id: int
+    prompts: Sequence[Prompt], completions: Completions, pad_id: int
 ) -> tuple[Tensor, Tensor]:
     """Put each response right behind its prompt.
 
     Args:
-        prompts: N prompts, one a row of `responses`.
-        responses: int64 [N, T].
-        response_lengths: int64 [N].
+        prompts: N prompts, one a row of the completions.
+        completions: N responses.
         pad_id: fills the right.
 
     Returns:
         sequences int64 [N, S] and prompt_lengths int64 [N].
     """
-    prompt_lengths = torch.tensor([len(p) for p in prompts], dtype=torch.long)
-    width = int((prompt_lengths + response_lengths.cpu()).max()) if prompts else 0
+    prompt_lengths = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.long)
+    width = int((prompt_lengths + completions.lengths).max()) if prompts else 0
     sequences = torch.full((len(prompts), width), pad_id, dtype=torch.long)
     for row, prompt in enumerate(prompts):
-        end = len(prompt) + int(response_lengths[row])
-        sequences[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
-        sequences[row, len(prompt) : end] = responses[row, : int(response_lengths[row])]
+        start, length = len(prompt.tokens), int(completions.lengths[row])
+        sequences[row, :start] = torch.tensor(prompt.tokens, dtype=torch.long)
+        sequences[row, start : start + length] = completions.tokens[row, :length]
     return sequences, prompt_lengths
+
+
+def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
+    """Completions of several batches of prompts as one, padded to the widest; none at all gives an empty one."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max((part.tokens.shape[1] for part in parts), default=0)
+
+    def padded(tensor: Tensor, value: float) -> Tensor:
+        return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]), value=value)
+
+    with_log_probs = [padded(part.log_probs, 0.0) for part in parts if part.log_probs is not None]
+    nothing = torch.zeros((0, 0))
+    return Completions(
+        tokens=torch.cat([padded(part.tokens, pad_id) for part in parts]) if parts else nothing.long(),
+        lengths=torch.cat([part.lengths for part in parts]) if parts else nothing[0:0].reshape(0).long(),
+        finish_reasons=tuple(reason for part in parts for reason in part.finish_reasons),
+        log_probs=torch.cat(with_log_probs) if len(with_log_probs) == len(parts) and parts else None,
+    )

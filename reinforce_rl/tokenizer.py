@@ -39,7 +39,7 @@ class TokenizerInfo:
         return cls(
             vocab_size=len(tokenizer),
             vocab_sha256=hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest(),
-            eos_id=tokenizer.eos_token_id,
+            eos_id=token_id(tokenizer.eos_token_id),
             chat_template_sha256=hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None,
         )
 
@@ -62,6 +62,16 @@ class TokenizerInfo:
         if self.eos_id != other.eos_id:
             found.append(f"end-of-sequence id {self.eos_id} here, {other.eos_id} there")
         return found
+
+
+def token_id(value: object) -> int | None:
+    """A tokenizer's special id as an int; transformers types it as almost anything."""
+    return value if isinstance(value, int) else None
+
+
+def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that fills the right of a row. Where there is no pad token any id does: nobody reads those columns."""
+    return token_id(tokenizer.pad_token_id) or 0
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:

@@ -22,6 +22,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.optimizer import accumulate_gradients, wrap_data_parallel
 from reinforce_rl.rollout import Completions, Prompt, ReinforceBatch, length_mask
+from reinforce_rl.tokenizer import pad_id_of
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -37,12 +38,14 @@ class ActorSettings:
         val_sampling: of validation.
         micro_batch_size: sequences in one forward and backward pass.
         forward_micro_batch_size: sequences in one pass without gradient.
+        seed: of the run; keys the sampling noise together with step, prompt and sample.
     """
 
     sampling: SamplingParams
     val_sampling: SamplingParams
     micro_batch_size: int
     forward_micro_batch_size: int
+    seed: int
 
 
 class MegatronGPTReinforceActorModel:
@@ -78,9 +81,11 @@ class MegatronGPTReinforceActorModel:
 
     @property
     def pad_id(self) -> int:
-        return int(self.tokenizer.pad_token_id or 0)  # type: ignore[arg-type]
+        return pad_id_of(self.tokenizer)
 
-    def infer(self, prompts: Sequence[Prompt], num_samples: int, seed: int, *, validation: bool = False) -> Completions:
+    def infer(
+        self, prompts: Sequence[Prompt], num_samples: int, seed: int, *, validation: bool = False
+    ) -> Completions:
         """`num_samples` responses to each prompt, prompt-major, with training's or validation's sampling."""
         params = self.settings.val_sampling if validation else self.settings.sampling
         return self.generator.generate(prompts, num_samples, params, seed)
@@ -137,9 +142,7 @@ class MegatronGPTReinforceActorModel:
                 return self._log_probs(model, torch.full((1, 1), self.pad_id), nothing + 1, nothing, 1).sum()
             lengths = rollouts.response_lengths[rows]
             width = int(lengths.max())
-            log_probs = self._log_probs(
-                model, rollouts.sequences[rows], rollouts.prompt_lengths[rows], lengths, width
-            )
+            log_probs = self._log_probs(model, rollouts.sequences[rows], rollouts.prompt_lengths[rows], lengths, width)
             device = log_probs.device
             return reinforce_loss(
                 log_probs,

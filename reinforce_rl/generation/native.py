@@ -21,6 +21,7 @@ from reinforce_rl.generation.sampling import choose_tokens, noise_keys, penalise
 from reinforce_rl.megatron.attention import KVCache
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.rollout import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
+from reinforce_rl.tokenizer import pad_id_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +38,7 @@ class NativeGenerator:
     def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase):
         self._lm = lm
         self._tokenizer = tokenizer
-        self._pad_id = int(tokenizer.pad_token_id or 0)
+        self._pad_id = pad_id_of(tokenizer)
 
     def refit(self) -> None:
         """Nothing to do: this engine decodes with the weights that the optimizer updates."""
@@ -52,9 +53,7 @@ class NativeGenerator:
         finally:
             self._lm.train(was_training)
 
-    def _generate(
-        self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int
-    ) -> Completions:
+    def _generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
         device = self._lm.mesh.device
         lengths = torch.tensor([len(p.tokens) for p in prompts], device=device)
         limit = self._lm.architecture.max_positions
@@ -164,4 +163,3 @@ class _Responses:
             finish_reasons=tuple(FINISH_STOP if s else FINISH_LENGTH for s in self._stopped.tolist()),
             log_probs=self._log_probs[:, :width].cpu(),
         )
-

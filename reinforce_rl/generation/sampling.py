@@ -35,11 +35,11 @@ def noise_keys(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray, num_po
     return torch.from_numpy(np.ascontiguousarray(keys).view(np.int32).reshape(len(rows), num_positions, 2))
 
 
-def _mix(z: np.ndarray | np.uint64) -> np.ndarray:
-    z = np.asarray(z, dtype=np.uint64) + _GOLDEN
+def _mix(value: np.ndarray | np.uint64) -> np.ndarray:
+    z: np.ndarray = np.asarray(value, dtype=np.uint64) + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    return np.asarray(z ^ (z >> np.uint64(31)))
 
 
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:

@@ -105,7 +105,7 @@ class Checkpointer:
                 failure = self._cannot_write(part, error)
         self._mesh.check_together(failure)
         try:
-            dist_checkpointing.save(self._sharded_state(loading=False), part / "model")
+            dist_checkpointing.save(self._sharded_state(loading=False), str(part / "model"))
             torch.save(_rng_state(), part / "rng" / f"rank_{self._mesh.rank:05d}.pt")
         except Exception as error:  # torch's writers raise OSError, RuntimeError and types of their own
             failure = self._cannot_write(part, error)
@@ -131,7 +131,7 @@ class Checkpointer:
         failure: Exception | None = None
         try:
             sharded = self._sharded_state(loading=True)
-            loaded = dist_checkpointing.load(sharded, checkpoint.folder / "model")
+            loaded: Any = dist_checkpointing.load(sharded, str(checkpoint.folder / "model"))
             self._ddp.module.load_state_dict(loaded["model"], strict=False)
             self._optimizer.load_state_dict(loaded["optimizer"])
             self._scheduler.load_state_dict(loaded["scheduler"])
@@ -147,7 +147,8 @@ class Checkpointer:
         self._mesh.check_together(failure)
 
     def _sharded_state(self, *, loading: bool) -> dict[str, Any]:
-        model = self._ddp.module.sharded_state_dict()
+        lm: Any = self._ddp.module
+        model = lm.sharded_state_dict()
         return {
             "model": model,
             "optimizer": self._optimizer.sharded_state_dict(model, is_loading=loading),

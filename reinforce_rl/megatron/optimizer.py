@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -138,19 +139,36 @@ def accumulate_gradients(
     return float(sum(share.item() for share in shares))
 
 
-def apply_gradients(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> tuple[float, float, bool]:
-    """One optimizer step with the accumulated gradients.
+@dataclass(frozen=True)
+class OptimizerUpdate:
+    """What one optimizer step did.
 
-    Returns:
-        the gradient's norm before clipping, the learning rate used, and False where the step was skipped because
-        the gradient was not finite.
+    Attributes:
+        grad_norm: over all parameters and ranks, before clipping.
+        lr: the learning rate used.
+        skipped: True where the gradient was not finite and nothing was changed.
     """
-    scheduler.step(1)
-    lr = float(optimizer.param_groups[0]["lr"])
-    # A step with a NaN would spoil weights and moments for good; every rank sees the same norm and skips alike.
-    optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if norm != norm or norm == float("inf"):
-        return norm, lr, False
-    _, clipped_norm, _ = optimizer.step()
-    return float(clipped_norm or norm), lr, True
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class ActorOptimizer:
+    """Applies the gradient that `accumulate_gradients` left in the buffers."""
+
+    def __init__(self, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler):
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+
+    def step(self) -> OptimizerUpdate:
+        """One step of schedule and optimizer, with clipping; a collective call."""
+        self._scheduler.step(1)
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        # A NaN would spoil weights and moments for good. Every rank sees the same norm, so all skip alike.
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return OptimizerUpdate(norm, lr, skipped=True)
+        self._optimizer.step()
+        return OptimizerUpdate(norm, lr, skipped=False)

@@ -48,7 +48,7 @@ def reinforce_means(batch: ReinforceBatch) -> dict[str, Mean]:
         "init_policy_kl": Mean.of(batch.kl, valid),
         "rewards_with_kl": Mean.of(batch.rewards_with_kl, valid),
         "baseline": Mean.of(batch.baseline, valid),
-        "advantages_squared": Mean.of(batch.advantages**2, valid),
+        "advantage_magnitude": Mean.of(batch.advantages.abs(), valid),
     }
 
 

@@ -17,8 +17,8 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from reinforce_rl.errors import DataError, ReinforceError
+from reinforce_rl.files import write_atomically
 from reinforce_rl.monitoring.charts import MAX_POINTS, Series, area_chart, legend, line_chart
-from reinforce_rl.monitoring.files import write_atomically
 from reinforce_rl.monitoring.progress import PHASES, clock
 from reinforce_rl.monitoring.report_template import PAGE, STYLE
 from reinforce_rl.monitoring.rollouts import RolloutRow

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.files import read_json_lines, write_json_lines
+from reinforce_rl.files import read_json_lines, write_json_lines
 from reinforce_rl.rollout import FINISH_STOP
 
 Kind = Literal["rollouts", "validation"]

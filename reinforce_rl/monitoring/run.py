@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from reinforce_rl.monitoring.base import Loggers
+from reinforce_rl.monitoring.base import FAILED, SUCCESS, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
+
+TABLE_ROWS = 16  # samples of a validation that go to back ends which show tables
 
 
 class RunMonitor:
@@ -39,7 +41,7 @@ class RunMonitor:
     def log_step(
         self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float], rows: Sequence[RolloutRow]
     ) -> None:
-        """A training step: its numbers, phase times in seconds, and samples. Written at `commit`."""
+        """A training step: its numbers, phase times in seconds, and samples. The numbers are stored by `commit`."""
         self._metrics.log_metrics(metrics, step, "train/")
         self._metrics.log_metrics(timings, step, "timers/")
         self._rollouts.write(step, rows)
@@ -49,7 +51,7 @@ class RunMonitor:
         """A validation after `step`."""
         self._metrics.log_metrics(metrics, step, "val/")
         self._rollouts.write(step, rows, "validation")
-        self._metrics.log_table("validation", [vars(row) for row in rows[:16]], step)
+        self._metrics.log_table("validation", [dict(vars(row)) for row in rows[:TABLE_ROWS]], step)
         self._progress.validation(step, metrics)
 
     def commit(self, step: int) -> None:
@@ -58,15 +60,33 @@ class RunMonitor:
 
     def report(self) -> Path:
         """Write the report of what there is so far."""
-        return write_report(self._folder, self._folder / "report.html")
+        return write_report(self._folder, self._folder.absolute() / "report.html")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Around the whole run: the terminal is given back and the loggers are closed however it ends."""
-        status = "failed"
+        status = FAILED
         try:
             with self._progress:
                 yield
-            status = "success"
+            status = SUCCESS
         finally:
             self._metrics.finalize(status)
+
+
+class SilentMonitor(RunMonitor):
+    """For every rank but the first: shows nothing and writes nothing."""
+
+    def __init__(self, folder: str | Path):
+        super().__init__(folder, Loggers(), RolloutWriter(folder), TrainingProgress(0, enabled=False))
+
+    def log_step(
+        self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float], rows: Sequence[RolloutRow]
+    ) -> None:
+        pass
+
+    def log_validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
+        pass
+
+    def report(self) -> Path:
+        return self._folder.absolute() / "report.html"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,12 +27,14 @@ class PoolingResult:
         train_whole: accuracy on the whole training answers.
         held_out_whole: on the whole answers of held-out prompts.
         held_out_cut: on the same, cut to `HeadReport.evaluate_at` tokens.
+        held_out_degenerate: how often a real answer is above a made, degenerate one; None where none was made.
     """
 
     trained: TrainedHead
     train_whole: Accuracy
     held_out_whole: Accuracy
     held_out_cut: Accuracy
+    held_out_degenerate: Accuracy | None
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class HeadReport:
         skipped: reason to number of pairs that were left out.
         train_pairs, train_prompts, held_out_pairs, held_out_prompts: sizes of the split.
         cut_answers: what was trained on besides whole answers, in words.
+        degenerate: what was made besides, in words.
         evaluate_at: tokens an answer is cut to for the second accuracy.
         baseline_whole, baseline_cut: held-out accuracy of "the answer with more tokens wins".
         results: pooling to result, for every pooling that was tried.
@@ -63,6 +67,7 @@ class HeadReport:
     held_out_pairs: int
     held_out_prompts: int
     cut_answers: str
+    degenerate: str
     evaluate_at: int
     baseline_whole: Accuracy
     baseline_cut: Accuracy
@@ -76,15 +81,37 @@ class HeadReport:
         """The result whose head is written."""
         return self.results[self.pooling]
 
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """What, held-out accuracy on whole answers, the same on cut answers, cross-validated loss."""
-        out = [("the longer answer wins", str(self.baseline_whole), str(self.baseline_cut), "")]
+    def rows(self) -> list[tuple[str, ...]]:
+        """The baseline, then each pooling's head; `columns` names the cells."""
+        out: list[tuple[str, ...]] = [
+            ("the longer answer wins", str(self.baseline_whole), str(self.baseline_cut), *[""] * 3)
+        ]
         for pooling, result in self.results.items():
             mark = " (written)" if pooling == self.pooling else ""
-            loss = result.trained.validation_loss
-            shown = f"{loss:.4f}" if loss == loss else ""
-            out.append((f"head, {pooling}{mark}", str(result.held_out_whole), str(result.held_out_cut), shown))
+            folds = result.trained.chosen_validation
+            out.append(
+                (
+                    f"head, {pooling}{mark}",
+                    str(result.held_out_whole),
+                    str(result.held_out_cut),
+                    str(result.held_out_degenerate or ""),
+                    "" if math.isnan(folds.loss) else f"{folds.accuracy:.3f}",
+                    "" if math.isnan(folds.loss) else f"{folds.loss:.4f}",
+                )
+            )
         return out
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Titles of the columns of `rows`."""
+        return (
+            "",
+            "held out, whole",
+            f"held out, cut to {self.evaluate_at}",
+            "real above made",
+            "cross-validated accuracy",
+            "and loss",
+        )
 
     def metadata(self) -> dict[str, str]:
         """For the head's file; safetensors takes strings alone."""
@@ -108,7 +135,8 @@ class HeadReport:
         """The README's text."""
         best = self.best
         skipped = "; ".join(f"{count}: {reason}" for reason, count in self.skipped.items()) or "none"
-        table = "\n".join(f"| {' | '.join(row)} |" for row in self.rows())
+        rows = [self.columns, tuple("---" for _ in self.columns), *self.rows()]
+        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
         return f"""# Reward head on {self.trunk}
 
 A linear layer on the {self.pooling}-pooled last hidden states of a frozen trunk, {HEAD_FILE}. It is of use with this very
@@ -119,6 +147,7 @@ trunk alone (`{self.trunk}`, sha256 of weights and config `{self.trunk_sha256[:1
 - **Held out** {self.held_out_pairs} pairs of {self.held_out_prompts} prompts; no prompt is on both sides.
 - **Pairs left out**: {skipped}.
 - **Answers**: {self.cut_answers}.
+- **Made answers**: {self.degenerate}.
 - **Scores** have mean 0 and standard deviation 1 over the training answers (before: {best.trained.raw_mean:.3f} and
   {best.trained.raw_std:.3f}, in log-odds).
 - **Made by** reinforce_rl {reinforce_rl.__version__} in {self.seconds:.0f} s:
@@ -127,11 +156,10 @@ trunk alone (`{self.trunk}`, sha256 of weights and config `{self.trunk_sha256[:1
 {self.command}
 ```
 
-Share of pairs ordered rightly, ± one standard error; the loss is that of cross-validation on the training pairs, in nats
-a pair (0.6931 is a guess), by which pooling and L2 strength are chosen where there is a choice.
+Share of pairs ordered rightly, ± one standard error, on whole answers and on answers cut to {self.evaluate_at} tokens; how
+often a real answer is above a made one; and cross-validation inside the training pairs (whole and cut answers together; a
+loss of 0.6931 nats is a guess), by which pooling and L2 strength are chosen where there is a choice.
 
-| | held out, whole answers | held out, cut to {self.evaluate_at} tokens | loss |
-|---|---|---|---|
 {table}
 
 On its own training pairs the head reaches {best.train_whole}.

@@ -90,6 +90,7 @@ class RewardServer:
         self._ready_file = Path(ready_file) if ready_file is not None else None
         self._stop_timeout = stop_timeout
         self._stopping = False
+        self._stop_signal: str | None = None
         self._requests = RequestScorer(
             scorer, tokenizer, deterministic=deterministic, add_special_tokens=add_special_tokens
         )
@@ -240,6 +241,8 @@ class RewardServer:
         next_summary = time.monotonic() + SUMMARY_SECONDS
         last = self._requests.totals
         while True:
+            if self._stop_signal is not None:  # it came at the start, and a library swallowed the exception
+                raise _StopRequested(self._stop_signal)
             time.sleep(WATCH_SECONDS)
             dead = [p.pid for p in processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE]
             if dead or not triton.is_alive():
@@ -286,9 +289,9 @@ class RewardServer:
         """SIGTERM and SIGINT raise `_StopRequested` in the main thread; while stopping they change nothing."""
 
         def request_stop(number: int, frame: FrameType | None) -> None:
-            if not self._stopping:
-                self._stopping = True
-                raise _StopRequested(signal.Signals(number).name)
+            if self._stop_signal is None and not self._stopping:
+                self._stop_signal = signal.Signals(number).name
+                raise _StopRequested(self._stop_signal)
 
         previous = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -298,11 +301,11 @@ class RewardServer:
                 signal.signal(number, handler)
 
 
-class _StopRequested(BaseException):
-    """A signal asked for the end. No Exception, so that no library takes it for a fault of its own."""
+class _StopRequested(SystemExit):
+    """A signal asked for the end. As a SystemExit it passes through libraries, gevent's event loop among them."""
 
     def __init__(self, name: str):
-        super().__init__(name)
+        super().__init__(0)
         self.name = name
 
 

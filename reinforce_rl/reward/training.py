@@ -22,7 +22,7 @@ from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.megatron.reward_model import RewardHead
 from reinforce_rl.reward.pairs import prompt_position
 
-DEFAULT_L2_GRID = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+DEFAULT_L2_GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
 DEFAULT_FOLDS = 5
 
 
@@ -70,6 +70,19 @@ class PairFeatures:
 
 
 @dataclass(frozen=True)
+class FoldScore:
+    """Cross-validation of one L2 strength.
+
+    Attributes:
+        loss: mean loss of a pair, in nats; log 2 is a guess.
+        accuracy: share of pairs that are ordered rightly.
+    """
+
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
 class TrainedHead:
     """What training gives.
 
@@ -78,19 +91,19 @@ class TrainedHead:
         l2: the strength that was used.
         raw_mean, raw_std: mean and standard deviation of those scores before they were standardised, when a difference
             of two scores was the log-odds of being preferred.
-        validation_losses: strength to the mean loss of a pair in cross-validation; empty where none was made.
+        validation: strength to its cross-validation; empty where none was made.
     """
 
     head: RewardHead
     l2: float
     raw_mean: float
     raw_std: float
-    validation_losses: dict[float, float]
+    validation: dict[float, FoldScore]
 
     @property
-    def validation_loss(self) -> float:
-        """The cross-validated loss at `l2`, in nats a pair; log 2 is a guess. NaN where none was made."""
-        return self.validation_losses.get(self.l2, math.nan)
+    def chosen_validation(self) -> FoldScore:
+        """Cross-validation at `l2`; NaN where none was made."""
+        return self.validation.get(self.l2, FoldScore(math.nan, math.nan))
 
 
 def pair_accuracy(chosen: Tensor, rejected: Tensor) -> Accuracy:
@@ -140,28 +153,49 @@ def fit_direction(differences: Tensor, l2: float) -> Tensor:
     return w.detach()
 
 
-def cross_validate(features: PairFeatures, l2_grid: Sequence[float], *, folds: int, seed: int) -> dict[float, float]:
-    """Mean loss of a pair that was not fitted on, for each strength. Prompts are not shared between folds.
+def cross_validate(
+    features: PairFeatures,
+    l2_grid: Sequence[float],
+    *,
+    folds: int,
+    seed: int,
+    extra: PairFeatures | None = None,
+) -> dict[float, FoldScore]:
+    """Loss and accuracy on pairs that were not fitted on, for each strength. Prompts are not shared between folds.
+
+    Args:
+        features: P pairs, fitted on and measured.
+        l2_grid: strengths.
+        folds: into how many parts the prompts are dealt, by the seed.
+        seed: see above.
+        extra: pairs that are fitted on and not measured.
 
     Raises:
         DataError: too few prompts for so many folds.
     """
-    fold_of = torch.tensor([int(prompt_position(key, seed) * folds) for key in features.keys])
+    fold_of, extra_fold_of = (
+        torch.tensor(
+            [int(prompt_position(key, seed) * folds) for key in (part.keys if part else ())], dtype=torch.long
+        )
+        for part in (features, extra)
+    )
     if any(not (fold_of == fold).any() for fold in range(folds)):
         raise DataError(
             f"{len(set(features.keys))} prompts are too few for {folds} folds of cross-validation; "
             "use more pairs, or give one L2 strength"
         )
-    differences, _ = _scaled_differences(features)
-    losses = {}
+    scaled = _ScaledDifferences.of(features, extra)
+    result = {}
     for l2 in l2_grid:
-        total = 0.0
+        loss = hits = 0.0
         for fold in range(folds):
             out = fold_of == fold
-            w = fit_direction(differences[~out], l2)
-            total += float(F.softplus(-(differences[out] @ w)).sum())
-        losses[l2] = total / len(differences)
-    return losses
+            fitted_on = torch.cat((scaled.pairs[~out], scaled.extra[extra_fold_of != fold]))
+            margins = scaled.pairs[out] @ fit_direction(fitted_on, l2)
+            loss += float(F.softplus(-margins).sum())
+            hits += float((margins > 0).sum()) + 0.5 * float((margins == 0).sum())
+        result[l2] = FoldScore(loss / len(fold_of), hits / len(fold_of))
+    return result
 
 
 def train_head(
@@ -171,6 +205,7 @@ def train_head(
     l2_grid: Sequence[float] = DEFAULT_L2_GRID,
     folds: int = DEFAULT_FOLDS,
     seed: int = 0,
+    extra: PairFeatures | None = None,
     cross_validate_always: bool = False,
 ) -> TrainedHead:
     """Choose the L2 strength by cross-validation inside the training pairs, fit on all of them, standardise.
@@ -184,28 +219,38 @@ def train_head(
         l2_grid: strengths to choose from; with one, nothing is chosen.
         folds: of the cross-validation.
         seed: deals prompts to folds. Not the seed that held prompts out: the same hash would leave folds empty.
+        extra: pairs that are fitted on too, and count neither in cross-validation nor in the standardisation.
         cross_validate_always: measure the loss of a single strength too, for comparing poolings.
 
     Raises:
         DataError: too few prompts, or chosen and rejected have the same features throughout.
     """
     needed = len(l2_grid) > 1 or cross_validate_always
-    losses = cross_validate(features, l2_grid, folds=folds, seed=seed) if needed else {}
-    l2 = min(losses, key=lambda strength: losses[strength]) if losses else l2_grid[0]
-    differences, size = _scaled_differences(features)
-    w = fit_direction(differences, l2) / size
+    validation = cross_validate(features, l2_grid, folds=folds, seed=seed, extra=extra) if needed else {}
+    l2 = min(validation, key=lambda strength: validation[strength].loss) if validation else l2_grid[0]
+    scaled = _ScaledDifferences.of(features, extra)
+    w = fit_direction(torch.cat((scaled.pairs, scaled.extra)), l2) / scaled.size
     raw = torch.cat((features.chosen, features.rejected)).double() @ w
     mean, std = float(raw.mean()), float(raw.std())
     if not std > 0:
         raise DataError("all training answers get one score; chosen and rejected cannot be told apart")
     head = RewardHead((w / std).float(), torch.tensor(-mean / std, dtype=torch.float32), pooling)
-    return TrainedHead(head, l2, mean, std, losses)
+    return TrainedHead(head, l2, mean, std, validation)
 
 
-def _scaled_differences(features: PairFeatures) -> tuple[Tensor, float]:
-    """Differences [P, h] of mean squared length 1, and the length they were divided by."""
-    differences = features.chosen.double() - features.rejected.double()
-    size = float(differences.square().sum(1).mean().sqrt())
-    if not size > 0:
-        raise DataError("chosen and rejected have the same features throughout")
-    return differences / size, size
+@dataclass(frozen=True)
+class _ScaledDifferences:
+    """Chosen minus rejected in float64, divided by `size`: `pairs` then has mean squared length 1."""
+
+    pairs: Tensor
+    extra: Tensor
+    size: float
+
+    @classmethod
+    def of(cls, features: PairFeatures, extra: PairFeatures | None) -> _ScaledDifferences:
+        pairs = features.chosen.double() - features.rejected.double()
+        more = pairs[:0] if extra is None else extra.chosen.double() - extra.rejected.double()
+        size = float(pairs.square().sum(1).mean().sqrt())
+        if not size > 0:
+            raise DataError("chosen and rejected have the same features throughout")
+        return cls(pairs / size, more / size, size)

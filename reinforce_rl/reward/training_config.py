@@ -8,6 +8,7 @@ from typing import Any
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.reward_model import POOLINGS
+from reinforce_rl.reward.training import DEFAULT_FOLDS, DEFAULT_L2_GRID
 
 AUTO_POOLING = "auto"
 
@@ -42,12 +43,19 @@ class CutsConfig:
 
 
 @dataclass
+class DegenerateConfig:
+    """Made answers that the head learns to score below real ones, see `reinforce_rl.reward.degenerate`."""
+
+    fraction: float = 0.35
+
+
+@dataclass
 class HeadConfig:
     """How hidden states are pooled, and how the L2 strength is chosen."""
 
     pooling: str = "mean"
-    l2: list[float] = field(default_factory=lambda: [0.003, 0.01, 0.03, 0.1, 0.3, 1.0])
-    folds: int = 5
+    l2: list[float] = field(default_factory=lambda: list(DEFAULT_L2_GRID))
+    folds: int = DEFAULT_FOLDS
 
     @property
     def poolings(self) -> tuple[str, ...]:
@@ -62,6 +70,7 @@ class TrainRewardModelConfig:
     model: ModelConfig
     data: DataConfig
     cuts: CutsConfig = field(default_factory=CutsConfig)
+    degenerate: DegenerateConfig = field(default_factory=DegenerateConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     micro_batch_size: int = 8
     num_threads: int | None = None
@@ -105,6 +114,8 @@ class TrainRewardModelConfig:
             found.append(
                 f"data.held_out_fraction is {self.data.held_out_fraction}; expected above 0 and below 1, for instance 0.2"
             )
+        if not 0 <= self.degenerate.fraction <= 1:
+            found.append(f"degenerate.fraction is {self.degenerate.fraction}; expected from 0 to 1")
         if self.head.pooling not in (*POOLINGS, AUTO_POOLING):
             choices = ", ".join((*POOLINGS, AUTO_POOLING))
             found.append(f"head.pooling is {self.head.pooling!r}; expected one of {choices}")

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from torch import Tensor
 
+from reinforce_rl.reward.degenerate import MAX_EARLY_TOKENS, MAX_PHRASE_TOKENS, degenerate_answers
 from reinforce_rl.reward.features import (
     CutSequence,
     features_fingerprint,
@@ -23,6 +24,7 @@ from reinforce_rl.reward.features import (
 )
 from reinforce_rl.reward.model_card import HeadReport, PoolingResult, sha256_of_files, write_head
 from reinforce_rl.reward.pairs import EncodedPair, encode_pairs, read_pairs, split_by_prompt
+from reinforce_rl.reward.template import end_of_turn_id
 from reinforce_rl.reward.training import PairFeatures, head_accuracy, pair_accuracy, train_head
 from reinforce_rl.reward.training_config import CutsConfig, TrainRewardModelConfig
 from reinforce_rl.tokenizer import load_tokenizer
@@ -65,16 +67,38 @@ def train_reward_model(config: TrainRewardModelConfig, *, command: str, console:
         console.print(f"  {count} left out: {reason}")
 
     trunk_sha256 = sha256_of_files([*trunk_folder.glob("*.safetensors"), trunk_folder / "config.json"])
+    made = degenerate_answers(
+        pairs,
+        config.degenerate.fraction,
+        end_id=end_of_turn_id(tokenizer),
+        min_tokens=config.cuts.min_tokens,
+        max_tokens=config.cuts.max_tokens,
+        seed=config.seed,
+    )
     sequences = _cut_sequences(pairs, config.cuts, config.seed)
+    for item in made:
+        tokens = (pairs[item.pair].prompt + item.tokens)[: data.max_length]
+        sequences.append(CutSequence(tokens, (len(tokens),)))
     features = _features(config, sequences, trunk_sha256, console)
     views = 2 + config.cuts.per_pair
+    first_made = 2 * views * len(pairs)
 
     def view(pooling: str, rows: Sequence[int], columns: Sequence[int]) -> PairFeatures:
         """Features of these pairs in these views of their answers, pair-major."""
         # [pairs, chosen or rejected, views, h]
-        table = features[pooling].view(len(pairs), 2, views, -1)[list(rows)][:, :, list(columns)]
+        table = features[pooling][:first_made].view(len(pairs), 2, views, -1)[list(rows)][:, :, list(columns)]
         repeated = tuple(keys[row] for row in rows for _ in columns)
         return PairFeatures(table[:, 0].flatten(0, 1), table[:, 1].flatten(0, 1), repeated)
+
+    def made_view(pooling: str, rows: Sequence[int]) -> PairFeatures | None:
+        """Real answers of these pairs, cut, as chosen, and the answers made from them as rejected."""
+        wanted = set(rows)
+        chosen = [number for number, item in enumerate(made) if item.pair in wanted]
+        if not chosen:
+            return None
+        table = features[pooling][:first_made].view(len(pairs), 2, views, -1)
+        real = torch.stack([table[made[n].pair, made[n].better, CUT] for n in chosen])
+        return PairFeatures(real, features[pooling][first_made:][chosen], tuple(keys[made[n].pair] for n in chosen))
 
     trained_on = [WHOLE, *range(2, views)]
     results = {}
@@ -85,13 +109,16 @@ def train_reward_model(config: TrainRewardModelConfig, *, command: str, console:
             l2_grid=config.head.l2,
             folds=config.head.folds,
             seed=config.seed + 1,
+            extra=made_view(pooling, train),
             cross_validate_always=len(config.head.poolings) > 1,
         )
+        made_held_out = made_view(pooling, held_out)
         results[pooling] = PoolingResult(
             trained,
             train_whole=head_accuracy(trained.head, view(pooling, train, [WHOLE])),
             held_out_whole=head_accuracy(trained.head, view(pooling, held_out, [WHOLE])),
             held_out_cut=head_accuracy(trained.head, view(pooling, held_out, [CUT])),
+            held_out_degenerate=None if made_held_out is None else head_accuracy(trained.head, made_held_out),
         )
     lengths = torch.tensor([[len(pairs[i].chosen), len(pairs[i].rejected)] for i in held_out])
     cut_lengths = lengths.clamp(max=config.cuts.evaluate_at)
@@ -106,12 +133,13 @@ def train_reward_model(config: TrainRewardModelConfig, *, command: str, console:
         held_out_pairs=len(held_out),
         held_out_prompts=len({keys[i] for i in held_out}),
         cut_answers=_cuts_in_words(config),
+        degenerate=_made_in_words(config),
         evaluate_at=config.cuts.evaluate_at,
         baseline_whole=pair_accuracy(lengths[:, 0], lengths[:, 1]),
         baseline_cut=pair_accuracy(cut_lengths[:, 0], cut_lengths[:, 1]),
         results=results,
         # The held-out pairs have no say in this.
-        pooling=min(results, key=lambda pooling: results[pooling].trained.validation_loss),
+        pooling=min(results, key=lambda pooling: results[pooling].trained.chosen_validation.loss),
         command=command,
         seconds=time.monotonic() - start,
     )
@@ -197,11 +225,19 @@ def _cuts_in_words(config: TrainRewardModelConfig) -> str:
     )
 
 
+def _made_in_words(config: TrainRewardModelConfig) -> str:
+    if not config.degenerate.fraction:
+        return "none"
+    return (
+        f"for {config.degenerate.fraction:.0%} of the pairs, one that ends at once or after up to {MAX_EARLY_TOKENS} tokens "
+        f"and one that repeats a phrase of up to {MAX_PHRASE_TOKENS} tokens, each to be scored below the pair's answers"
+    )
+
+
 def _print_table(report: HeadReport, console: Console) -> None:
     table = Table(title=f"Pairs ordered rightly, of {report.held_out_pairs} held out (± standard error)")
-    table.add_column("")
-    for title in ("whole answers", f"cut to {report.evaluate_at} tokens", "cross-validated loss"):
-        table.add_column(title, justify="right")
+    for number, title in enumerate(report.columns):
+        table.add_column(title, justify="right" if number else "left")
     for row in report.rows():
         table.add_row(*row)
     console.print(table)

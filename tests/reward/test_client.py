@@ -184,7 +184,7 @@ def test_a_silent_server_is_given_up_at_the_deadline(make_client):
         silent.bind(("127.0.0.1", 0))
         silent.listen(16)
         start = time.monotonic()
-        with pytest.raises(RewardServerError, match="timed out|not answered"):
+        with pytest.raises(RewardServerError, match=r"timed out|not answered"):
             make_client(silent.getsockname()[1], deadline_seconds=1.0).infer_rm(request_of([[1]])).result()
         assert time.monotonic() - start < 5
 
@@ -260,7 +260,7 @@ def test_another_model_behind_the_same_address_is_noticed_after_an_outage(make_c
         client = make_client(fake.port)
         assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.0]
         fake.info = describe(details={"head_path": "another"})
-        with pytest.raises(RewardServerError, match="replaced by another one during the run .*head_path"):
+        with pytest.raises(RewardServerError, match=r"replaced by another one during the run .*head_path"):
             client.infer_rm(request_of([[1]])).result()
 
 

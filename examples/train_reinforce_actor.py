@@ -1,0 +1,27 @@
+"""Train an actor with REINFORCE/RLOO. Settings: conf/train_reinforce_actor.yaml; documentation: docs/configuration.md.
+
+python examples/train_reinforce_actor.py pretrained_checkpoint.restore_from_path=SFT \
+    model.data.data_prefix.train=prompts.jsonl remote_rm.reward_model.ip=HOST trainer.devices=2
+"""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from reinforce_rl.cli import start_ranks, with_config
+
+
+@with_config("train_reinforce_actor")
+def main(cfg: DictConfig) -> None:
+    from reinforce_rl.config import load_config
+
+    config = load_config(cfg)
+    start_ranks(config.trainer.devices, config.trainer.num_nodes)
+    # Only now: torch and megatron take seconds to import, and a wrong configuration should not cost them.
+    from reinforce_rl.build import train
+
+    train(config)
+
+
+if __name__ == "__main__":
+    main()

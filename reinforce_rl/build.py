@@ -1,0 +1,311 @@
+"""From a checked configuration to a run: every part is made here, in the order in which it can fail cheaply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import OmegaConf
+
+from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.algorithms.reinforce import ReinforceTrainer, total_steps
+from reinforce_rl.config import SamplingConfig, TrainConfig
+from reinforce_rl.data.loader import FixedPrompts, PromptLoader
+from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
+from reinforce_rl.data.sampler import PromptSampler
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.files import write_atomically
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.checkpoint import Checkpoint, Checkpointer, latest_checkpoint
+from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
+from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
+from reinforce_rl.monitoring.base import Loggers, MetricLogger
+from reinforce_rl.monitoring.jsonl import JsonlLogger
+from reinforce_rl.monitoring.progress import TrainingProgress
+from reinforce_rl.monitoring.rollouts import RolloutWriter
+from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
+from reinforce_rl.reward.base import RewardSource
+from reinforce_rl.reward.client import RemoteGPTRMClient
+from reinforce_rl.rollout import Prompt
+from reinforce_rl.run_timer import RunTimer, parse_duration
+from reinforce_rl.tokenizer import TokenizerInfo, load_tokenizer, pad_id_of
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+DTYPES = {"32": "float32", "bf16": "bfloat16"}
+
+
+def train(cfg: TrainConfig) -> ReinforceTrainer:
+    """Run a whole training job on this rank.
+
+    Raises:
+        ReinforceError: see its subclasses; nothing is left half-written.
+    """
+    with parallel_mesh(cfg.model.tensor_model_parallel_size, seed=cfg.model.seed) as mesh:
+        folder = Path(cfg.exp_manager.explicit_log_dir)
+        tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
+        datasets = build_datasets(cfg, tokenizer)
+        checkpoint = latest_checkpoint(folder / "checkpoints") if cfg.exp_manager.resume_if_exists else None
+        monitor, wandb_run_id = build_monitor(cfg, mesh, datasets, checkpoint)
+        with monitor.running():
+            rm = connect_to_reward_server(cfg, mesh, tokenizer, monitor)
+            try:
+                trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint)
+                trainer.wandb_run_id = wandb_run_id
+                trainer.fit()
+                if cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end:
+                    monitor.phase("export")
+                    source = cfg.pretrained_checkpoint.restore_from_path
+                    monitor.note(f"Hugging Face folder: {trainer.model.export(source, folder / 'hf')}")
+                monitor.note(f"Report: {monitor.report()}")
+            finally:
+                rm.close()
+        return trainer
+
+
+def build_datasets(cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> RLHFDatasets:
+    """The prompts of `model.data.data_prefix`."""
+    data = cfg.model.data
+    return build_train_valid_test_rlhf_datasets(
+        tokenizer,
+        {key: value for key, value in vars(data.data_prefix).items() if value is not None},
+        max_prompt_tokens=cfg.model.max_prompt_tokens,
+        too_long=data.too_long,  # type: ignore[arg-type]
+        apply_chat_template=data.apply_chat_template,
+        add_bos=data.add_bos,
+    )
+
+
+def build_monitor(
+    cfg: TrainConfig, mesh: Mesh, datasets: RLHFDatasets, checkpoint: Checkpoint | None
+) -> tuple[RunMonitor, str | None]:
+    """What people see and what is written down, and wandb's run id. Ranks but the first get a silent one."""
+    folder = Path(cfg.exp_manager.explicit_log_dir)
+    sampler = build_sampler(cfg, datasets.train)
+    start_step = checkpoint.trainer_state["step"] if checkpoint else 0
+    # Without a checkpoint, what an earlier run of this folder left behind is made again from step 0.
+    resume_step = start_step if cfg.exp_manager.resume_if_exists else None
+    if not mesh.is_main:
+        return SilentMonitor(folder), None
+    plain_config = OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "config.yaml", plain_config)
+    loggers: list[MetricLogger] = [JsonlLogger(folder / "metrics.jsonl", resume_step=resume_step)]
+    wandb_run_id = checkpoint.trainer_state["wandb_run_id"] if checkpoint else None
+    if cfg.exp_manager.create_wandb_logger:
+        from reinforce_rl.monitoring.wandb_logger import WandbLogger
+
+        wandb_cfg = cfg.exp_manager.wandb_logger_kwargs
+        wandb_logger = WandbLogger(
+            wandb_cfg.project,
+            wandb_cfg.name,
+            folder,
+            OmegaConf.to_container(OmegaConf.create(plain_config)),  # type: ignore[arg-type]
+            run_id=wandb_run_id,
+            mode=wandb_cfg.mode,  # type: ignore[arg-type]
+        )
+        wandb_run_id = wandb_logger.run_id
+        loggers.append(wandb_logger)
+    steps = total_steps(cfg.trainer.reinforce, sampler.steps_per_epoch)
+    progress = TrainingProgress(steps, start_step)
+    monitor = RunMonitor(folder, Loggers(loggers), RolloutWriter(folder, resume_step), progress)
+    if checkpoint:
+        monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
+    monitor.note(f"Everything of this run goes to {folder.absolute()}")
+    return monitor, wandb_run_id
+
+
+def connect_to_reward_server(
+    cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
+) -> RemoteGPTRMClient:
+    """Wait until the server is there, and check that its token ids mean the same, before a model is loaded.
+
+    Raises:
+        RewardServerError: not ready within `remote_rm.ready_timeout_seconds`.
+        ConfigError: another tokenizer or vocabulary.
+    """
+    server = cfg.remote_rm.reward_model
+    client = RemoteGPTRMClient(
+        server.ip,
+        server.port,
+        server.name,
+        deadline_seconds=cfg.remote_rm.deadline_seconds,
+        attempt_timeout_seconds=cfg.remote_rm.attempt_timeout_seconds,
+        pad_to_length=cfg.remote_rm.pad_to_length,
+        pad_id=pad_id_of(tokenizer),
+        on_wait=partial(monitor.note, transient=True),
+    )
+    failure: Exception | None = None
+    try:
+        client.wait_until_ready(cfg.remote_rm.ready_timeout_seconds)
+        vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
+        client.check_compatible(TokenizerInfo.of(tokenizer), vocab_size)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        client.close()
+        failure = error
+    mesh.check_together(failure)
+    return client
+
+
+def build_sampler(cfg: TrainConfig, train_set: PromptDataset) -> PromptSampler:
+    """The order of the training prompts."""
+    return PromptSampler(
+        len(train_set),
+        cfg.model.reinforce.num_rollout_samples,
+        seed=cfg.model.seed,
+        shuffle=cfg.model.data.shuffle,
+        max_epochs=cfg.trainer.reinforce.max_epochs,
+    )
+
+
+def build_trainer(
+    cfg: TrainConfig,
+    mesh: Mesh,
+    tokenizer: PreTrainedTokenizerBase,
+    datasets: RLHFDatasets,
+    rm: RewardSource,
+    monitor: RunMonitor,
+    checkpoint: Checkpoint | None = None,
+) -> ReinforceTrainer:
+    """Actor, optimizer and trainer, going on from a checkpoint where one is given."""
+    sampler = build_sampler(cfg, datasets.train)
+    steps = total_steps(cfg.trainer.reinforce, sampler.steps_per_epoch)
+    monitor.phase("loading the model")
+    model = build_actor(cfg, mesh, tokenizer)  # copies the reference, so it comes before the checkpoint
+    megatron_optimizer, scheduler = build_optimizer(model.ddp, _optimizer_settings(cfg, steps))
+    checkpointer = Checkpointer(
+        Path(cfg.exp_manager.explicit_log_dir) / "checkpoints",
+        mesh,
+        model.ddp,
+        megatron_optimizer,
+        scheduler,
+        keep_last=cfg.exp_manager.checkpoint_callback_params.keep_last,
+    )
+    rollout = cfg.model.reinforce
+    duration = cfg.exp_manager.max_time_per_run
+    trainer = ReinforceTrainer(
+        cfg=cfg.trainer.reinforce,
+        model=model,
+        optimizer=ActorOptimizer(megatron_optimizer, scheduler),
+        scheduler=scheduler,
+        train_dataloader_builder=partial(PromptLoader, datasets.train, sampler, mesh.dp_rank, mesh.dp_size),
+        val_dataloader_builder=partial(
+            FixedPrompts, datasets.validation, rollout.num_val_samples, mesh.dp_rank, mesh.dp_size
+        )
+        if datasets.validation is not None
+        else None,
+        collate_fn=list,
+        rm=rm,
+        batch_iterator_cls=partial(
+            DefaultBatchIterator, rollout.rollout_micro_batch_size, rollout.val_rollout_micro_batch_size
+        ),
+        logger=monitor,
+        ckpt_callback=checkpointer,
+        run_timer=RunTimer(None if duration is None else parse_duration(duration)),
+    )
+    if checkpoint is not None:
+        checkpointer.restore(checkpoint)
+        trainer.load_state_dict(checkpoint.trainer_state)
+    return trainer
+
+
+def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase) -> MegatronGPTReinforceActorModel:
+    """The policy of `pretrained_checkpoint.restore_from_path`, and the reference where beta asks for one.
+
+    Raises:
+        ConfigError: the tokenizer has ids that the model has no embedding for.
+    """
+    import torch
+
+    folder = cfg.pretrained_checkpoint.restore_from_path
+    architecture = Architecture.from_folder(folder)
+    if len(tokenizer) > architecture.vocab_size:
+        raise ConfigError(
+            [
+                f"the tokenizer of {folder} has {len(tokenizer)} tokens, its model only {architecture.vocab_size} "
+                "embeddings; is this the tokenizer of another model?"
+            ]
+        )
+    dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
+    lm = CausalLM(architecture, mesh, dtype)
+    load_hf_weights(lm, HFFolder(folder))
+    rollout = cfg.model.reinforce
+    stop_ids = stop_token_ids(architecture, tokenizer)
+    return MegatronGPTReinforceActorModel(
+        lm,
+        tokenizer,
+        NativeGenerator(lm, tokenizer),
+        ActorSettings(
+            sampling=_sampling_params(cfg, rollout.sampling_params, stop_ids),
+            val_sampling=_sampling_params(cfg, rollout.val_sampling_params, stop_ids),
+            micro_batch_size=cfg.model.micro_batch_size,
+            forward_micro_batch_size=rollout.forward_micro_batch_size,
+            seed=cfg.model.seed,
+        ),
+        with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
+    )
+
+
+class DefaultBatchIterator:
+    """This rank's prompts in batches that are generated together, in order.
+
+    Args:
+        micro_batch_size: prompts a batch in training.
+        val_micro_batch_size: prompts a batch in validation.
+        prompts: to be cut.
+        validation: which of the two sizes to take.
+    """
+
+    def __init__(self, micro_batch_size: int, val_micro_batch_size: int, prompts: Sequence[Prompt], validation: bool):
+        self._prompts = prompts
+        self._size = val_micro_batch_size if validation else micro_batch_size
+
+    def __iter__(self) -> Iterator[Sequence[Prompt]]:
+        for start in range(0, len(self._prompts), self._size):
+            yield self._prompts[start : start + self._size]
+
+
+def stop_token_ids(architecture: Architecture, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a response: the tokenizer's, and all of the model's config, which may have several."""
+    configured = architecture.raw.get("eos_token_id")
+    several = configured if isinstance(configured, list) else [configured]
+    return tuple(sorted({i for i in (*several, tokenizer.eos_token_id) if isinstance(i, int)}))
+
+
+def _sampling_params(cfg: TrainConfig, sampling: SamplingConfig, stop_ids: tuple[int, ...]) -> SamplingParams:
+    lengths = cfg.model.reinforce.length_params
+    return SamplingParams(
+        max_length=lengths.max_length,
+        min_length=lengths.min_length,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        repetition_penalty=sampling.repetition_penalty,
+        use_greedy=sampling.use_greedy,
+        stop_token_ids=stop_ids,
+        end_strings=tuple(sampling.end_strings),
+    )
+
+
+def _optimizer_settings(cfg: TrainConfig, steps: int) -> OptimizerSettings:
+    optim = cfg.model.optim
+    return OptimizerSettings(
+        lr=optim.lr,
+        min_lr=optim.sched.min_lr,
+        weight_decay=optim.weight_decay,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        schedule=optim.sched.name,
+        warmup_steps=optim.sched.warmup_steps,
+        constant_steps=optim.sched.constant_steps,
+        total_steps=steps,
+        clip_grad=cfg.trainer.reinforce.gradient_clip_val,
+    )

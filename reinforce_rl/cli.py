@@ -1,0 +1,101 @@
+"""What the example scripts share: Hydra with readable errors, and starting one process a rank."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from reinforce_rl.errors import ReinforceError
+
+CONF_FOLDER = Path(__file__).resolve().parents[1] / "conf"
+
+
+def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Make `main(cfg)` a program: Hydra composes conf/NAME.yaml and the command line's overrides.
+
+    Errors that this project raises on purpose end the program with exit code 1 and their text, without a traceback.
+    """
+
+    def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+        def run(cfg: DictConfig) -> None:
+            try:
+                main(cfg)
+            except ReinforceError as error:
+                _fail(str(error))
+
+        def program() -> None:
+            # Hydra would print its own errors; raised, they can be told in the same way as all others.
+            os.environ["HYDRA_FULL_ERROR"] = "1"
+            try:
+                hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name=name)(run)()
+            except (HydraException, OmegaConfBaseException) as error:
+                _fail(_explain(error, CONF_FOLDER / f"{name}.yaml"))
+
+        return program
+
+    return decorate
+
+
+def start_ranks(devices: int, num_nodes: int) -> None:
+    """Where this plain `python` process should be several ranks, become torchrun, which starts them.
+
+    Nothing happens under torchrun or srun, which set WORLD_SIZE.
+
+    Raises:
+        ReinforceError: several nodes, which a plain `python` cannot start.
+    """
+    if "WORLD_SIZE" in os.environ or devices * num_nodes == 1:
+        return
+    if num_nodes > 1:
+        raise ReinforceError(
+            f"trainer.num_nodes is {num_nodes}, but this is one plain python process; start it on every node with "
+            f"`torchrun --nnodes {num_nodes} --nproc-per-node {devices} ...` or with srun"
+        )
+    # One thread a rank: ranks that each take every core would wait for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
+
+
+def composed_overrides() -> list[str]:
+    """The command line's overrides, as Hydra took them."""
+    return list(HydraConfig.get().overrides.task)
+
+
+def _fail(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+def _explain(error: Exception, config_file: Path) -> str:
+    """Hydra's text, and for a key that does not exist the nearest ones that do."""
+    text = str(error).strip()
+    unknown = re.search(r"Key '[^']+' is not in struct\s+full_key: (\S+)", text) or re.search(
+        r"Could not override '([^']+)'", text
+    )
+    if unknown is None:
+        return text
+    known = _dotted_keys(OmegaConf.to_container(OmegaConf.load(config_file)))
+    wanted = unknown.group(1)
+    close = difflib.get_close_matches(wanted, known, n=3)
+    last_part = [key for key in known if key.split(".")[-1] == wanted.split(".")[-1]]
+    suggestions = list(dict.fromkeys([*last_part, *close]))[:3]
+    advice = f"did you mean {' or '.join(suggestions)}?" if suggestions else f"its keys stand in {config_file}"
+    return f"{wanted} is not a key of the configuration; {advice}"
+
+
+def _dotted_keys(node: object, prefix: str = "") -> list[str]:
+    if not isinstance(node, dict):
+        return [prefix[:-1]]
+    return [key for name, child in node.items() for key in _dotted_keys(child, f"{prefix}{name}.")]
