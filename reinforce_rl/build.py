@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -95,9 +96,9 @@ def build_monitor(
     resume_step = start_step if cfg.exp_manager.resume_if_exists else None
     if not mesh.is_main:
         return SilentMonitor(folder), None
-    plain_config = OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    plain_config = OmegaConf.create(dataclasses.asdict(cfg))
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "config.yaml", plain_config)
+    write_atomically(folder / "config.yaml", OmegaConf.to_yaml(plain_config))
     loggers: list[MetricLogger] = [JsonlLogger(folder / "metrics.jsonl", resume_step=resume_step)]
     wandb_run_id = checkpoint.trainer_state["wandb_run_id"] if checkpoint else None
     if cfg.exp_manager.create_wandb_logger:
@@ -108,7 +109,7 @@ def build_monitor(
             wandb_cfg.project,
             wandb_cfg.name,
             folder,
-            OmegaConf.to_container(OmegaConf.create(plain_config)),  # type: ignore[arg-type]
+            dataclasses.asdict(cfg),
             run_id=wandb_run_id,
             mode=wandb_cfg.mode,  # type: ignore[arg-type]
         )

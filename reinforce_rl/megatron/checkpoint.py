@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import random
 import re
 import shutil
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -29,6 +31,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.files import write_atomically
 from reinforce_rl.megatron.mesh import Mesh
+
+# Writers hand their results back through this queue. Saves here are synchronous, so a plain one serves; megatron
+# would start a manager process for it, which outlives a run that is killed and needs an importable main module.
+filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
 
 STATE_FILE = "trainer_state.json"
 LATEST_FILE = "latest"

@@ -1,8 +1,8 @@
 """Answers that no preference data shows and a policy in search of reward finds: ended at once, or one phrase repeated.
 
-A head that was trained on people's preferences alone has no opinion of them, and may well score them above every sensible
-answer. So for some pairs such an answer is made from the pair's own words, and the head is taught that the pair's answers
-are better. Both of a pair's answers serve as the better one by turns, so this says nothing about which of them is.
+A head that was trained on people's preferences alone has no opinion of them, and may well score them above every
+sensible answer. So for some pairs such an answer is made from the pair's own words, and the head is taught that the
+pair's answers are better. Chosen and rejected serve as the better one by turns, so nothing is said of these two.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def degenerate_answers(
         answers = (pairs[index].chosen, pairs[index].rejected)
         # Of the early ends, two in five are the end-of-turn token alone: the one that a policy finds first.
         kept = max(0, rng.randint(-1, MAX_EARLY_TOKENS))
-        early = tuple(t for t in rng.choice(answers)[:kept] if t != end_id) + (end_id,)
+        early = (*(t for t in rng.choice(answers)[:kept] if t != end_id), end_id)
         made.append(DegenerateAnswer(index, early, number % 2))
         words = tuple(t for t in rng.choice(answers) if t != end_id)
         if words:

@@ -134,13 +134,14 @@ class HeadReport:
     def card(self) -> str:
         """The README's text."""
         best = self.best
+        pooled = "mean of the last layer's hidden states" if self.pooling == "mean" else "last token's hidden state"
         skipped = "; ".join(f"{count}: {reason}" for reason, count in self.skipped.items()) or "none"
         rows = [self.columns, tuple("---" for _ in self.columns), *self.rows()]
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
         return f"""# Reward head on {self.trunk}
 
-A linear layer on the {self.pooling}-pooled last hidden states of a frozen trunk, {HEAD_FILE}. It is of use with this very
-trunk alone (`{self.trunk}`, sha256 of weights and config `{self.trunk_sha256[:16]}`).
+A linear layer on the {pooled} of a frozen trunk, `{HEAD_FILE}`. It is of use with this
+trunk alone: `{self.trunk}`, sha256 of weights and config `{self.trunk_sha256[:16]}`.
 
 - **Trained on** {self.train_pairs} preference pairs of {self.train_prompts} prompts from `{self.data_file}` (sha256
   `{self.data_sha256[:16]}`), by Bradley-Terry loss with L2 {best.trained.l2:g}, chosen by cross-validation on them.
@@ -156,9 +157,9 @@ trunk alone (`{self.trunk}`, sha256 of weights and config `{self.trunk_sha256[:1
 {self.command}
 ```
 
-Share of pairs ordered rightly, ± one standard error, on whole answers and on answers cut to {self.evaluate_at} tokens; how
-often a real answer is above a made one; and cross-validation inside the training pairs (whole and cut answers together; a
-loss of 0.6931 nats is a guess), by which pooling and L2 strength are chosen where there is a choice.
+Share of pairs ordered rightly, ± one standard error, on whole answers and on answers cut to {self.evaluate_at}
+tokens; how often a real answer is above a made one; and cross-validation inside the training pairs (whole and cut
+answers together; a loss of 0.6931 nats is a guess), by which pooling and L2 strength are chosen where there is a choice.
 
 {table}
 

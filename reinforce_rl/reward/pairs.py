@@ -78,8 +78,8 @@ class EncodedPairs:
 def read_pairs(path: str | Path) -> list[PreferencePair]:
     """Read `{"prompt", "chosen", "rejected"}` lines.
 
-    `prompt` is a list of messages, or a text of the HH form ("\\n\\nHuman: ...\\n\\nAssistant:"), or any other text, which
-    is then one user message. The key `messages` is taken for `prompt` too. Other keys are ignored.
+    `prompt` is a list of messages, or a text of the HH form ("\\n\\nHuman: ...\\n\\nAssistant:"), or any other text,
+    which is then one user message. The key `messages` is taken for `prompt` too. Other keys are ignored.
 
     Raises:
         ConfigError: the file cannot be read.

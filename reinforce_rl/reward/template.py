@@ -1,6 +1,6 @@
 """The one form in which a reward model sees a conversation, in training and in serving.
 
-While the actor trains, the reward server is sent the actor's own tokens and never renders text again. They have this form:
+While the actor trains, the reward server is sent the actor's own tokens and never renders text. They have this form:
 
     the prompt, rendered by the chat template with its generation prompt  (as `reinforce_rl.data.prompts` does it)
     the answer's tokens
@@ -76,7 +76,7 @@ def encode_conversation(
         tokenizer: with a chat template.
         messages: the prompt, each message with `role` and `content`.
         answer: the assistant's answer, as text.
-        max_answer_tokens: cut the answer there, as an actor with this `max_length` would; the end-of-turn token counts.
+        max_answer_tokens: cut the answer there, as an actor's `max_length` does; the end-of-turn token counts.
 
     Raises:
         ConfigError: the tokenizer has no chat template or no end-of-sequence token.
@@ -86,5 +86,5 @@ def encode_conversation(
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    # Special tokens are in the rendered text already. Verbose is off because the caller checks lengths by its own limit.
+    # Special tokens are in the rendered text already. Verbose is off because callers check lengths by their own limit.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # type: ignore[arg-type]

@@ -61,8 +61,8 @@ class PairFeatures:
         if self.chosen.shape != self.rejected.shape or len(self.keys) != len(self.chosen):
             raise ConfigError(
                 [
-                    f"chosen {tuple(self.chosen.shape)}, rejected {tuple(self.rejected.shape)} and {len(self.keys)} keys "
-                    "do not belong together; expected [P, h] twice and P keys"
+                    f"chosen {tuple(self.chosen.shape)}, rejected {tuple(self.rejected.shape)} and "
+                    f"{len(self.keys)} keys do not belong together; expected [P, h] twice and P keys"
                 ]
             )
         if not (self.chosen.isfinite().all() and self.rejected.isfinite().all()):
@@ -210,8 +210,8 @@ def train_head(
 ) -> TrainedHead:
     """Choose the L2 strength by cross-validation inside the training pairs, fit on all of them, standardise.
 
-    Strengths are for features scaled so that chosen minus rejected has mean squared length 1, which makes them comparable
-    between trunks and poolings.
+    Strengths are for features scaled so that chosen minus rejected has mean squared length 1, which makes them
+    comparable between trunks and poolings.
 
     Args:
         features: of the training pairs alone.

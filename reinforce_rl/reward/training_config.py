@@ -1,4 +1,4 @@
-"""The configuration of `examples/train_reward_model.py` as dataclasses, and its validation before anything is loaded."""
+"""The configuration of `examples/train_reward_model.py` as dataclasses, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ class TrainRewardModelConfig:
             found.append(f"data.pairs_path is {self.data.pairs_path}, which is no file")
         if not 0 < self.data.held_out_fraction < 1:
             found.append(
-                f"data.held_out_fraction is {self.data.held_out_fraction}; expected above 0 and below 1, for instance 0.2"
+                f"data.held_out_fraction is {self.data.held_out_fraction}; "
+                "expected above 0 and below 1, for instance 0.2"
             )
         if not 0 <= self.degenerate.fraction <= 1:
             found.append(f"degenerate.fraction is {self.degenerate.fraction}; expected from 0 to 1")

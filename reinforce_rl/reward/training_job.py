@@ -229,8 +229,8 @@ def _made_in_words(config: TrainRewardModelConfig) -> str:
     if not config.degenerate.fraction:
         return "none"
     return (
-        f"for {config.degenerate.fraction:.0%} of the pairs, one that ends at once or after up to {MAX_EARLY_TOKENS} tokens "
-        f"and one that repeats a phrase of up to {MAX_PHRASE_TOKENS} tokens, each to be scored below the pair's answers"
+        f"for {config.degenerate.fraction:.0%} of the pairs, one that ends at once or after up to {MAX_EARLY_TOKENS} "
+        f"tokens and one that repeats a phrase of up to {MAX_PHRASE_TOKENS}, each to be scored below the pair's own"
     )
 
 
