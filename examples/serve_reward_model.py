@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from reinforce_rl.errors import ConfigError, ReinforceError
+from reinforce_rl.cli import with_config
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.reward.server import RewardServer, check_port
 from reinforce_rl.tokenizer import load_tokenizer
 
@@ -24,33 +23,37 @@ def serve(cfg: DictConfig) -> None:
     check_port(cfg.inference.host, cfg.inference.port)  # before minutes of loading
     tokenizer = load_tokenizer(cfg.reward_model.tokenizer_path or cfg.reward_model.restore_from_path)
 
-    from reinforce_rl.reward.model import load_reward_model
+    # Only now: torch and megatron take seconds to import, and a wrong path or a busy port should not cost them.
+    from reinforce_rl.megatron.mesh import parallel_mesh
+    from reinforce_rl.megatron.reward_model import load_reward_model
 
-    scorer = load_reward_model(
-        cfg.reward_model.restore_from_path,
-        cfg.reward_model.head_path,
-        micro_batch_size=cfg.inference.micro_batch_size,
-        max_length=cfg.reward_model.max_length,
-    )
-    RewardServer(
-        scorer,
-        tokenizer,
-        name=cfg.inference.name,
-        host=cfg.inference.host,
-        port=cfg.inference.port,
-        max_batch_size=cfg.inference.max_batch_size,
-        max_queue_delay=cfg.inference.max_queue_delay_ms / 1000,
-        deterministic=cfg.inference.deterministic,
-        add_special_tokens=cfg.inference.add_special_tokens,
-        # By content, so that a restart from another path or node is the same server to its clients.
-        details={
-            "trunk": Path(cfg.reward_model.restore_from_path).resolve().name,
-            "head_sha256": hashlib.sha256(Path(cfg.reward_model.head_path).read_bytes()).hexdigest(),
-            "pooling": getattr(scorer, "pooling", None),
-        },
-        ready_file=cfg.inference.ready_file,
-        stop_timeout=cfg.inference.stop_timeout_seconds,
-    ).serve()
+    with parallel_mesh() as mesh:
+        scorer = load_reward_model(
+            cfg.reward_model.restore_from_path,
+            cfg.reward_model.head_path,
+            mesh,
+            micro_batch_size=cfg.inference.micro_batch_size,
+            max_length=cfg.reward_model.max_length,
+        )
+        RewardServer(
+            scorer,
+            tokenizer,
+            name=cfg.inference.name,
+            host=cfg.inference.host,
+            port=cfg.inference.port,
+            max_batch_size=cfg.inference.max_batch_size,
+            max_queue_delay=cfg.inference.max_queue_delay_ms / 1000,
+            deterministic=cfg.inference.deterministic,
+            add_special_tokens=cfg.inference.add_special_tokens,
+            # By content, so that a restart from another path or node is the same server to its clients.
+            details={
+                "trunk": Path(cfg.reward_model.restore_from_path).resolve().name,
+                "head_sha256": hashlib.sha256(Path(cfg.reward_model.head_path).read_bytes()).hexdigest(),
+                "pooling": scorer.pooling,
+            },
+            ready_file=cfg.inference.ready_file,
+            stop_timeout=cfg.inference.stop_timeout_seconds,
+        ).serve()
 
 
 def check_paths(cfg: DictConfig) -> None:
@@ -68,14 +71,10 @@ def check_paths(cfg: DictConfig) -> None:
         raise ConfigError(faults)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="serve_reward_model")
+@with_config("serve_reward_model")
 def main(cfg: DictConfig) -> None:
     logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    try:
-        serve(cfg)
-    except ReinforceError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+    serve(cfg)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ class MegatronRewardModel:
         if micro_batch_size < 1:
             raise ConfigError([f"micro_batch_size is {micro_batch_size}; expected at least 1"])
         self._lm, self._head, self._micro_batch_size = lm.eval(), head, micro_batch_size
+        self.pooling = head.pooling
         self.vocab_size = lm.architecture.vocab_size
         self.max_length = min(max_length or lm.architecture.max_positions, lm.architecture.max_positions)
 
@@ -113,6 +114,8 @@ class MegatronRewardModel:
     @torch.no_grad()
     def _score_batch(self, sequences: list[list[int]]) -> list[float]:
         device = self._lm.mesh.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # the server calls from a thread of its own, which starts on device 0
         lengths = torch.tensor([len(s) for s in sequences], device=device)
         tokens = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.long, device=device)
         for row, sequence in enumerate(sequences):

@@ -374,9 +374,10 @@ class RemoteGPTRMClient:
         sentence = (
             f"reward server {self.host}:{self.port} {text}, {deadline.elapsed:.0f} s of {deadline.seconds:.0f} s"
         )
-        logger.log(logging.WARNING if warn else logging.INFO, "%s", sentence)
         if self._on_wait is not None:
             self._on_wait(sentence)
+            warn = False  # people have been told; a warning would tell them twice
+        logger.log(logging.WARNING if warn else logging.INFO, "%s", sentence)
 
     def _past_deadline(self, deadline: _Deadline, last: str) -> RewardServerError:
         return RewardServerError(

@@ -84,14 +84,14 @@ class HeadReport:
     def rows(self) -> list[tuple[str, ...]]:
         """The baseline, then each pooling's head; `columns` names the cells."""
         out: list[tuple[str, ...]] = [
-            ("the longer answer wins", str(self.baseline_whole), str(self.baseline_cut), *[""] * 3)
+            ("longer answer wins", str(self.baseline_whole), str(self.baseline_cut), *[""] * 3)
         ]
         for pooling, result in self.results.items():
             mark = " (written)" if pooling == self.pooling else ""
             folds = result.trained.chosen_validation
             out.append(
                 (
-                    f"head, {pooling}{mark}",
+                    f"{pooling}{mark}",
                     str(result.held_out_whole),
                     str(result.held_out_cut),
                     str(result.held_out_degenerate or ""),
@@ -106,11 +106,11 @@ class HeadReport:
         """Titles of the columns of `rows`."""
         return (
             "",
-            "held out, whole",
-            f"held out, cut to {self.evaluate_at}",
-            "real above made",
-            "cross-validated accuracy",
-            "and loss",
+            "whole",
+            f"cut to {self.evaluate_at}",
+            "above made",
+            "CV acc.",
+            "CV loss",
         )
 
     def metadata(self) -> dict[str, str]:
@@ -157,9 +157,10 @@ trunk alone: `{self.trunk}`, sha256 of weights and config `{self.trunk_sha256[:1
 {self.command}
 ```
 
-Share of pairs ordered rightly, ± one standard error, on whole answers and on answers cut to {self.evaluate_at}
-tokens; how often a real answer is above a made one; and cross-validation inside the training pairs (whole and cut
-answers together; a loss of 0.6931 nats is a guess), by which pooling and L2 strength are chosen where there is a choice.
+Share of held-out pairs ordered rightly, ± one standard error, on whole answers and on answers cut to
+{self.evaluate_at} tokens; how often a real answer is above a made one; and cross-validation inside the training pairs
+(CV, whole and cut answers together; a loss of 0.6931 nats is a guess), by which pooling and L2 strength are chosen
+where there is a choice.
 
 {table}
 

@@ -41,7 +41,7 @@ class Accuracy:
     count: int
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} ± {self.standard_error:.3f}"
+        return f"{self.value:.3f}±{self.standard_error:.3f}"
 
 
 @dataclass(frozen=True)

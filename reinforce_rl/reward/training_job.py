@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -235,7 +236,9 @@ def _made_in_words(config: TrainRewardModelConfig) -> str:
 
 
 def _print_table(report: HeadReport, console: Console) -> None:
-    table = Table(title=f"Pairs ordered rightly, of {report.held_out_pairs} held out (± standard error)")
+    table = Table(
+        title=f"Share of {report.held_out_pairs} held-out pairs ordered rightly, ± standard error", box=SIMPLE
+    )
     for number, title in enumerate(report.columns):
         table.add_column(title, justify="right" if number else "left")
     for row in report.rows():

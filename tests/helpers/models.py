@@ -1,9 +1,13 @@
-"""The real model that several tests share."""
+"""The real model that several tests share, and random ones of any small shape."""
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.tools.smollm2 import DEFAULT_FOLDER, prepare_smollm2
 
@@ -17,3 +21,63 @@ def smollm2_folder() -> Path:
     Making it takes about 20 s, so a session pays for it once and later sessions not at all.
     """
     return prepare_smollm2(ROOT / DEFAULT_FOLDER)
+
+
+def tiny_llama_folder(
+    folder: str | Path,
+    *,
+    vocab_size: int = 64,
+    tied: bool = True,
+    heads: int = 4,
+    groups: int = 2,
+    layers: int = 2,
+    hidden: int = 32,
+    ffn: int = 64,
+    head_dim: int | None = None,
+    max_positions: int = 256,
+    rope_scaling: dict[str, Any] | None = None,
+    logit_scale: float = 1.0,
+    seed: int = 0,
+    max_shard_size: int | str = "1GB",
+) -> Path:
+    """Write a random Llama with the tiny tokenizer as a Hugging Face folder and return it; the same for a seed.
+
+    Every weight is random, the norms' too, so that a swapped or forgotten tensor shows. pad, bos and eos are the
+    tokenizer's 0, 1 and 2.
+
+    Args:
+        logit_scale: about the standard deviation of the logits; 0 gives the uniform distribution.
+        max_shard_size: smaller values give several files and an index.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = Path(folder)
+    scaling = {} if rope_scaling is None else {"rope_scaling": rope_scaling}
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim or hidden // heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **scaling,
+    )
+    model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.copy_(1.0 + 0.1 * noise)
+            elif "embed_tokens" in name or "lm_head" in name:
+                parameter.copy_(noise * logit_scale / hidden**0.5)
+            else:
+                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return write_tiny_tokenizer(folder, vocab_size=vocab_size)

@@ -1,0 +1,96 @@
+"""The demo: align SmolLM2-135M-Instruct on this machine's CPU against a reward model on a real PyTriton server.
+
+python examples/demo/run_demo.py [--out FOLDER] [HYDRA OVERRIDES of examples/train_reinforce_actor.py]
+
+DEMO_STEPS=N in the environment makes it shorter or longer. `make demo` installs everything and runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from reinforce_rl.errors import ConfigError, ReinforceError
+from reinforce_rl.launch import launch, make_plan, python_script
+from reinforce_rl.monitoring.summary import run_summary
+from reinforce_rl.tools.smollm2 import DEFAULT_FOLDER, prepare_smollm2
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "examples" / "demo"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "results" / "demo", help="the run's folder; an old one goes"
+    )
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides, such as model.seed=1")
+    args = parser.parse_args()
+    started = time.monotonic()
+    try:
+        return run(args.out, [*steps_override(os.environ.get("DEMO_STEPS", "")), *args.overrides], started)
+    except ReinforceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def run(out: Path, overrides: list[str], started: float) -> int:
+    """Prepare the model, run server and actor, and say what came of it; the exit code."""
+    model = prepare_smollm2(ROOT / DEFAULT_FOLDER)
+    shutil.rmtree(out, ignore_errors=True)
+    plan = make_plan(
+        python_script(ROOT / "examples" / "serve_reward_model.py"),
+        python_script(ROOT / "examples" / "train_reinforce_actor.py"),
+        run_dir=out,
+        server_args=[
+            f"reward_model.restore_from_path={model}",
+            f"reward_model.head_path={DEMO / 'reward_head' / 'head.safetensors'}",
+        ],
+        actor_args=[
+            "--config-name=demo_actor",
+            f"pretrained_checkpoint.restore_from_path={model}",
+            f"model.data.data_prefix.train={DEMO / 'prompts_train.jsonl'}",
+            f"model.data.data_prefix.validation={DEMO / 'prompts_validation.jsonl'}",
+            f"exp_manager.explicit_log_dir={out}",
+            *overrides,
+        ],
+    )
+    code = launch(plan, say=lambda text: print(f"[demo] {text}", flush=True))
+    if code == 0:
+        places = {
+            "report": out / "report.html",
+            "samples": out / "rollouts",
+            "checkpoint": out / "checkpoints",
+            "trained model": out / "hf",
+            "server's log": plan.server_log,
+        }
+        print()
+        print(run_summary(out, places))
+        print(f"  took {(time.monotonic() - started) / 60:.1f} minutes")
+    return code
+
+
+def steps_override(text: str) -> list[str]:
+    """The override that DEMO_STEPS stands for; none where it is unset or empty.
+
+    Raises:
+        ConfigError: not a whole number above 0.
+    """
+    if not text:
+        return []
+    if not text.isdigit() or int(text) == 0:
+        raise ConfigError([f"DEMO_STEPS is {text!r}; expected a whole number above 0"])
+    steps = int(text)
+    return [
+        f"trainer.reinforce.max_steps={steps}",
+        f"trainer.reinforce.val_check_interval={steps}",
+        f"trainer.reinforce.save_interval={steps}",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Weights from a Hugging Face folder and back: the same logits as transformers', and clear errors."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.models import tiny_llama_folder
+from helpers.policies import all_logits, megatron_model, random_tokens, transformers_logits, transformers_model
+from safetensors.torch import load_file, save_file
+
+from reinforce_rl.errors import CheckpointError
+from reinforce_rl.megatron.hf_weights import export_hf_folder
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SHAPES = {
+    "tied, grouped": {},
+    "untied, odd vocabulary": {"tied": False, "vocab_size": 63},
+    "tied, odd vocabulary": {"vocab_size": 63},
+    "multi-head": {"heads": 4, "groups": 4},
+    "multi-query": {"heads": 4, "groups": 1},
+    "SmolLM2's 9 heads in 3 groups": {"heads": 9, "groups": 3, "hidden": 36},
+    "head_dim is not hidden / heads": {"head_dim": 16},
+    "llama3 scaling": {"rope_scaling": LLAMA3_SCALING},
+    "linear scaling": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "several files": {"max_shard_size": "20KB"},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_logits_equal_transformers_both_ways(shape, mesh, tmp_path):
+    folder = tiny_llama_folder(tmp_path / "source", **shape)
+    tokens = random_tokens(shape.get("vocab_size", 64), 2, 100)
+    lm = megatron_model(folder, mesh)
+    theirs = transformers_model(folder)
+    expected = transformers_logits(theirs, tokens)
+    assert expected.std() > 0.5  # else closeness would say little
+    torch.testing.assert_close(all_logits(lm, tokens), expected, atol=1e-5, rtol=0)
+
+    exported = export_hf_folder(lm, folder, tmp_path / "exported")
+    again = transformers_model(exported)
+    assert torch.equal(transformers_logits(again, tokens), expected)
+    assert set(again.state_dict()) == set(theirs.state_dict())
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_scaling_of_llama3_changes_the_frequencies(mesh, tmp_path):
+    plain = megatron_model(tiny_llama_folder(tmp_path / "plain"), mesh)
+    scaled = megatron_model(tiny_llama_folder(tmp_path / "scaled", rope_scaling=LLAMA3_SCALING), mesh)
+    tokens = random_tokens(64, 1, 100)
+    assert (all_logits(plain, tokens) - all_logits(scaled, tokens)).abs().max() > 0.01
+
+
+def test_config_of_older_transformers_is_read_alike(mesh, tmp_path):
+    """`rope_theta` and `rope_scaling` stood at the top level before transformers 5, and `dtype` was `torch_dtype`."""
+    folder = tiny_llama_folder(tmp_path / "source", rope_scaling=LLAMA3_SCALING)
+    tokens = random_tokens(64, 2, 100)
+    expected = all_logits(megatron_model(folder, mesh), tokens)
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": config.pop("dtype")}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(all_logits(megatron_model(folder, mesh), tokens), expected)
+
+
+def test_exported_folder_has_the_tokenizer_and_replaces_an_older_one(mesh, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = tiny_llama_folder(tmp_path / "source")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "stale.safetensors").write_text("old")
+    export_hf_folder(megatron_model(folder, mesh), folder, out)
+    assert not (out / "stale.safetensors").exists()
+    assert AutoTokenizer.from_pretrained(out).get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
+    assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def test_export_of_a_bf16_checkpoint_trained_in_fp32_loads_as_fp32(mesh, tmp_path):
+    """transformers takes the dtype from config.json: left at bfloat16, it would round the trained weights."""
+    folder = tiny_llama_folder(tmp_path / "source")
+    lm = megatron_model(folder, mesh)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(export_hf_folder(lm, folder, tmp_path / "out"))
+    assert exported.dtype == torch.float32
+
+
+def test_export_to_a_full_disk_is_an_error_and_leaves_the_old_folder(mesh, tmp_path):
+    folder = tiny_llama_folder(tmp_path / "source")
+    lm = megatron_model(folder, mesh)
+    out = export_hf_folder(lm, folder, tmp_path / "out")
+    before = (out / "model.safetensors").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))  # the weights have more bytes, the config fewer
+    try:
+        with pytest.raises(CheckpointError, match="cannot write the Hugging Face folder .*out"):
+            export_hf_folder(lm, folder, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (out / "model.safetensors").read_bytes() == before
+    assert not list(tmp_path.glob("*.part"))
+
+
+def edit_tensors(folder: Path, edit) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+def test_missing_tensor(mesh, tmp_path):
+    folder = tiny_llama_folder(tmp_path)
+    edit_tensors(folder, lambda tensors: tensors.pop(K_PROJ))
+    with pytest.raises(CheckpointError, match=rf"has no tensor '{K_PROJ}'"):
+        megatron_model(folder, mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (K_PROJ, (8, 32)),
+        ("model.layers.0.self_attn.q_proj.weight", (31, 32)),
+        ("model.layers.0.self_attn.o_proj.weight", (32, 16)),
+        ("model.layers.0.mlp.down_proj.weight", (32, 60)),
+        ("model.layers.0.mlp.gate_proj.weight", (128, 32)),
+        ("model.norm.weight", (16,)),
+        # Fewer rows must not be taken for padding, nor more be cut off.
+        ("model.embed_tokens.weight", (63, 32)),
+        ("model.embed_tokens.weight", (65, 32)),
+    ],
+)
+def test_wrong_shape(name, shape, mesh, tmp_path):
+    folder = tiny_llama_folder(tmp_path)
+    edit_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(shape)}))
+    with pytest.raises(CheckpointError) as caught:
+        megatron_model(folder, mesh)
+    assert name in str(caught.value)
+    assert str(shape) in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, 5, 4000, -10])
+def test_damaged_file(size, mesh, tmp_path):
+    folder = tiny_llama_folder(tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read as safetensors"):
+        megatron_model(folder, mesh)
+
+
+def test_no_weights(mesh, tmp_path):
+    folder = tiny_llama_folder(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="neither model.safetensors nor"):
+        megatron_model(folder, mesh)
+
+
+class TestSeveralFiles:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        folder = tiny_llama_folder(tmp_path, max_shard_size="20KB")
+        assert len(list(folder.glob("*.safetensors"))) > 2
+        return folder
+
+    def test_missing_shard(self, folder, mesh):
+        shard = sorted(folder.glob("*.safetensors"))[1]
+        shard.unlink()
+        with pytest.raises(CheckpointError, match=rf"names files that are not there: {shard.name}"):
+            megatron_model(folder, mesh)
+
+    def test_damaged_shard(self, folder, mesh):
+        shard = sorted(folder.glob("*.safetensors"))[1]
+        shard.write_bytes(shard.read_bytes()[:100])
+        with pytest.raises(CheckpointError, match=rf"{shard.name} cannot be read as safetensors"):
+            megatron_model(folder, mesh)
+
+    def test_tensor_that_only_the_index_knows(self, folder, mesh):
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        index["weight_map"][K_PROJ] = index["weight_map"]["model.norm.weight"]
+        path.write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match=K_PROJ):
+            megatron_model(folder, mesh)
+
+    @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": 1}'])
+    def test_damaged_index(self, text, folder, mesh):
+        (folder / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+            megatron_model(folder, mesh)
