@@ -226,7 +226,7 @@ def build(schema: type[T], node: DictConfig, path: str, faults: list[str]) -> T 
         try:
             value = node[name]
         except Exception as error:  # an interpolation that leads nowhere
-            faults.append(f"{key} cannot be resolved: {error}")
+            faults.append(f"{key} cannot be resolved: {str(error).splitlines()[0]}")
             complete = complete and has_default
             continue
         expected = hints[name]

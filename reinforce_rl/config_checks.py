@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from reinforce_rl.config import RolloutConfig, SamplingConfig, TrainConfig
-from reinforce_rl.data.prompts import resolve_data_prefix
+from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.run_timer import parse_duration
 
@@ -37,6 +37,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("remote_rm.pad_to_length", cfg.remote_rm.pad_to_length, 1),
         ("trainer.reinforce.max_failed_fraction", rl.max_failed_fraction, 0),
         ("exp_manager.checkpoint_callback_params.keep_last", cfg.exp_manager.checkpoint_callback_params.keep_last, 1),
+        ("model.seed", cfg.model.seed, 0),
         ("model.tensor_model_parallel_size", cfg.model.tensor_model_parallel_size, 1),
         ("model.micro_batch_size", cfg.model.micro_batch_size, 1),
         ("model.reinforce.num_rollout_samples", rollout.num_rollout_samples, 1),

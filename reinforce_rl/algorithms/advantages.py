@@ -72,3 +72,5 @@ def _check(rewards: Tensor, group_ids: Tensor, valid: Tensor | None) -> None:
         raise ValueError(f"expected 1-D tensors of one length, found { ({k: tuple(v) for k, v in shapes.items()}) }")
     if group_ids.is_floating_point():
         raise ValueError(f"group_ids must be integers, found {group_ids.dtype}")
+    if valid is not None and valid.dtype != torch.bool:
+        raise ValueError(f"valid must be a bool mask, found {valid.dtype}")

@@ -67,9 +67,16 @@ class Architecture:
             for key, value in expected.items()
             if raw.get(key, value) != value
         ]
+        heads, groups = raw.get("num_attention_heads", 1), raw.get("num_key_value_heads") or 1
+        if heads % groups:
+            faults.append(f"{source}: num_key_value_heads is {groups}, which does not divide {heads} attention heads")
+        if not raw.get("head_dim") and raw.get("hidden_size", 0) % heads:
+            faults.append(
+                f"{source}: hidden_size is {raw['hidden_size']}, which {heads} attention heads do not divide, "
+                "and head_dim is not given"
+            )
         if faults:
             raise ConfigError(faults)
-        heads = raw["num_attention_heads"]
         return cls(
             vocab_size=raw["vocab_size"],
             hidden_size=raw["hidden_size"],

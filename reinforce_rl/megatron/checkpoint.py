@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.files import write_atomically
@@ -113,7 +114,7 @@ class Checkpointer:
         try:
             dist_checkpointing.save(self._sharded_state(loading=False), str(part / "model"))
             torch.save(_rng_state(), part / "rng" / f"rank_{self._mesh.rank:05d}.pt")
-        except Exception as error:  # torch's writers raise OSError, RuntimeError and types of their own
+        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
             failure = self._cannot_write(part, error)
         self._mesh.check_together(failure)
         if self._mesh.is_main:
@@ -122,7 +123,7 @@ class Checkpointer:
                 shutil.rmtree(final, ignore_errors=True)
                 os.replace(part, final)
                 write_atomically(self.folder / LATEST_FILE, final.name)
-                self._remove_old()
+                self._remove_old(final)
             except OSError as error:
                 failure = self._cannot_write(part, error)
         self._mesh.check_together(failure)
@@ -140,13 +141,14 @@ class Checkpointer:
             loaded: Any = dist_checkpointing.load(sharded, str(checkpoint.folder / "model"))
             self._ddp.module.load_state_dict(loaded["model"], strict=False)
             self._optimizer.load_state_dict(loaded["optimizer"])
+            self._scheduler.num_steps = 0  # megatron adds the checkpoint's steps to those already taken
             self._scheduler.load_state_dict(loaded["scheduler"])
             rng = checkpoint.folder / "rng" / f"rank_{self._mesh.rank:05d}.pt"
             if rng.is_file():  # absent where the run goes on with more ranks than it was saved with
                 _set_rng_state(torch.load(rng, weights_only=True))
-        except Exception as error:  # dist_checkpointing raises types of its own
+        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
             failure = CheckpointError(
-                f"checkpoint {checkpoint.folder} cannot be loaded: {error}. "
+                f"checkpoint {checkpoint.folder} cannot be loaded: {_reason(error)}. "
                 f"To go on from an older one, write its name into {self.folder / LATEST_FILE}"
             )
             failure.__cause__ = error
@@ -161,20 +163,29 @@ class Checkpointer:
             "scheduler": self._scheduler.state_dict(),
         }
 
-    def _remove_old(self) -> None:
-        complete = sorted(p for p in self.folder.iterdir() if re.fullmatch(r"step_\d{8}", p.name))
+    def _remove_old(self, newest: Path) -> None:
+        complete = [p for p in self.folder.iterdir() if re.fullmatch(r"step_\d{8}", p.name)]
+        # Later steps than the newest's are left from before the run went on from an older one: they go first.
+        complete.sort(key=lambda p: (p.name <= newest.name, p.name))
         for folder in complete[: -self._keep_last]:
             shutil.rmtree(folder)
         for leftover in self.folder.glob("step_*.part"):
             shutil.rmtree(leftover)
 
-    def _cannot_write(self, part: Path, error: Exception) -> CheckpointError:
+    def _cannot_write(self, part: Path, error: BaseException) -> CheckpointError:
         failure = CheckpointError(
-            f"rank {self._mesh.rank} cannot write the checkpoint {part}: {error}. "
+            f"rank {self._mesh.rank} cannot write the checkpoint {part}: {_reason(error)}. "
             "The previous checkpoint is untouched; free some space and start the run again"
         )
         failure.__cause__ = error
         return failure
+
+
+def _reason(error: BaseException) -> str:
+    """torch's own exception has the tracebacks of all ranks as its text; the errors below them say what is wrong."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {inner[0]}" for rank, inner in error.failures.items())
+    return str(error)
 
 
 def _rng_state() -> dict[str, Any]:

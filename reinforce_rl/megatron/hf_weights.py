@@ -7,11 +7,13 @@ rank. Padding for tensor parallelism is described at `Architecture.padded`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,11 +34,12 @@ class HFFolder:
         self._file_of = self._index()
 
     def _index(self) -> dict[str, Path]:
-        from safetensors import safe_open
-
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            try:
+                names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{index} cannot be read: {error!r}; expected a JSON object weight_map") from error
             missing = sorted({file for file in names.values() if not (self.folder / file).is_file()})
             if missing:
                 raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
@@ -47,24 +50,30 @@ class HFFolder:
                 f"{self.folder} holds neither model.safetensors nor model.safetensors.index.json; "
                 "expected a Hugging Face folder with safetensors (pickled .bin weights are not read)"
             )
-        try:
-            with safe_open(single, framework="pt") as file:
-                return dict.fromkeys(file.keys(), single)
-        except Exception as error:  # safetensors raises its own, undocumented type for a damaged file
-            raise CheckpointError(f"{single} cannot be read as safetensors: {error}") from error
+        with _opened(single) as file:
+            return dict.fromkeys(file.keys(), single)
 
     def __call__(self, name: str) -> Tensor:
         """One tensor by its Hugging Face name.
 
         Raises:
-            CheckpointError: no such tensor.
+            CheckpointError: no such tensor, or its file is damaged.
         """
-        from safetensors import safe_open
-
         if name not in self._file_of:
             raise CheckpointError(f"{self.folder} has no tensor {name!r}; is this a Llama-family checkpoint?")
-        with safe_open(self._file_of[name], framework="pt") as file:
+        with _opened(self._file_of[name]) as file:
             return file.get_tensor(name)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except Exception as error:  # safetensors raises its own, undocumented type for a damaged file
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 
 
 def load_hf_weights(lm: CausalLM, read: ReadTensor) -> None:
@@ -80,15 +89,37 @@ def load_hf_weights(lm: CausalLM, read: ReadTensor) -> None:
     arch, mesh = lm.architecture, lm.mesh
     own = dict(lm.named_parameters())
     with torch.no_grad():
-        for name, value in _megatron_tensors(arch, mesh, read):
-            parameter = own.pop(name)
-            if parameter.shape != value.shape:
-                raise CheckpointError(
-                    f"{name} has shape {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)} by config.json"
-                )
-            parameter.copy_(value)
+        for name, value in _megatron_tensors(arch, mesh, _checked(arch, read)):
+            own.pop(name).copy_(value)
     if own:
         raise CheckpointError(f"parameters that the checkpoint did not fill: {', '.join(sorted(own))}")
+
+
+def _checked(arch: Architecture, read: ReadTensor) -> ReadTensor:
+    """Refuses tensors of other shapes than the architecture's, which padding or broadcasting would hide."""
+    h, d = arch.hidden_size, arch.head_size
+    shapes = {
+        "embed_tokens": (arch.vocab_size, h),
+        "lm_head": (arch.vocab_size, h),
+        "q_proj": (arch.num_heads * d, h),
+        "k_proj": (arch.num_groups * d, h),
+        "v_proj": (arch.num_groups * d, h),
+        "o_proj": (h, arch.num_heads * d),
+        "gate_proj": (arch.ffn_size, h),
+        "up_proj": (arch.ffn_size, h),
+        "down_proj": (h, arch.ffn_size),
+    }
+
+    def checked(name: str) -> Tensor:
+        tensor = read(name)
+        expected = shapes.get(name.split(".")[-2], (h,))  # the rest are norms
+        if tensor.shape != expected:
+            raise CheckpointError(
+                f"{name} has shape {tuple(tensor.shape)} in the checkpoint; by config.json it should be {expected}"
+            )
+        return tensor
+
+    return checked
 
 
 def _megatron_tensors(arch: Architecture, mesh: Mesh, read: ReadTensor) -> Iterator[tuple[str, Tensor]]:
@@ -176,14 +207,23 @@ def export_hf_folder(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
             for file in sorted(source.iterdir()):
                 if file.suffix in (".json", ".txt", ".jinja", ".model") and not file.name.startswith("model.safe"):
                     shutil.copyfile(file, part / file.name)
+            _set_dtype(part / "config.json", lm.config.params_dtype)
             save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
             shutil.rmtree(out, ignore_errors=True)
             os.replace(part, out)
-        except OSError as error:
+        except Exception as error:  # safetensors raises its own, undocumented type where the disk is full
             shutil.rmtree(part, ignore_errors=True)
             failure = CheckpointError(f"cannot write the Hugging Face folder {out}: {error}")
     lm.mesh.check_together(failure)
     return out
+
+
+def _set_dtype(config: Path, dtype: torch.dtype) -> None:
+    """transformers loads a folder in the dtype its config names, so that must be the dtype of the weights."""
+    values = json.loads(config.read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in values else "dtype"  # its name before transformers 5
+    values[key] = str(dtype).removeprefix("torch.")
+    config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _join_qkv(arch: Architecture, q: Tensor, k: Tensor, v: Tensor, num_groups: int) -> Tensor:

@@ -180,6 +180,7 @@ def write_head(report: HeadReport, folder: str | Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         report.best.trained.head.save(part, report.metadata())
+        part.chmod(0o644)  # safetensors makes files that only their owner can read
         os.replace(part, path)
         write_atomically(folder / CARD_FILE, report.card())
     except OSError as error:
@@ -189,19 +190,27 @@ def write_head(report: HeadReport, folder: str | Path) -> Path:
     return path
 
 
+def sha256_of_file(path: str | Path) -> str:
+    """sha256 (hex) of a file's content, as `sha256sum` prints it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    return digest.hexdigest()
+
+
 def sha256_of_files(paths: Iterable[Path]) -> str:
-    """sha256 (hex) over the names and contents of files, in the order of their names.
+    """sha256 (hex) over the names and hashes of files, in the order of their names.
 
     Raises:
         CheckpointError: one cannot be read.
     """
-    digest = hashlib.sha256()
-    for path in sorted(paths, key=lambda item: item.name):
-        digest.update(path.name.encode())
-        try:
-            with path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    return digest.hexdigest()
+    lines = (f"{sha256_of_file(path)}  {path.name}\n" for path in sorted(paths, key=lambda item: item.name))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

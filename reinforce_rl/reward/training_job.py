@@ -23,7 +23,7 @@ from reinforce_rl.reward.features import (
     pooled_features,
     save_features,
 )
-from reinforce_rl.reward.model_card import HeadReport, PoolingResult, sha256_of_files, write_head
+from reinforce_rl.reward.model_card import HeadReport, PoolingResult, sha256_of_file, sha256_of_files, write_head
 from reinforce_rl.reward.pairs import EncodedPair, encode_pairs, read_pairs, split_by_prompt
 from reinforce_rl.reward.template import end_of_turn_id
 from reinforce_rl.reward.training import PairFeatures, head_accuracy, pair_accuracy, train_head
@@ -127,7 +127,7 @@ def train_reward_model(config: TrainRewardModelConfig, *, command: str, console:
         trunk=trunk_folder.resolve().name,
         trunk_sha256=trunk_sha256,
         data_file=Path(data.pairs_path).name,
-        data_sha256=sha256_of_files([Path(data.pairs_path)]),
+        data_sha256=sha256_of_file(data.pairs_path),
         skipped=encoded.skipped,
         train_pairs=len(train),
         train_prompts=len({keys[i] for i in train}),

@@ -14,7 +14,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
 
 
-def megatron_model(folder: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> CausalLM:
+def megatron_model(folder: str | Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> CausalLM:
     lm = CausalLM(Architecture.from_folder(folder), mesh, dtype)
     load_hf_weights(lm, HFFolder(folder))
     return lm.eval()
@@ -41,3 +41,29 @@ def transformers_logits(model: Any, tokens: Tensor) -> Tensor:
 def random_tokens(vocab_size: int, *shape: int, seed: int = 0) -> Tensor:
     """Tokens without the special ones."""
     return torch.randint(4, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded_sequences(
+    prompt_lengths: list[int], response_lengths: list[int], vocab_size: int, pad_id: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sequences, prompt_lengths, response_lengths) with random tokens, right-padded."""
+    lengths = [a + b for a, b in zip(prompt_lengths, response_lengths, strict=True)]
+    sequences = random_tokens(vocab_size, len(lengths), max(lengths))
+    for row, length in enumerate(lengths):
+        sequences[row, length:] = pad_id
+    return sequences, torch.tensor(prompt_lengths), torch.tensor(response_lengths)
+
+
+def brute_force_log_probs(
+    model: Any, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, temperature: float, width: int
+) -> Tensor:
+    """[N, width] from transformers' logits: one sequence at a time, unpadded, token by token."""
+    rows = []
+    for tokens, prompt, response in zip(
+        sequences, prompt_lengths.tolist(), response_lengths.tolist(), strict=True
+    ):
+        logits = model(tokens[None, : prompt + response]).logits[0].float() / temperature
+        table = torch.log_softmax(logits, dim=-1)
+        row = [table[prompt + t - 1, tokens[prompt + t]] for t in range(response)]
+        rows.append(torch.stack(row + [torch.zeros(())] * (width - response)))
+    return torch.stack(rows)

@@ -1,0 +1,54 @@
+"""KL estimates of sequences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from reinforce_rl.algorithms.kl import absolute_k1, k1, sequence_kl
+
+
+def test_the_estimators_a_token():
+    log_probs, reference = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -1.0, 0.0]])
+    assert k1(log_probs, reference).tolist() == [[0.5, -1.0, 0.0]]
+    assert absolute_k1(log_probs, reference).tolist() == [[0.5, 1.0, 0.0]]
+
+
+def test_a_sequences_kl_is_a_sum_over_its_response():
+    log_probs = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, -1.0]])
+    reference = torch.tensor([[-1.5, -1.0, -9.0], [-2.0, -3.0, -4.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    assert sequence_kl(log_probs, reference, mask).tolist() == [-0.5, 6.0]
+    assert sequence_kl(log_probs, reference, mask, use_absolute_kl=True).tolist() == [1.5, 6.0]
+
+
+@pytest.mark.parametrize("padding", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_padding_may_hold_anything(padding, absolute):
+    log_probs = torch.tensor([[-1.0, padding, padding]])
+    reference = torch.tensor([[-3.0, padding, 0.0]])
+    mask = torch.tensor([[True, False, False]])
+    assert sequence_kl(log_probs, reference, mask, use_absolute_kl=absolute).tolist() == [2.0]
+
+
+def test_an_empty_response_has_no_kl():
+    nothing = torch.full((2, 3), math.nan)
+    assert sequence_kl(nothing, nothing, torch.zeros(2, 3, dtype=torch.bool)).tolist() == [0.0, 0.0]
+    assert sequence_kl(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool)).tolist() == [0.0] * 2
+
+
+def test_it_carries_no_gradient():
+    log_probs = torch.zeros(1, 2, requires_grad=True)
+    assert not sequence_kl(log_probs, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)).requires_grad
+
+
+def test_k1_is_unbiased_and_its_absolute_value_is_not():
+    """Exact expectations over all tokens of a small distribution."""
+    policy, reference = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
+    true_kl = (policy * (policy / reference).log()).sum()
+    mask = torch.ones(3, 1, dtype=torch.bool)
+    columns = policy.log()[:, None], reference.log()[:, None], mask
+    torch.testing.assert_close((policy * sequence_kl(*columns)).sum(), true_kl)
+    assert (policy * sequence_kl(*columns, use_absolute_kl=True)).sum() > true_kl + 0.1

@@ -1,0 +1,106 @@
+"""The loss and its gradient, in closed form and however the batch is cut."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reinforce_rl.algorithms.loss import reinforce_loss
+
+WORKED = Path(__file__).parents[2].parent / "shared" / "data" / "worked_example.json"
+
+
+@pytest.mark.parametrize("part", ["rloo", "reinforce_batch_mean"])
+def test_the_worked_example(part):
+    if not WORKED.exists():
+        pytest.skip(f"{WORKED} is not there")
+    example = json.loads(WORKED.read_text())[part]
+    log_probs = torch.tensor(example["logprobs"], dtype=torch.float64).flatten(0, -2).requires_grad_()
+    advantages = torch.tensor(example["advantages"], dtype=torch.float64).flatten()
+    count = len(advantages)
+    everything = torch.ones(log_probs.shape, dtype=torch.bool)
+    loss = reinforce_loss(log_probs, everything, advantages, everything[:, 0], count)
+    loss.backward()
+    torch.testing.assert_close(loss.item(), example["loss_mean_over_sequences"], rtol=0, atol=1e-9)
+    assert log_probs.grad is not None
+    torch.testing.assert_close(log_probs.grad, (-advantages / count)[:, None].expand_as(log_probs))
+
+
+def batch(rows: int, width: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    log_probs = -torch.rand(rows, width, dtype=torch.float64, generator=generator) * 5
+    lengths = torch.randint(0, width + 1, (rows,), generator=generator)
+    mask = torch.arange(width)[None, :] < lengths[:, None]
+    advantages = torch.randn(rows, dtype=torch.float64, generator=generator)
+    valid = torch.rand(rows, generator=generator) < 0.7
+    return log_probs, mask, advantages, valid
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 12), st.integers(0, 10**6))
+def test_the_shares_of_micro_batches_sum_to_the_loss(rows, width, size, seed):
+    log_probs, mask, advantages, valid = batch(rows, width, seed)
+    whole = log_probs.clone().requires_grad_()
+    num_valid = float(valid.sum())
+    loss = reinforce_loss(whole, mask, advantages, valid, num_valid)
+    loss.backward()
+
+    parts = log_probs.clone().requires_grad_()
+    total = 0.0
+    for rows_of_part in torch.arange(rows).split(size):
+        share = reinforce_loss(
+            parts[rows_of_part], mask[rows_of_part], advantages[rows_of_part], valid[rows_of_part], num_valid
+        )
+        share.backward()
+        total += share.item()
+    assert total == pytest.approx(loss.item(), abs=1e-12)
+    assert whole.grad is not None and parts.grad is not None
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=0)
+
+    by_hand = sum(
+        -float(advantages[i]) * math.fsum(log_probs[i][mask[i]].tolist()) for i in range(rows) if valid[i]
+    ) / max(num_valid, 1)
+    assert loss.item() == pytest.approx(by_hand, abs=1e-12)
+
+
+@pytest.mark.parametrize("anything", [math.inf, -math.inf, math.nan])
+def test_what_is_left_out_gives_exactly_no_gradient(anything):
+    log_probs = torch.tensor([[-1.0, -2.0], [anything, anything], [-3.0, anything]], requires_grad=True)
+    mask = torch.tensor([[True, True], [True, True], [True, False]])
+    advantages = torch.tensor([2.0, anything, -1.0])
+    loss = reinforce_loss(log_probs, mask, advantages, torch.tensor([True, False, True]), 2)
+    loss.backward()
+    assert loss.item() == 1.5
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == [[-1.0, -1.0], [0.0, 0.0], [0.5, 0.0]]
+
+
+def test_without_a_valid_sample_the_loss_is_zero():
+    log_probs = torch.full((2, 3), -1.0, requires_grad=True)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    loss = reinforce_loss(log_probs, mask, torch.ones(2), torch.zeros(2, dtype=torch.bool), 0)
+    loss.backward()
+    assert loss.item() == 0.0 and log_probs.grad is not None and not log_probs.grad.any()
+
+
+def test_no_gradient_flows_through_the_advantages():
+    log_probs = torch.full((1, 2), -1.0, requires_grad=True)
+    advantages = (log_probs.sum(dim=1) * 3).abs()
+    ones = torch.ones(1, 2, dtype=torch.bool)
+    reinforce_loss(log_probs, ones, advantages, ones[:, 0], 1).backward()
+    assert log_probs.grad is not None and log_probs.grad.tolist() == [[-6.0, -6.0]]
+
+
+def test_lengths_are_not_normalised_away():
+    """Twice as many tokens of the same log-prob make twice the loss: the response is one action."""
+    short = torch.tensor([[True, False]])
+    long = torch.tensor([[True, True]])
+    arguments = torch.ones(1), torch.ones(1, dtype=torch.bool), 1
+    log_probs = torch.full((1, 2), -1.5)
+    assert reinforce_loss(log_probs, long, *arguments) == 2 * reinforce_loss(log_probs, short, *arguments) == 3.0

@@ -1,0 +1,57 @@
+"""Two ranks check their mesh. Usage: mesh.py TENSOR_MODEL_PARALLEL_SIZE"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from reinforce_rl.errors import CheckpointError, ConfigError, DataError, ReinforceError, TooManyFailedRewardsError
+from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
+
+
+def raised(mesh: Mesh, error: Exception | None) -> Exception | None:
+    try:
+        mesh.check_together(error)
+    except Exception as caught:
+        return caught
+    return None
+
+
+def check(mesh: Mesh, tp_size: int) -> None:
+    dp_size = 2 // tp_size
+    assert (mesh.world_size, mesh.tp_size, mesh.dp_size) == (2, tp_size, dp_size)
+    assert (mesh.dp_rank, mesh.tp_rank) == ((0, mesh.rank) if tp_size == 2 else (mesh.rank, 0))
+    assert mesh.is_main == (mesh.rank == 0)
+    assert mesh.gather_over_dp(f"dp {mesh.dp_rank}") == [f"dp {i}" for i in range(dp_size)]
+    own = torch.tensor([1.0, 10.0 * mesh.dp_rank])
+    assert mesh.sum_over_dp(own).tolist() == ([2.0, 10.0] if dp_size == 2 else [1.0, 0.0])
+    assert own.tolist() == [1.0, 10.0 * mesh.dp_rank]
+    assert mesh.from_tp_rank_0(mesh.rank) == (0 if tp_size == 2 else mesh.rank)
+    assert mesh.any_rank(mesh.rank == 1)
+    assert not mesh.any_rank(False)
+
+    assert raised(mesh, None) is None
+    for failing in (0, 1):
+        for kind in (CheckpointError, DataError, TooManyFailedRewardsError):
+            mine = kind("no space") if mesh.rank == failing else None
+            found = raised(mesh, mine)
+            assert type(found) is kind
+            assert found is mine if mine else str(found) == f"rank {failing} failed: no space"
+        # An error of any other kind is the rank's own there, and one of this package elsewhere.
+        for error in (KeyError("x"), ConfigError(["a fault"])):
+            found = raised(mesh, error if mesh.rank == failing else None)
+            assert found is error if mesh.rank == failing else type(found) is ReinforceError
+    found = raised(mesh, DataError(f"from {mesh.rank}"))
+    assert str(found) == f"from {mesh.rank}"
+    mesh.barrier()
+
+
+def main() -> None:
+    with parallel_mesh(tensor_model_parallel_size=int(sys.argv[1]), timeout_seconds=60) as mesh:
+        check(mesh, mesh.tp_size)
+    print("all checks passed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

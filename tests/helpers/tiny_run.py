@@ -1,0 +1,122 @@
+"""The whole trainer on a tiny model, with a reward function in place of the server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import hydra
+from helpers.models import tiny_llama_folder
+from helpers.rewards import FunctionReward
+from omegaconf import DictConfig
+
+from reinforce_rl.algorithms.reinforce import ReinforceTrainer
+from reinforce_rl.build import build_datasets, build_monitor, build_trainer
+from reinforce_rl.cli import CONF_FOLDER
+from reinforce_rl.config import TrainConfig, load_config
+from reinforce_rl.megatron.checkpoint import latest_checkpoint
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.reward.base import RewardSource
+from reinforce_rl.tokenizer import load_tokenizer
+
+PROMPT_TOKENS = 3
+MAX_LENGTH = 5
+
+
+def odd_share(ids: list[int]) -> float:
+    """The reward of most tests: the share of odd token ids in a response; 0.5 for an empty one."""
+    return sum(i % 2 for i in ids) / len(ids) if ids else 0.5
+
+
+def three_letters(count: int) -> list[str]:
+    """So many different prompts of `PROMPT_TOKENS` tokens."""
+    letters = "etaoinshr"
+    return [letters[i % 9] + letters[i // 9 % 9] + letters[i // 81 % 9] for i in range(count)]
+
+
+def write_prompts(path: Path, texts: Sequence[str]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path
+
+
+def tiny_overrides(folder: Path, *, num_prompts: int = 8, prompts: Sequence[str] | None = None) -> list[str]:
+    """Write a model and prompts below `folder`, and return the command line of a short run on them."""
+    model = folder / "model"
+    if not model.exists():
+        tiny_llama_folder(model, vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16)
+    train = write_prompts(folder / "train.jsonl", prompts or three_letters(num_prompts))
+    validation = write_prompts(folder / "validation.jsonl", three_letters(3))
+    return [
+        f"pretrained_checkpoint.restore_from_path={model}",
+        f"model.data.data_prefix.train={train}",
+        f"model.data.data_prefix.validation={validation}",
+        f"exp_manager.explicit_log_dir={folder / 'run'}",
+        "exp_manager.checkpoint_callback_params.save_hf_on_train_end=false",
+        "model.encoder_seq_length=16",
+        f"model.reinforce.length_params.max_length={MAX_LENGTH}",
+        "model.reinforce.num_rollout_samples=4",
+        "model.reinforce.rollout_micro_batch_size=3",
+        "model.micro_batch_size=5",
+        "model.optim.lr=0.01",
+        "trainer.reinforce.val_check_interval=0",
+        "trainer.reinforce.initial_policy_kl_penalty=0.1",
+    ]
+
+
+def compose(*overrides: str, name: str = "train_reinforce_actor") -> DictConfig:
+    """A shipped configuration with overrides, as Hydra composes it for the script."""
+    with hydra.initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
+        return hydra.compose(name, overrides=list(overrides))
+
+
+def tiny_config(folder: Path, *overrides: str, prompts: Sequence[str] | None = None) -> TrainConfig:
+    return load_config(compose(*tiny_overrides(folder, prompts=prompts), *overrides))
+
+
+@contextlib.contextmanager
+def tiny_trainer(
+    config: TrainConfig, mesh: Mesh, rm: RewardSource | Callable[[list[int]], float] = odd_share
+) -> Iterator[ReinforceTrainer]:
+    """What `build.train` builds, resume included, without the server and the export; the loggers end with the block.
+
+    Args:
+        config: of the run.
+        mesh: of this process.
+        rm: a reward source, or a function of a response's token ids.
+    """
+    tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
+    datasets = build_datasets(config, tokenizer)
+    checkpoint = latest_checkpoint(Path(config.exp_manager.explicit_log_dir) / "checkpoints")
+    monitor, wandb_run_id = build_monitor(config, mesh, datasets, checkpoint)
+    source = rm if hasattr(rm, "infer_rm") else FunctionReward(rm, PROMPT_TOKENS)  # type: ignore[arg-type]
+    with monitor.running():
+        trainer = build_trainer(config, mesh, tokenizer, datasets, source, monitor, checkpoint)  # type: ignore[arg-type]
+        trainer.wandb_run_id = wandb_run_id
+        yield trainer
+
+
+def json_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return json_lines(folder / "run" / "metrics.jsonl")
+
+
+def rollouts_of(folder: Path, step: int) -> list[dict]:
+    return json_lines(folder / "run" / "rollouts" / f"step_{step:05d}.jsonl")
+
+
+def without_times(line: dict) -> dict:
+    """A line of metrics.jsonl less what depends on the clock."""
+    return {key: value for key, value in line.items() if key != "time" and not key.startswith("timers/")}
+
+
+def largest_difference(left: dict, right: dict) -> float:
+    """Over the numbers of two lines with the same keys; infinite where one is null and the other is not."""
+    assert left.keys() == right.keys()
+    pairs = [(left[key], right[key]) for key in left if left[key] != right[key]]
+    return max((math.inf if None in pair else abs(pair[0] - pair[1]) for pair in pairs), default=0.0)

@@ -1,0 +1,91 @@
+"""`examples/train_reinforce_actor.py` with a reward function in place of the server, for tests that kill it.
+
+`train_tiny.py OVERRIDE...` is one run. `train_tiny.py serve` imports everything once and then makes one run of each
+line of its input, a JSON list [log file, die before, override, ...], in a process that it forks: it prints the
+process's id at once and its exit status (negative: the signal) at its end. With "die before" set, the process kills
+itself in place of moving the first file or folder whose destination ends so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve()
+sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2])]
+
+from omegaconf import DictConfig  # noqa: E402
+
+from reinforce_rl.cli import start_ranks, with_config  # noqa: E402
+
+
+@with_config("train_reinforce_actor")
+def main(cfg: DictConfig) -> None:
+    from reinforce_rl.config import load_config
+
+    config = load_config(cfg)
+    start_ranks(config.trainer.devices, config.trainer.num_nodes)
+
+    from helpers.rewards import FunctionReward
+    from helpers.tiny_run import PROMPT_TOKENS, odd_share
+
+    import reinforce_rl.build as build
+
+    build.connect_to_reward_server = lambda *_: FunctionReward(odd_share, PROMPT_TOKENS)  # type: ignore[assignment]
+    build.train(config)
+
+
+def die_before(suffix: str) -> None:
+    move = os.replace
+
+    def replace(source, destination):
+        if str(destination).endswith(suffix):
+            os.kill(os.getpid(), signal.SIGKILL)
+        move(source, destination)
+
+    os.replace = replace  # type: ignore[assignment]
+
+
+def run_in_fork(log: str, suffix: str, overrides: list[str]) -> int:
+    process = os.fork()
+    if process:
+        return process
+    status = 1
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.argv = [str(SCRIPT), *overrides]
+        if suffix:
+            die_before(suffix)
+        main()
+        status = 0
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def serve() -> None:
+    import helpers.tiny_run  # noqa: F401  (so that the runs need not import)
+    import transformers  # noqa: F401
+
+    for line in sys.stdin:
+        log, suffix, *overrides = json.loads(line)
+        process = run_in_fork(log, suffix, overrides)
+        print(process, flush=True)
+        _, status = os.waitpid(process, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        main()

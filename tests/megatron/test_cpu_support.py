@@ -1,0 +1,107 @@
+"""The CPU support touches megatron.core and nothing else, and nothing at all where CUDA is present."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+
+WITH_CUDA = """
+import sys
+import torch
+torch.cuda.is_available = lambda: True  # as on a machine with CUDA, before anything of ours is imported
+before = dict(vars(torch.cuda)), torch.Tensor.type, torch.Tensor.cuda
+dynamo = torch._dynamo.config.disable
+
+import reinforce_rl.megatron
+from reinforce_rl.megatron.cpu_support import enable_cpu_support
+import megatron.core.tensor_parallel.layers as layers
+import megatron.core.tensor_parallel.random as tracker
+
+assert enable_cpu_support() is False
+assert layers.torch is torch and tracker.torch is torch
+assert tracker._get_cuda_rng_state.__module__ == tracker.__name__
+changed = [name for name, value in before[0].items() if vars(torch.cuda)[name] is not value]
+assert not changed, changed
+assert torch.Tensor.type is before[1] and torch.Tensor.cuda is before[2]
+assert not [finder for finder in sys.meta_path if "reinforce_rl" in type(finder).__module__]
+assert torch._dynamo.config.disable == dynamo
+print("untouched")
+"""
+
+
+@cpu_only
+def test_megatron_sees_a_facade_and_nobody_else_does():
+    import transformers.modeling_utils
+
+    import reinforce_rl.megatron.model as ours
+
+    rebound = [m for name, m in sys.modules.items() if name.startswith("megatron.core") and hasattr(m, "torch")]
+    assert len(rebound) > 30
+    assert all(module.torch is not torch for module in rebound)
+    assert transformers.modeling_utils.torch is torch
+    assert ours.torch is torch
+    assert sys.modules["torch"] is torch
+
+
+@cpu_only
+def test_modules_imported_later_get_the_facade_too():
+    code = (
+        "import sys, torch, reinforce_rl.megatron\n"
+        "assert 'megatron.core.models.bert.bert_model' not in sys.modules\n"
+        "import megatron.core.models.bert.bert_model as late\n"
+        "assert late.torch is not torch\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@cpu_only
+def test_torch_cuda_is_untouched_outside_megatron(mesh):
+    assert torch.cuda.is_available() is False
+    assert torch.cuda.device_count() == 0
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.cuda.current_device()
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(1, device="cuda")
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(1).cuda()
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    assert torch.zeros(1).type(torch.float64).dtype == torch.float64
+
+
+@cpu_only
+def test_the_facade_forwards_everything_but_cuda():
+    import megatron.core.tensor_parallel.layers as layers
+
+    facade = layers.torch
+    assert facade.nn is torch.nn
+    assert facade.distributed is torch.distributed
+    assert facade.Tensor is torch.Tensor
+    assert facade.cuda.current_device() == torch.device("cpu")
+    assert facade.zeros(2, device="cuda").device.type == "cpu"
+    assert facade.empty(2, device=facade.cuda.current_device(), dtype=torch.int32).dtype == torch.int32
+    with pytest.raises(AttributeError):
+        _ = facade.no_such_name
+
+
+@cpu_only
+def test_rng_tracker_forks_the_cpu_generator(mesh):
+    from megatron.core import tensor_parallel
+
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        inside = torch.rand(2)
+    assert torch.equal(torch.rand(2), expected)
+    assert not torch.equal(inside, expected)
+
+
+def test_nothing_is_patched_where_cuda_is_present():
+    run = subprocess.run([sys.executable, "-c", WITH_CUDA], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "untouched"

@@ -1,0 +1,54 @@
+"""The layout of ranks, and errors that all ranks learn of together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+
+from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.megatron.mesh import parallel_mesh
+
+SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/mesh.py"
+
+
+def test_one_rank_without_a_launcher():
+    for _ in range(2):  # a second one can be opened when the first is closed
+        with parallel_mesh() as mesh:
+            assert (mesh.rank, mesh.world_size, mesh.dp_size, mesh.tp_size) == (0, 1, 1, 1)
+            assert mesh.is_main
+            assert mesh.gather_over_dp("x") == ["x"]
+            values = torch.tensor([1.5, 2.0])
+            assert torch.equal(mesh.sum_over_dp(values), values)
+            assert mesh.sum_over_dp(values) is not values
+            assert mesh.from_tp_rank_0([1]) == [1]
+            assert (mesh.any_rank(True), mesh.any_rank(False)) == (True, False)
+            mesh.check_together(None)
+            with pytest.raises(CheckpointError, match="^gone$"):
+                mesh.check_together(CheckpointError("gone"))
+
+
+def test_closed_after_an_error():
+    with pytest.raises(ValueError, match="inside"), parallel_mesh():
+        raise ValueError("inside")
+    assert not torch.distributed.is_initialized()
+    with parallel_mesh():
+        pass
+
+
+def test_ranks_that_do_not_divide(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with (
+        pytest.raises(ConfigError, match="tensor_model_parallel_size is 2, which does not divide the 3 ranks"),
+        parallel_mesh(tensor_model_parallel_size=2),
+    ):
+        pass
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_two_ranks(tp_size):
+    output = run_ranks(SCRIPT, 2, tp_size)
+    assert output.count("all checks passed") == 2

@@ -1,0 +1,139 @@
+"""Schedules against their formulas, step by step; clipping; gradients that are not finite."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.models import tiny_llama_folder
+from helpers.policies import megatron_model
+
+from reinforce_rl.megatron.optimizer import (
+    SCHEDULES,
+    ActorOptimizer,
+    OptimizerSettings,
+    accumulate_gradients,
+    build_optimizer,
+    wrap_data_parallel,
+)
+
+SETTINGS = OptimizerSettings(
+    lr=1e-3,
+    min_lr=1e-4,
+    weight_decay=0.1,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    schedule="constant",
+    warmup_steps=0,
+    constant_steps=0,
+    total_steps=10,
+    clip_grad=0.0,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_llama_folder(tmp_path_factory.mktemp("model"), layers=1)
+
+
+def wrapped(folder, mesh, settings):
+    ddp = wrap_data_parallel(megatron_model(folder, mesh))
+    return ddp, ActorOptimizer(*build_optimizer(ddp, settings))
+
+
+def weighted_sum(ddp, weight):
+    """A loss whose gradient is known: `weight` times the sum of all parameters has gradient `weight` everywhere."""
+    return sum((p * weight).sum() for p in ddp.parameters())
+
+
+def formula(settings: OptimizerSettings, k: int) -> float:
+    """The learning rate of the k-th step, from 1."""
+    warmup, end = settings.warmup_steps, settings.total_steps - settings.constant_steps
+    if k <= warmup:
+        return settings.lr * k / warmup
+    if settings.schedule == "constant":
+        return settings.lr
+    if k > end:
+        return settings.min_lr
+    done = (k - warmup) / (end - warmup)
+    left = 1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return settings.min_lr + left * (settings.lr - settings.min_lr)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("warmup", "constant"), [(0, 0), (3, 0), (3, 2), (1, 9), (10, 0)])
+def test_every_step_of_a_schedule(schedule, warmup, constant, folder, mesh):
+    settings = replace(SETTINGS, schedule=schedule, warmup_steps=warmup, constant_steps=constant)
+    ddp, optimizer = wrapped(folder, mesh, settings)
+    for k in range(1, 13):  # past the end too
+        accumulate_gradients(ddp, [1e-3], weighted_sum)
+        assert optimizer.step().lr == pytest.approx(formula(settings, k), rel=1e-12)
+
+
+def test_first_step_moves_the_weights_by_its_own_learning_rate(folder, mesh):
+    """Adam's first step moves each weight by lr, so it shows which learning rate the step really had."""
+    settings = replace(SETTINGS, warmup_steps=4, weight_decay=0.0)
+    ddp, optimizer = wrapped(folder, mesh, settings)
+    before = [p.detach().clone() for p in ddp.parameters()]
+    accumulate_gradients(ddp, [1.0], weighted_sum)
+    optimizer.step()
+    for old, new in zip(before, ddp.parameters(), strict=True):
+        torch.testing.assert_close(old - new, torch.full_like(old, SETTINGS.lr / 4), atol=2e-7, rtol=0)
+
+
+def test_weight_decay_is_decoupled_and_spares_norms(folder, mesh):
+    ddp, optimizer = wrapped(folder, mesh, SETTINGS)
+    before = {name: p.detach().clone() for name, p in ddp.named_parameters()}
+    accumulate_gradients(ddp, [1.0], weighted_sum)
+    optimizer.step()
+    for name, new in ddp.named_parameters():
+        decay = 0.0 if new.ndim == 1 else SETTINGS.lr * SETTINGS.weight_decay
+        torch.testing.assert_close(new.detach(), before[name] * (1 - decay) - SETTINGS.lr, atol=2e-7, rtol=0)
+
+
+def test_micro_batches_are_summed_and_their_shares_returned(folder, mesh):
+    ddp, _ = wrapped(folder, mesh, SETTINGS)
+    share = accumulate_gradients(ddp, [0.25, -1.0, 3.0], weighted_sum)
+    total = float(sum(p.detach().sum() for p in ddp.parameters()))
+    assert share == pytest.approx(2.25 * total, rel=1e-4)
+    for parameter in ddp.parameters():
+        torch.testing.assert_close(parameter.main_grad, torch.full_like(parameter, 2.25))
+    accumulate_gradients(ddp, [1.0], weighted_sum)  # the buffers are zeroed first
+    assert all((p.main_grad == 1).all() for p in ddp.parameters())
+
+
+def test_gradient_norm_and_clipping(folder, mesh):
+    ddp, optimizer = wrapped(folder, mesh, replace(SETTINGS, clip_grad=0.5))
+    accumulate_gradients(ddp, [2.0], weighted_sum)
+    update = optimizer.step()
+    count = sum(p.numel() for p in ddp.parameters())
+    assert update.grad_norm == pytest.approx(2.0 * math.sqrt(count), rel=1e-5)  # before clipping
+    clipped = math.sqrt(sum(float(p.grad.square().sum()) for p in ddp.parameters()))
+    assert clipped == pytest.approx(0.5, rel=1e-4)
+
+
+def test_small_gradients_are_not_scaled_up(folder, mesh):
+    ddp, optimizer = wrapped(folder, mesh, replace(SETTINGS, clip_grad=1e6))
+    accumulate_gradients(ddp, [2.0], weighted_sum)
+    optimizer.step()
+    assert all((p.grad == 2.0).all() for p in ddp.parameters())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradient_that_is_not_finite_changes_nothing(bad, folder, mesh):
+    ddp, optimizer = wrapped(folder, mesh, replace(SETTINGS, clip_grad=1.0))
+    accumulate_gradients(ddp, [1.0], weighted_sum)
+    optimizer.step()
+    before = [p.detach().clone() for p in ddp.parameters()]
+    accumulate_gradients(ddp, [bad], weighted_sum)
+    update = optimizer.step()
+    assert update.skipped
+    assert not math.isfinite(update.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+    # The moments are clean: a later step is finite and moves.
+    accumulate_gradients(ddp, [1.0], weighted_sum)
+    assert not optimizer.step().skipped
+    assert all(torch.isfinite(p).all() for p in ddp.parameters())
+    assert not any(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))

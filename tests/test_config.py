@@ -1,0 +1,252 @@
+"""Wrong configurations: found before a model is loaded, all in one message that says what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.fake_reward_server import FakeRewardServer
+from helpers.tiny_run import compose, three_letters, write_prompts
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+from helpers.toy_server import free_port
+from omegaconf import OmegaConf
+
+from reinforce_rl.config import (
+    DataConfig,
+    DataPrefixConfig,
+    ModelConfig,
+    PretrainedConfig,
+    TrainConfig,
+    load_config,
+)
+from reinforce_rl.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "train_reinforce_actor.py"
+DEADLINE_S = 30.0  # what a slow and busy machine may take for a message that comes at once elsewhere
+FORMER_STEP = "trainer.reinforce.num_rollouts_per_prompt=8"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Everything that a configuration names, but for the weights: whoever loads a model from here fails."""
+    folder = tmp_path_factory.mktemp("config")
+    write_tiny_tokenizer(folder / "model", vocab_size=32)
+    config = {
+        "model_type": "llama",
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 64,
+    }
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    write_prompts(folder / "train.jsonl", three_letters(8))
+    return folder
+
+
+def right(folder: Path) -> list[str]:
+    return [
+        f"pretrained_checkpoint.restore_from_path={folder / 'model'}",
+        f"model.data.data_prefix.train={folder / 'train.jsonl'}",
+        f"exp_manager.explicit_log_dir={folder / 'run'}",
+        "model.encoder_seq_length=64",
+        "model.reinforce.length_params.max_length=16",
+    ]
+
+
+def faults_of(folder: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        load_config(compose(*right(folder), *overrides))
+    assert str(raised.value).count("\n") == len(raised.value.faults), "one line a fault"
+    return raised.value.faults
+
+
+def test_a_right_configuration_loads(folder):
+    config = load_config(compose(*right(folder), FORMER_STEP, "trainer.precision=bf16", "model.optim.lr=1"))
+    assert config.trainer.reinforce.num_rollouts_per_prompt == 8
+    assert config.trainer.precision == "bf16"
+    assert config.model.optim.lr == 1.0 and isinstance(config.model.optim.lr, float)
+    assert config.model.max_prompt_tokens == 48
+    assert config.model.data.data_prefix.train == str(folder / "train.jsonl")
+
+
+RL, ROLLOUT = "trainer.reinforce", "model.reinforce"
+
+WRONG: list[tuple[str, list[str], list[str]]] = [
+    ("unknown key", ["+trainer.reinforce.max_stps=5"], ["trainer.reinforce.max_stps", "did you mean", "max_steps"]),
+    ("unknown group", ["+model.zzz.a=1"], ["model.zzz", "known here", "micro_batch_size"]),
+    ("wrong type", ["model.optim.lr=fast"], ["model.optim.lr", "'fast'", "a number"]),
+    ("bool for a number", ["trainer.devices=true"], ["trainer.devices is True", "a whole number"]),
+    ("fraction for a count", [f"{RL}.max_steps=1.5"], [f"{RL}.max_steps", "1.5", "a whole number"]),
+    ("text for a group", ["model.optim=adam"], ["model.optim is 'adam'", "a group of keys"]),
+    ("list of wrong items", ["model.optim.betas=[0.9,x]"], ["betas is [0.9, 'x']", "a list, each a number"]),
+    ("null", ["model.seed=null"], ["model.seed", "None", "a whole number"]),
+    ("not set", ["pretrained_checkpoint.restore_from_path=???"], ["restore_from_path is not set", "=VALUE"]),
+    ("dead interpolation", ["model.seed=${model.sed}"], ["model.seed", "cannot be resolved", "model.sed"]),
+    ("batch size", ["model.global_batch_size=7"], ["global_batch_size is 7", "8 x 4 = 32", "leave it null"]),
+    ("tensor parallel", ["model.tensor_model_parallel_size=2"], ["is 2", "does not divide the 1 ranks", "devices"]),
+    ("idle ranks", ["trainer.devices=16"], ["num_rollout_samples is 8", "16 data-parallel ranks"]),
+    ("one sample", [f"{RL}.num_rollouts_per_prompt=1"], ["num_rollouts_per_prompt is 1", "RLOO", "at least 2"]),
+    ("off-policy", [f"{RL}.reinforce_epochs=2"], ["reinforce_epochs is 2", "importance ratio", "only 1"]),
+    ("discount", [f"{RL}.discount_factor=0.99"], ["discount_factor is 0.99", "only 1.0"]),
+    ("temperature", [f"{ROLLOUT}.sampling_params.temperature=0"], ["temperature is 0", "above 0", "use_greedy"]),
+    ("top_p", [f"{ROLLOUT}.sampling_params.top_p=0.9"], ["top_p=0.9", "biases the gradient", "allow_biased_sampling"]),
+    ("top_k", [f"{ROLLOUT}.sampling_params.top_k=50"], ["top_k=50", "biases the gradient"]),
+    ("greedy", [f"{ROLLOUT}.sampling_params.use_greedy=true"], ["use_greedy is true", "nothing to learn"]),
+    ("no room", [f"{ROLLOUT}.length_params.max_length=64"], ["max_length is 64", "no room", "encoder_seq_length"]),
+    ("min above max", [f"{ROLLOUT}.length_params.min_length=17"], ["min_length is 17", "above max_length", "16"]),
+    ("positions", ["model.encoder_seq_length=65"], ["encoder_seq_length is 65", "64 positions", "config.json"]),
+    ("duration", ["exp_manager.max_time_per_run=4h"], ["max_time_per_run is '4h'", "DD:HH:MM:SS"]),
+    ("no time", ["exp_manager.max_time_per_run='00:00'"], ["max_time_per_run", "more than no time"]),
+    ("precision", ["trainer.precision=16"], ["trainer.precision is '16'", "32, bf16"]),
+    ("truncated", [f"{RL}.truncated_samples=maybe"], ["truncated_samples is 'maybe'", "keep, drop"]),
+    ("optimizer", ["model.optim.name=lion"], ["model.optim.name is 'lion'", "adam"]),
+    ("schedule", ["model.optim.sched.name=cosine"], ["sched.name is 'cosine'", "CosineAnnealing"]),
+    ("min_lr", ["model.optim.sched.min_lr=1"], ["min_lr is 1.0", "above model.optim.lr"]),
+    ("betas", ["model.optim.betas=[0.9,1.0]"], ["model.optim.betas", "two numbers", "below 1"]),
+    ("port", ["remote_rm.reward_model.port=99999"], ["port is 99999", "1 to 65535"]),
+    ("negative beta", [f"{RL}.initial_policy_kl_penalty=-0.1"], ["initial_policy_kl_penalty is -0.1", "at least 0"]),
+    ("nan", [f"{RL}.initial_policy_kl_penalty=nan"], ["initial_policy_kl_penalty is nan", "at least 0"]),
+    ("no steps", [f"{RL}.max_steps=0"], ["max_steps is 0", "-1 for all"]),
+    ("share", [f"{RL}.max_failed_fraction=5"], ["max_failed_fraction is 5", "0 to 1"]),
+    ("no time for the server", ["remote_rm.deadline_seconds=0"], ["remote_rm.deadline_seconds is 0", "above 0"]),
+    ("no checkpoint kept", ["exp_manager.checkpoint_callback_params.keep_last=0"], ["keep_last is 0", "at least 1"]),
+    ("negative seed", ["model.seed=-1"], ["model.seed is -1", "at least 0"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_one_fault_is_told_in_one_sentence(folder, overrides, words):
+    (fault,) = faults_of(folder, *overrides)
+    assert [word for word in words if word not in fault] == [], fault
+
+
+def test_missing_files_and_folders_are_named(folder, tmp_path):
+    (fault,) = faults_of(folder, f"pretrained_checkpoint.restore_from_path={tmp_path}/none")
+    assert "restore_from_path" in fault and "none, which does not exist" in fault
+    (tmp_path / "empty").mkdir()
+    faults = faults_of(folder, f"pretrained_checkpoint.restore_from_path={tmp_path}/empty")
+    assert ["config.json" in faults[0], "tokenizer_config.json" in faults[1], len(faults)] == [True, True, 2]
+    (fault,) = faults_of(folder, f"model.data.data_prefix.train={tmp_path}/none.jsonl")
+    assert "none.jsonl" in fault and "train" in fault
+    (fault,) = faults_of(folder, f"model.data.data_prefix.validation=[{tmp_path}/none.jsonl]")
+    assert "none.jsonl" in fault and "validation" in fault
+    (tmp_path / "file").write_text("")
+    (fault,) = faults_of(folder, f"exp_manager.explicit_log_dir={tmp_path}/file/run")
+    assert "explicit_log_dir" in fault and f"{tmp_path}/file is not a folder" in fault
+
+
+def test_the_ranks_that_were_started_must_be_those_of_the_configuration(folder, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (fault,) = faults_of(folder, "trainer.devices=2")
+    assert "4 ranks were started (WORLD_SIZE)" in fault and "1 x 2 = 2" in fault
+
+
+def test_all_faults_are_in_one_message(folder):
+    overrides = [
+        "+model.optimizer=adam",
+        "model.optim.lr=fast",
+        f"{RL}.num_rollouts_per_prompt=1",
+        f"{ROLLOUT}.sampling_params.temperature=0",
+        "model.data.data_prefix.train=/none.jsonl",
+        "exp_manager.max_time_per_run=tomorrow",
+    ]
+    faults = faults_of(folder, *overrides)
+    keys = ["model.optimizer", "model.optim.lr", "num_rollouts_per_prompt", "temperature", "none.jsonl", "tomorrow"]
+    assert [sum(key in fault for fault in faults) for key in keys] == [1] * 6
+    assert len(faults) == 6
+    text = str(ConfigError(faults))
+    assert text.startswith("6 faults in the configuration; nothing was started:\n  1. ")
+
+
+def defaults() -> dict[str, Any]:
+    required = TrainConfig(
+        PretrainedConfig(restore_from_path="???"), ModelConfig(DataConfig(DataPrefixConfig(train="???")))
+    )
+    return dataclasses.asdict(required)
+
+
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict):
+        return {prefix[:-1]: node}
+    return {key: value for name, child in node.items() for key, value in flat(child, f"{prefix}{name}.").items()}
+
+
+def test_the_yaml_and_the_dataclasses_have_the_same_keys_and_defaults():
+    composed = flat(OmegaConf.to_container(compose(), resolve=True))
+    own = flat(defaults())
+    assert sorted(composed) == sorted(own)
+    assert {key: (value, own[key]) for key, value in composed.items() if value != own[key]} == {}
+    types = {(type(value), type(own[key])) for key, value in composed.items()}
+    assert {pair for pair in types if pair[0] is not pair[1]} <= {(int, float)}, "a float may be written as 60"
+
+
+def test_checking_a_configuration_imports_no_heavy_library(folder):
+    code = (
+        "import sys; from omegaconf import OmegaConf; from reinforce_rl.config import load_config\n"
+        "load_config(OmegaConf.load(sys.argv[1])); from reinforce_rl.cli import with_config\n"
+        "print(*(m for m in ('torch', 'transformers', 'megatron') if m in sys.modules))"
+    )
+    (folder / "composed.yaml").write_text(OmegaConf.to_yaml(compose(*right(folder))))
+    command = [sys.executable, "-c", code, str(folder / "composed.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.stdout.strip()) == ("", "")
+
+
+def run_script(*overrides: str, deadline: float = DEADLINE_S) -> str:
+    """What the real script says before it ends with exit code 1 within the deadline, without a traceback."""
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *overrides],
+        capture_output=True,
+        text=True,
+        timeout=4 * deadline,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    seconds = time.monotonic() - started
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert seconds < deadline
+    return done.stderr
+
+
+def test_the_script_says_an_unknown_override(folder):
+    said = run_script(*right(folder), "trainer.reinforce.max_stps=5")
+    assert said.startswith("error: ")
+    assert "trainer.reinforce.max_stps is not a key" in said and "did you mean trainer.reinforce.max_steps" in said
+
+
+def test_the_script_finds_a_key_in_another_group(folder):
+    said = run_script(*right(folder), "trainer.max_steps=5")
+    assert "trainer.max_steps is not a key" in said and "trainer.reinforce.max_steps" in said
+
+
+def test_the_script_says_what_must_be_set_and_what_is_missing(folder):
+    said = run_script("model.optim.lr=0", f"model.data.data_prefix.train={folder}/none.jsonl")
+    assert "pretrained_checkpoint.restore_from_path is not set" in said
+    said = run_script(*right(folder), f"model.data.data_prefix.train={folder}/none.jsonl", "model.optim.lr=0")
+    assert said.startswith("error: 2 faults")
+    assert "none.jsonl" in said and "model.optim.lr is 0" in said
+
+
+def test_the_script_says_an_unreachable_server_before_it_loads_a_model(folder):
+    port = free_port()
+    overrides = [f"remote_rm.reward_model.port={port}", "remote_rm.ready_timeout_seconds=2"]
+    said = run_script(*right(folder), *overrides, f"exp_manager.explicit_log_dir={folder / 'unreachable'}")
+    assert "error: " in said and f"localhost:{port}" in said
+
+
+def test_the_script_says_a_wrong_tokenizer_before_it_loads_a_model(folder):
+    with FakeRewardServer() as server:
+        overrides = [f"remote_rm.reward_model.port={server.port}", f"exp_manager.explicit_log_dir={folder / 'wrong'}"]
+        said = run_script(*right(folder), *overrides)
+    assert "tokenizer" in said and "vocabulary" in said
