@@ -202,7 +202,7 @@ def enable_cpu_support() -> bool:
         True where the patches were applied, False on a machine with CUDA, where nothing was touched.
     """
     # Said at every import where neither Transformer Engine nor Apex is installed, which is the supported case here.
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer_engine).*")
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer_engine|full scope is deprecated).*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if torch.cuda.is_available():
         return False
