@@ -197,8 +197,11 @@ class ReinforceTrainer:
             self.logger.commit(0)
 
     def save(self) -> None:
-        """Write a checkpoint of the state after the last complete step, unless it is on disk already."""
-        if self._saved_step == self.step:
+        """Write a checkpoint of the state after the last complete step, unless it is on disk already.
+
+        Before the first step there is nothing to go on from, and the optimizer has no state yet that could be read.
+        """
+        if self.step in (0, self._saved_step):
             return
         self.logger.phase("checkpoint")
         self.ckpt_callback.save(self.step, self.state_dict())

@@ -39,7 +39,8 @@ class SamplingParams:
     @property
     def is_full_distribution(self) -> bool:
         """True where a sample's probability is the model's own at the temperature: nothing is cut or penalised."""
-        return not self.use_greedy and self.top_k == 0 and self.top_p >= 1.0 and self.repetition_penalty == 1.0
+        cut = self.use_greedy or self.top_k or self.top_p < 1.0 or self.min_length
+        return not cut and self.repetition_penalty == 1.0
 
 
 class Generator(Protocol):

@@ -63,7 +63,8 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     bits.mul_(_as_int32(0x846CA68B))
     _xor_shift(bits, scratch, 16)
     # 31 bits and half a step. Small values keep their full precision, and it is these that make a token win.
-    uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    # The factor's second part keeps what float rounds up to 2^31 below 1, whose noise would be minus infinity.
+    uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31 * (1 - 2.0**-24))
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 

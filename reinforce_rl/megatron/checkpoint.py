@@ -39,6 +39,9 @@ filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
 
 STATE_FILE = "trainer_state.json"
 LATEST_FILE = "latest"
+# Of a parameter group; a resumed run takes them from its configuration, so that a changed one has an effect. The rate
+# and the weight decay themselves are the scheduler's.
+HYPERPARAMETERS = ("max_lr", "min_lr", "betas", "eps")
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,10 @@ class Checkpointer:
             sharded = self._sharded_state(loading=True)
             loaded: Any = dist_checkpointing.load(sharded, str(checkpoint.folder / "model"))
             self._ddp.module.load_state_dict(loaded["model"], strict=False)
+            configured = [{key: group[key] for key in HYPERPARAMETERS} for group in self._optimizer.param_groups]
             self._optimizer.load_state_dict(loaded["optimizer"])
+            for group, values in zip(self._optimizer.param_groups, configured, strict=True):
+                group.update(values)
             self._scheduler.num_steps = 0  # megatron adds the checkpoint's steps to those already taken
             self._scheduler.load_state_dict(loaded["scheduler"])
             rng = checkpoint.folder / "rng" / f"rank_{self._mesh.rank:05d}.pt"

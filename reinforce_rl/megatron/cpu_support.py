@@ -201,8 +201,9 @@ def enable_cpu_support() -> bool:
     Returns:
         True where the patches were applied, False on a machine with CUDA, where nothing was touched.
     """
-    # Said at every import where neither Transformer Engine nor Apex is installed, which is the supported case here.
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer_engine|full scope is deprecated).*")
+    # Said at every start: neither Transformer Engine nor Apex is needed here, and no CUDA graph scope is set.
+    for text in ("Transformer Engine", "Apex", "transformer_engine", "full scope is deprecated"):
+        warnings.filterwarnings("ignore", message=f".*{text}.*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if torch.cuda.is_available():
         return False

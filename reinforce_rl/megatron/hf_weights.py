@@ -25,6 +25,18 @@ from reinforce_rl.megatron.model import CausalLM
 
 ReadTensor = Callable[[str], Tensor]
 
+# What an exported folder takes over from the one that the model came from: config and tokenizer.
+_CARRIED_OVER = (
+    "*config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+)
+
 
 class HFFolder:
     """The safetensors of a Hugging Face folder, read tensor by tensor."""
@@ -204,11 +216,11 @@ def export_hf_folder(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-            for file in sorted(source.iterdir()):
-                if file.suffix in (".json", ".txt", ".jinja", ".model") and not file.name.startswith("model.safe"):
-                    shutil.copyfile(file, part / file.name)
+            for file in sorted({file for pattern in _CARRIED_OVER for file in source.glob(pattern)}):
+                shutil.copyfile(file, part / file.name)
             _set_dtype(part / "config.json", lm.config.params_dtype)
             save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+            (part / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
             shutil.rmtree(out, ignore_errors=True)
             os.replace(part, out)
         except Exception as error:  # safetensors raises its own, undocumented type where the disk is full

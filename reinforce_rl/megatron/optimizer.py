@@ -93,6 +93,9 @@ def build_optimizer(
         end_wd=settings.weight_decay,
         wd_incr_steps=max(settings.total_steps, 1),
         wd_incr_style="constant",
+        # A resumed run takes the number of steps from its checkpoint, everything else from its configuration.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
     ddp.config.finalize_model_grads_func = _sum_gradients
     ddp.config.grad_scale_func = optimizer.scale_loss
@@ -121,6 +124,10 @@ def accumulate_gradients(
         the sum of this rank's shares.
     """
     ddp.zero_grad_buffer()
+    for parameter in ddp.parameters():
+        # The fp32 optimizer leaves the buffer itself here. Autograd would add to it, and megatron's hook once more,
+        # so that the first micro-batch counted twice from the second step on.
+        parameter.grad = None
 
     def forward_step(iterator: Any, model: DistributedDataParallel) -> tuple[Tensor, Callable]:
         loss = loss_of(model, next(iterator))

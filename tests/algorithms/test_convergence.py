@@ -22,7 +22,7 @@ from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.tokenizer import load_tokenizer
 
 VOCABULARY, LENGTH, BETA, STEPS = 8, 2, 0.5, 300
-PROMPTS = {"a": (7,), "te": (5, 6)}  # of different lengths, with their token ids
+PROMPTS = {"a": (7,), "te": (6, 5)}  # of different lengths, with their token ids
 RESPONSES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
 
 

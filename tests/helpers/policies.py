@@ -59,9 +59,7 @@ def brute_force_log_probs(
 ) -> Tensor:
     """[N, width] from transformers' logits: one sequence at a time, unpadded, token by token."""
     rows = []
-    for tokens, prompt, response in zip(
-        sequences, prompt_lengths.tolist(), response_lengths.tolist(), strict=True
-    ):
+    for tokens, prompt, response in zip(sequences, prompt_lengths.tolist(), response_lengths.tolist(), strict=True):
         logits = model(tokens[None, : prompt + response]).logits[0].float() / temperature
         table = torch.log_softmax(logits, dim=-1)
         row = [table[prompt + t - 1, tokens[prompt + t]] for t in range(response)]

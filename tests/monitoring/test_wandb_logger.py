@@ -3,59 +3,12 @@ from __future__ import annotations
 import builtins
 import json
 import math
-import struct
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from helpers.wandb_files import history, offline_files, read_offline_file
 
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.monitoring import MetricLogger, WandbLogger
-
-BLOCK, FULL, FIRST, LAST = 32768, 1, 2, 4
-
-
-def read_offline_file(path: Path) -> Iterator:
-    """The records of a `.wandb` file: a 7-byte head, then LevelDB's log format with protobuf payloads.
-
-    wandb 0.31 reads these files in its Go core alone and has no reader in Python.
-    """
-    from wandb.proto import wandb_internal_pb2
-
-    data = path.read_bytes()
-    assert data[:4] == b":W&B"
-    offset, parts = 7, []
-    while offset + 7 <= len(data):
-        left = BLOCK - offset % BLOCK
-        if left < 7:  # a head never spans blocks
-            offset += left
-            continue
-        _crc, length, kind = struct.unpack_from("<IHB", data, offset)
-        parts.append(data[offset + 7 : offset + 7 + length])
-        offset += 7 + length
-        if kind in (FULL, LAST):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(b"".join(parts))
-            parts = []
-            yield record
-
-
-def offline_files(folder: Path) -> list[Path]:
-    import wandb
-
-    wandb.teardown()  # as at the end of the process; finish() alone may return before wandb's service has written all
-    return sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
-
-
-def history(path: Path) -> dict[int, dict]:
-    steps: dict[int, dict] = {}
-    for record in read_offline_file(path):
-        if record.WhichOneof("record_type") == "history":
-            items = {
-                item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
-            }
-            steps.setdefault(items["_step"], {}).update(items)
-    return steps
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,146 @@
+"""The gradient of a batch: the formula's, however the batch is cut, padded or spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.batches import (
+    VOCAB_SIZE,
+    actor_of,
+    brute_force_gradient,
+    gradient_of,
+    relative_difference,
+    rows_of,
+    whole_batch,
+)
+from helpers.models import tiny_llama_folder
+from helpers.policies import transformers_model
+from helpers.ranks import run_ranks
+
+NUM_VALID = 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Heads, groups and vocabulary all need padding at TP=2."""
+    root = tmp_path_factory.mktemp("model")
+    return tiny_llama_folder(root, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36)
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return brute_force_gradient(transformers_model(folder), whole_batch())
+
+
+def loss_and_gradient(folder, mesh, batch, **sizes):
+    actor = actor_of(folder, mesh, with_reference=False, **sizes)
+    return actor.get_loss_and_metrics(batch, NUM_VALID), gradient_of(actor)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 8, 100])
+def test_equals_the_formula_for_every_micro_batch_size(micro_batch_size, folder, mesh, expected):
+    loss, gradient = loss_and_gradient(folder, mesh, whole_batch(), micro_batch_size=micro_batch_size)
+    assert loss == pytest.approx(expected[0], rel=1e-5)
+    assert relative_difference(gradient, expected[1]) < 1e-5
+    _, reference = loss_and_gradient(folder, mesh, whole_batch(), micro_batch_size=12)
+    assert relative_difference(gradient, reference) < 1e-6
+
+
+def test_independent_of_padding_and_order(folder, mesh):
+    batch = whole_batch()
+    _, reference = loss_and_gradient(folder, mesh, batch)
+    wider = torch.nn.functional.pad(batch.rollouts.sequences, (0, 9), value=33)
+    log_probs = torch.nn.functional.pad(batch.rollouts.log_probs, (0, 4))
+    padded = replace(batch, rollouts=replace(batch.rollouts, sequences=wider, log_probs=log_probs))
+    shuffled = rows_of(batch, torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist())
+    for other in (padded, shuffled):
+        assert relative_difference(loss_and_gradient(folder, mesh, other)[1], reference) < 1e-6
+
+
+def test_invalid_samples_play_no_part(folder, mesh):
+    """Whatever they hold: NaN as reward and advantage, another response."""
+    batch = whole_batch()
+    _, reference = loss_and_gradient(folder, mesh, batch)
+    sequences = torch.where(batch.rollouts.valid[:, None], batch.rollouts.sequences, 7)
+    advantages = torch.where(batch.rollouts.valid, batch.advantages, torch.nan)
+    spoilt = replace(batch, rollouts=replace(batch.rollouts, sequences=sequences), advantages=advantages)
+    assert torch.equal(loss_and_gradient(folder, mesh, spoilt)[1], reference)
+    dropped = rows_of(batch, [i for i in range(12) if batch.rollouts.valid[i]])
+    assert relative_difference(loss_and_gradient(folder, mesh, dropped)[1], reference) < 1e-6
+
+
+def test_no_valid_sample_gives_a_zero_gradient(folder, mesh):
+    batch = whole_batch()
+    nothing = replace(batch, rollouts=replace(batch.rollouts, valid=torch.zeros(12, dtype=torch.bool)))
+    actor = actor_of(folder, mesh, with_reference=False)
+    actor.get_loss_and_metrics(batch, NUM_VALID)
+    assert actor.get_loss_and_metrics(nothing, 0) == 0
+    assert not gradient_of(actor).any()
+
+
+def test_negated_advantages_negate_the_gradient(folder, mesh, expected):
+    batch = whole_batch()
+    loss, gradient = loss_and_gradient(folder, mesh, replace(batch, advantages=-batch.advantages))
+    assert loss == pytest.approx(-expected[0], rel=1e-5)
+    assert relative_difference(-gradient, expected[1]) < 1e-5
+
+
+def test_a_step_against_the_gradient_makes_good_responses_likelier(folder, mesh):
+    """Guards the sign itself, which two equal formulas with the same slip would not."""
+    batch = rows_of(whole_batch(), [0, 2])
+    batch = replace(batch, advantages=torch.tensor([1.0, -1.0]))
+    actor = actor_of(folder, mesh, with_reference=False)
+    where = (batch.rollouts.sequences, batch.rollouts.prompt_lengths, batch.rollouts.response_lengths)
+    before = actor.get_inference_log_probs(*where).sum(dim=1)
+    actor.get_loss_and_metrics(batch, 2)
+    with torch.no_grad():
+        for parameter in actor.lm.parameters():
+            parameter -= 1e-3 * parameter.main_grad
+    after = actor.get_inference_log_probs(*where).sum(dim=1)
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_log_probs_do_not_depend_on_the_forward_micro_batch_size(size, folder, mesh):
+    rollouts = whole_batch().rollouts
+    where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
+    found, reference = (
+        actor_of(folder, mesh, with_reference=False, forward_micro_batch_size=s).get_inference_log_probs(*where)
+        for s in (size, 4)
+    )
+    assert found.shape == (12, 8)
+    torch.testing.assert_close(found, reference, atol=2e-6, rtol=0)
+    assert not found[~rollouts.response_mask].any()
+
+
+def test_log_probs_of_no_sequences(folder, mesh):
+    nothing = torch.zeros(0, dtype=torch.long)
+    found = actor_of(folder, mesh, with_reference=False).get_inference_log_probs(nothing[:, None], nothing, nothing)
+    assert found.shape == (0, 0)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2], ids=["DP=2", "TP=2"])
+def test_two_ranks_equal_one(tp_size, folder, mesh, expected, tmp_path):
+    script = Path(__file__).parents[1] / "helpers/rank_scripts/gradients.py"
+    run_ranks(script, 2, folder, tmp_path / "found", tp_size)
+    loss, gradient = loss_and_gradient(folder, mesh, whole_batch())
+    half = whole_batch()
+    half.rollouts.valid[6:] = False
+    actor = actor_of(folder, mesh, with_reference=False)
+    actor.get_loss_and_metrics(half, 5)
+    gradients = dict.fromkeys(("even", "uneven", "one rank has none"), gradient)
+    gradients["one rank has no valid one"] = gradient_of(actor)
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"found.{rank}")
+        for name, one_process in gradients.items():
+            assert relative_difference(found[name]["gradient"], one_process) <= 1e-5, name
+        for name in ("even", "uneven", "one rank has none"):
+            assert found[name]["loss"] == pytest.approx(loss, rel=1e-5)
+        # Padding and copies of a weight on several ranks must not count in the norm by which all ranks clip.
+        assert found["norm"] == pytest.approx(float(gradient.norm()), rel=1e-5)
+    ranks = [torch.load(tmp_path / f"found.{rank}")["log_probs"] for rank in (0, 1)]
+    assert torch.equal(*ranks)  # after the step, the policies are one

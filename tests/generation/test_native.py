@@ -1,0 +1,344 @@
+"""The native engine against transformers' `generate`, and the promise that a sample depends on its key alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.models import smollm2_folder, tiny_llama_folder
+from helpers.policies import megatron_model, random_tokens, transformers_model
+from helpers.ranks import run_ranks
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.megatron.log_probs import response_log_probs
+from reinforce_rl.rollout import Prompt, join_prompts_and_responses
+from reinforce_rl.tokenizer import load_tokenizer
+
+EOS = 2
+PROMPT_LENGTHS = (3, 11, 1, 7, 5)
+
+
+def prompt_of(index: int, tokens: list[int]) -> Prompt:
+    return Prompt(index, "", tuple(tokens))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_llama_folder(tmp_path_factory.mktemp("model"), vocab_size=63, logit_scale=2.0)
+
+
+@pytest.fixture(scope="module")
+def lm(folder, mesh):
+    """In float64, where batching changes the logits by 1e-16: two tokens that nearly tie do not happen."""
+    return megatron_model(folder, mesh, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def engine(lm, folder):
+    return NativeGenerator(lm, load_tokenizer(folder))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    tokens = random_tokens(63, len(PROMPT_LENGTHS), max(PROMPT_LENGTHS)).tolist()
+    return [prompt_of(100 + i, row[:n]) for i, (row, n) in enumerate(zip(tokens, PROMPT_LENGTHS, strict=True))]
+
+
+def rows_of(completions) -> list[tuple[list[int], str, list[float]]]:
+    """What each row says, without its padding."""
+    lengths = completions.lengths.tolist()
+    tokens = [row[:n] for row, n in zip(completions.tokens.tolist(), lengths, strict=True)]
+    log_probs = [row[:n] for row, n in zip(completions.log_probs.tolist(), lengths, strict=True)]
+    return list(zip(tokens, completions.finish_reasons, log_probs, strict=True))
+
+
+def texts_of(completions) -> list[tuple[list[int], str]]:
+    return [(tokens, reason) for tokens, reason, _ in rows_of(completions)]
+
+
+def greedy_of_transformers(model, prompts, **options) -> list[list[int]]:
+    """One prompt at a time, so that transformers needs no padding."""
+    found = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt.tokens])
+        out = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, **options
+        )
+        found.append(out[0, len(prompt.tokens) :].tolist())
+    return found
+
+
+class TestGreedy:
+    @pytest.mark.parametrize("penalty", [1.0, 1.5])
+    def test_tiny_model_equals_transformers(self, penalty, engine, folder, prompts):
+        params = SamplingParams(max_length=20, use_greedy=True, repetition_penalty=penalty)
+        free = texts_of(engine.generate(prompts, 1, params, seed=0))
+        stops = (EOS, free[0][0][3], free[1][0][10])  # so that some end early, by different tokens
+        found = texts_of(engine.generate(prompts, 1, replace(params, stop_token_ids=stops), seed=0))
+        model = transformers_model(folder, torch.float64)
+        expected = greedy_of_transformers(
+            model, prompts, max_new_tokens=20, eos_token_id=list(stops), repetition_penalty=penalty
+        )
+        assert [tokens for tokens, _ in found] == expected
+        assert [reason for _, reason in found] == ["stop" if t[-1] in stops else "length" for t in expected]
+        assert len({len(tokens) for tokens in expected}) > 1  # else nothing would have left the batch early
+
+    def test_real_weights_equal_transformers(self, mesh):
+        """Eight prompts of unequal length in one batch."""
+        folder = smollm2_folder()
+        tokenizer = load_tokenizer(folder)
+        texts = [
+            "Hi",
+            "Write one sentence about the sea.",
+            "What is the capital of France, and what is it known for?",
+            "List three kinds of tree.",
+            "My neighbour is loud at night. Please help me to write a short and polite note to him about it.",
+            "2 + 2 =",
+            "Why is the sky blue?",
+            "Say no more than one word.",
+        ]
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        rendered = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+        prompts = [prompt_of(i, tokenizer(str(text)).input_ids) for i, text in enumerate(rendered)]
+        assert len({len(prompt.tokens) for prompt in prompts}) > 4
+        lm = megatron_model(folder, mesh)
+        params = SamplingParams(max_length=24, use_greedy=True, stop_token_ids=(tokenizer.eos_token_id,))
+        found = texts_of(NativeGenerator(lm, tokenizer).generate(prompts, 1, params, seed=0))
+        expected = greedy_of_transformers(
+            transformers_model(folder), prompts, max_new_tokens=24, eos_token_id=tokenizer.eos_token_id
+        )
+        assert [tokens for tokens, _ in found] == expected
+
+
+class TestSamplesDependOnTheirKeysAlone:
+    PARAMS = SamplingParams(max_length=16, stop_token_ids=(EOS, 5, 6, 7, 8, 9, 10, 11))
+
+    @pytest.fixture(scope="class")
+    def together(self, engine, prompts):
+        found = rows_of(engine.generate(prompts, 4, self.PARAMS, seed=3))
+        lengths = [len(tokens) for tokens, _, _ in found]
+        assert min(lengths) <= 4 < 12 < max(lengths)  # many leave the batch, at different steps
+        return found
+
+    def assert_same(self, one, other):
+        assert [row[:2] for row in one] == [row[:2] for row in other]
+        for (_, _, mine), (_, _, others) in zip(one, other, strict=True):
+            assert mine == pytest.approx(others, abs=1e-6)
+
+    def test_alone(self, engine, prompts, together):
+        for i, prompt in enumerate(prompts):
+            self.assert_same(rows_of(engine.generate([prompt], 4, self.PARAMS, seed=3)), together[4 * i : 4 * i + 4])
+
+    def test_in_another_order_with_another_padding(self, engine, prompts, together):
+        order = [3, 0, 2]
+        found = rows_of(engine.generate([prompts[i] for i in order], 4, self.PARAMS, seed=3))
+        self.assert_same(found, [row for i in order for row in together[4 * i : 4 * i + 4]])
+
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    def test_fewer_samples_are_the_first_of_more(self, count, engine, prompts, together):
+        found = rows_of(engine.generate(prompts, count, self.PARAMS, seed=3))
+        self.assert_same(found, [row for i in range(5) for row in together[4 * i : 4 * i + count]])
+
+    def test_when_nobody_finishes_early(self, engine, prompts, together):
+        """Without stop tokens each response begins with what it was with them."""
+        found = rows_of(engine.generate(prompts, 4, replace(self.PARAMS, stop_token_ids=()), seed=3))
+        for (tokens, _, _), (longer, reason, _) in zip(together, found, strict=True):
+            assert longer[: len(tokens)] == tokens
+            assert (len(longer), reason) == (16, "length")
+
+    def test_a_smaller_limit_cuts_only(self, engine, prompts, together):
+        found = rows_of(engine.generate(prompts, 4, replace(self.PARAMS, max_length=5), seed=3))
+        assert [tokens for tokens, _, _ in found] == [tokens[:5] for tokens, _, _ in together]
+
+    def test_seed_prompt_and_sample_make_a_difference(self, engine, prompts, together):
+        tokens = [tokens for tokens, _, _ in together]
+        assert len({tuple(t) for t in tokens}) > 15
+        assert [t for t, _ in texts_of(engine.generate(prompts, 4, self.PARAMS, seed=4))] != tokens
+        twins = [replace(prompts[0], id=1), replace(prompts[0], id=2)]
+        one, two = texts_of(engine.generate(twins, 1, self.PARAMS, seed=3))
+        assert one != two
+
+    def test_global_generators_play_no_part(self, engine, prompts, together):
+        torch.manual_seed(99)
+        state = torch.get_rng_state()
+        self.assert_same(rows_of(engine.generate(prompts, 4, self.PARAMS, seed=3)), together)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_first_tokens_follow_the_model(engine, folder):
+    """Token frequencies over many samples of one prompt against the softmax of transformers' logits."""
+    prompt = prompt_of(0, [9, 21, 33])
+    found = engine.generate([prompt], 4000, SamplingParams(max_length=1, temperature=1.5), seed=1)
+    logits = transformers_model(folder)(torch.tensor([prompt.tokens])).logits[0, -1].detach()
+    expected = torch.softmax(logits / 1.5, dim=-1)
+    frequencies = torch.bincount(found.tokens[:, 0], minlength=63) / 4000
+    assert ((frequencies - expected).abs() < 5 * torch.sqrt(expected / 4000) + 1e-3).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_training_pass(temperature, engine, lm, prompts):
+    params = SamplingParams(max_length=12, temperature=temperature, stop_token_ids=(EOS, 5, 6, 7))
+    found = engine.generate(prompts, 3, params, seed=5)
+    sequences, prompt_lengths = join_prompts_and_responses(found.repeat_to_samples(prompts), found, pad_id=0)
+    expected = response_log_probs(
+        lm, lm, sequences, prompt_lengths, found.lengths, temperature=temperature, width=found.tokens.shape[1]
+    )
+    torch.testing.assert_close(found.log_probs, expected.detach(), atol=2e-6, rtol=0)
+    assert found.log_probs.dtype == torch.float32
+
+
+class TestEnds:
+    def test_every_stop_token_ends_a_response_and_belongs_to_it(self, engine, prompts):
+        stops = (EOS, 20, 30, 40, 50)
+        found = engine.generate(prompts, 20, SamplingParams(max_length=40, stop_token_ids=stops), seed=0)
+        ended_by = set()
+        for tokens, reason in texts_of(found):
+            assert not set(tokens[:-1]) & set(stops)
+            assert (reason == "stop") == (tokens[-1] in stops)
+            assert reason == "stop" or len(tokens) == 40
+            ended_by.add(tokens[-1])
+        assert set(stops) <= ended_by
+
+    def test_without_stop_tokens_all_reach_the_limit(self, engine, prompts):
+        found = engine.generate(prompts, 4, SamplingParams(max_length=9), seed=0)
+        assert found.lengths.tolist() == [9] * 20
+        assert found.finish_reasons == ("length",) * 20
+
+    def test_stop_in_the_last_place_is_a_stop(self, engine, prompts):
+        found = engine.generate(prompts, 100, SamplingParams(max_length=1, stop_token_ids=tuple(range(32))), seed=0)
+        for (token,), reason in texts_of(found):
+            assert reason == ("stop" if token < 32 else "length")
+
+    def test_padding_behind_the_end(self, engine, prompts):
+        found = engine.generate(prompts, 8, SamplingParams(max_length=30, stop_token_ids=(20, 30, 40, 50)), seed=0)
+        assert found.tokens.shape == found.log_probs.shape == (40, int(found.lengths.max()))
+        for row, length in enumerate(found.lengths.tolist()):
+            assert (found.tokens[row, length:] == 0).all()
+            assert (found.log_probs[row, length:] == 0).all()
+
+    def test_min_length(self, engine, prompts):
+        params = SamplingParams(max_length=12, min_length=5, stop_token_ids=tuple(range(4, 40)))
+        found = texts_of(engine.generate(prompts, 20, params, seed=0))
+        assert {len(tokens) for tokens, _ in found} >= {6, 7}
+        for tokens, _ in found:
+            assert len(tokens) > 5
+            assert not set(tokens[:5]) & set(params.stop_token_ids)
+
+    def test_end_of_sequence_inside_the_prompt_is_no_end(self, engine, folder):
+        """Chat templates end every turn with it."""
+        prompt = prompt_of(0, [9, EOS, 21, EOS])
+        params = SamplingParams(max_length=10, use_greedy=True, stop_token_ids=(EOS,))
+        (tokens, _), *_ = texts_of(engine.generate([prompt], 1, params, seed=0))
+        model = transformers_model(folder, torch.float64)
+        assert [tokens] == greedy_of_transformers(model, [prompt], max_new_tokens=10, eos_token_id=EOS)
+
+    def test_end_strings(self, engine, folder, prompts):
+        tokenizer = load_tokenizer(folder)
+        params = SamplingParams(max_length=40, end_strings=("e", "th", "zzzz"))
+        found = texts_of(engine.generate(prompts, 10, params, seed=0))
+        ends = set()
+        for tokens, reason in found:
+            text, before = tokenizer.decode(tokens), tokenizer.decode(tokens[:-1])
+            assert not any(end in before for end in params.end_strings)
+            hits = [end for end in params.end_strings if end in text]
+            assert reason == ("stop" if hits else "length")
+            ends.update(hits)
+        assert "e" in ends
+
+    def test_end_string_in_the_prompt_is_no_end(self, engine, folder):
+        tokenizer = load_tokenizer(folder)
+        prompt = prompt_of(0, tokenizer("the").input_ids)
+        params = SamplingParams(max_length=6, end_strings=("th", "the", "he"))
+        for tokens, reason in texts_of(engine.generate([prompt], 20, params, seed=0)):
+            assert reason == "stop" or len(tokens) == 6
+            assert reason == "length" or "h" in tokenizer.decode(tokens)
+
+    def test_end_string_over_several_tokens(self, engine, folder, prompts):
+        """What makes it up is what the model drew anyway: stopping changes nothing before the end."""
+        tokenizer = load_tokenizer(folder)
+        free = texts_of(engine.generate(prompts, 2, SamplingParams(max_length=20), seed=0))
+        windows = [(row, start) for row in range(10) for start in range(4, 17)]
+        row, start = next((r, i) for r, i in windows if min(w := free[r][0][i : i + 3]) > 3 and len(set(w)) > 1)
+        tokens = free[row][0]
+        end = tokenizer.decode(tokens[start : start + 3])
+        assert len(end) == 3
+        params = SamplingParams(max_length=20, end_strings=(end,))
+        stopped = texts_of(engine.generate(prompts, 2, params, seed=0))
+        length = next(n for n in range(1, 21) if end in tokenizer.decode(tokens[:n]))
+        assert stopped[row] == (tokens[:length], "stop")
+
+    def test_too_long_prompt(self, engine, lm):
+        limit = lm.architecture.max_positions
+        prompt = prompt_of(0, [5] * (limit - 4))
+        assert engine.generate([prompt], 1, SamplingParams(max_length=4), seed=0).lengths.tolist() == [4]
+        with pytest.raises(DataError, match=rf"a prompt of {limit - 4} tokens and 5 response .* {limit} positions"):
+            engine.generate([prompt], 1, SamplingParams(max_length=5), seed=0)
+
+
+def test_one_prefill_a_prompt_and_finished_samples_cost_nothing(engine, lm, prompts):
+    """Counts the positions that the model's forward computes."""
+    shapes = []
+    handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    try:
+        params = SamplingParams(max_length=16, stop_token_ids=tuple(range(4, 16)))
+        found = engine.generate(prompts, 6, params, seed=0)
+    finally:
+        handle.remove()
+    assert shapes[0] == (5, max(PROMPT_LENGTHS))  # the five prompts once, not thirty times
+    unfinished = [int((found.lengths > step).sum()) for step in range(1, 16)]
+    assert unfinished[0] > unfinished[5] > 0
+    # The last token of a response is never read again.
+    assert shapes[1:] == [(rows, 1) for rows in unfinished if rows]
+
+
+def test_mode_and_weights_are_left_as_they_were(engine, lm, prompts):
+    weights = [p.clone() for p in lm.parameters()]
+    for mode in (True, False):
+        lm.train(mode)
+        engine.generate(prompts, 1, SamplingParams(max_length=2), seed=0)
+        assert lm.training is mode
+    with pytest.raises(DataError):
+        lm.train(True)
+        engine.generate([prompt_of(0, [5] * 300)], 1, SamplingParams(max_length=2), seed=0)
+    assert lm.training is True
+    lm.eval()
+    assert all(torch.equal(a, b) for a, b in zip(weights, lm.parameters(), strict=True))
+
+
+def test_new_weights_are_used_at_once(folder, mesh, prompts):
+    lm = megatron_model(folder, mesh)
+    engine = NativeGenerator(lm, load_tokenizer(folder))
+    params = SamplingParams(max_length=8, use_greedy=True)
+    before = texts_of(engine.generate(prompts, 1, params, seed=0))
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    engine.refit()
+    assert texts_of(engine.generate(prompts, 1, params, seed=0)) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype, folder, mesh, prompts):
+    lm = megatron_model(folder, mesh, dtype)
+    assert {p.dtype for p in lm.parameters()} == {dtype}
+    found = NativeGenerator(lm, load_tokenizer(folder)).generate(prompts, 2, SamplingParams(max_length=5), seed=0)
+    assert found.log_probs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [{"vocab_size": 63}, {"heads": 9, "groups": 3, "hidden": 36, "tied": False}])
+def test_two_tensor_parallel_ranks_draw_the_same_tokens(shape, mesh, prompts, tmp_path):
+    folder = tiny_llama_folder(tmp_path / "model", logit_scale=2.0, **shape)
+    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/native_tp2.py", 2, folder, tmp_path / "found")
+    engine = NativeGenerator(megatron_model(folder, mesh, torch.float64), load_tokenizer(folder))
+    tokens = random_tokens(61, 3, 9).tolist()
+    prompts = [prompt_of(i, row[: 3 + 3 * i]) for i, row in enumerate(tokens)]
+    expected = engine.generate(prompts, 4, TestSamplesDependOnTheirKeysAlone.PARAMS, seed=3)
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"found.{rank}")
+        assert torch.equal(found["tokens"], expected.tokens)
+        assert torch.equal(found["lengths"], expected.lengths)
+        torch.testing.assert_close(found["log_probs"], expected.log_probs, atol=1e-6, rtol=0)

@@ -1,0 +1,120 @@
+"""Training batches with random tokens, and the gradients that they give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.policies import brute_force_log_probs, megatron_model, padded_sequences
+from torch import Tensor
+
+from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.megatron.hf_weights import hf_tensors
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.rollout import ReinforceBatch, RolloutBatch
+from reinforce_rl.tokenizer import load_tokenizer
+
+TEMPERATURE = 0.7
+VOCAB_SIZE = 61
+# Four prompts with three samples each; two samples are invalid, one of these is empty, one empty one is valid.
+PROMPT_LENGTHS = [4] * 3 + [9] * 3 + [1] * 3 + [6] * 3
+RESPONSE_LENGTHS = [5, 2, 8, 3, 0, 7, 1, 0, 6, 4, 8, 2]
+INVALID = (4, 9)
+
+
+def whole_batch() -> ReinforceBatch:
+    sequences, prompts, responses = padded_sequences(PROMPT_LENGTHS, RESPONSE_LENGTHS, VOCAB_SIZE)
+    count = len(prompts)
+    valid = torch.ones(count, dtype=torch.bool)
+    valid[list(INVALID)] = False
+    nothing = torch.zeros(count)
+    advantages = torch.randn(count, generator=torch.Generator().manual_seed(5))
+    rollouts = RolloutBatch(
+        sequences=sequences,
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        group_ids=torch.arange(count) // 3,
+        sample_ids=torch.arange(count) % 3,
+        finish_reasons=("stop",) * count,
+        rewards=torch.where(valid, nothing, torch.nan),
+        log_probs=torch.zeros(count, int(responses.max())),
+        init_log_probs=None,
+        valid=valid,
+    )
+    return ReinforceBatch(rollouts, nothing, nothing, nothing, torch.where(valid, advantages, 0.0))
+
+
+def rows_of(batch: ReinforceBatch, rows: list[int]) -> ReinforceBatch:
+    """Some rows, cut to their own longest sequence as a rank would have them."""
+    old = batch.rollouts
+    width = max([int((old.prompt_lengths + old.response_lengths)[rows].max())] if rows else [0])
+    rollouts = RolloutBatch(
+        sequences=old.sequences[rows, :width],
+        prompt_lengths=old.prompt_lengths[rows],
+        response_lengths=old.response_lengths[rows],
+        group_ids=old.group_ids[rows],
+        sample_ids=old.sample_ids[rows],
+        finish_reasons=tuple(old.finish_reasons[row] for row in rows),
+        rewards=old.rewards[rows],
+        log_probs=old.log_probs[rows],
+        init_log_probs=None,
+        valid=old.valid[rows],
+    )
+    return ReinforceBatch(
+        rollouts, batch.kl[rows], batch.rewards_with_kl[rows], batch.baseline[rows], batch.advantages[rows]
+    )
+
+
+def actor_of(
+    folder: str | Path, mesh: Mesh, *, micro_batch_size: int = 2, forward_micro_batch_size: int = 4, **options: Any
+) -> MegatronGPTReinforceActorModel:
+    lm = megatron_model(folder, mesh)
+    tokenizer = load_tokenizer(folder)
+    sampling = SamplingParams(max_length=8, temperature=TEMPERATURE)
+    settings = ActorSettings(sampling, sampling, micro_batch_size, forward_micro_batch_size, seed=0)
+    return MegatronGPTReinforceActorModel(lm, tokenizer, NativeGenerator(lm, tokenizer), settings, **options)
+
+
+def gradient_of(actor: MegatronGPTReinforceActorModel) -> Tensor:
+    """What the gradient buffers hold, as one vector in Hugging Face's layout; a collective call.
+
+    The mapping of weights to that layout is linear, so it maps gradients too.
+    """
+    weights = {name: parameter.data for name, parameter in actor.lm.named_parameters()}
+    try:
+        for parameter in actor.lm.parameters():
+            parameter.data = parameter.main_grad
+        tensors = {name: tensor.clone() for name, tensor in hf_tensors(actor.lm)}
+    finally:
+        for name, parameter in actor.lm.named_parameters():
+            parameter.data = weights[name]
+    return flat(tensors)
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensors[name].reshape(-1).double() for name in sorted(tensors)])
+
+
+def brute_force_gradient(model: Any, batch: ReinforceBatch) -> tuple[float, Tensor]:
+    """Loss and gradient of -(sum over valid samples of A * log p(response)) / N by autograd on transformers' model."""
+    rollouts = batch.rollouts
+    rows = rollouts.valid
+    log_probs = brute_force_log_probs(
+        model,
+        rollouts.sequences[rows],
+        rollouts.prompt_lengths[rows],
+        rollouts.response_lengths[rows],
+        temperature=TEMPERATURE,
+        width=rollouts.log_probs.shape[1],
+    )
+    loss = -(batch.advantages[rows] * log_probs.sum(dim=1)).sum() / int(rows.sum())
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), flat({name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+def relative_difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())

@@ -1,0 +1,30 @@
+"""Two tensor-parallel ranks generate from a float64 model. Usage: native_tp2.py FOLDER OUT (writes OUT.0, OUT.1)"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from helpers.policies import megatron_model, random_tokens
+
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.rollout import Prompt
+from reinforce_rl.tokenizer import load_tokenizer
+
+
+def main() -> None:
+    folder, out = sys.argv[1:]
+    with parallel_mesh(tensor_model_parallel_size=2) as mesh:
+        engine = NativeGenerator(megatron_model(folder, mesh, torch.float64), load_tokenizer(folder))
+        tokens = random_tokens(61, 3, 9).tolist()
+        prompts = [Prompt(i, "", tuple(row[: 3 + 3 * i])) for i, row in enumerate(tokens)]
+        params = SamplingParams(max_length=16, stop_token_ids=(2, 5, 6, 7, 8, 9, 10, 11))
+        found = engine.generate(prompts, 4, params, seed=3)
+        values = {"tokens": found.tokens, "lengths": found.lengths, "log_probs": found.log_probs}
+        torch.save(values, f"{out}.{mesh.rank}")
+
+
+if __name__ == "__main__":
+    main()

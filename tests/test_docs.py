@@ -1,0 +1,113 @@
+"""The documentation against the repository: links, keys, scripts, commands and the worked example."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from reinforce_rl.algorithms.advantages import rloo, rloo_baseline
+from reinforce_rl.algorithms.kl import sequence_kl
+from reinforce_rl.algorithms.loss import reinforce_loss
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "slurm" / "README.md"]
+SCRIPT_CONFIGS = ("train_reinforce_actor", "serve_reward_model", "train_reward_model")
+CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def keys_of(config: str) -> set[str]:
+    """Dotted names of all settings of a YAML below conf/, those of Hydra itself left out."""
+
+    def walk(node: object, prefix: str) -> set[str]:
+        if not isinstance(node, dict):
+            return {prefix[:-1]}
+        return {key for name, child in node.items() for key in walk(child, f"{prefix}{name}.")}
+
+    plain = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{config}.yaml"))
+    assert isinstance(plain, dict)
+    return walk({name: child for name, child in plain.items() if name not in ("defaults", "hydra")}, "")
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", CODE_BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_relative_links_lead_somewhere(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_index_names_every_page():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    missing = [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in index]
+    assert missing == ["index.md"]
+
+
+def test_configuration_page_has_the_actors_keys_and_no_others():
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    section = text.split("## Every key")[1].split("## Typical mistakes")[0]
+    documented = set(re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE))
+    assert documented == keys_of("train_reinforce_actor")
+
+
+@every_page
+def test_commands_name_scripts_that_exist(page):
+    scripts = re.findall(r"(?:python|--nproc-per-node \d+) (examples/[\w/]+\.py)", page.read_text(encoding="utf-8"))
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
+    if page.name == "README.md":
+        assert scripts  # else the expression above finds nothing any more
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/reward-server.md", "slurm/README.md"])
+def test_commands_give_keys_that_exist(name):
+    blocks = "\n".join(CODE_BLOCK.findall((ROOT / name).read_text(encoding="utf-8")))
+    given = set(re.findall(r"(?<![\w./])([a-z_]+(?:\.[a-z_]+)+)=", blocks))
+    assert given
+    assert given - set().union(*(keys_of(config) for config in SCRIPT_CONFIGS)) == set()
+
+
+def test_worked_example_of_the_algorithm_page():
+    """The numbers of docs/algorithm.md, from the functions that it describes."""
+    page = (ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")
+    rewards = torch.tensor([1.0, 0.2, -0.5], dtype=torch.float64)
+    log_probs = torch.tensor([[-1.0, -0.5, 0.0], [-2.0, -0.7, -0.3], [-1.5, 0.0, 0.0]], dtype=torch.float64)
+    reference = torch.tensor([[-1.2, -0.8, 0.0], [-1.8, -0.9, -0.4], [-1.1, 0.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    group, everyone = torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool)
+    log_probs.requires_grad_()
+
+    kl = sequence_kl(log_probs, reference, mask)
+    with_kl = rewards - 0.1 * kl
+    baseline, advantages = rloo_baseline(with_kl, group), rloo(with_kl, group)
+    loss = reinforce_loss(log_probs, mask, advantages, everyone, 3)
+    loss.backward()
+    sums = log_probs.detach().sum(dim=1)
+    for i in range(3):
+        row = next(line for line in page.splitlines() if line.startswith(f"| {i + 1} |"))
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        found = [float(cells[column]) for column in (4, 5, 6, 7, 8)]
+        assert found == pytest.approx([x[i].item() for x in (kl, with_kl, baseline, advantages, sums)], abs=1e-9)
+    assert f"= {loss.item():.4f}." in page
+    assert log_probs.grad is not None
+    assert ", ".join(f"{gradient:.4f}" for gradient in log_probs.grad[:, 0]) in page
+
+    two = torch.tensor([True, True, False])
+    advantages = rloo(with_kl, group, two)
+    loss = reinforce_loss(log_probs, mask, advantages, two, 2)
+    assert f"A = ({advantages[0]:.2f}, {advantages[1]:.2f}), M = 2, L = {loss.item():.2f}." in page
