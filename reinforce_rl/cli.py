@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -49,7 +48,7 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
 def start_ranks(devices: int, num_nodes: int) -> None:
     """Where this plain `python` process should be several ranks, become torchrun, which starts them.
 
-    Nothing happens under torchrun or srun, which set WORLD_SIZE.
+    Nothing happens under torchrun, which sets WORLD_SIZE.
 
     Raises:
         ReinforceError: several nodes, which a plain `python` cannot start.
@@ -59,18 +58,13 @@ def start_ranks(devices: int, num_nodes: int) -> None:
     if num_nodes > 1:
         raise ReinforceError(
             f"trainer.num_nodes is {num_nodes}, but this is one plain python process; start it on every node with "
-            f"`torchrun --nnodes {num_nodes} --nproc-per-node {devices} ...` or with srun"
+            f"`torchrun --nnodes {num_nodes} --nproc-per-node {devices} ...`"
         )
     # One thread a rank: ranks that each take every core would wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
-
-
-def composed_overrides() -> list[str]:
-    """The command line's overrides, as Hydra took them."""
-    return list(HydraConfig.get().overrides.task)
 
 
 def _fail(text: str) -> None:

@@ -106,7 +106,7 @@ class SamplingConfig:
 @dataclass
 class LengthConfig:
     max_length: int = 128
-    min_length: int = 1
+    min_length: int = 0
 
 
 @dataclass

@@ -129,7 +129,7 @@ def _batch_sizes(cfg: TrainConfig) -> Iterator[str]:
             f"the {world // tp} data-parallel ranks; some would always be idle"
         )
     started = os.environ.get("WORLD_SIZE")
-    if started is not None and int(started) != world:
+    if started is not None and started != str(world):
         yield (
             f"{started} ranks were started (WORLD_SIZE), but trainer.num_nodes x trainer.devices = "
             f"{cfg.trainer.num_nodes} x {cfg.trainer.devices} = {world}"
@@ -161,15 +161,17 @@ def _sampling(cfg: TrainConfig) -> Iterator[str]:
             "is nothing to learn from: set it to false (validation has its own val_sampling_params)"
         )
     narrowed = [
-        f"{name}={getattr(own, name)}"
+        f"sampling_params.{name}={getattr(own, name)}"
         for name, full in (("top_k", 0), ("top_p", 1.0), ("repetition_penalty", 1.0))
         if getattr(own, name) != full
     ]
+    if rollout.length_params.min_length:
+        narrowed.append(f"length_params.min_length={rollout.length_params.min_length}")
     if narrowed and not rollout.allow_biased_sampling:
         yield (
-            f"model.reinforce.sampling_params has {', '.join(narrowed)}: samples would not come from the policy whose "
+            f"model.reinforce has {', '.join(narrowed)}: samples would not come from the policy whose "
             "log-probs are trained, which biases the gradient; use the full distribution (top_k=0, top_p=1.0, "
-            "repetition_penalty=1.0) or set model.reinforce.allow_biased_sampling=true"
+            "repetition_penalty=1.0, min_length=0) or set model.reinforce.allow_biased_sampling=true"
         )
 
 

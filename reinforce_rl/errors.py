@@ -17,7 +17,7 @@ class ConfigError(ReinforceError):
     def __init__(self, faults: list[str]):
         self.faults = list(faults)
         count = len(self.faults)
-        head = f"{count} fault{'s' if count != 1 else ''} in the configuration; nothing was started:"
+        head = f"{count} fault{'s' if count != 1 else ''} in the configuration:"
         super().__init__("\n".join([head, *(f"  {i}. {fault}" for i, fault in enumerate(self.faults, 1))]))
 
 

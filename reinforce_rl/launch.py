@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import shlex
 import signal
 import socket
@@ -117,16 +118,32 @@ def _missing(args: Sequence[str], wanted: dict[str, object]) -> list[str]:
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nothing listens on at this moment."""
+    """A TCP port that nothing listens on at this moment.
+
+    It lies below those that the kernel gives to outgoing connections: the server listens on it only once its libraries
+    are loaded, and until then any program's connection could take one of those.
+    """
+    candidates = range(10240, max(_first_outgoing_port(), 10241))
+    for port in random.sample(candidates, min(100, len(candidates))):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
 
 
+def _first_outgoing_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return 32768
+
+
 def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
     """Run both, and return the exit code: the actor's, or 1 where the server failed first. From the main thread.
 
-    SIGINT and SIGTERM go to the actor, which may save and end in good order; the server follows it. When this process
+    SIGINT and SIGTERM go to the actor; the server follows it. When this process
     is killed, a guard ends both.
 
     Args:

@@ -165,7 +165,7 @@ def test_all_faults_are_in_one_message(folder):
     assert [sum(key in fault for fault in faults) for key in keys] == [1] * 6
     assert len(faults) == 6
     text = str(ConfigError(faults))
-    assert text.startswith("6 faults in the configuration; nothing was started:\n  1. ")
+    assert text.startswith("6 faults in the configuration:\n  1. ")
 
 
 def defaults() -> dict[str, Any]:

@@ -41,7 +41,7 @@ def main() -> int:
 def run(out: Path, overrides: list[str], started: float) -> int:
     """Prepare the model, run server and actor, and say what came of it; the exit code."""
     model = prepare_smollm2(ROOT / DEFAULT_FOLDER)
-    shutil.rmtree(out, ignore_errors=True)
+    remove_old_run(out)
     plan = make_plan(
         python_script(ROOT / "examples" / "serve_reward_model.py"),
         python_script(ROOT / "examples" / "train_reinforce_actor.py"),
@@ -72,6 +72,17 @@ def run(out: Path, overrides: list[str], started: float) -> int:
         print(run_summary(out, places))
         print(f"  took {(time.monotonic() - started) / 60:.1f} minutes")
     return code
+
+
+def remove_old_run(out: Path) -> None:
+    """Make room for a new run.
+
+    Raises:
+        ConfigError: the folder holds something that is not a run; it is left alone.
+    """
+    if out.is_dir() and any(out.iterdir()) and not (out / "config.yaml").is_file() and not (out / "logs").is_dir():
+        raise ConfigError([f"--out is {out}, which is not empty and holds no earlier run; name another folder"])
+    shutil.rmtree(out, ignore_errors=True)
 
 
 def steps_override(text: str) -> list[str]:

@@ -137,9 +137,9 @@ class ReinforceTrainer:
             completions, futures = self._generate_and_submit(self._prompts, self.cfg.num_rollouts_per_prompt)
         batch = self._unscored(self._prompts, completions)
         where = (batch.sequences, batch.prompt_lengths, batch.response_lengths)
-        with self._timed("logprobs", timings):
-            batch = replace(batch, log_probs=self.model.get_inference_log_probs(*where))
-        if self.cfg.initial_policy_kl_penalty > 0:
+        if self.cfg.initial_policy_kl_penalty > 0:  # without a KL nobody reads log-probs before the update
+            with self._timed("logprobs", timings):
+                batch = replace(batch, log_probs=self.model.get_inference_log_probs(*where))
             with self._timed("init_logprobs", timings):
                 batch = replace(batch, init_log_probs=self.model.get_init_policy_logprobs(*where))
         with self._timed("reward_wait", timings):
@@ -289,7 +289,7 @@ class ReinforceTrainer:
             raise TooManyFailedRewardsError(
                 f"the reward server failed on {failed:.1%} of the samples of step {self.step + 1}, above "
                 f"trainer.reinforce.max_failed_fraction = {self.cfg.max_failed_fraction}; its log says why. "
-                "The failed samples are those without a reward in the rollouts of this run"
+                "Nothing was trained on them"
             )
 
     def _log_step(self, metrics: Metrics, timings: Timings, batch: ReinforceBatch) -> None:

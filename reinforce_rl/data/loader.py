@@ -109,7 +109,7 @@ class FixedPrompts:
         faults = []
         if not 1 <= count <= len(dataset):
             faults.append(
-                f"num_val_samples is {count}, but the validation data set has {len(dataset)} prompts; "
+                f"model.reinforce.num_val_samples is {count}, but the validation data set has {len(dataset)} prompts; "
                 f"expected 1 to {len(dataset)}, or null for all"
             )
         if prompts_per_batch is not None and prompts_per_batch < 1:

@@ -47,7 +47,7 @@ class PromptDataset(Dataset[Prompt]):
 
     def __init__(self, prompts: Sequence[Prompt], *, skipped: int = 0):
         if not prompts:
-            left_out = f" ({skipped} over-long ones were skipped; raise max_prompt_tokens)" if skipped else ""
+            left_out = f" ({skipped} over-long ones were skipped; raise model.encoder_seq_length)" if skipped else ""
             raise DataError(f"the data set holds no prompt{left_out}")
         for index, prompt in enumerate(prompts):
             if prompt.id != index:
@@ -130,16 +130,21 @@ class PromptDataset(Dataset[Prompt]):
                 skipped.append((item.line, len(tokens)))
             else:
                 refused = True
-                reason = f"prompt of {len(tokens)} tokens, more than max_prompt_tokens={max_prompt_tokens}"
+                reason = (
+                    f"prompt of {len(tokens)} tokens, more than the {max_prompt_tokens} that leave room for a response"
+                )
                 faults.add(item.line.path, item.line.number, reason)
         advice = "Correct or remove these lines."
         if refused:
-            advice += " For over-long prompts, raise max_prompt_tokens or set too_long=skip to leave them out."
+            advice += (
+                " For over-long prompts, raise model.encoder_seq_length, lower model.reinforce.length_params.max_length, "
+                "or set model.data.too_long=skip to leave them out."
+            )
         faults.raise_if_any(advice)
         if skipped:
             line, length = skipped[0]
             logger.warning(
-                "skipped %d of %d prompts, longer than max_prompt_tokens=%s; the first is %s:%d with %d tokens",
+                "skipped %d of %d prompts, longer than %s tokens; the first is %s:%d with %d tokens",
                 *(len(skipped), len(rendered), max_prompt_tokens, line.path, line.number, length),
             )
         if not prompts and not skipped:

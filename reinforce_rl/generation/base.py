@@ -36,12 +36,6 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     end_strings: tuple[str, ...] = ()
 
-    @property
-    def is_full_distribution(self) -> bool:
-        """True where a sample's probability is the model's own at the temperature: nothing is cut or penalised."""
-        cut = self.use_greedy or self.top_k or self.top_p < 1.0 or self.min_length
-        return not cut and self.repetition_penalty == 1.0
-
 
 class Generator(Protocol):
     """Whatever completes prompts. How it batches, caches and shards is its own affair."""

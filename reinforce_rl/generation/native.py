@@ -61,7 +61,7 @@ class NativeGenerator:
             raise DataError(
                 f"a prompt of {int(lengths.max())} tokens and {params.max_length} response tokens "
                 f"exceed the model's {limit} positions; lower model.reinforce.length_params.max_length "
-                "or model.data.max_prompt_length"
+                "or model.encoder_seq_length"
             )
         rows = len(prompts) * num_samples
         responses = _Responses(prompts, num_samples, params, self._tokenizer, self._pad_id, device)

@@ -51,7 +51,9 @@ class HFFolder:
             try:
                 names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{index} cannot be read: {error!r}; expected a JSON object weight_map") from error
+                raise CheckpointError(
+                    f"{index} cannot be read: {error!r}; expected a JSON object weight_map"
+                ) from error
             missing = sorted({file for file in names.values() if not (self.folder / file).is_file()})
             if missing:
                 raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")

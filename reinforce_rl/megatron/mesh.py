@@ -106,7 +106,7 @@ class Mesh:
 
 
 def world_size_from_environment() -> int:
-    """Ranks of this job as torchrun or srun says; 1 for a plain `python`."""
+    """Ranks of this job as torchrun says; 1 for a plain `python`."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -31,13 +31,13 @@ _FACTS = (
     "trainer.reinforce",
     "trainer.devices",
     "trainer.num_nodes",
-    "model.pretrained",
+    "pretrained_checkpoint.restore_from_path",
     "model.tensor_model_parallel_size",
     "model.global_batch_size",
     "model.micro_batch_size",
     "model.optim.name",
     "model.optim.lr",
-    "seed",
+    "model.seed",
 )
 
 

@@ -51,7 +51,7 @@ def check_once(host: str, port: int, name: str, timeout: float) -> ServerInfo:
     if info.name != name:
         raise RewardServerError(
             f"the reward server at {host}:{port} serves the model '{info.name}', and '{name}' was asked for. "
-            f"Set the client's name to '{info.name}', or the port to the other server's."
+            f"Set remote_rm.reward_model.name={info.name}, or the port to the other server's."
         )
     code, _ = _call(f"{url}/v2/models/{name}/ready", timeout)
     if code != 200:

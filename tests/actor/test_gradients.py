@@ -20,7 +20,21 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import transformers_model
 from helpers.ranks import run_ranks
 
+from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
+
 NUM_VALID = 10
+SETTINGS = OptimizerSettings(
+    lr=1e-3,
+    min_lr=0.0,
+    weight_decay=0.1,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    schedule="constant",
+    warmup_steps=0,
+    constant_steps=0,
+    total_steps=10,
+    clip_grad=1.0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +61,18 @@ def test_equals_the_formula_for_every_micro_batch_size(micro_batch_size, folder,
     assert relative_difference(gradient, expected[1]) < 1e-5
     _, reference = loss_and_gradient(folder, mesh, whole_batch(), micro_batch_size=12)
     assert relative_difference(gradient, reference) < 1e-6
+
+
+def test_steps_before_it_leave_nothing_behind(folder, mesh, tmp_path):
+    """Several micro-batches after an optimizer step: the optimizer holds on to the buffers, and must not add to them."""
+    actor = actor_of(folder, mesh, micro_batch_size=3, with_reference=False)
+    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, SETTINGS))
+    for step in range(1, 4):
+        actor.get_loss_and_metrics(whole_batch(), NUM_VALID)
+        gradient = gradient_of(actor)
+        here = transformers_model(actor.export(folder, tmp_path / str(step)))
+        assert relative_difference(gradient, brute_force_gradient(here, whole_batch())[1]) < 1e-5, step
+        assert optimizer.step().grad_norm == pytest.approx(float(gradient.norm()), rel=1e-5)
 
 
 def test_independent_of_padding_and_order(folder, mesh):

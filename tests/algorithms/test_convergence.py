@@ -21,8 +21,10 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.tokenizer import load_tokenizer
 
-VOCABULARY, LENGTH, BETA, STEPS = 8, 2, 0.5, 300
-PROMPTS = {"a": (7,), "te": (6, 5)}  # of different lengths, with their token ids
+VOCABULARY, LENGTH, BETA, STEPS = 8, 2, 0.5, 250
+# With their token ids. Of different lengths, and no token repeated: attention over equal tokens gives what it gives
+# over one, so a policy cannot tell the contexts "a" and "aa" apart, and the optimum would be out of its reach.
+PROMPTS = {"at": (7, 6), "tea": (6, 5, 7)}
 RESPONSES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
 
 

@@ -93,14 +93,14 @@ def test_ids_run_over_files_and_skipped_prompts(tokenizer, tmp_path, caplog):
     assert [(p.id, p.text) for p in dataset] == [(0, "one"), (1, "x" * 10), (2, "two")]
     assert dataset.skipped == 2
     assert len(caplog.records) == 1
-    assert f"skipped 2 of 5 prompts, longer than max_prompt_tokens=10; the first is {first}:2 with 11" in caplog.text
+    assert f"skipped 2 of 5 prompts, longer than 10 tokens; the first is {first}:2 with 11" in caplog.text
 
 
 def test_too_long_is_refused_by_default(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", {"prompt": "fine"}, {"prompt": "x" * 11})
     with pytest.raises(DataError) as caught:
         load(tokenizer, file, max_prompt_tokens=10)
-    assert f"{file}:2: prompt of 11 tokens, more than max_prompt_tokens=10" in str(caught.value)
+    assert f"{file}:2: prompt of 11 tokens, more than the 10 that leave room" in str(caught.value)
     assert "too_long=skip" in str(caught.value)
     assert len(load(tokenizer, file, max_prompt_tokens=None)) == 2
 
@@ -206,10 +206,10 @@ def test_all_faults_of_data_prefix_in_one_message(tokenizer, tmp_path):
         build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=10)
     assert len(caught.value.faults) == 4
     for part in (
-        f"data_prefix.train: file {tmp_path / 'a'} does not exist",
-        f"data_prefix.validation: file {tmp_path} is not a file",
-        "data_prefix.test holds 0.5",
-        "data_prefix.valid is not known",
+        f"model.data.data_prefix.train: file {tmp_path / 'a'} does not exist",
+        f"model.data.data_prefix.validation: file {tmp_path} is not a file",
+        "model.data.data_prefix.test holds 0.5",
+        "model.data.data_prefix.valid is not known",
     ):
         assert part in str(caught.value)
     for empty in ({}, {"train": None}, {"train": []}):

@@ -154,7 +154,9 @@ def test_frequencies_equal_the_distribution_of_transformers(options):
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("options", [{"top_k": 7}, {"top_p": 0.5}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.6}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"top_k": 7}, {"top_p": 0.5}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.6}], ids=str
+)
 def test_kept_sets_equal_those_of_transformers(options, seed):
     """Rows of many shapes at once; the drawn tokens of each must cover its kept set and never leave it."""
     params = SamplingParams(max_length=1, temperature=1.3, **options)
@@ -200,20 +202,3 @@ def test_log_probs_are_those_of_the_temperature():
     tokens = torch.arange(6)
     expected = torch.log_softmax(logits / 0.7, dim=-1)[torch.arange(6), tokens]
     torch.testing.assert_close(token_log_probs(logits, tokens, 0.7), expected)
-
-
-@pytest.mark.parametrize(
-    ("options", "full"),
-    [
-        ({}, True),
-        ({"temperature": 0.5}, True),
-        ({"top_k": 5}, False),
-        ({"top_p": 0.9}, False),
-        ({"repetition_penalty": 1.1}, False),
-        ({"use_greedy": True}, False),
-        ({"min_length": 3}, False),
-    ],
-    ids=str,
-)
-def test_which_settings_sample_from_the_model_itself(options, full):
-    assert SamplingParams(max_length=4, **options).is_full_distribution is full

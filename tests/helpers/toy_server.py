@@ -14,8 +14,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
+
+from reinforce_rl import launch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SCRIPT = Path(__file__).with_name("serve_toy_scorer.py")
 START_SECONDS = 90.0  # a busy machine imports slowly
@@ -34,18 +40,21 @@ class ToyServer:
         self.descendants: list[psutil.Process] = []
         self.model_folders: list[Path] = []
 
-    def start(self) -> ToyServer:
+    def command(self) -> list[str]:
+        places = [f"inference.port={self.port}", "--ready-file", str(self.ready_file)]
+        return [sys.executable, str(SCRIPT), *places, *self.options]
+
+    def start(self) -> Self:
         environment = {**os.environ, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(SCRIPT), f"inference.port={self.port}", "--ready-file", str(self.ready_file)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, *self.options], stdout=log, stderr=log, env=environment, start_new_session=True
+                self.command(), stdout=log, stderr=log, env=environment, start_new_session=True
             )
         deadline = time.monotonic() + START_SECONDS
         while not self.ready_file.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.close()
-                raise RuntimeError(f"the toy server did not start:\n{self.log.read_text()}")
+                raise RuntimeError(f"the server did not start:\n{self.log.read_text()}")
             time.sleep(0.05)
         assert json.loads(self.ready_file.read_text())["pid"] == self.process.pid
         self.descendants = psutil.Process(self.process.pid).children(recursive=True)
@@ -98,9 +107,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return launch.free_port("127.0.0.1")
 
 
 def wait_for(condition, seconds: float) -> bool:

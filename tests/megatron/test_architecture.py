@@ -77,5 +77,5 @@ def test_padding_of_an_odd_vocabulary():
 
 
 def test_feed_forward_size_that_does_not_divide():
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size is 5, which does not divide .* 1536"):
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size is 5, which does not divide .* 1536"):
         Architecture.from_hf(SMOLLM2).padded(5)

@@ -42,10 +42,10 @@ SETTINGS = OptimizerSettings(
 class Run:
     """What a run has to save, on a random model."""
 
-    def __init__(self, mesh, model_folder: Path, folder: Path, **options):
+    def __init__(self, mesh, model_folder: Path, folder: Path, settings: OptimizerSettings = SETTINGS, **options):
         self.lm = megatron_model(model_folder, mesh)
         self.ddp = wrap_data_parallel(self.lm)
-        parts = build_optimizer(self.ddp, SETTINGS)
+        parts = build_optimizer(self.ddp, settings)
         self.optimizer = ActorOptimizer(*parts)
         self.checkpointer = Checkpointer(folder, mesh, self.ddp, *parts, **options)
 
@@ -114,6 +114,21 @@ def test_uninterrupted_run_is_not_disturbed_by_a_save(mesh, models, tmp_path):
             run.checkpointer.save(2, {})
         results.append(run.train(2))
     assert results[0] == results[1]
+
+
+def test_changed_settings_have_an_effect(mesh, models, tmp_path):
+    """As in a run that goes on with more steps at another rate: the configuration wins, the step counts on."""
+    run = Run(mesh, models[0], tmp_path)
+    run.train(3)
+    run.checkpointer.save(3, {})
+    changed = replace(SETTINGS, lr=5e-3, min_lr=0.0, total_steps=20, weight_decay=0.3, betas=(0.8, 0.9))
+    other = Run(mesh, models[0], tmp_path, changed)
+    other.checkpointer.restore(latest_checkpoint(tmp_path))
+    other.train(1)
+    group = other.optimizer._optimizer.param_groups[0]
+    assert group["lr"] == pytest.approx(5e-3 * (20 - 4) / (20 - 2))  # linear, after 2 steps of warm-up
+    assert group["betas"] == (0.8, 0.9)
+    assert sorted({g["weight_decay"] for g in other.optimizer._optimizer.param_groups}) == [0.0, 0.3]
 
 
 def test_no_checkpoint(tmp_path):
@@ -222,7 +237,9 @@ class TestDamagedCheckpoint:
     def test_truncated_weights(self, run, tmp_path):
         for file in (tmp_path / "step_00000001" / "model").glob("*.distcp"):
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-        with pytest.raises(CheckpointError, match=r"step_00000001 cannot be loaded: .*write its name into .*latest") as e:
+        with pytest.raises(
+            CheckpointError, match=r"step_00000001 cannot be loaded: .*write its name into .*latest"
+        ) as e:
             run.checkpointer.restore(latest_checkpoint(tmp_path))
         assert "Traceback" not in str(e.value)
 
@@ -249,7 +266,7 @@ class TestDamagedCheckpoint:
 
     def test_latest_names_nothing_that_is_there(self, run, tmp_path):
         (tmp_path / "latest").write_text("step_00000077\n")
-        with pytest.raises(CheckpointError, match="latest names step_00000077, .*write its name into"):
+        with pytest.raises(CheckpointError, match=r"latest names step_00000077, .*write its name into"):
             latest_checkpoint(tmp_path)
 
     def test_checkpoint_of_another_shape(self, run, mesh, models, tmp_path):

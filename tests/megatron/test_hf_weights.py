@@ -76,11 +76,14 @@ def test_exported_folder_has_the_tokenizer_and_replaces_an_older_one(mesh, tmp_p
     from transformers import AutoTokenizer
 
     folder = tiny_llama_folder(tmp_path / "source")
+    (folder / "trainer_state.json").write_text("{}")  # not the model's: stays behind
     out = tmp_path / "out"
     out.mkdir()
     (out / "stale.safetensors").write_text("old")
     export_hf_folder(megatron_model(folder, mesh), folder, out)
     assert not (out / "stale.safetensors").exists()
+    assert not (out / "trainer_state.json").exists()
+    assert (out / "model.safetensors").stat().st_mode & 0o444 == 0o444
     assert AutoTokenizer.from_pretrained(out).get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
     assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(folder).chat_template
 
@@ -105,7 +108,7 @@ def test_export_to_a_full_disk_is_an_error_and_leaves_the_old_folder(mesh, tmp_p
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))  # the weights have more bytes, the config fewer
     try:
-        with pytest.raises(CheckpointError, match="cannot write the Hugging Face folder .*out"):
+        with pytest.raises(CheckpointError, match=r"cannot write the Hugging Face folder .*out"):
             export_hf_folder(lm, folder, out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -165,7 +168,7 @@ def test_damaged_file(size, mesh, tmp_path):
 def test_no_weights(mesh, tmp_path):
     folder = tiny_llama_folder(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="neither model.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         megatron_model(folder, mesh)
 
 

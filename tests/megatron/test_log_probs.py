@@ -105,7 +105,9 @@ def test_single_token_prompt_without_response(lm):
     assert out.shape == (1, 0)
 
 
-@pytest.mark.parametrize("shape", [{"vocab_size": 63, "tied": False}, {"vocab_size": 61, "heads": 9, "groups": 3, "hidden": 36}])
+@pytest.mark.parametrize(
+    "shape", [{"vocab_size": 63, "tied": False}, {"vocab_size": 61, "heads": 9, "groups": 3, "hidden": 36}]
+)
 def test_two_tensor_parallel_ranks(shape, tmp_path):
     """With a vocabulary that must be padded: a padded column would take probability from the others."""
     folder = tiny_llama_folder(tmp_path / "model", **shape)

@@ -26,7 +26,7 @@ def test_one_rank_without_a_launcher():
             assert mesh.from_tp_rank_0([1]) == [1]
             assert (mesh.any_rank(True), mesh.any_rank(False)) == (True, False)
             mesh.check_together(None)
-            with pytest.raises(CheckpointError, match="^gone$"):
+            with pytest.raises(CheckpointError, match=r"^gone$"):
                 mesh.check_together(CheckpointError("gone"))
 
 

@@ -134,4 +134,4 @@ def test_script_prints_the_folder_and_ends_with_an_error_text_instead_of_a_trace
     (folder / smollm2.MANIFEST_NAME).unlink()
     bad = subprocess.run([*script, "--out", str(folder)], capture_output=True, text=True, timeout=60)
     assert bad.returncode == 1
-    assert bad.stderr.startswith("prepare_smollm2: ") and "Traceback" not in bad.stderr
+    assert bad.stderr.startswith("error: ") and "Traceback" not in bad.stderr

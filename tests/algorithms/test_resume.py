@@ -1,0 +1,294 @@
+"""A run that is killed at any moment and started again equals one that was never killed, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.ranks import kill_tree
+from helpers.tiny_run import (
+    largest_difference,
+    metrics_of,
+    rollouts_of,
+    three_letters,
+    tiny_config,
+    tiny_overrides,
+    tiny_trainer,
+    without_times,
+    write_prompts,
+)
+from safetensors.torch import load_file
+
+from reinforce_rl.errors import CheckpointError
+
+DRIVER = Path(__file__).parents[1] / "helpers" / "train_tiny.py"
+RL = "trainer.reinforce"
+NUM_PROMPTS = 10  # in steps of 4, so that the third step of an epoch has fewer
+STEPS = 12
+SETTINGS = [
+    f"{RL}.max_epochs=4",
+    f"{RL}.val_check_interval=5",
+    f"{RL}.save_interval=3",
+    "model.optim.sched.name=CosineAnnealing",
+    "model.optim.sched.warmup_steps=2",
+    "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
+]
+RUN_SECONDS = 60.0
+
+
+class TrainerProcesses:
+    """Makes runs in processes that can be killed, one after the other; see `train_tiny.py`."""
+
+    def __init__(self):
+        self._process = subprocess.Popen(
+            [sys.executable, str(DRIVER), "serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def start(self, folder: Path, *overrides: str, die_before: str = "") -> int:
+        """Start a run and return its process's id."""
+        assert self._process.stdin is not None
+        command = [str(folder / "log"), die_before, *tiny_overrides(folder, num_prompts=NUM_PROMPTS), *overrides]
+        self._process.stdin.write(json.dumps(command) + "\n")
+        return self._answer()
+
+    def wait(self) -> int:
+        """The exit status of the run, negative for a signal."""
+        return self._answer()
+
+    def _answer(self) -> int:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], RUN_SECONDS)
+        assert ready, "the run neither starts nor ends"
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        kill_tree_of(self._process)
+
+
+def kill_tree_of(process: subprocess.Popen) -> None:
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        kill_tree(process.pid)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[TrainerProcesses]:
+    processes = TrainerProcesses()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(processes: TrainerProcesses, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    processes.start(folder, *SETTINGS)
+    assert processes.wait() == 0, (folder / "log").read_text()
+    return folder
+
+
+def metrics_reach(folder: Path, step: int) -> Callable[[], bool]:
+    path = folder / "run" / "metrics.jsonl"
+    return lambda: path.exists() and f'{{"step": {step},'.encode() in path.read_bytes()
+
+
+def appears(folder: Path, name: str) -> Callable[[], bool]:
+    return lambda: (folder / "run" / name).exists()
+
+
+def kill_when(processes: TrainerProcesses, folder: Path, condition: Callable[[], bool]) -> None:
+    process = processes.start(folder, *SETTINGS)
+    deadline = time.monotonic() + RUN_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, (folder / "log").read_text()
+        time.sleep(0.001)
+    os.kill(process, signal.SIGKILL)
+    assert processes.wait() == -signal.SIGKILL, "the run had ended before it could be killed"
+
+
+def finish(processes: TrainerProcesses, folder: Path) -> None:
+    processes.start(folder, *SETTINGS)
+    assert processes.wait() == 0, (folder / "log").read_text()
+
+
+def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
+    found, expected = metrics_of(folder), metrics_of(uninterrupted)
+    assert [line["step"] for line in found] == list(range(STEPS + 1)), "each step once"
+    for line, other in zip(found, expected, strict=True):
+        assert without_times(line) == without_times(other)
+        assert line.keys() == other.keys()
+    for step in range(1, STEPS + 1):
+        assert rollouts_of(folder, step) == rollouts_of(uninterrupted, step)
+    weights, others = (load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, uninterrupted))
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert sorted(p.name for p in (folder / "run" / "checkpoints").iterdir()) == [
+        "latest",
+        "step_00000009",
+        "step_00000012",
+    ]
+
+
+def test_the_uninterrupted_run_learns_and_takes_every_prompt_once_an_epoch(uninterrupted):
+    """So that what the others are compared with is worth it."""
+    lines = metrics_of(uninterrupted)
+    assert lines[STEPS]["val/rewards"] > lines[0]["val/rewards"] + 0.1
+    assert all(line["train/init_policy_kl"] > 0.01 for line in lines[4:])
+    for epoch in range(4):
+        rows = [row for step in (1, 2, 3) for row in rollouts_of(uninterrupted, 3 * epoch + step)]
+        assert Counter(row["prompt_id"] for row in rows) == dict.fromkeys(range(NUM_PROMPTS), 4)
+
+
+def test_the_same_run_twice_is_the_same(processes, uninterrupted, tmp_path):
+    finish(processes, tmp_path)
+    assert_equal_runs(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "run/config.yaml",  # nothing is there yet
+        "rollouts/step_00001.jsonl",  # within the first step
+        "rollouts/step_00005.jsonl",  # within a step after the first checkpoint
+        "validation/step_00005.jsonl",  # the step is done, its metrics are not written
+        "checkpoints/step_00000003",  # the first checkpoint is whole, but has no name yet
+        "checkpoints/step_00000006",
+        "checkpoints/latest",  # the first checkpoint has its name, and `latest` does not say so
+        "run/report.html",  # `latest` was moved
+        "hf/model.safetensors",  # the last checkpoint is there, the export is not
+    ],
+)
+def test_killed_at_a_certain_moment(processes, uninterrupted, tmp_path, moment):
+    processes.start(tmp_path, *SETTINGS, die_before=moment)
+    assert processes.wait() == -signal.SIGKILL, "the run never came to this moment"
+    finish(processes, tmp_path)
+    assert_equal_runs(tmp_path, uninterrupted)
+
+
+def test_killed_again_and_again_from_outside(processes, uninterrupted, tmp_path):
+    """Before the first checkpoint, between checkpoints, while one is being written, right after a step."""
+    kill_when(processes, tmp_path, metrics_reach(tmp_path, 1))
+    kill_when(processes, tmp_path, appears(tmp_path, "checkpoints/step_00000003.part"))
+    kill_when(processes, tmp_path, metrics_reach(tmp_path, 5))
+    resumed_from = json.loads((latest(tmp_path) / "trainer_state.json").read_text())["step"]
+    kill_when(processes, tmp_path, appears(tmp_path, "checkpoints/step_00000006.part"))
+    kill_when(processes, tmp_path, metrics_reach(tmp_path, 8))
+    finish(processes, tmp_path)
+    assert_equal_runs(tmp_path, uninterrupted)
+    assert resumed_from == 3
+    # Were the reference that of the checkpoint, there would be no KL right after a resume.
+    said = (tmp_path / "log").read_text()
+    assert said.count("Going on from") >= 3
+
+
+def latest(folder: Path) -> Path:
+    checkpoints = folder / "run" / "checkpoints"
+    return checkpoints / (checkpoints / "latest").read_text().strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(30))
+def test_killed_at_any_time(processes, uninterrupted, tmp_path, attempt):
+    """At moments spread evenly over the length of a run, each run killed until it gets through."""
+    process = processes.start(tmp_path, *SETTINGS)
+    time.sleep(0.1 * (attempt + 1))
+    os.kill(process, signal.SIGKILL)
+    processes.wait()
+    finish(processes, tmp_path)
+    assert_equal_runs(tmp_path, uninterrupted)
+
+
+class TestRefused:
+    def test_other_prompts(self, tmp_path, mesh):
+        config = tiny_config(tmp_path, f"{RL}.max_epochs=2")
+        with tiny_trainer(config, mesh) as trainer:
+            trainer.fit()
+        write_prompts(tmp_path / "train.jsonl", three_letters(9)[1:])
+        with (
+            pytest.raises(CheckpointError, match=r"prompts|data") as raised,
+            tiny_trainer(config, mesh),
+        ):
+            pass
+        assert "new run in another folder" in str(raised.value)
+
+    def test_another_seed(self, tmp_path, mesh):
+        with tiny_trainer(tiny_config(tmp_path), mesh) as trainer:
+            trainer.fit()
+        with (
+            pytest.raises(CheckpointError, match="seed was 1234, now is 7"),
+            tiny_trainer(tiny_config(tmp_path, "model.seed=7"), mesh),
+        ):
+            pass
+
+
+@pytest.fixture(scope="module")
+def one_process(processes, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    processes.start(folder, *two_rank_settings(folder))
+    assert processes.wait() == 0, (folder / "log").read_text()
+    return folder
+
+
+def two_rank_settings(folder: Path) -> list[str]:
+    """Five prompts in steps of two: the third step has a single one, and so nothing for one of two ranks."""
+    prompts = write_prompts(folder / "five.jsonl", three_letters(5))
+    return [
+        f"model.data.data_prefix.train={prompts}",
+        "model.reinforce.num_rollout_samples=2",
+        f"{RL}.val_check_interval=3",
+        "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
+    ]
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["data parallel", "tensor parallel"])
+def test_two_ranks_started_by_plain_python_equal_one(one_process, tmp_path, tensor_parallel):
+    overrides = [
+        *tiny_overrides(tmp_path, num_prompts=NUM_PROMPTS),
+        *two_rank_settings(tmp_path),
+        "trainer.devices=2",
+        f"model.tensor_model_parallel_size={tensor_parallel}",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, str(DRIVER), *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=2 * RUN_SECONDS)
+    finally:
+        kill_tree(process.pid)
+    assert process.returncode == 0, said
+    found, expected = ([without_times(line) for line in metrics_of(f)] for f in (tmp_path, one_process))
+    assert [line["step"] for line in found] == [0, 1, 2, 3]
+    for line, other, bound in zip(found, expected, (1e-6, 1e-5, 1e-4, 1e-3), strict=True):
+        assert largest_difference(line, other) < bound
+    for step in (1, 2, 3):
+        samples = [
+            sorted((r["prompt_id"], r["sample_id"], r["response"]) for r in rollouts_of(f, step))
+            for f in (tmp_path, one_process)
+        ]
+        assert samples[0] == samples[1]
+    weights, others = (load_file(f / "run" / "hf" / "model.safetensors") for f in (tmp_path, one_process))
+    for name in others:
+        torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-3)

@@ -1,0 +1,222 @@
+"""The project's own programs as processes, on a tiny model: server, actor and launcher, as a user starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+from helpers.models import tiny_llama_folder
+from helpers.ranks import kill_tree
+from helpers.tiny_run import three_letters, write_prompts
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+from helpers.toy_server import ToyServer
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.megatron.reward_model import RewardHead
+from reinforce_rl.monitoring.jsonl import read_metrics
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+VOCAB_SIZE = 64
+OTHER_VOCAB_SIZE = 48
+STEPS = 40
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything that a run reads from disk, made in `folder`."""
+
+    folder: Path
+
+    @classmethod
+    def make(cls, folder: Path) -> World:
+        world = cls(folder)
+        tiny_llama_folder(world.policy, vocab_size=VOCAB_SIZE, seed=0)
+        tiny_llama_folder(world.trunk, vocab_size=VOCAB_SIZE, seed=1)
+        write_tiny_tokenizer(world.other_tokenizer, vocab_size=OTHER_VOCAB_SIZE)
+        weight = torch.randn(32, generator=torch.Generator().manual_seed(0))
+        for pooling in ("mean", "last"):
+            RewardHead(weight, torch.tensor(0.5), pooling).save(world.head(pooling))
+        prompts = three_letters(96)
+        write_prompts(folder / "train.jsonl", prompts[:64])
+        write_prompts(folder / "validation.jsonl", prompts[64:])
+        return world
+
+    @property
+    def policy(self) -> Path:
+        return self.folder / "policy"
+
+    @property
+    def trunk(self) -> Path:
+        return self.folder / "trunk"
+
+    @property
+    def other_tokenizer(self) -> Path:
+        return self.folder / "other_tokenizer"
+
+    def head(self, pooling: str) -> Path:
+        return self.folder / f"head_{pooling}.safetensors"
+
+    def server_overrides(self, pooling: str) -> list[str]:
+        return [
+            f"reward_model.restore_from_path={self.trunk}",
+            f"reward_model.head_path={self.head(pooling)}",
+        ]
+
+    def actor_overrides(self, run_dir: Path, *more: str) -> list[str]:
+        return [
+            f"pretrained_checkpoint.restore_from_path={self.policy}",
+            f"model.data.data_prefix.train={self.folder / 'train.jsonl'}",
+            f"model.data.data_prefix.validation={self.folder / 'validation.jsonl'}",
+            f"exp_manager.explicit_log_dir={run_dir}",
+            "trainer.reinforce.max_epochs=10",
+            f"trainer.reinforce.max_steps={STEPS}",
+            f"trainer.reinforce.val_check_interval={STEPS // 2}",
+            "model.encoder_seq_length=32",
+            "model.micro_batch_size=32",
+            "model.reinforce.length_params.max_length=8",
+            "model.reinforce.rollout_micro_batch_size=4",  # two requests a step
+            "model.optim.lr=0.01",
+            *more,
+        ]
+
+
+class RealServer(ToyServer):
+    """A process of examples/serve_reward_model.py; the options are its Hydra overrides."""
+
+    def command(self) -> list[str]:
+        places = [f"inference.port={self.port}", f"inference.ready_file={self.ready_file}"]
+        return [sys.executable, str(EXAMPLES / "serve_reward_model.py"), *places, *self.options]
+
+
+class Actor:
+    """A process of examples/train_reinforce_actor.py."""
+
+    def __init__(self, world: World, run_dir: Path, port: int, *overrides: str):
+        self.run_dir = run_dir
+        self.log = run_dir.with_name(f"{run_dir.name}.log")
+        where = ["remote_rm.reward_model.ip=127.0.0.1", f"remote_rm.reward_model.port={port}"]
+        command = [sys.executable, str(EXAMPLES / "train_reinforce_actor.py")]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, *world.actor_overrides(run_dir, *where, *overrides)],
+                stdout=log,
+                stderr=log,
+                env=environment(),
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def step(self) -> int:
+        """Of the last complete line of its metrics; -1 before there is one."""
+        with contextlib.suppress(DataError):
+            lines = read_metrics(self.run_dir / "metrics.jsonl")
+            return lines[-1]["step"] if lines else -1
+        return -1
+
+    def finish(self, seconds: float) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the actor ran past {seconds} s:\n{self.output}") from None
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            kill_tree(self.process.pid)
+            self.process.wait()
+
+
+def freeze_at_step(step: int, actors: list[Actor], seconds: float = 120.0) -> None:
+    """Stop each actor by SIGSTOP once it has done so many steps, so that something can be done to all in mid-run."""
+    deadline = time.monotonic() + seconds
+    running = list(actors)
+    while running:
+        for actor in list(running):
+            assert actor.process.poll() is None, f"an actor ended before step {step}:\n{actor.output}"
+            if actor.step >= step:
+                os.kill(actor.process.pid, signal.SIGSTOP)
+                running.remove(actor)
+        assert time.monotonic() < deadline, "\n".join(actor.output for actor in running)
+        time.sleep(0.005)
+
+
+@dataclass
+class Launched:
+    """What a run of examples/launch_local.py came to, and what was seen while it ran."""
+
+    run_dir: Path
+    code: int = -1
+    output: str = ""
+    command_lines: dict[psutil.Process, list[str]] = field(default_factory=dict)
+    shared_memory: set[Path] = field(default_factory=set)
+    left_in_tmp: list[str] = field(default_factory=list)
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """All that the launcher started, directly or not."""
+        return list(self.command_lines)
+
+    @property
+    def port(self) -> int:
+        found = re.search(r"ready at http://127\.0\.0\.1:(\d+)", self.output)
+        assert found, self.output
+        return int(found.group(1))
+
+
+def launch_local(world: World, run_dir: Path, *actor_overrides: str, seconds: float = 200.0) -> Launched:
+    """Run server and actor by the launcher to their end."""
+    launched = Launched(run_dir)
+    temporary = Path(tempfile.mkdtemp(prefix="e2e-"))  # short: Unix sockets are made in it
+    log = run_dir.with_name(f"{run_dir.name}.log")
+    command = [sys.executable, str(EXAMPLES / "launch_local.py"), "--run-dir", str(run_dir)]
+    command += ["--server-args", *world.server_overrides("mean")]
+    command += ["--actor-args", *world.actor_overrides(run_dir, *actor_overrides)]
+    deadline = time.monotonic() + seconds
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env={**environment(), "TMPDIR": str(temporary)}, start_new_session=True
+        )
+    try:
+        while process.poll() is None:
+            assert time.monotonic() < deadline, f"the launcher ran past {seconds} s:\n{log.read_text()}"
+            look_at_descendants(process.pid, launched)
+            time.sleep(0.2)
+    finally:
+        if process.poll() is None:
+            process.kill()  # its guard ends the rest
+            process.wait()
+        launched.left_in_tmp = sorted(path.name for path in temporary.iterdir())
+        shutil.rmtree(temporary, ignore_errors=True)
+    launched.code, launched.output = process.returncode, log.read_text()
+    return launched
+
+
+def look_at_descendants(pid: int, launched: Launched) -> None:
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            # Each look again: a process that has just been forked still bears its parent's command line.
+            with contextlib.suppress(psutil.Error):
+                launched.command_lines[process] = process.cmdline() or launched.command_lines.get(process, [])
+    for process in launched.processes:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            launched.shared_memory.update(map(Path, re.findall(r"(/dev/shm/\S+)", maps)))
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,298 @@
+"""Every real component together: examples/serve_reward_model.py on PyTriton, and examples/train_reinforce_actor.py.
+
+The models are tiny and random: a policy, and a reward model with a random head. One undisturbed run of the launcher is
+what the others are compared with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.real_run import (
+    OTHER_VOCAB_SIZE,
+    STEPS,
+    VOCAB_SIZE,
+    Actor,
+    RealServer,
+    World,
+    freeze_at_step,
+    launch_local,
+)
+from helpers.tiny_run import compose, json_lines, tiny_trainer, without_times
+from helpers.toy_server import is_alive, wait_for
+
+import reinforce_rl.build
+from reinforce_rl.algorithms.reinforce import ReinforceTrainer
+from reinforce_rl.config import load_config
+from reinforce_rl.megatron.checkpoint import latest_checkpoint
+from reinforce_rl.megatron.reward_model import load_reward_model
+from reinforce_rl.monitoring.rollouts import RolloutRow, read_rollouts, rollout_files
+from reinforce_rl.reward.client import RemoteGPTRMClient
+from reinforce_rl.tokenizer import load_tokenizer
+
+pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+triton = pytest.importorskip("tritonclient.http")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="PyTriton runs on Linux only")
+
+WINDOW = 10  # steps at the beginning and at the end that are compared
+SEQUENCES = [[5, 6, 7], [9], list(range(4, 40)), [2, 63, 4, 4, 4, 17, 30]]
+TEXTS = ["the rate", "a", "one more sentence to read"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return World.make(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def servers(world, tmp_path_factory):
+    """By pooling. The one with `last` reads text by another tokenizer than the actor's."""
+    options = {
+        "mean": world.server_overrides("mean"),
+        "last": [*world.server_overrides("last"), f"reward_model.tokenizer_path={world.other_tokenizer}"],
+    }
+    started = {}
+    try:
+        for pooling, overrides in options.items():
+            started[pooling] = RealServer(tmp_path_factory.mktemp(f"server_{pooling}"), *overrides).start()
+        yield started
+    finally:
+        for server in started.values():
+            server.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world, tmp_path_factory):
+    """A whole run by the launcher, from which nothing is held back."""
+    return launch_local(world, tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+def rewards_by_step(run_dir: Path) -> list[float]:
+    return [line["train/rewards"] for line in json_lines(run_dir / "metrics.jsonl") if "train/rewards" in line]
+
+
+def assert_learned(run_dir: Path) -> None:
+    """The mean reward of the last steps is above that of the first ones by more than chance gives."""
+    rewards = rewards_by_step(run_dir)
+    first, last = rewards[:WINDOW], rewards[-WINDOW:]
+    gain = statistics.fmean(last) - statistics.fmean(first)
+    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / WINDOW)
+    assert gain > 4 * error, f"the reward did not rise: {gain:+.3f}, with a standard error of {error:.3f}"
+
+
+def same_but_for_times(run_dir: Path, other: Path) -> bool:
+    left, right = (list(map(without_times, json_lines(folder / "metrics.jsonl"))) for folder in (run_dir, other))
+    return left == right and [line["step"] for line in left] == list(range(STEPS + 1))
+
+
+def rows_by_step(run_dir: Path) -> dict[int, list[RolloutRow]]:
+    return {step: read_rollouts(path) for step, path in rollout_files(run_dir).items()}
+
+
+def curl(server: RealServer, inputs: list[dict]) -> tuple[list[float], list[int]]:
+    url = f"http://127.0.0.1:{server.port}/v2/models/reward_model/infer"
+    command = ["curl", "-sS", "--fail", "-m", "30", "-d", json.dumps({"inputs": inputs}), url]
+    answer = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=40, check=True).stdout)
+    outputs = {output["name"]: output["data"] for output in answer["outputs"]}
+    return outputs["rewards"], outputs["status"]
+
+
+def sentence_inputs(texts: list[str]) -> list[dict]:
+    return [{"name": "sentences", "datatype": "BYTES", "shape": [len(texts), 1], "data": texts}]
+
+
+def padded(sequences: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = sequence
+    return tokens, np.array([[len(sequence)] for sequence in sequences], np.int64)
+
+
+def by_tritonclient(server: RealServer, **arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    with triton.InferenceServerClient(f"127.0.0.1:{server.port}", network_timeout=30) as client:
+        inputs = []
+        for name, array in arrays.items():
+            inputs.append(triton.InferInput(name, list(array.shape), "BYTES" if array.dtype == object else "INT64"))
+            inputs[-1].set_data_from_numpy(array)
+        answer = client.infer("reward_model", inputs)
+        return answer.as_numpy("rewards"), answer.as_numpy("status")
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_curl_and_tritonclient_agree_with_a_direct_forward(servers, world, mesh, pooling):
+    server = servers[pooling]
+    direct = load_reward_model(world.trunk, world.head(pooling), mesh)
+    expected = direct.score(SEQUENCES)
+    assert np.ptp(expected) > 0.1  # else any constant would agree
+    tokens, lengths = padded(SEQUENCES)
+    as_json = [
+        {"name": name, "datatype": "INT64", "shape": list(array.shape), "data": array.ravel().tolist()}
+        for name, array in (("tokens", tokens), ("sequence_lengths", lengths))
+    ]
+    rewards, status = curl(server, as_json)
+    assert status == [0] * len(SEQUENCES)
+    assert rewards == pytest.approx(expected, abs=1e-5)
+    rewards, status = by_tritonclient(server, tokens=tokens, sequence_lengths=lengths)
+    assert (rewards.dtype, rewards.shape, status.dtype) == (np.float32, (len(SEQUENCES), 1), np.int32)
+    assert rewards[:, 0] == pytest.approx(expected, abs=1e-5)
+
+    tokenizer = load_tokenizer(world.trunk if pooling == "mean" else world.other_tokenizer)
+    expected = direct.score([tokenizer(text)["input_ids"] for text in TEXTS])
+    assert curl(server, sentence_inputs(TEXTS))[0] == pytest.approx(expected, abs=1e-5)
+    sentences = np.array([[text.encode()] for text in TEXTS], dtype=object)
+    assert by_tritonclient(server, sentences=sentences)[0][:, 0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_launcher_makes_a_whole_run_and_leaves_nothing(undisturbed):
+    check_whole_run(undisturbed, last_step=STEPS)
+
+
+def test_the_launcher_with_two_ranks(world, tmp_path):
+    steps = ["trainer.reinforce.max_steps=2", "trainer.reinforce.val_check_interval=2"]
+    launched = launch_local(world, tmp_path / "run", "trainer.devices=2", *steps)
+    check_whole_run(launched, last_step=2)
+    commands = [" ".join(line) for line in launched.command_lines.values()]
+    assert sum("train_reinforce_actor.py" in line and "torch.distributed.run" not in line for line in commands) == 2
+
+
+def check_whole_run(launched, last_step: int) -> None:
+    assert launched.code == 0, launched.output
+    assert "Traceback" not in launched.output
+    run_dir = launched.run_dir
+    assert [line["step"] for line in json_lines(run_dir / "metrics.jsonl")] == list(range(last_step + 1))
+    checkpoint = latest_checkpoint(run_dir / "checkpoints")
+    assert checkpoint is not None
+    assert checkpoint.trainer_state["step"] == last_step
+    assert (run_dir / "report.html").stat().st_size > 10_000
+    assert {"config.json", "tokenizer_config.json", "model.safetensors"} <= {
+        p.name for p in (run_dir / "hf").iterdir()
+    }
+    for rows in rows_by_step(run_dir).values():
+        assert len({row.prompt_id for row in rows}) == 8
+        assert len(rows) == 8 * 4
+    assert "event=stopped signal=SIGTERM" in (run_dir / "logs" / "server.log").read_text()
+
+    names = " ".join(" ".join(line) for line in launched.command_lines.values())
+    assert "tritonserver" in names
+    assert "train_reinforce_actor.py" in names
+    assert launched.shared_memory
+    wait_for(lambda: not any(map(is_alive, launched.processes)), 10)
+    assert [process for process in launched.processes if is_alive(process)] == []
+    assert [path for path in launched.shared_memory if path.exists()] == []
+    assert launched.left_in_tmp == []
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", launched.port))
+
+
+def test_the_rewards_on_disk_are_those_of_the_server_for_these_texts(undisturbed, servers):
+    """Of responses whose text stands for all of their tokens: one token a character, no end token."""
+    rows = [row for row in rows_by_step(undisturbed.run_dir)[STEPS] if len(row.response) == row.response_length]
+    assert len(rows) > 10
+    rewards, _ = curl(servers["mean"], sentence_inputs([row.prompt + row.response for row in rows]))
+    assert [row.reward for row in rows] == pytest.approx(rewards, abs=1e-5)
+
+
+def test_a_run_learns(undisturbed):
+    assert_learned(undisturbed.run_dir)
+
+
+class NegatedTrainer(ReinforceTrainer):
+    """Goes uphill where it should go downhill."""
+
+    def generate_reinforce_data(self, rollout_batch):
+        data, metrics = super().generate_reinforce_data(rollout_batch)
+        return dataclasses.replace(data, advantages=-data.advantages), metrics
+
+
+def test_the_same_run_with_negated_advantages_does_not_pass_for_learning(
+    world, servers, undisturbed, mesh, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(reinforce_rl.build, "ReinforceTrainer", NegatedTrainer)
+    run_dir = tmp_path / "run"
+    client = RemoteGPTRMClient("127.0.0.1", servers["mean"].port)
+    try:
+        with tiny_trainer(load_config(compose(*world.actor_overrides(run_dir))), mesh, client) as trainer:
+            trainer.fit()
+    finally:
+        client.close()
+    first, real_first = (rows_by_step(folder)[1] for folder in (run_dir, undisturbed.run_dir))
+    assert [(row.prompt, row.response) for row in first] == [(row.prompt, row.response) for row in real_first]
+    assert [row.advantage for row in first] == pytest.approx([-row.advantage for row in real_first], abs=1e-4)
+    assert len(rewards_by_step(run_dir)) == STEPS
+    with pytest.raises(AssertionError, match="the reward did not rise"):
+        assert_learned(run_dir)
+
+
+def test_a_server_with_another_tokenizer_is_refused_before_the_model_is_loaded(world, servers, tmp_path):
+    no_weights = tmp_path / "policy"
+    shutil.copytree(world.policy, no_weights, ignore=shutil.ignore_patterns("*.safetensors"))
+    began = time.monotonic()
+    policy = f"pretrained_checkpoint.restore_from_path={no_weights}"
+    actor = Actor(world, tmp_path / "run", servers["last"].port, policy)
+    try:
+        assert actor.finish(60) == 1
+    finally:
+        actor.close()
+    assert time.monotonic() - began < 30
+    assert f"127.0.0.1:{servers['last'].port} reads other tokens" in actor.output
+    assert f"vocabulary size {VOCAB_SIZE} here, {OTHER_VOCAB_SIZE} there" in actor.output
+    assert "vocabulary hash" in actor.output
+    assert "Traceback" not in actor.output
+
+
+def test_a_killed_server_delays_a_patient_run_and_ends_an_impatient_one(world, servers, undisturbed, tmp_path):
+    server = servers["mean"]
+    address = f"127.0.0.1:{server.port}"
+    rows = rows_by_step(undisturbed.run_dir)
+    patient = Actor(world, tmp_path / "patient", server.port, "remote_rm.deadline_seconds=200")
+    impatient = Actor(world, tmp_path / "impatient", server.port, "remote_rm.deadline_seconds=4")
+    actors = [patient, impatient]
+    try:
+        freeze_at_step(3, actors)
+        server.kill_group()
+        for actor in actors:
+            os.kill(actor.process.pid, signal.SIGCONT)
+
+        assert impatient.finish(60) == 1
+        assert f"error: no answer of the reward server at {address}" in impatient.output
+        assert "Traceback" not in impatient.output
+        reached = impatient.step
+        assert 3 <= reached < STEPS
+        checkpoint = latest_checkpoint(impatient.run_dir / "checkpoints")
+        assert checkpoint is not None
+        assert checkpoint.trainer_state["step"] == reached
+        # No failed call has become a reward: what is on disk is what a healthy server said, and nothing is beyond it.
+        assert rows_by_step(impatient.run_dir) == {step: rows[step] for step in range(1, reached + 1)}
+
+        assert wait_for(lambda: f"reward server {address} does not answer" in patient.output, 30), patient.output
+        assert "retrying" in patient.output
+        assert patient.process.poll() is None
+        assert patient.step < STEPS
+        assert wait_for(lambda: not server.left_behind(), 20), server.left_behind()
+        server.start()
+        resumed = Actor(world, impatient.run_dir, server.port)
+        actors.append(resumed)
+        assert patient.finish(100) == 0, patient.output
+        assert resumed.finish(100) == 0, resumed.output
+    finally:
+        for actor in actors:
+            actor.close()
+    assert f"after step {reached} of {STEPS}" in resumed.output
+    for actor in (patient, resumed):
+        assert same_but_for_times(actor.run_dir, undisturbed.run_dir)
+        assert rows_by_step(actor.run_dir) == rows
