@@ -103,7 +103,11 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("top_k", [f"{ROLLOUT}.sampling_params.top_k=50"], ["top_k=50", "biases the gradient"]),
     ("greedy", [f"{ROLLOUT}.sampling_params.use_greedy=true"], ["use_greedy is true", "nothing to learn"]),
     ("no room", [f"{ROLLOUT}.length_params.max_length=64"], ["max_length is 64", "no room", "encoder_seq_length"]),
-    ("min above max", [f"{ROLLOUT}.length_params.min_length=17"], ["min_length is 17", "above max_length", "16"]),
+    (
+        "min above max",
+        [f"{ROLLOUT}.length_params.min_length=17", f"{ROLLOUT}.allow_biased_sampling=true"],
+        ["min_length is 17", "above max_length", "16"],
+    ),
     ("positions", ["model.encoder_seq_length=65"], ["encoder_seq_length is 65", "64 positions", "config.json"]),
     ("duration", ["exp_manager.max_time_per_run=4h"], ["max_time_per_run is '4h'", "DD:HH:MM:SS"]),
     ("no time", ["exp_manager.max_time_per_run='00:00'"], ["max_time_per_run", "more than no time"]),

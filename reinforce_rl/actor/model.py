@@ -25,7 +25,6 @@ from reinforce_rl.rollout import Completions, Prompt, ReinforceBatch, length_mas
 from reinforce_rl.tokenizer import pad_id_of
 
 if TYPE_CHECKING:
-    from megatron.core.distributed import DistributedDataParallel
     from transformers import PreTrainedTokenizerBase
 
 
@@ -72,7 +71,7 @@ class MegatronGPTReinforceActorModel:
         self.tokenizer = tokenizer
         self.generator = generator
         self.settings = settings
-        self.ddp: DistributedDataParallel = wrap_data_parallel(lm)
+        self.ddp = wrap_data_parallel(lm)
         self._reference = ReferencePolicy(lm) if with_reference else None
 
     @property

@@ -38,7 +38,8 @@ def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> dict[str, list[Path]]
         for entry in entries:
             if not isinstance(entry, (str, Path)) or not str(entry):
                 faults.append(
-                    f"model.data.data_prefix.{split} holds {entry!r}; expected a path (weights for blending files are not known)"
+                    f"model.data.data_prefix.{split} holds {entry!r}; expected a path "
+                    "(weights for blending files are not known)"
                 )
                 continue
             path = Path(entry).expanduser()

@@ -137,8 +137,8 @@ class PromptDataset(Dataset[Prompt]):
         advice = "Correct or remove these lines."
         if refused:
             advice += (
-                " For over-long prompts, raise model.encoder_seq_length, lower model.reinforce.length_params.max_length, "
-                "or set model.data.too_long=skip to leave them out."
+                " For over-long prompts, raise model.encoder_seq_length, lower "
+                "model.reinforce.length_params.max_length, or set model.data.too_long=skip to leave them out."
             )
         faults.raise_if_any(advice)
         if skipped:

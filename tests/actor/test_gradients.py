@@ -64,7 +64,7 @@ def test_equals_the_formula_for_every_micro_batch_size(micro_batch_size, folder,
 
 
 def test_steps_before_it_leave_nothing_behind(folder, mesh, tmp_path):
-    """Several micro-batches after an optimizer step: the optimizer holds on to the buffers, and must not add to them."""
+    """Several micro-batches after an optimizer step: it holds on to the buffers and must not add to them."""
     actor = actor_of(folder, mesh, micro_batch_size=3, with_reference=False)
     optimizer = ActorOptimizer(*build_optimizer(actor.ddp, SETTINGS))
     for step in range(1, 4):

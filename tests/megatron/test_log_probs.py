@@ -105,15 +105,17 @@ def test_single_token_prompt_without_response(lm):
     assert out.shape == (1, 0)
 
 
-@pytest.mark.parametrize(
-    "shape", [{"vocab_size": 63, "tied": False}, {"vocab_size": 61, "heads": 9, "groups": 3, "hidden": 36}]
-)
-def test_two_tensor_parallel_ranks(shape, tmp_path):
-    """With a vocabulary that must be padded: a padded column would take probability from the others."""
-    folder = tiny_llama_folder(tmp_path / "model", **shape)
-    script = Path(__file__).parents[1] / "helpers/rank_scripts/log_probs_tp2.py"
-    run_ranks(script, 2, folder, tmp_path / "found.pt")
-    found = torch.load(tmp_path / "found.pt")
-    batch = padded_sequences(PROMPT_LENGTHS, RESPONSE_LENGTHS, vocab_size=shape["vocab_size"])
-    expected = brute_force_log_probs(transformers_model(folder), *batch, temperature=0.7, width=7)
-    torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=0)
+def test_two_tensor_parallel_ranks(tmp_path):
+    """With vocabularies that must be padded: a padded column would take probability from the others."""
+    folders = [
+        tiny_llama_folder(tmp_path / "untied", vocab_size=63, tied=False),
+        tiny_llama_folder(tmp_path / "odd_groups", vocab_size=61, heads=9, groups=3, hidden=36),
+    ]
+    (tmp_path / "out").mkdir()
+    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/log_probs_tp2.py", 2, tmp_path / "out", *folders)
+    for folder in folders:
+        found = torch.load(tmp_path / "out" / f"{folder.name}.pt")
+        model = transformers_model(folder)
+        batch = padded_sequences(PROMPT_LENGTHS, RESPONSE_LENGTHS, vocab_size=model.config.vocab_size)
+        expected = brute_force_log_probs(model, *batch, temperature=0.7, width=7)
+        torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=0)

@@ -1,8 +1,12 @@
-"""Two tensor-parallel ranks generate from a float64 model. Usage: native_tp2.py FOLDER OUT (writes OUT.0, OUT.1)"""
+"""Two tensor-parallel ranks generate from float64 models. Usage: native_tp2.py OUT FOLDER...
+
+Writes OUT/NAME.RANK for each folder's name.
+"""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from helpers.policies import megatron_model, random_tokens
@@ -15,15 +19,16 @@ from reinforce_rl.tokenizer import load_tokenizer
 
 
 def main() -> None:
-    folder, out = sys.argv[1:]
+    out, *folders = map(Path, sys.argv[1:])
+    tokens = random_tokens(61, 3, 9).tolist()
+    prompts = [Prompt(i, "", tuple(row[: 3 + 3 * i])) for i, row in enumerate(tokens)]
+    params = SamplingParams(max_length=16, stop_token_ids=(2, 5, 6, 7, 8, 9, 10, 11))
     with parallel_mesh(tensor_model_parallel_size=2) as mesh:
-        engine = NativeGenerator(megatron_model(folder, mesh, torch.float64), load_tokenizer(folder))
-        tokens = random_tokens(61, 3, 9).tolist()
-        prompts = [Prompt(i, "", tuple(row[: 3 + 3 * i])) for i, row in enumerate(tokens)]
-        params = SamplingParams(max_length=16, stop_token_ids=(2, 5, 6, 7, 8, 9, 10, 11))
-        found = engine.generate(prompts, 4, params, seed=3)
-        values = {"tokens": found.tokens, "lengths": found.lengths, "log_probs": found.log_probs}
-        torch.save(values, f"{out}.{mesh.rank}")
+        for folder in folders:
+            engine = NativeGenerator(megatron_model(folder, mesh, torch.float64), load_tokenizer(folder))
+            found = engine.generate(prompts, 4, params, seed=3)
+            values = {"tokens": found.tokens, "lengths": found.lengths, "log_probs": found.log_probs}
+            torch.save(values, out / f"{folder.name}.{mesh.rank}")
 
 
 if __name__ == "__main__":
