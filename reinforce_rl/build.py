@@ -52,6 +52,8 @@ def train(cfg: TrainConfig) -> ReinforceTrainer:
     """
     with parallel_mesh(cfg.model.tensor_model_parallel_size, seed=cfg.model.seed) as mesh:
         folder = Path(cfg.exp_manager.explicit_log_dir)
+        # Before anybody waits for the server: a model that is not supported, or that so many ranks cannot share.
+        Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).padded(mesh.tp_size)
         tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
         datasets = build_datasets(cfg, tokenizer)
         checkpoint = latest_checkpoint(folder / "checkpoints") if cfg.exp_manager.resume_if_exists else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -31,7 +32,6 @@ from reinforce_rl.errors import ConfigError
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "train_reinforce_actor.py"
 DEADLINE_S = 30.0  # what a slow and busy machine may take for a message that comes at once elsewhere
-FORMER_STEP = "trainer.reinforce.num_rollouts_per_prompt=8"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,11 @@ def faults_of(folder: Path, *overrides: str) -> list[str]:
 
 
 def test_a_right_configuration_loads(folder):
-    config = load_config(compose(*right(folder), FORMER_STEP, "trainer.precision=bf16", "model.optim.lr=1"))
+    config = load_config(
+        compose(
+            *right(folder), "trainer.reinforce.num_rollouts_per_prompt=8", "trainer.precision=bf16", "model.optim.lr=1"
+        )
+    )
     assert config.trainer.reinforce.num_rollouts_per_prompt == 8
     assert config.trainer.precision == "bf16"
     assert config.model.optim.lr == 1.0 and isinstance(config.model.optim.lr, float)
@@ -254,3 +258,12 @@ def test_the_script_says_a_wrong_tokenizer_before_it_loads_a_model(folder):
         overrides = [f"remote_rm.reward_model.port={server.port}", f"exp_manager.explicit_log_dir={folder / 'wrong'}"]
         said = run_script(*right(folder), *overrides)
     assert "tokenizer" in said and "vocabulary" in said
+
+
+def test_the_script_says_an_unsupported_model_before_it_waits_for_the_server(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    overrides = [f"remote_rm.reward_model.port={free_port()}", f"exp_manager.explicit_log_dir={tmp_path / 'run'}"]
+    said = run_script(*right(folder), *overrides, f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}")
+    assert "model_type is 'mamba'" in said and "llama" in said
