@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -23,6 +24,8 @@ def serve(cfg: DictConfig) -> None:
     check_port(cfg.inference.host, cfg.inference.port)  # before minutes of loading
     tokenizer = load_tokenizer(cfg.reward_model.tokenizer_path or cfg.reward_model.restore_from_path)
 
+    # megatron-core imports wandb where it is installed, which makes folders in /tmp that a killed server leaves behind.
+    sys.modules["wandb"] = None  # type: ignore[assignment]
     # Only now: torch and megatron take seconds to import, and a wrong path or a busy port should not cost them.
     from reinforce_rl.megatron.mesh import parallel_mesh
     from reinforce_rl.megatron.reward_model import load_reward_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -198,10 +199,11 @@ def latest(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(30))
 def test_killed_at_any_time(processes, uninterrupted, tmp_path, attempt):
-    """At moments spread evenly over the length of a run, each run killed until it gets through."""
+    """At moments spread evenly over the first seconds of a run; a fast machine has ended some runs by then."""
     process = processes.start(tmp_path, *SETTINGS)
     time.sleep(0.1 * (attempt + 1))
-    os.kill(process, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
     processes.wait()
     finish(processes, tmp_path)
     assert_equal_runs(tmp_path, uninterrupted)
