@@ -24,7 +24,7 @@ def serve(cfg: DictConfig) -> None:
     check_port(cfg.inference.host, cfg.inference.port)  # before minutes of loading
     tokenizer = load_tokenizer(cfg.reward_model.tokenizer_path or cfg.reward_model.restore_from_path)
 
-    # megatron-core imports wandb where it is installed, which makes folders in /tmp that a killed server leaves behind.
+    # megatron-core imports wandb where it is installed. That makes folders in /tmp, and a killed server leaves them.
     sys.modules["wandb"] = None  # type: ignore[assignment]
     # Only now: torch and megatron take seconds to import, and a wrong path or a busy port should not cost them.
     from reinforce_rl.megatron.mesh import parallel_mesh

@@ -93,7 +93,7 @@ def steps_override(text: str) -> list[str]:
     """
     if not text:
         return []
-    if not text.isdigit() or int(text) == 0:
+    if not text.isdecimal() or int(text) == 0:
         raise ConfigError([f"DEMO_STEPS is {text!r}; expected a whole number above 0"])
     steps = int(text)
     return [

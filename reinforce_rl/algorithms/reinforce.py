@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from reinforce_rl.algorithms.kl import sequence_kl
 from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
 from reinforce_rl.monitoring.metrics import reinforce_means, rollout_means, take_means
 from reinforce_rl.monitoring.samples import decode_responses, sample_rows
-from reinforce_rl.reward.base import RewardFuture, RewardRequest, RewardSource
+from reinforce_rl.reward.base import STATUS_OK, STATUS_TEXT, RewardFuture, RewardRequest, RewardSource
 from reinforce_rl.rollout import (
     Completions,
     Prompt,
@@ -92,6 +93,7 @@ class ReinforceTrainer:
         self._data_position = self.train_dataloader.state_dict()
         self._saved_step: int | None = None
         self._prompts: list[Prompt] = []
+        self._failures: Counter[str] = Counter()  # of this rank's last scoring, by reason
 
     def fit(self) -> None:
         """Train until the steps, the epochs or the time are used up, validating and saving on the way.
@@ -270,14 +272,18 @@ class ReinforceTrainer:
     def _scored(self, batch: RolloutBatch, futures: list[RewardFuture]) -> RolloutBatch:
         """Wait for this rank's scores, and say which samples count. All ranks fail together."""
         failure: Exception | None = None
-        rewards = batch.rewards
+        rewards, status = batch.rewards, torch.zeros(len(batch.rewards), dtype=torch.int32)
         try:
             if futures:
-                rewards = torch.cat([future.result().values for future in futures])
+                answers = [future.result() for future in futures]
+                rewards = torch.cat([answer.values for answer in answers])
+                status = torch.cat([answer.status for answer in answers])
         except RewardServerError as error:
             failure = error
         self.model.mesh.check_together(failure)
-        rewards = self.model.mesh.from_tp_rank_0(rewards)
+        rewards, status = self.model.mesh.from_tp_rank_0((rewards, status))
+        failed = [code for code in status.tolist() if code != STATUS_OK]
+        self._failures = Counter(STATUS_TEXT.get(code, f"status {code}") for code in failed)
         valid = torch.isfinite(rewards) & (batch.response_lengths > 0)
         if self.cfg.truncated_samples == "drop":
             valid &= batch.is_end
@@ -286,10 +292,12 @@ class ReinforceTrainer:
     def _refuse_too_many_failures(self, metrics: Metrics) -> None:
         failed = 1.0 - metrics["fraction_of_samples_scored"]
         if failed > self.cfg.max_failed_fraction:
+            reasons = sum(self.model.mesh.gather_over_dp(self._failures), Counter())
+            told = ", ".join(f"{text} ({count})" for text, count in reasons.most_common())
             raise TooManyFailedRewardsError(
                 f"the reward server failed on {failed:.1%} of the samples of step {self.step + 1}, above "
-                f"trainer.reinforce.max_failed_fraction = {self.cfg.max_failed_fraction}; its log says why. "
-                "Nothing was trained on them"
+                f"trainer.reinforce.max_failed_fraction = {self.cfg.max_failed_fraction}; reasons: {told}. "
+                "Nothing was trained on them; see the server's log"
             )
 
     def _log_step(self, metrics: Metrics, timings: Timings, batch: ReinforceBatch) -> None:
