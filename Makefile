@@ -50,8 +50,8 @@ demo: install ## Align a real language model on this machine's CPU and write a r
 test: install lint types ## Lint, types and every test that takes seconds
 	$(BIN)/python -m pytest -m "not slow and not slurm and not gpu" $(PYTEST_ARGS)
 
-test-slow: install lint types ## The same and the tests that take minutes
-	$(BIN)/python -m pytest -m "not slurm and not gpu" $(PYTEST_ARGS)
+test-slow: install ## The tests that take minutes, which `make test` leaves out
+	$(BIN)/python -m pytest -m "slow and not slurm and not gpu" $(PYTEST_ARGS)
 
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .
