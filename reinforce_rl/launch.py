@@ -124,7 +124,7 @@ def free_port(host: str) -> int:
     are loaded, and until then any program's connection could take one of those.
     """
     candidates = range(10240, max(_first_outgoing_port(), 10241))
-    for port in random.sample(candidates, min(100, len(candidates))):
+    for port in random.SystemRandom().sample(candidates, min(100, len(candidates))):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port

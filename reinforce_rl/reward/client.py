@@ -100,7 +100,8 @@ class RemoteRewardFuture:
                     continue
                 if self._deadline.remaining + DEADLINE_SLACK_SECONDS <= 0:
                     raise client._past_deadline(self._deadline, "it has not answered") from None
-                client._report("has not answered yet; waiting", self._deadline, warn=False)
+                state = f"{client._trouble}; retrying" if client._trouble else "has not answered yet; waiting"
+                client._report(state, self._deadline, warn=False)
 
 
 class RemoteGPTRMClient:
@@ -152,6 +153,7 @@ class RemoteGPTRMClient:
         self._lock = threading.Lock()
         self._info: ServerInfo | None = None
         self._next_report = 0.0
+        self._trouble: str | None = None  # why the last attempt failed; None after one that did not
         self._closed = threading.Event()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -275,7 +277,9 @@ class RemoteGPTRMClient:
             try:
                 if failed:
                     self._shake_hands(deadline.remaining)
-                return attempt(min(timeout, deadline.remaining))
+                answer = attempt(min(timeout, deadline.remaining))
+                self._trouble = None
+                return answer
             except NotReadyYet as error:
                 last = str(error)
                 unknown_since = (unknown_since or time.monotonic()) if error.unknown else None
@@ -294,6 +298,7 @@ class RemoteGPTRMClient:
                 if error.timed_out:
                     timeout *= 2
             failed = True
+            self._trouble = last
             self._report(f"{last}; retrying", deadline, warn=True)
             pause = min(backoff * self._random.uniform(0.5, 1.5), self._max_backoff_seconds)
             self._closed.wait(max(0.0, min(pause, deadline.remaining)))
