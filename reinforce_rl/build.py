@@ -255,6 +255,7 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             micro_batch_size=cfg.model.micro_batch_size,
             forward_micro_batch_size=rollout.forward_micro_batch_size,
             seed=cfg.model.seed,
+            loss_aggregation=cfg.trainer.reinforce.loss_aggregation,
         ),
         with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
     )

@@ -29,6 +29,10 @@ class ReinforceConfig:
     gradient_clip_val: float = 1.0
     initial_policy_kl_penalty: float = 0.05
     use_absolute_kl: bool = False
+    kl_estimator: str = "k1"
+    kl_reduction: str = "sum"
+    advantage_estimator: str = "rloo"
+    loss_aggregation: str = "sequence_sum"
     num_rollouts_per_prompt: int = 4
     reinforce_epochs: int = 1
     discount_factor: float = 1.0

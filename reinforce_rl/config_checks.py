@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from reinforce_rl.algorithms.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, KL_REDUCTIONS, LOSS_AGGREGATIONS
 from reinforce_rl.config import RolloutConfig, SamplingConfig, TrainConfig
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
@@ -67,6 +68,10 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
             yield f"{key} is {value}; expected above 0"
     choices: list[tuple[str, str, tuple[str, ...]]] = [
         ("trainer.precision", cfg.trainer.precision, PRECISIONS),
+        ("trainer.reinforce.advantage_estimator", rl.advantage_estimator, tuple(ADVANTAGE_ESTIMATORS)),
+        ("trainer.reinforce.kl_estimator", rl.kl_estimator, KL_ESTIMATORS),
+        ("trainer.reinforce.kl_reduction", rl.kl_reduction, KL_REDUCTIONS),
+        ("trainer.reinforce.loss_aggregation", rl.loss_aggregation, LOSS_AGGREGATIONS),
         ("trainer.reinforce.truncated_samples", rl.truncated_samples, TRUNCATED_SAMPLES),
         ("model.data.too_long", cfg.model.data.too_long, TOO_LONG),
         ("model.optim.name", optim.name, OPTIMIZERS),
@@ -90,10 +95,17 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
 
 def _algorithm(cfg: TrainConfig) -> Iterator[str]:
     rl = cfg.trainer.reinforce
-    if rl.num_rollouts_per_prompt < 2:
+    estimator = ADVANTAGE_ESTIMATORS.get(rl.advantage_estimator)
+    if estimator is not None and estimator.compares_samples and rl.num_rollouts_per_prompt < 2:
         yield (
-            f"trainer.reinforce.num_rollouts_per_prompt is {rl.num_rollouts_per_prompt}; RLOO compares the samples of "
-            "one prompt with each other, so it needs at least 2 (with 1 every advantage would be 0)"
+            f"trainer.reinforce.num_rollouts_per_prompt is {rl.num_rollouts_per_prompt}; "
+            f"advantage_estimator={rl.advantage_estimator} compares the samples of one prompt with each other, so it needs at least 2 "
+            "(with 1 every advantage would be 0)"
+        )
+    if rl.use_absolute_kl and rl.kl_estimator != "k1":
+        yield (
+            f"trainer.reinforce.use_absolute_kl is true and kl_estimator is {rl.kl_estimator!r}; "
+            "set one of them (use_absolute_kl means kl_estimator=absolute_k1)"
         )
     if rl.reinforce_epochs != 1:
         yield (

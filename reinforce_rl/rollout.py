@@ -108,8 +108,9 @@ class ReinforceBatch:
         rollouts: the samples.
         kl: float32 [N], the sequence's KL estimate as it enters the reward (sum over response tokens, in nats).
         rewards_with_kl: float32 [N], reward minus beta times `kl`.
-        baseline: float32 [N], so that advantages = rewards_with_kl - baseline where the estimator has that form.
-        advantages: float32 [N], detached, 0 where not valid.
+        baseline: float32 [N], what the estimator subtracted, before any division.
+        advantages: float32 [N], detached, 0 where a sample does not train.
+        trains: bool [N], the samples that the loss is averaged over: the valid ones, or fewer (RAFT).
     """
 
     rollouts: RolloutBatch
@@ -117,6 +118,7 @@ class ReinforceBatch:
     rewards_with_kl: Tensor
     baseline: Tensor
     advantages: Tensor
+    trains: Tensor
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:

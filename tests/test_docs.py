@@ -9,9 +9,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from reinforce_rl.algorithms.advantages import rloo, rloo_baseline
+from reinforce_rl.algorithms.advantages import RewardGroups, leave_one_out, rloo
 from reinforce_rl.algorithms.kl import sequence_kl
-from reinforce_rl.algorithms.loss import reinforce_loss
+from reinforce_rl.algorithms.loss import Denominators, reinforce_loss
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "slurm" / "README.md"]
@@ -83,8 +83,8 @@ def test_commands_give_keys_that_exist(name):
 
 
 def test_worked_example_of_the_algorithm_page():
-    """The numbers of docs/algorithm.md, from the functions that it describes."""
-    page = (ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")
+    """The numbers of docs/algorithms.md, from the functions that it describes."""
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     rewards = torch.tensor([1.0, 0.2, -0.5], dtype=torch.float64)
     log_probs = torch.tensor([[-1.0, -0.5, 0.0], [-2.0, -0.7, -0.3], [-1.5, 0.0, 0.0]], dtype=torch.float64)
     reference = torch.tensor([[-1.2, -0.8, 0.0], [-1.8, -0.9, -0.4], [-1.1, 0.0, 0.0]], dtype=torch.float64)
@@ -94,8 +94,9 @@ def test_worked_example_of_the_algorithm_page():
 
     kl = sequence_kl(log_probs, reference, mask)
     with_kl = rewards - 0.1 * kl
-    baseline, advantages = rloo_baseline(with_kl, group), rloo(with_kl, group)
-    loss = reinforce_loss(log_probs, mask, advantages, everyone, 3)
+    found_all = leave_one_out(RewardGroups.of(with_kl, group))
+    baseline, advantages = found_all.baseline, found_all.values
+    loss = reinforce_loss(log_probs, mask, advantages, everyone, Denominators(3, 0, 0))
     loss.backward()
     sums = log_probs.detach().sum(dim=1)
     for i in range(3):
@@ -109,5 +110,5 @@ def test_worked_example_of_the_algorithm_page():
 
     two = torch.tensor([True, True, False])
     advantages = rloo(with_kl, group, two)
-    loss = reinforce_loss(log_probs, mask, advantages, two, 2)
+    loss = reinforce_loss(log_probs, mask, advantages, two, Denominators(2, 0, 0))
     assert f"A = ({advantages[0]:.2f}, {advantages[1]:.2f}), M = 2, L = {loss.item():.2f}." in page

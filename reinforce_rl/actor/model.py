@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.actor.reference import ReferencePolicy
-from reinforce_rl.algorithms.loss import reinforce_loss
+from reinforce_rl.algorithms.loss import Denominators, reinforce_loss
 from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.log_probs import response_log_probs
@@ -37,6 +37,7 @@ class ActorSettings:
         val_sampling: of validation.
         micro_batch_size: sequences in one forward and backward pass.
         forward_micro_batch_size: sequences in one pass without gradient.
+        loss_aggregation: see `reinforce_loss`.
         seed: of the run; keys the sampling noise together with step, prompt and sample.
     """
 
@@ -45,6 +46,7 @@ class ActorSettings:
     micro_batch_size: int
     forward_micro_batch_size: int
     seed: int
+    loss_aggregation: str = "sequence_sum"
 
 
 class MegatronGPTReinforceActorModel:
@@ -117,18 +119,18 @@ class MegatronGPTReinforceActorModel:
         with self._reference.swapped_in():
             return self.get_inference_log_probs(sequences, prompt_lengths, response_lengths)
 
-    def get_loss_and_metrics(self, batch: ReinforceBatch, num_valid: float) -> float:
+    def get_loss_and_metrics(self, batch: ReinforceBatch, denominators: Denominators) -> float:
         """Accumulate the gradient of the loss into the gradient buffers, which are zeroed first.
 
         Args:
             batch: this data-parallel rank's samples.
-            num_valid: valid samples over all data-parallel ranks, the loss's denominator.
+            denominators: of the loss, over all data-parallel ranks.
 
         Returns:
             this rank's share of the loss; the sum over data-parallel ranks is the loss.
         """
         rollouts = batch.rollouts
-        trained = rollouts.valid.nonzero()[:, 0]
+        trained = batch.trains.nonzero()[:, 0]
         cuts = micro_batches(
             (rollouts.prompt_lengths + rollouts.response_lengths)[trained], self.settings.micro_batch_size
         )
@@ -147,8 +149,9 @@ class MegatronGPTReinforceActorModel:
                 log_probs,
                 length_mask(lengths, width).to(device),
                 batch.advantages[rows].to(device),
-                rollouts.valid[rows].to(device),
-                num_valid,
+                batch.trains[rows].to(device),
+                denominators,
+                self.settings.loss_aggregation,
             )
 
         self.lm.train()

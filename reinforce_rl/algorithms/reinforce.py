@@ -8,6 +8,7 @@ Notation: P prompts on this data-parallel rank, G samples a prompt, N = P * G se
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reinforce_rl.algorithms.advantages import rloo_baseline
+from reinforce_rl.algorithms.advantages import RewardGroups, RunningMean, estimator_of
 from reinforce_rl.algorithms.kl import sequence_kl
+from reinforce_rl.algorithms.loss import Denominators
 from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
 from reinforce_rl.monitoring.metrics import reinforce_means, rollout_means, take_means
 from reinforce_rl.monitoring.samples import decode_responses, sample_rows
@@ -93,6 +95,7 @@ class ReinforceTrainer:
         self._data_position = self.train_dataloader.state_dict()
         self._saved_step: int | None = None
         self._prompts: list[Prompt] = []
+        self._past_rewards = RunningMean()  # of all steps before this one, for the estimator that wants it
         self._failures: Counter[str] = Counter()  # of this rank's last scoring, by reason
 
     def fit(self) -> None:
@@ -151,9 +154,9 @@ class ReinforceTrainer:
         return batch, metrics, timings
 
     def generate_reinforce_data(self, rollout_batch: RolloutBatch) -> tuple[ReinforceBatch, Metrics]:
-        """Fold the KL into the rewards and take leave-one-out advantages.
+        """Fold the KL into the rewards and take advantages.
 
-        Groups are whole on a rank, so nothing has to be exchanged.
+        They are taken of the global batch, so that no estimator depends on how it lies on the ranks.
 
         Returns:
             what the loss needs; means over all ranks.
@@ -166,22 +169,30 @@ class ReinforceTrainer:
                 batch.log_probs,
                 batch.init_log_probs,
                 batch.response_mask,
-                use_absolute_kl=self.cfg.use_absolute_kl,
+                estimator="absolute_k1" if self.cfg.use_absolute_kl else self.cfg.kl_estimator,
+                reduction=self.cfg.kl_reduction,
             )
         rewards_with_kl = batch.rewards - self.cfg.initial_policy_kl_penalty * kl
-        baseline = rloo_baseline(rewards_with_kl, batch.group_ids, batch.valid)
-        advantages = torch.where(batch.valid, rewards_with_kl - baseline, 0.0)
-        data = ReinforceBatch(batch, kl, rewards_with_kl, baseline, advantages)
+        parts = self.model.mesh.gather_over_dp((rewards_with_kl, batch.group_ids, batch.valid))
+        rewards, group_ids, valid = (torch.cat(column) for column in zip(*parts, strict=True))
+        self._groups = RewardGroups.of(rewards, group_ids, valid, self._past_rewards.value)
+        found = estimator_of(self.cfg.advantage_estimator)(self._groups)
+        start = sum(len(part[0]) for part in parts[: self.model.mesh.dp_rank])
+        own = slice(start, start + len(rewards_with_kl))
+        data = ReinforceBatch(batch, kl, rewards_with_kl, found.baseline[own], found.values[own], found.trains[own])
         return data, take_means(reinforce_means(data), self.model.mesh.sum_over_dp)
 
     def run_training(self, batch: ReinforceBatch) -> Metrics:
         """One optimizer step on the whole rollout batch."""
         mesh = self.model.mesh
-        num_valid = float(mesh.sum_over_dp(batch.rollouts.valid.sum().double()))
-        share = self.model.get_loss_and_metrics(batch, num_valid)
+        tokens = torch.where(batch.trains, batch.rollouts.response_lengths, 0)
+        sequences, tokens = mesh.sum_over_dp(torch.stack((batch.trains.sum(), tokens.sum())).double()).tolist()
+        length = float(self.model.settings.sampling.max_length)
+        share = self.model.get_loss_and_metrics(batch, Denominators(sequences, tokens, length))
         loss = float(mesh.sum_over_dp(torch.tensor(share, dtype=torch.float64)))
         update = self.optimizer.step()
         self.model.generator.refit()
+        self._past_rewards.update(self._groups)
         return {"actor_loss": loss, "grad_norm": update.grad_norm, "lr": update.lr, "skipped_step": update.skipped}
 
     def validate(self) -> None:
@@ -218,6 +229,7 @@ class ReinforceTrainer:
             "epoch": self._data_position["epoch"],
             "data": self._data_position,
             "wandb_run_id": self.wandb_run_id,
+            "past_rewards": dataclasses.asdict(self._past_rewards),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -226,6 +238,7 @@ class ReinforceTrainer:
         self.train_dataloader.load_state_dict(state["data"])
         self._data_position = self.train_dataloader.state_dict()
         self.wandb_run_id = state["wandb_run_id"]
+        self._past_rewards = RunningMean(**state["past_rewards"])
 
     def _generate_and_submit(
         self, prompts: Sequence[Prompt], num_samples: int, *, validation: bool = False

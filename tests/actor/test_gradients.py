@@ -14,6 +14,7 @@ from helpers.batches import (
     gradient_of,
     relative_difference,
     rows_of,
+    sequences,
     whole_batch,
 )
 from helpers.models import tiny_llama_folder
@@ -51,7 +52,7 @@ def expected(folder):
 
 def loss_and_gradient(folder, mesh, batch, **sizes):
     actor = actor_of(folder, mesh, with_reference=False, **sizes)
-    return actor.get_loss_and_metrics(batch, NUM_VALID), gradient_of(actor)
+    return actor.get_loss_and_metrics(batch, sequences(NUM_VALID)), gradient_of(actor)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 8, 100])
@@ -68,7 +69,7 @@ def test_steps_before_it_leave_nothing_behind(folder, mesh, tmp_path):
     actor = actor_of(folder, mesh, micro_batch_size=3, with_reference=False)
     optimizer = ActorOptimizer(*build_optimizer(actor.ddp, SETTINGS))
     for step in range(1, 4):
-        actor.get_loss_and_metrics(whole_batch(), NUM_VALID)
+        actor.get_loss_and_metrics(whole_batch(), sequences(NUM_VALID))
         gradient = gradient_of(actor)
         here = transformers_model(actor.export(folder, tmp_path / str(step)))
         assert relative_difference(gradient, brute_force_gradient(here, whole_batch())[1]) < 1e-5, step
@@ -100,10 +101,10 @@ def test_invalid_samples_play_no_part(folder, mesh):
 
 def test_no_valid_sample_gives_a_zero_gradient(folder, mesh):
     batch = whole_batch()
-    nothing = replace(batch, rollouts=replace(batch.rollouts, valid=torch.zeros(12, dtype=torch.bool)))
+    nothing = replace(batch, trains=torch.zeros(12, dtype=torch.bool))
     actor = actor_of(folder, mesh, with_reference=False)
-    actor.get_loss_and_metrics(batch, NUM_VALID)
-    assert actor.get_loss_and_metrics(nothing, 0) == 0
+    actor.get_loss_and_metrics(batch, sequences(NUM_VALID))
+    assert actor.get_loss_and_metrics(nothing, sequences(0)) == 0
     assert not gradient_of(actor).any()
 
 
@@ -121,7 +122,7 @@ def test_a_step_against_the_gradient_makes_good_responses_likelier(folder, mesh)
     actor = actor_of(folder, mesh, with_reference=False)
     where = (batch.rollouts.sequences, batch.rollouts.prompt_lengths, batch.rollouts.response_lengths)
     before = actor.get_inference_log_probs(*where).sum(dim=1)
-    actor.get_loss_and_metrics(batch, 2)
+    actor.get_loss_and_metrics(batch, sequences(2))
     with torch.no_grad():
         for parameter in actor.lm.parameters():
             parameter -= 1e-3 * parameter.main_grad
@@ -155,9 +156,9 @@ def test_two_ranks_equal_one(tp_size, folder, mesh, expected, tmp_path):
     run_ranks(script, 2, folder, tmp_path / "found", tp_size)
     loss, gradient = loss_and_gradient(folder, mesh, whole_batch())
     half = whole_batch()
-    half.rollouts.valid[6:] = False
+    half.trains[6:] = False
     actor = actor_of(folder, mesh, with_reference=False)
-    actor.get_loss_and_metrics(half, 5)
+    actor.get_loss_and_metrics(half, sequences(5))
     gradients = dict.fromkeys(("even", "uneven", "one rank has none"), gradient)
     gradients["one rank has no valid one"] = gradient_of(actor)
     for rank in (0, 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.batches import TEMPERATURE, VOCAB_SIZE, actor_of, whole_batch
+from helpers.batches import TEMPERATURE, VOCAB_SIZE, actor_of, sequences, whole_batch
 from helpers.models import tiny_llama_folder
 from helpers.policies import brute_force_log_probs, transformers_model
 
@@ -42,7 +42,7 @@ def train_a_step(actor) -> None:
         clip_grad=0.0,
     )
     optimizer = ActorOptimizer(*build_optimizer(actor.ddp, settings))
-    actor.get_loss_and_metrics(whole_batch(), 10)
+    actor.get_loss_and_metrics(whole_batch(), sequences(10))
     optimizer.step()
 
 
@@ -68,7 +68,7 @@ def test_the_reference_stays_when_the_actor_learns(actor, where):
 
 def test_swapping_leaves_weights_gradients_and_mode(actor, where):
     train_a_step(actor)
-    actor.get_loss_and_metrics(whole_batch(), 10)
+    actor.get_loss_and_metrics(whole_batch(), sequences(10))
     weights, gradients = weights_of(actor), [p.main_grad.clone() for p in actor.lm.parameters()]
     pointers = [p.data_ptr() for p in actor.lm.parameters()]
     actor.get_init_policy_logprobs(*where)

@@ -21,7 +21,7 @@ def test_a_sequences_kl_is_a_sum_over_its_response():
     reference = torch.tensor([[-1.5, -1.0, -9.0], [-2.0, -3.0, -4.0]])
     mask = torch.tensor([[True, True, False], [True, True, True]])
     assert sequence_kl(log_probs, reference, mask).tolist() == [-0.5, 6.0]
-    assert sequence_kl(log_probs, reference, mask, use_absolute_kl=True).tolist() == [1.5, 6.0]
+    assert sequence_kl(log_probs, reference, mask, estimator="absolute_k1").tolist() == [1.5, 6.0]
 
 
 @pytest.mark.parametrize("padding", [math.inf, -math.inf, math.nan])
@@ -30,7 +30,7 @@ def test_padding_may_hold_anything(padding, absolute):
     log_probs = torch.tensor([[-1.0, padding, padding]])
     reference = torch.tensor([[-3.0, padding, 0.0]])
     mask = torch.tensor([[True, False, False]])
-    assert sequence_kl(log_probs, reference, mask, use_absolute_kl=absolute).tolist() == [2.0]
+    assert sequence_kl(log_probs, reference, mask, estimator="absolute_k1" if absolute else "k1").tolist() == [2.0]
 
 
 def test_an_empty_response_has_no_kl():
@@ -51,4 +51,4 @@ def test_k1_is_unbiased_and_its_absolute_value_is_not():
     mask = torch.ones(3, 1, dtype=torch.bool)
     columns = policy.log()[:, None], reference.log()[:, None], mask
     torch.testing.assert_close((policy * sequence_kl(*columns)).sum(), true_kl)
-    assert (policy * sequence_kl(*columns, use_absolute_kl=True)).sum() > true_kl + 0.1
+    assert (policy * sequence_kl(*columns, estimator="absolute_k1")).sum() > true_kl + 0.1

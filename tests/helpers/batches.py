@@ -10,6 +10,7 @@ from helpers.policies import brute_force_log_probs, megatron_model, padded_seque
 from torch import Tensor
 
 from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.algorithms.loss import Denominators
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.megatron.hf_weights import hf_tensors
@@ -44,7 +45,7 @@ def whole_batch() -> ReinforceBatch:
         init_log_probs=None,
         valid=valid,
     )
-    return ReinforceBatch(rollouts, nothing, nothing, nothing, torch.where(valid, advantages, 0.0))
+    return ReinforceBatch(rollouts, nothing, nothing, nothing, torch.where(valid, advantages, 0.0), valid)
 
 
 def rows_of(batch: ReinforceBatch, rows: list[int]) -> ReinforceBatch:
@@ -64,8 +65,18 @@ def rows_of(batch: ReinforceBatch, rows: list[int]) -> ReinforceBatch:
         valid=old.valid[rows],
     )
     return ReinforceBatch(
-        rollouts, batch.kl[rows], batch.rewards_with_kl[rows], batch.baseline[rows], batch.advantages[rows]
+        rollouts,
+        batch.kl[rows],
+        batch.rewards_with_kl[rows],
+        batch.baseline[rows],
+        batch.advantages[rows],
+        batch.trains[rows],
     )
+
+
+def sequences(count: float) -> Denominators:
+    """The denominators of `sequence_sum`, which reads nothing else."""
+    return Denominators(count, 0.0, 0.0)
 
 
 def actor_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from helpers.batches import actor_of, gradient_of, rows_of, whole_batch
+from helpers.batches import actor_of, gradient_of, rows_of, sequences, whole_batch
 
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
@@ -39,17 +39,19 @@ def main() -> None:
         results = {}
         for name, split in SPLITS.items():
             mine = rows_of(batch, split[mesh.dp_rank]) if mesh.dp_size == 2 else batch
-            share = actor.get_loss_and_metrics(mine, num_valid=10)
+            share = actor.get_loss_and_metrics(mine, sequences(10))
             loss = mesh.sum_over_dp(torch.tensor(share, dtype=torch.float64))
             results[name] = {"loss": float(loss), "gradient": gradient_of(actor)}
         # A rank whose samples are all invalid.
         all_invalid = whole_batch()
-        all_invalid.rollouts.valid[6:] = False
+        all_invalid.trains[6:] = False
         mine = rows_of(all_invalid, SPLITS["even"][mesh.dp_rank]) if mesh.dp_size == 2 else all_invalid
-        actor.get_loss_and_metrics(mine, num_valid=5)
+        actor.get_loss_and_metrics(mine, sequences(5))
         results["one rank has no valid one"] = {"gradient": gradient_of(actor)}
 
-        actor.get_loss_and_metrics(rows_of(batch, SPLITS["even"][mesh.dp_rank]) if mesh.dp_size == 2 else batch, 10)
+        actor.get_loss_and_metrics(
+            rows_of(batch, SPLITS["even"][mesh.dp_rank]) if mesh.dp_size == 2 else batch, sequences(10)
+        )
         results["norm"] = optimizer.step().grad_norm
         results["log_probs"] = actor.get_inference_log_probs(
             batch.rollouts.sequences, batch.rollouts.prompt_lengths, batch.rollouts.response_lengths
