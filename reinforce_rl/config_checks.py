@@ -99,8 +99,8 @@ def _algorithm(cfg: TrainConfig) -> Iterator[str]:
     if estimator is not None and estimator.compares_samples and rl.num_rollouts_per_prompt < 2:
         yield (
             f"trainer.reinforce.num_rollouts_per_prompt is {rl.num_rollouts_per_prompt}; "
-            f"advantage_estimator={rl.advantage_estimator} compares the samples of one prompt with each other, so it needs at least 2 "
-            "(with 1 every advantage would be 0)"
+            f"advantage_estimator={rl.advantage_estimator} compares the samples of one prompt with "
+            "each other, so it needs at least 2 (with 1 every advantage would be 0)"
         )
     if rl.use_absolute_kl and rl.kl_estimator != "k1":
         yield (

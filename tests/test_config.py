@@ -99,7 +99,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("batch size", ["model.global_batch_size=7"], ["global_batch_size is 7", "8 x 4 = 32", "leave it null"]),
     ("tensor parallel", ["model.tensor_model_parallel_size=2"], ["is 2", "does not divide the 1 ranks", "devices"]),
     ("idle ranks", ["trainer.devices=16"], ["num_rollout_samples is 8", "16 data-parallel ranks"]),
-    ("one sample", [f"{RL}.num_rollouts_per_prompt=1"], ["num_rollouts_per_prompt is 1", "advantage_estimator=rloo", "at least 2"]),
+    ("one sample", [f"{RL}.num_rollouts_per_prompt=1"], ["num_rollouts_per_prompt is 1", "=rloo", "at least 2"]),
     ("off-policy", [f"{RL}.reinforce_epochs=2"], ["reinforce_epochs is 2", "importance ratio", "only 1"]),
     ("discount", [f"{RL}.discount_factor=0.99"], ["discount_factor is 0.99", "only 1.0"]),
     ("temperature", [f"{ROLLOUT}.sampling_params.temperature=0"], ["temperature is 0", "above 0", "use_greedy"]),
