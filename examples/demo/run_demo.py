@@ -69,7 +69,7 @@ def run(out: Path, overrides: list[str], started: float) -> int:
             "server's log": plan.server_log,
         }
         print()
-        print(run_summary(out, places))
+        print(run_summary(out, {name: place for name, place in places.items() if place.exists()}))
         print(f"  took {(time.monotonic() - started) / 60:.1f} minutes")
     return code
 

@@ -153,7 +153,7 @@ def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(se
     with pytest.raises(RewardServerError, match=f"127.0.0.1:{server.port}.* within 3 s; the last error: .*refused"):
         future.result()
     assert server.process.wait(30) == 1
-    assert "died" in server.log.read_text().splitlines()[-1]
+    assert "died" in server.log.read_text()  # not as its last line: an interpreter that ends may warn after it
     assert wait_for(lambda: not server.left_behind(), 5), server.left_behind()
 
 
