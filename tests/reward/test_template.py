@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.models import smollm2_folder
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.data.prompts import PromptDataset
@@ -16,7 +17,6 @@ from reinforce_rl.rollout import FINISH_STOP, Completions, join_prompts_and_resp
 from reinforce_rl.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi there"}]
-SMOLLM2 = Path(__file__).parents[2] / ".cache" / "models" / "SmolLM2-135M-Instruct"
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,8 @@ def test_no_chat_template_and_refused_messages_are_named(tmp_path):
         encode_prompt(strict, MESSAGES)
 
 
-@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="SmolLM2 has not been prepared (examples/prepare_smollm2.py)")
 def test_smollm2_form():
-    tokenizer = load_tokenizer(SMOLLM2)
+    tokenizer = load_tokenizer(smollm2_folder())
     text = tokenizer.decode(encode_conversation(tokenizer, MESSAGES, " Hello. "))
     assert text.startswith("<|im_start|>system\n")
     assert text.endswith("<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>")
