@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from omegaconf import DictConfig
+
+from reinforce_rl.config import build
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.reward_model import POOLINGS
 from reinforce_rl.reward.training import DEFAULT_FOLDS, DEFAULT_L2_GRID
@@ -79,27 +81,17 @@ class TrainRewardModelConfig:
     output_dir: str = "results/reward_head"
 
     @classmethod
-    def from_hydra(cls, cfg: Any) -> TrainRewardModelConfig:
+    def from_hydra(cls, cfg: DictConfig) -> TrainRewardModelConfig:
         """Convert and check what Hydra composed.
 
         Raises:
             ConfigError: unknown or missing keys, wrong types, or values that cannot work, all together.
         """
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
-        missing = sorted(OmegaConf.missing_keys(cfg))
-        if missing:
-            raise ConfigError([f"{key} is not set; give it on the command line as {key}=..." for key in missing])
-        try:
-            config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), cfg))
-        except OmegaConfBaseException as error:
-            key = getattr(error, "full_key", None) or "a key"
-            raise ConfigError([f"{key}: {str(error).splitlines()[0]}"]) from error
-        if not isinstance(config, cls):
-            raise ConfigError([f"expected the keys of {cls.__name__}, found {type(config).__name__}"])
-        faults = config.faults()
-        if faults:
+        faults: list[str] = []
+        config = build(cls, cfg, "", faults)
+        if config is not None:
+            faults += config.faults()
+        if faults or config is None:
             raise ConfigError(faults)
         return config
 
