@@ -222,10 +222,10 @@ class RunningMean:
         """0 before the first step."""
         return self.total / self.count if self.count else 0.0
 
-    def update(self, groups: RewardGroups) -> None:
-        """Add a step's valid rewards, after its advantages were taken."""
-        self.total += float(groups.rewards[groups.valid].double().sum())
-        self.count += float(groups.valid.sum())
+    def update(self, total: float, count: float) -> None:
+        """Add the sum and the number of a step's valid rewards, after its advantages were taken."""
+        self.total += total
+        self.count += count
 
 
 def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> Tensor:

@@ -175,8 +175,8 @@ class ReinforceTrainer:
         rewards_with_kl = batch.rewards - self.cfg.initial_policy_kl_penalty * kl
         parts = self.model.mesh.gather_over_dp((rewards_with_kl, batch.group_ids, batch.valid))
         rewards, group_ids, valid = (torch.cat(column) for column in zip(*parts, strict=True))
-        self._groups = RewardGroups.of(rewards, group_ids, valid, self._past_rewards.value)
-        found = estimator_of(self.cfg.advantage_estimator)(self._groups)
+        groups = RewardGroups.of(rewards, group_ids, valid, self._past_rewards.value)
+        found = estimator_of(self.cfg.advantage_estimator)(groups)
         start = sum(len(part[0]) for part in parts[: self.model.mesh.dp_rank])
         own = slice(start, start + len(rewards_with_kl))
         data = ReinforceBatch(batch, kl, rewards_with_kl, found.baseline[own], found.values[own], found.trains[own])
@@ -192,7 +192,9 @@ class ReinforceTrainer:
         loss = float(mesh.sum_over_dp(torch.tensor(share, dtype=torch.float64)))
         update = self.optimizer.step()
         self.model.generator.refit()
-        self._past_rewards.update(self._groups)
+        scored = batch.rewards_with_kl[batch.rollouts.valid].double()
+        sums = torch.stack((scored.sum(), torch.tensor(float(len(scored)), dtype=torch.float64)))
+        self._past_rewards.update(*mesh.sum_over_dp(sums).tolist())
         return {"actor_loss": loss, "grad_norm": update.grad_norm, "lr": update.lr, "skipped_step": update.skipped}
 
     def validate(self) -> None:

@@ -442,6 +442,17 @@ class TestTheEnd:
             "the configuration's, not the old run's"
         )
 
+    def test_the_running_mean_of_past_rewards_is_in_the_checkpoint(self, tmp_path, mesh):
+        options = [f"{RL}.max_epochs=3", f"{RL}.advantage_estimator=running_mean"]
+        whole = run(tmp_path / "whole", mesh, *options, f"{RL}.max_steps=5")
+        run(tmp_path / "parts", mesh, *options, f"{RL}.max_steps=3")
+        parts = run(tmp_path / "parts", mesh, *options, f"{RL}.max_steps=5")
+        assert list(map(without_times, parts)) == list(map(without_times, whole))
+        baselines = [line["train/baseline"] for line in whole]
+        rewards = [line["train/rewards_with_kl"] for line in whole]
+        past = [0.0, *(sum(rewards[:step]) / step for step in range(1, 5))]  # every step has equally many samples
+        assert baselines == pytest.approx(past, abs=1e-6)
+
     def test_intervals(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.val_check_interval=4", f"{RL}.save_interval=2")
         assert [line["step"] for line in lines if "val/rewards" in line] == [0, 4, 6]
