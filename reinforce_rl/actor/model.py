@@ -38,6 +38,7 @@ class ActorSettings:
         micro_batch_size: sequences in one forward and backward pass.
         forward_micro_batch_size: sequences in one pass without gradient.
         loss_aggregation: see `reinforce_loss`.
+        logits_chunk_tokens: response tokens whose logits exist at a time; memory against nothing much.
         seed: of the run; keys the sampling noise together with step, prompt and sample.
     """
 
@@ -47,6 +48,7 @@ class ActorSettings:
     forward_micro_batch_size: int
     seed: int
     loss_aggregation: str = "sequence_sum"
+    logits_chunk_tokens: int = 1024
 
 
 class MegatronGPTReinforceActorModel:
@@ -172,7 +174,8 @@ class MegatronGPTReinforceActorModel:
             response_lengths,
             temperature=self.settings.sampling.temperature,
             width=width,
-        )
+            chunk_tokens=self.settings.logits_chunk_tokens,
+        ).log_probs
 
 
 def micro_batches(lengths: Tensor, size: int) -> list[Tensor]:
