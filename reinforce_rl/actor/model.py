@@ -38,7 +38,7 @@ class ActorSettings:
         micro_batch_size: sequences in one forward and backward pass.
         forward_micro_batch_size: sequences in one pass without gradient.
         loss_aggregation: see `reinforce_loss`.
-        logits_chunk_tokens: response tokens whose logits exist at a time; memory against nothing much.
+        logits_chunk_tokens: response tokens whose logits exist at a time; the memory of a log-prob pass follows it.
         seed: of the run; keys the sampling noise together with step, prompt and sample.
     """
 

@@ -48,8 +48,8 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """log p(target) and the entropy of p = softmax(hidden weight^T / temperature), with gradient.
 
-    Logits are computed in the dtype of `hidden`; all that follows in float32, or float64 where `hidden` is. A collective
-    call over `shard.group`, and so is its backward pass.
+    Logits are computed in the dtype of `hidden`; all that follows in float32, or float64 where `hidden` is.
+    A collective call over `shard.group`, and so is its backward pass.
 
     Args:
         hidden: [n, h], the same on every tensor-parallel rank.
@@ -58,7 +58,8 @@ def chunked_log_probs(
         shard: which tokens the rows are.
         temperature: above 0.
         chunk_tokens: positions whose logits exist at a time, at least 1. Memory is in proportion to it.
-        with_entropy: False saves a little time and one more buffer of a chunk's logits.
+        with_entropy: False saves a little time and a second buffer of a chunk's logits. The entropy's gradient costs
+            nothing where the entropy is no part of the loss.
 
     Returns:
         log-probs [n], and the entropies in nats [n] or None; the same on every rank.

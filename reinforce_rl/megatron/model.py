@@ -124,7 +124,7 @@ class CausalLM(GPTModel):
         """[V / tp, h]: this rank's rows of the output layer, which may be the input embeddings."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        return self.output_layer.weight  # type: ignore[return-value]
 
     @property
     def vocab_shard(self) -> VocabShard:

@@ -28,6 +28,7 @@ def scores_and_gradients(folder: str | Path, mesh: Mesh) -> dict[str, Tensor]:
     for_log_probs, for_entropy = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
     (for_log_probs * scores.log_probs + for_entropy * scores.entropy).sum().backward()
     for parameter in lm.parameters():
+        assert parameter.grad is not None
         # The mapping to Hugging Face's layout is linear, so it maps gradients too.
         parameter.data = parameter.grad
     gradients = {name: gradient.clone() for name, gradient in hf_tensors(lm)}

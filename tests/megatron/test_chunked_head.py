@@ -35,8 +35,8 @@ def test_values_and_gradients_are_those_of_whole_logits(loss, temperature, chunk
     hidden, weight, targets = inputs
     weights = torch.randn(2, POSITIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
-    def gradients(log_probs, entropy):
-        total = sum(factor * (w * out).sum() for factor, w, out in zip(loss, weights, (log_probs, entropy)) if factor)
+    def gradients(outputs):
+        total = sum(factor * (w * out).sum() for factor, w, out in zip(loss, weights, outputs, strict=True) if factor)
         return torch.autograd.grad(total, (hidden, weight))
 
     found = chunked_log_probs(
@@ -44,7 +44,7 @@ def test_values_and_gradients_are_those_of_whole_logits(loss, temperature, chunk
     )
     expected = full_log_probs(hidden, weight[:TOKENS], targets, temperature)
     torch.testing.assert_close(found, expected, atol=1e-13, rtol=1e-13)
-    for one, other in zip(gradients(*found), gradients(*expected), strict=True):
+    for one, other in zip(gradients(found), gradients(expected), strict=True):
         torch.testing.assert_close(one, other, atol=1e-13, rtol=1e-13)
 
 

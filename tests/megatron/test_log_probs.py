@@ -1,4 +1,4 @@
-"""Log-probs and entropies of response tokens against transformers' logits, whatever the padding, batching and sharding."""
+"""Log-probs and entropies of response tokens against transformers' logits, however padded, batched or sharded."""
 
 from __future__ import annotations
 
