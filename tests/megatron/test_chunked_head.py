@@ -36,12 +36,10 @@ def test_values_and_gradients_are_those_of_whole_logits(loss, temperature, chunk
     weights = torch.randn(2, POSITIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def gradients(outputs):
-        total = sum(factor * (w * out).sum() for factor, w, out in zip(loss, weights, outputs, strict=True) if factor)
-        return torch.autograd.grad(total, (hidden, weight))
+        terms = [factor * (w * out).sum() for factor, w, out in zip(loss, weights, outputs, strict=True) if factor]
+        return torch.autograd.grad(torch.stack(terms).sum(), (hidden, weight))
 
-    found = chunked_log_probs(
-        hidden, weight, targets, shard, temperature=temperature, chunk_tokens=chunk_tokens, with_entropy=True
-    )
+    found = scores_of(inputs, shard, temperature, chunk_tokens)
     expected = full_log_probs(hidden, weight[:TOKENS], targets, temperature)
     torch.testing.assert_close(found, expected, atol=1e-13, rtol=1e-13)
     for one, other in zip(gradients(found), gradients(expected), strict=True):
@@ -52,25 +50,27 @@ def test_values_and_gradients_are_those_of_whole_logits(loss, temperature, chunk
 def test_gradcheck(with_entropy, shard, inputs):
     hidden, weight, targets = inputs
 
-    def outputs(hidden, weight):
+    def outputs(hidden, weight) -> tuple[torch.Tensor, ...]:
         found = chunked_log_probs(
             hidden, weight, targets, shard, temperature=0.6, chunk_tokens=3, with_entropy=with_entropy
         )
-        return found if with_entropy else found[0]
+        return tuple(out for out in found if out is not None)
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight))
 
 
 def test_without_entropy_the_log_probs_are_the_same(shard, inputs):
-    options = {"temperature": 0.6, "chunk_tokens": 3}
-    without = chunked_log_probs(*inputs, shard, **options, with_entropy=False)
-    assert without[1] is None
-    assert torch.equal(without[0], chunked_log_probs(*inputs, shard, **options, with_entropy=True)[0])
+    hidden, weight, targets = inputs
+    log_probs, entropy = chunked_log_probs(
+        hidden, weight, targets, shard, temperature=0.6, chunk_tokens=3, with_entropy=False
+    )
+    assert entropy is None
+    assert torch.equal(log_probs, scores_of(inputs, shard, 0.6)[0])
 
 
 def test_padded_rows_have_no_gradient(shard, inputs):
-    outputs = chunked_log_probs(*inputs, shard, temperature=1.0, chunk_tokens=3, with_entropy=True)
-    (gradient,) = torch.autograd.grad(sum(out.sum() for out in outputs), inputs[1])
+    log_probs, entropy = scores_of(inputs, shard, 1.0)
+    (gradient,) = torch.autograd.grad((log_probs + entropy).sum(), inputs[1])
     assert (gradient[TOKENS:] == 0).all()
     assert (gradient[:TOKENS] != 0).all()
 
@@ -79,9 +79,7 @@ def test_padded_rows_have_no_gradient(shard, inputs):
 def test_extreme_logits_stay_finite(scale, shard, inputs):
     hidden, weight, targets = (t.detach() for t in inputs)
     hidden, weight = (scale * hidden).float().requires_grad_(), weight.float().requires_grad_()
-    log_probs, entropy = chunked_log_probs(
-        hidden, weight, targets, shard, temperature=1.0, chunk_tokens=3, with_entropy=True
-    )
+    log_probs, entropy = scores_of((hidden, weight, targets), shard, 1.0)
     expected = full_log_probs(hidden.double(), weight[:TOKENS].double(), targets, 1.0)
     torch.testing.assert_close(log_probs.double(), expected[0], atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(entropy.double(), expected[1], atol=1e-5, rtol=0)
@@ -101,16 +99,14 @@ def test_only_one_input_needs_a_gradient(shard, inputs):
 
 def test_no_position_at_all(shard, inputs):
     hidden, weight, targets = inputs
-    outputs = chunked_log_probs(
-        hidden[:0], weight, targets[:0], shard, temperature=1.0, chunk_tokens=3, with_entropy=True
-    )
+    outputs = scores_of((hidden[:0], weight, targets[:0]), shard, 1.0)
     assert [out.shape for out in outputs] == [(0,), (0,)]
     assert not torch.autograd.grad(outputs[0].sum(), weight)[0].any()
 
 
 def test_chunk_of_nothing_is_refused(shard, inputs):
     with pytest.raises(ValueError, match="chunk_tokens is 0"):
-        chunked_log_probs(*inputs, shard, temperature=1.0, chunk_tokens=0, with_entropy=False)
+        scores_of(inputs, shard, 1.0, chunk_tokens=0)
 
 
 class TestBFloat16:
@@ -124,7 +120,7 @@ class TestBFloat16:
 
     def test_float32_softmax_of_the_logits(self, shard, inputs):
         hidden, weight, targets = inputs
-        found = chunked_log_probs(*inputs, shard, temperature=0.7, chunk_tokens=5, with_entropy=True)
+        found = scores_of(inputs, shard, 0.7, chunk_tokens=5)
         table = torch.log_softmax((hidden @ weight[:TOKENS].t()).double() / 0.7, dim=-1)
         expected = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(dim=-1)
         assert {out.dtype for out in found} == {torch.float32}
@@ -133,10 +129,9 @@ class TestBFloat16:
     def test_weight_gradient_is_rounded_once(self, shard, inputs):
         """64 chunks added up in bfloat16 would lose what is below 1/256 of the sum."""
         hidden, weight, targets = inputs
-        options = {"temperature": 0.7, "with_entropy": False}
         exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
         expected = torch.autograd.grad(full_log_probs(exact[0], exact[1][:TOKENS], targets, 0.7)[0].sum(), exact)
-        found = chunked_log_probs(*inputs, shard, **options, chunk_tokens=1)[0]
+        found, _ = scores_of(inputs, shard, 0.7, chunk_tokens=1)
         gradients = torch.autograd.grad(found.sum(), (hidden, weight))
         assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
         for gradient, exactly in zip(gradients, expected, strict=True):
@@ -157,8 +152,9 @@ class TestMemory:
         return VocabShard(0, self.TOKENS, mesh.tp_group)
 
     def run(self, inputs, shard, loss):
-        outputs = chunked_log_probs(*inputs, shard, temperature=0.6, chunk_tokens=self.CHUNK, with_entropy=True)
-        sum(factor * out.sum() for factor, out in zip(loss, outputs, strict=True) if factor).backward()
+        outputs = scores_of(inputs, shard, 0.6, chunk_tokens=self.CHUNK)
+        terms = [factor * out.sum() for factor, out in zip(loss, outputs, strict=True) if factor]
+        torch.stack(terms).sum().backward()
 
     @pytest.mark.parametrize("loss", [LOG_PROBS, ENTROPY, BOTH], ids=["log_probs", "entropy", "both"])
     def test_no_tensor_is_larger_than_the_logits_of_a_chunk(self, loss, inputs, shard):
@@ -201,3 +197,13 @@ def test_ranks_without_the_largest_logit_or_without_tokens(tmp_path):
         gradients = torch.autograd.grad(outputs[0].sum() - 0.3 * outputs[1].sum(), (hidden, weight))
         for one, other in zip(found, (*outputs, *gradients), strict=True):
             torch.testing.assert_close(one, other.detach(), atol=1e-11, rtol=1e-11)
+
+
+def scores_of(inputs, shard, temperature, chunk_tokens=3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies."""
+    hidden, weight, targets = inputs
+    log_probs, entropy = chunked_log_probs(
+        hidden, weight, targets, shard, temperature=temperature, chunk_tokens=chunk_tokens, with_entropy=True
+    )
+    assert entropy is not None
+    return log_probs, entropy

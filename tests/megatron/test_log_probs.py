@@ -91,6 +91,7 @@ def test_gradient_equals_plain_torch(lm, theirs, batch, folder):
     for_log_probs, for_entropy = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
     lm.zero_grad()
     scores = response_log_probs(lm, lm, *batch, temperature=0.7, width=7, chunk_tokens=CHUNK, with_entropy=True)
+    assert scores.entropy is not None
     (for_log_probs * scores.log_probs + for_entropy * scores.entropy).sum().backward()
     theirs.zero_grad()
     log_probs = brute_force_log_probs(theirs, *batch, temperature=0.7, width=7)
