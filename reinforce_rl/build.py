@@ -278,6 +278,7 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             micro_batch_size=cfg.model.micro_batch_size,
             forward_micro_batch_size=rollout.forward_micro_batch_size,
             seed=cfg.model.seed,
+            tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
             logits_chunk_tokens=cfg.model.logits_chunk_tokens,
             loss=_loss_settings(cfg.trainer.reinforce),
         ),

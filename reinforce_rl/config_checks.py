@@ -268,6 +268,12 @@ def _lengths(cfg: TrainConfig) -> Iterator[str]:
             f"model.reinforce.length_params.max_length is {lengths.max_length}, which leaves no room for a prompt in "
             f"model.encoder_seq_length, which is {model.encoder_seq_length}"
         )
+    tokens = model.tokens_per_micro_batch
+    if tokens is not None and tokens < model.encoder_seq_length:
+        yield (
+            f"model.tokens_per_micro_batch is {tokens}, below model.encoder_seq_length, which is "
+            f"{model.encoder_seq_length}; the longest sequence must fit"
+        )
     if lengths.min_length > lengths.max_length:
         yield (
             f"model.reinforce.length_params.min_length is {lengths.min_length}, above max_length, "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from reinforce_rl.actor.micro_batches import micro_batches, padding
 from reinforce_rl.actor.reference import ReferencePolicy
 from reinforce_rl.algorithms.loss import Denominators, LossInputs, LossSettings, policy_loss
 from reinforce_rl.generation.base import Generator, SamplingParams
@@ -37,6 +38,8 @@ class ActorSettings:
         val_sampling: of validation.
         micro_batch_size: sequences in one forward and backward pass.
         forward_micro_batch_size: sequences in one pass without gradient.
+        tokens_per_micro_batch: tokens in a pass of either kind, padding included, instead of a number of sequences;
+            None for those.
         logits_chunk_tokens: response tokens whose logits exist at a time; the memory of a log-prob pass follows it.
         seed: of the run; keys the sampling noise together with step, prompt and sample.
         loss: what the loss is made of.
@@ -47,6 +50,7 @@ class ActorSettings:
     micro_batch_size: int
     forward_micro_batch_size: int
     seed: int
+    tokens_per_micro_batch: int | None = None
     logits_chunk_tokens: int = 1024
     loss: LossSettings = field(default_factory=LossSettings)
 
@@ -57,7 +61,7 @@ class LossShare:
 
     Attributes:
         loss: the sum over data-parallel ranks is the loss.
-        sums: of `policy_loss`, over this rank's micro-batches.
+        sums: of `policy_loss` over this rank's micro-batches, their tokens, and those with padding.
     """
 
     loss: float
@@ -120,7 +124,7 @@ class MegatronGPTReinforceActorModel:
         out = torch.zeros((len(sequences), width))
         self.lm.eval()
         with torch.no_grad():
-            for rows in micro_batches(prompt_lengths + response_lengths, self.settings.forward_micro_batch_size):
+            for rows in self._cut(prompt_lengths + response_lengths, self.settings.forward_micro_batch_size):
                 scores = self._score(self.lm, sequences[rows], prompt_lengths[rows], response_lengths[rows], width)
                 out[rows] = scores.log_probs.cpu()
         self.lm.train()
@@ -155,9 +159,8 @@ class MegatronGPTReinforceActorModel:
         if rows is None:
             rows = torch.arange(len(batch.trains))
         trained = rows[batch.trains[rows]]
-        cuts = micro_batches(
-            (rollouts.prompt_lengths + rollouts.response_lengths)[trained], self.settings.micro_batch_size
-        )
+        total_lengths = (rollouts.prompt_lengths + rollouts.response_lengths)[trained]
+        cuts = self._cut(total_lengths, self.settings.micro_batch_size)
         # A rank with nothing to train on still runs one empty pass, or the others would wait for it.
         parts: list[Tensor | None] = [trained[cut] for cut in cuts] or [None]
         found: list[dict[str, Tensor]] = []
@@ -194,11 +197,16 @@ class MegatronGPTReinforceActorModel:
         self.lm.train()
         loss = accumulate_gradients(self.ddp, parts, loss_of)
         names = dict.fromkeys(name for sums in found for name in sums)
-        return LossShare(loss, {name: float(sum(sums[name] for sums in found)) for name in names})
+        sums = {name: float(sum(part[name] for part in found)) for name in names}
+        sums["sequence_tokens"], sums["padded_tokens"] = padding(total_lengths, cuts)
+        return LossShare(loss, sums)
 
     def export(self, source: str | Path, out: str | Path) -> Path:
         """Write the policy as a Hugging Face folder; a collective call."""
         return export_hf_folder(self.lm, source, out)
+
+    def _cut(self, lengths: Tensor, size: int) -> list[Tensor]:
+        return micro_batches(lengths, size, self.settings.tokens_per_micro_batch)
 
     def _score(
         self,
@@ -221,12 +229,3 @@ class MegatronGPTReinforceActorModel:
             chunk_tokens=self.settings.logits_chunk_tokens,
             with_entropy=with_entropy,
         )
-
-
-def micro_batches(lengths: Tensor, size: int) -> list[Tensor]:
-    """Row indices in groups of at most `size`, longest first, so that rows of like length share their padding.
-
-    Longest first also shows an out-of-memory error at once rather than at the end of a pass.
-    """
-    order = torch.sort(lengths, descending=True, stable=True).indices
-    return list(order.split(size)) if len(order) else []
