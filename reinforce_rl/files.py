@@ -55,7 +55,12 @@ def replace_folder(new: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         os.replace(folder, old)
-    os.replace(new, folder)
+    try:
+        os.replace(new, folder)
+    except OSError:
+        if old.exists():
+            os.replace(old, folder)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

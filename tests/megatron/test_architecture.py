@@ -76,23 +76,24 @@ def test_biases_and_norms_of_the_families():
     assert (biased.qkv_bias, biased.output_bias) == (True, True)
 
 
+USED = {"sliding_window": 512, "use_sliding_window": True}
 WINDOWS = {
     "mistral, window": ("mistral", {"sliding_window": 512}, 512),
     "mistral, null": ("mistral", {"sliding_window": None}, None),
     "mistral, as long as the model": ("mistral", {"sliding_window": 2048}, None),
     "qwen2, not used": ("qwen2", {"sliding_window": 512}, None),
-    "qwen2, on all layers": ("qwen2", {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 0}, 512),
-    "qwen2, on no layer": ("qwen2", {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 30}, None),
-    "qwen3, by layer_types": (
-        "qwen3",
-        {"sliding_window": 512, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 30},
+    "qwen2, on all layers": (
+        "qwen2",
+        {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 0},
         512,
     ),
-    "qwen2, long, on some layers": (
+    "qwen2, on no layer": (
         "qwen2",
-        {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 15},
+        {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 30},
         None,
     ),
+    "qwen3, by layer_types": ("qwen3", {**USED, "layer_types": ["sliding_attention"] * 30}, 512),
+    "qwen2, long, on some layers": ("qwen2", {**USED, "sliding_window": 4096, "max_window_layers": 15}, None),
     "llama has none": ("llama", {"sliding_window": 512}, None),
 }
 
@@ -107,9 +108,8 @@ def test_sliding_window(family, keys, window):
     "keys", [{"max_window_layers": 15}, {"layer_types": ["sliding_attention"] * 29 + ["full_attention"]}]
 )
 def test_a_window_on_some_layers_is_refused(keys):
-    raw = {**SMOLLM2, "model_type": "qwen2", "max_position_embeddings": 2048, "sliding_window": 512}
     with pytest.raises(ConfigError, match="sliding_window is 512 on some layers only"):
-        Architecture.from_hf({**raw, "use_sliding_window": True, **keys})
+        Architecture.from_hf({**SMOLLM2, "model_type": "qwen2", "max_position_embeddings": 2048, **USED, **keys})
 
 
 def test_defaults_of_older_configs():
