@@ -47,7 +47,10 @@ def parse_arguments() -> argparse.Namespace:
         command.add_argument(
             "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they are)"
         )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.tp < 1:
+        parser.error(f"--tp is {args.tp}; expected at least 1")
+    return args
 
 
 def convert(args: argparse.Namespace) -> None:
