@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from helpers.batches import actor_of, gradient_of, relative_difference, sequences, whole_batch
+from helpers.batches import VOCAB_SIZE, actor_of, gradient_of, relative_difference, sequences, whole_batch
 from helpers.models import tiny_llama_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +47,7 @@ def test_packing_by_tokens_pads_less_than_a_number_of_sequences():
 
 
 def test_the_gradient_is_that_of_fixed_micro_batches(tmp_path, mesh):
-    folder = tiny_llama_folder(tmp_path, vocab_size=35, heads=9, groups=3, hidden=36)
+    folder = tiny_llama_folder(tmp_path, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36)
     gradients, metrics = [], []
     for tokens in (None, 20, 60):
         actor = actor_of(folder, mesh, with_reference=False, tokens_per_micro_batch=tokens)
