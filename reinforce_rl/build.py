@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf
 
 from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
-from reinforce_rl.algorithms.reinforce import ReinforceTrainer, total_steps
-from reinforce_rl.config import SamplingConfig, TrainConfig
+from reinforce_rl.algorithms.loss import LossSettings
+from reinforce_rl.algorithms.reinforce import ReinforceTrainer
+from reinforce_rl.algorithms.updates import total_steps, total_updates
+from reinforce_rl.config import ReinforceConfig, RewardServerConfig, SamplingConfig, TrainConfig
 from reinforce_rl.data.loader import FixedPrompts, PromptLoader
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
 from reinforce_rl.data.sampler import PromptSampler
@@ -33,6 +35,7 @@ from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.reward.base import RewardSource
 from reinforce_rl.reward.client import RemoteGPTRMClient
+from reinforce_rl.reward.combined import CombinedRewards, WeightedSource
 from reinforce_rl.rollout import Prompt
 from reinforce_rl.run_timer import RunTimer, parse_duration
 from reinforce_rl.tokenizer import TokenizerInfo, load_tokenizer, pad_id_of
@@ -59,7 +62,7 @@ def train(cfg: TrainConfig) -> ReinforceTrainer:
         checkpoint = latest_checkpoint(folder / "checkpoints") if cfg.exp_manager.resume_if_exists else None
         monitor, wandb_run_id = build_monitor(cfg, mesh, datasets, checkpoint)
         with monitor.running():
-            rm = connect_to_reward_server(cfg, mesh, tokenizer, monitor)
+            rm = connect_to_reward_servers(cfg, mesh, tokenizer, monitor)
             try:
                 trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint)
                 trainer.wandb_run_id = wandb_run_id
@@ -129,16 +132,35 @@ def build_monitor(
     return monitor, wandb_run_id
 
 
-def connect_to_reward_server(
+def connect_to_reward_servers(
     cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
-) -> RemoteGPTRMClient:
-    """Wait until the server is there, and check that its token ids mean the same, before a model is loaded.
+) -> RewardSource:
+    """Wait until every server is there, and check that its token ids mean the same, before a model is loaded.
 
     Raises:
         RewardServerError: not ready within `remote_rm.ready_timeout_seconds`.
         ConfigError: another tokenizer or vocabulary.
     """
-    server = cfg.remote_rm.reward_model
+    remote = cfg.remote_rm
+    first = connect_to_reward_server(cfg, remote.reward_model, mesh, tokenizer, monitor)
+    if not remote.more_reward_models and remote.reward_model.weight == 1.0:
+        return first
+    sources = [WeightedSource(remote.reward_model.name, first, remote.reward_model.weight)]
+    try:
+        for name, server in remote.more_reward_models.items():
+            source = connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
+            sources.append(WeightedSource(name, source, server.weight))
+        return CombinedRewards(sources)
+    except Exception:
+        for weighted in sources:
+            weighted.source.close()
+        raise
+
+
+def connect_to_reward_server(
+    cfg: TrainConfig, server: RewardServerConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
+) -> RemoteGPTRMClient:
+    """One of them; see `connect_to_reward_servers`."""
     client = RemoteGPTRMClient(
         server.ip,
         server.port,
@@ -183,10 +205,10 @@ def build_trainer(
 ) -> ReinforceTrainer:
     """Actor, optimizer and trainer, going on from a checkpoint where one is given."""
     sampler = build_sampler(cfg, datasets.train)
-    steps = total_steps(cfg.trainer.reinforce, sampler.steps_per_epoch)
+    updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, sampler.batch_sizes)
     monitor.phase("loading the model")
     model = build_actor(cfg, mesh, tokenizer)  # copies the reference, so it comes before the checkpoint
-    megatron_optimizer, scheduler = build_optimizer(model.ddp, _optimizer_settings(cfg, steps))
+    megatron_optimizer, scheduler = build_optimizer(model.ddp, _optimizer_settings(cfg, updates))
     checkpointer = Checkpointer(
         Path(cfg.exp_manager.explicit_log_dir) / "checkpoints",
         mesh,
@@ -216,6 +238,7 @@ def build_trainer(
         logger=monitor,
         ckpt_callback=checkpointer,
         run_timer=RunTimer(None if duration is None else parse_duration(duration)),
+        prompts_per_update=cfg.prompts_per_update,
     )
     if checkpoint is not None:
         checkpointer.restore(checkpoint)
@@ -255,7 +278,7 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             micro_batch_size=cfg.model.micro_batch_size,
             forward_micro_batch_size=rollout.forward_micro_batch_size,
             seed=cfg.model.seed,
-            loss_aggregation=cfg.trainer.reinforce.loss_aggregation,
+            loss=_loss_settings(cfg.trainer.reinforce),
         ),
         with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
     )
@@ -302,7 +325,21 @@ def _sampling_params(cfg: TrainConfig, sampling: SamplingConfig, stop_ids: tuple
     )
 
 
-def _optimizer_settings(cfg: TrainConfig, steps: int) -> OptimizerSettings:
+def _loss_settings(cfg: ReinforceConfig) -> LossSettings:
+    return LossSettings(
+        aggregation=cfg.loss_aggregation,
+        ratio=cfg.importance_ratio,
+        clip_low=cfg.ratio_clip_low,
+        clip_high=cfg.ratio_clip_high,
+        generator_correction=cfg.generator_correction,
+        generator_ratio_cap=cfg.generator_ratio_cap,
+        kl_estimator=cfg.kl_estimator_used,
+        kl_weights=cfg.kl_loss_weights,
+        entropy_bonus=cfg.entropy_bonus,
+    )
+
+
+def _optimizer_settings(cfg: TrainConfig, updates: int) -> OptimizerSettings:
     optim = cfg.model.optim
     return OptimizerSettings(
         lr=optim.lr,
@@ -313,6 +350,6 @@ def _optimizer_settings(cfg: TrainConfig, steps: int) -> OptimizerSettings:
         schedule=optim.sched.name,
         warmup_steps=optim.sched.warmup_steps,
         constant_steps=optim.sched.constant_steps,
-        total_steps=steps,
+        total_steps=updates,
         clip_grad=cfg.trainer.reinforce.gradient_clip_val,
     )

@@ -21,23 +21,55 @@ _MISSING = dataclasses.MISSING
 
 
 @dataclass
+class RewardShapingConfig:
+    standardisation: str = "none"
+    mean: float = 0.0
+    deviation: float = 1.0
+    scale: float = 1.0
+    clip: float | None = None
+    length_penalty: float = 0.0
+
+
+@dataclass
 class ReinforceConfig:
     max_epochs: int = 1
     max_steps: int = -1
     val_check_interval: int = 10
     save_interval: int = 10
     gradient_clip_val: float = 1.0
+    num_rollouts_per_prompt: int = 4
     initial_policy_kl_penalty: float = 0.05
     use_absolute_kl: bool = False
     kl_estimator: str = "k1"
     kl_reduction: str = "sum"
+    kl_placement: str = "reward"
+    kl_loss_weights: str = "prefix"
+    kl_target: float | None = None
+    kl_horizon: float = 10_000.0
     advantage_estimator: str = "rloo"
-    loss_aggregation: str = "sequence_sum"
-    num_rollouts_per_prompt: int = 4
-    reinforce_epochs: int = 1
+    advantage_whitening: str = "none"
+    credit_assignment: str = "sequence"
     discount_factor: float = 1.0
+    loss_aggregation: str = "sequence_sum"
+    entropy_bonus: float = 0.0
+    reinforce_epochs: int = 1
+    importance_ratio: str = "none"
+    ratio_clip_low: float = 0.2
+    ratio_clip_high: float = 0.2
+    generator_correction: str = "none"
+    generator_ratio_cap: float = 2.0
     truncated_samples: str = "keep"
+    truncation_penalty: float = 0.0
+    overlong_buffer: int = 0
+    dynamic_filtering: bool = False
+    max_resampling_rounds: int = 3
     max_failed_fraction: float = 0.1
+    reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
+
+    @property
+    def kl_estimator_used(self) -> str:
+        """`kl_estimator`, or what `use_absolute_kl` stands for."""
+        return "absolute_k1" if self.use_absolute_kl else self.kl_estimator
 
 
 @dataclass
@@ -57,11 +89,13 @@ class RewardServerConfig:
     name: str = "reward_model"
     ip: str = "localhost"
     port: int = 5555
+    weight: float = 1.0
 
 
 @dataclass
 class RemoteRMConfig:
     reward_model: RewardServerConfig = field(default_factory=RewardServerConfig)
+    more_reward_models: dict[str, RewardServerConfig] = field(default_factory=dict)
     pad_to_length: int | None = None
     ready_timeout_seconds: float = 60.0
     deadline_seconds: float = 600.0
@@ -185,6 +219,13 @@ class TrainConfig:
     remote_rm: RemoteRMConfig = field(default_factory=RemoteRMConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
 
+    @property
+    def prompts_per_update(self) -> int | None:
+        """Prompts, over all ranks, of one optimizer step; None where it takes the whole rollout batch."""
+        size, samples = self.model.global_batch_size, self.trainer.reinforce.num_rollouts_per_prompt
+        prompts = None if size is None else size // max(samples, 1)
+        return None if prompts == self.model.reinforce.num_rollout_samples else prompts
+
 
 def load_config(cfg: DictConfig) -> TrainConfig:
     """Convert what Hydra composed, and check everything that can be checked before a model is loaded.
@@ -234,6 +275,9 @@ def build(schema: type[T], node: DictConfig, path: str, faults: list[str]) -> T 
             complete = complete and has_default
             continue
         expected = hints[name]
+        if typing.get_origin(expected) is dict:
+            values[name] = _build_groups(expected, value, key, faults)
+            continue
         if dataclasses.is_dataclass(expected):
             if not isinstance(value, DictConfig):
                 faults.append(f"{key} is {value!r}; expected a group of keys")
@@ -249,6 +293,23 @@ def build(schema: type[T], node: DictConfig, path: str, faults: list[str]) -> T 
         else:
             values[name] = built
     return schema(**values) if complete else None
+
+
+def _build_groups(expected: Any, value: Any, key: str, faults: list[str]) -> dict[str, Any]:
+    """A dict of dataclasses, whose names the user chooses."""
+    schema = typing.get_args(expected)[1]
+    if not isinstance(value, DictConfig):
+        faults.append(f"{key} is {value!r}; expected groups of keys, each under a name of your choice")
+        return {}
+    groups = {}
+    for name in value:
+        if not isinstance(value[name], DictConfig):
+            faults.append(f"{key}.{name} is {value[name]!r}; expected a group of keys")
+            continue
+        group = build(schema, value[name], f"{key}.{name}.", faults)
+        if group is not None:
+            groups[str(name)] = group
+    return groups
 
 
 def _convert(expected: Any, value: Any) -> Any:

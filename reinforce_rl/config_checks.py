@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from reinforce_rl.algorithms.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, KL_REDUCTIONS, LOSS_AGGREGATIONS
+from reinforce_rl.algorithms.choices import (
+    ADVANTAGE_ESTIMATORS,
+    ADVANTAGE_WHITENINGS,
+    CREDIT_ASSIGNMENTS,
+    GENERATOR_CORRECTIONS,
+    IMPORTANCE_RATIOS,
+    KL_ESTIMATORS,
+    KL_LOSS_WEIGHTS,
+    KL_PLACEMENTS,
+    KL_REDUCTIONS,
+    LOSS_AGGREGATIONS,
+    REWARD_STANDARDISATIONS,
+    TRUNCATED_SAMPLES,
+    EstimatorEntry,
+)
 from reinforce_rl.config import RolloutConfig, SamplingConfig, TrainConfig
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.run_timer import parse_duration
 
 PRECISIONS = ("32", "bf16")
-TRUNCATED_SAMPLES = ("keep", "drop")
 TOO_LONG = ("refuse", "skip")
 OPTIMIZERS = ("adam",)
 SCHEDULES = ("constant", "linear", "CosineAnnealing")
@@ -35,6 +49,15 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("trainer.reinforce.save_interval", rl.save_interval, 0),
         ("trainer.reinforce.gradient_clip_val", rl.gradient_clip_val, 0),
         ("trainer.reinforce.initial_policy_kl_penalty", rl.initial_policy_kl_penalty, 0),
+        ("trainer.reinforce.num_rollouts_per_prompt", rl.num_rollouts_per_prompt, 1),
+        ("trainer.reinforce.reinforce_epochs", rl.reinforce_epochs, 1),
+        ("trainer.reinforce.entropy_bonus", rl.entropy_bonus, 0),
+        ("trainer.reinforce.ratio_clip_low", rl.ratio_clip_low, 0),
+        ("trainer.reinforce.ratio_clip_high", rl.ratio_clip_high, 0),
+        ("trainer.reinforce.truncation_penalty", rl.truncation_penalty, 0),
+        ("trainer.reinforce.overlong_buffer", rl.overlong_buffer, 0),
+        ("trainer.reinforce.max_resampling_rounds", rl.max_resampling_rounds, 0),
+        ("trainer.reinforce.reward_shaping.length_penalty", rl.reward_shaping.length_penalty, 0),
         ("remote_rm.pad_to_length", cfg.remote_rm.pad_to_length, 1),
         ("trainer.reinforce.max_failed_fraction", rl.max_failed_fraction, 0),
         ("exp_manager.checkpoint_callback_params.keep_last", cfg.exp_manager.checkpoint_callback_params.keep_last, 1),
@@ -56,22 +79,40 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
     for key, value, least in at_least:
         if value is not None and not value >= least:
             yield f"{key} is {value}; expected at least {least}"
-    above_zero = [
+    above_zero: list[tuple[str, float | None]] = [
         ("remote_rm.ready_timeout_seconds", cfg.remote_rm.ready_timeout_seconds),
         ("remote_rm.deadline_seconds", cfg.remote_rm.deadline_seconds),
         ("remote_rm.attempt_timeout_seconds", cfg.remote_rm.attempt_timeout_seconds),
+        ("trainer.reinforce.kl_target", rl.kl_target),
+        ("trainer.reinforce.kl_horizon", rl.kl_horizon),
+        ("trainer.reinforce.discount_factor", rl.discount_factor),
+        ("trainer.reinforce.generator_ratio_cap", rl.generator_ratio_cap),
+        ("trainer.reinforce.reward_shaping.deviation", rl.reward_shaping.deviation),
+        ("trainer.reinforce.reward_shaping.scale", rl.reward_shaping.scale),
+        ("trainer.reinforce.reward_shaping.clip", rl.reward_shaping.clip),
         ("model.optim.lr", optim.lr),
         ("model.optim.eps", optim.eps),
     ]
     for key, value in above_zero:
-        if not value > 0:
+        if value is not None and not value > 0:
             yield f"{key} is {value}; expected above 0"
     choices: list[tuple[str, str, tuple[str, ...]]] = [
         ("trainer.precision", cfg.trainer.precision, PRECISIONS),
         ("trainer.reinforce.advantage_estimator", rl.advantage_estimator, tuple(ADVANTAGE_ESTIMATORS)),
         ("trainer.reinforce.kl_estimator", rl.kl_estimator, KL_ESTIMATORS),
         ("trainer.reinforce.kl_reduction", rl.kl_reduction, KL_REDUCTIONS),
+        ("trainer.reinforce.kl_placement", rl.kl_placement, KL_PLACEMENTS),
+        ("trainer.reinforce.kl_loss_weights", rl.kl_loss_weights, KL_LOSS_WEIGHTS),
+        ("trainer.reinforce.advantage_whitening", rl.advantage_whitening, ADVANTAGE_WHITENINGS),
+        ("trainer.reinforce.credit_assignment", rl.credit_assignment, CREDIT_ASSIGNMENTS),
         ("trainer.reinforce.loss_aggregation", rl.loss_aggregation, LOSS_AGGREGATIONS),
+        ("trainer.reinforce.importance_ratio", rl.importance_ratio, IMPORTANCE_RATIOS),
+        ("trainer.reinforce.generator_correction", rl.generator_correction, GENERATOR_CORRECTIONS),
+        (
+            "trainer.reinforce.reward_shaping.standardisation",
+            rl.reward_shaping.standardisation,
+            REWARD_STANDARDISATIONS,
+        ),
         ("trainer.reinforce.truncated_samples", rl.truncated_samples, TRUNCATED_SAMPLES),
         ("model.data.too_long", cfg.model.data.too_long, TOO_LONG),
         ("model.optim.name", optim.name, OPTIMIZERS),
@@ -83,8 +124,19 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
             yield f"{key} is {choice!r}; expected one of {', '.join(known)}"
     if rl.max_steps < 1 and rl.max_steps != -1:
         yield f"trainer.reinforce.max_steps is {rl.max_steps}; expected at least 1, or -1 for all of max_epochs"
-    if not 1 <= cfg.remote_rm.reward_model.port <= 65535:
-        yield f"remote_rm.reward_model.port is {cfg.remote_rm.reward_model.port}; expected 1 to 65535"
+    servers = {"remote_rm.reward_model": cfg.remote_rm.reward_model}
+    servers |= {
+        f"remote_rm.more_reward_models.{name}": more for name, more in cfg.remote_rm.more_reward_models.items()
+    }
+    for key, server in servers.items():
+        if not 1 <= server.port <= 65535:
+            yield f"{key}.port is {server.port}; expected 1 to 65535"
+        if not math.isfinite(server.weight) or server.weight == 0:
+            yield f"{key}.weight is {server.weight}; expected a number other than 0"
+    if rl.discount_factor > 1:
+        yield f"trainer.reinforce.discount_factor is {rl.discount_factor}; expected at most 1"
+    if rl.ratio_clip_low > 1:
+        yield f"trainer.reinforce.ratio_clip_low is {rl.ratio_clip_low}; expected at most 1, since no ratio is below 0"
     if rl.max_failed_fraction > 1:
         yield f"trainer.reinforce.max_failed_fraction is {rl.max_failed_fraction}; expected a share, 0 to 1"
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
@@ -107,27 +159,87 @@ def _algorithm(cfg: TrainConfig) -> Iterator[str]:
             f"trainer.reinforce.use_absolute_kl is true and kl_estimator is {rl.kl_estimator!r}; "
             "set one of them (use_absolute_kl means kl_estimator=absolute_k1)"
         )
-    if rl.reinforce_epochs != 1:
+    if rl.kl_target is not None and not rl.initial_policy_kl_penalty > 0:
         yield (
-            f"trainer.reinforce.reinforce_epochs is {rl.reinforce_epochs}; more than one pass over a rollout batch is "
-            "off-policy and needs an importance ratio, which is not built yet: only 1 is supported"
+            f"trainer.reinforce.kl_target is {rl.kl_target} and initial_policy_kl_penalty is "
+            f"{rl.initial_policy_kl_penalty}; it is the value that beta starts from, so it must be above 0"
         )
-    if rl.discount_factor != 1.0:
+    yield from _credit(cfg, estimator)
+    yield from _shaping(cfg)
+
+
+def _credit(cfg: TrainConfig, estimator: EstimatorEntry | None) -> Iterator[str]:
+    rl = cfg.trainer.reinforce
+    if rl.credit_assignment != "token":
+        if rl.discount_factor != 1.0:
+            yield (
+                f"trainer.reinforce.discount_factor is {rl.discount_factor}, but the response is one action; "
+                "set credit_assignment=token, or leave it at 1.0"
+            )
+        return
+    if rl.kl_reduction != "sum":
         yield (
-            f"trainer.reinforce.discount_factor is {rl.discount_factor}; the response is one action here, so only 1.0 "
-            "is supported"
+            f"trainer.reinforce.kl_reduction is {rl.kl_reduction!r} with credit_assignment=token, which charges each "
+            "token its own KL; expected sum"
+        )
+    if rl.importance_ratio.startswith("sequence"):
+        yield (
+            f"trainer.reinforce.importance_ratio is {rl.importance_ratio!r} with credit_assignment=token; a ratio of "
+            "the whole response needs one advantage for all of it: set importance_ratio=token"
+        )
+    if estimator is not None and not estimator.only_subtracts and rl.kl_placement == "reward":
+        yield (
+            f"trainer.reinforce.advantage_estimator is {rl.advantage_estimator!r} with credit_assignment=token and "
+            "kl_placement=reward; it does more than subtract a baseline, so the KL of single tokens cannot go "
+            "through it: set kl_placement=advantage or loss"
+        )
+
+
+def _shaping(cfg: TrainConfig) -> Iterator[str]:
+    rl, shaping = cfg.trainer.reinforce, cfg.trainer.reinforce.reward_shaping
+    if shaping.standardisation != "given" and (shaping.mean, shaping.deviation) != (0.0, 1.0):
+        yield (
+            f"trainer.reinforce.reward_shaping has mean={shaping.mean} and deviation={shaping.deviation}, which only "
+            f"standardisation=given reads; it is {shaping.standardisation!r}"
+        )
+    if (rl.truncated_samples == "penalise") != (rl.truncation_penalty > 0):
+        yield (
+            f"trainer.reinforce.truncated_samples is {rl.truncated_samples!r} and truncation_penalty is "
+            f"{rl.truncation_penalty}; expected a penalty above 0 with truncated_samples=penalise, and 0 otherwise"
+        )
+    if rl.overlong_buffer and rl.truncated_samples != "penalise":
+        yield (
+            f"trainer.reinforce.overlong_buffer is {rl.overlong_buffer}, which only truncated_samples=penalise reads; "
+            f"it is {rl.truncated_samples!r}"
+        )
+    if rl.overlong_buffer > cfg.model.reinforce.length_params.max_length:
+        yield (
+            f"trainer.reinforce.overlong_buffer is {rl.overlong_buffer}, above "
+            f"model.reinforce.length_params.max_length, which is {cfg.model.reinforce.length_params.max_length}"
+        )
+    if rl.dynamic_filtering and rl.num_rollouts_per_prompt < 2:
+        yield (
+            f"trainer.reinforce.dynamic_filtering is true and num_rollouts_per_prompt is "
+            f"{rl.num_rollouts_per_prompt}; it compares the samples of one prompt, so it needs at least 2"
         )
 
 
 def _batch_sizes(cfg: TrainConfig) -> Iterator[str]:
     rl, model = cfg.trainer.reinforce, cfg.model
-    sequences = model.reinforce.num_rollout_samples * rl.num_rollouts_per_prompt
-    if model.global_batch_size not in (None, sequences):
+    samples = rl.num_rollouts_per_prompt
+    sequences = model.reinforce.num_rollout_samples * samples
+    size = model.global_batch_size
+    if size is not None and (size < 1 or size > sequences or sequences % size or size % samples):
         yield (
-            f"model.global_batch_size is {model.global_batch_size}, but a step makes num_rollout_samples x "
-            f"num_rollouts_per_prompt = {model.reinforce.num_rollout_samples} x {rl.num_rollouts_per_prompt} = "
-            f"{sequences} sequences, and one optimizer step must take them all to stay on-policy; "
-            f"leave it null or set it to {sequences}"
+            f"model.global_batch_size is {size}, but a step makes num_rollout_samples x num_rollouts_per_prompt = "
+            f"{model.reinforce.num_rollout_samples} x {samples} = {sequences} sequences; expected a number of whole "
+            f"prompts (a multiple of {samples}) that divides {sequences}, or null for all of them"
+        )
+    elif rl.importance_ratio == "none" and (rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None):
+        yield (
+            f"trainer.reinforce.reinforce_epochs is {rl.reinforce_epochs} and model.global_batch_size is {size}: "
+            "several optimizer steps on one rollout batch are off-policy; set "
+            "trainer.reinforce.importance_ratio=token, sequence or sequence_geometric"
         )
     tp, world = model.tensor_model_parallel_size, cfg.trainer.world_size
     if tp >= 1 and world % tp:

@@ -73,9 +73,12 @@ class RolloutBatch:
         sample_ids: int64 [N], 0 .. G-1 within a group.
         finish_reasons: N times `FINISH_STOP` or `FINISH_LENGTH`.
         rewards: float32 [N] from the reward source; NaN where scoring failed.
-        log_probs: float32 [N, T] of the response tokens under the actor at the sampling temperature; 0 on padding.
-        init_log_probs: float32 [N, T] under the reference policy, or None where no reference pass was made.
         valid: bool [N]; False leaves a sample out of every sum and every count (scoring failed, dropped, empty).
+        generator_log_probs: float32 [N, T] as the generator reported them, or None where it reports none.
+        log_probs: float32 [N, T] of the response tokens under the actor at the sampling temperature, before any
+            optimizer step on this batch; 0 on padding; None where nobody reads them.
+        init_log_probs: the same under the reference policy; None without one.
+        source_rewards: float32 [N] of each reward source by its name, where there are several.
     """
 
     sequences: Tensor
@@ -85,9 +88,11 @@ class RolloutBatch:
     sample_ids: Tensor
     finish_reasons: tuple[str, ...]
     rewards: Tensor
-    log_probs: Tensor
-    init_log_probs: Tensor | None
     valid: Tensor
+    generator_log_probs: Tensor | None = None
+    log_probs: Tensor | None = None
+    init_log_probs: Tensor | None = None
+    source_rewards: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def is_end(self) -> Tensor:
@@ -97,7 +102,35 @@ class RolloutBatch:
     @property
     def response_mask(self) -> Tensor:
         """bool [N, T]: True on response tokens."""
-        return length_mask(self.response_lengths, self.log_probs.shape[1])
+        return length_mask(self.response_lengths, self.width)
+
+    @property
+    def width(self) -> int:
+        """T, the longest response."""
+        return int(self.response_lengths.max()) if len(self.response_lengths) else 0
+
+    def select(self, rows: Tensor) -> RolloutBatch:
+        """The samples of these rows: int64 indices, in their order. Padding that no row needs is cut off."""
+        width = int(self.response_lengths[rows].max()) if len(rows) else 0
+        used = int((self.prompt_lengths + self.response_lengths)[rows].max()) if len(rows) else 0
+
+        def cut(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[rows, :width]
+
+        return RolloutBatch(
+            sequences=self.sequences[rows, :used],
+            prompt_lengths=self.prompt_lengths[rows],
+            response_lengths=self.response_lengths[rows],
+            group_ids=self.group_ids[rows],
+            sample_ids=self.sample_ids[rows],
+            finish_reasons=tuple(self.finish_reasons[row] for row in rows.tolist()),
+            rewards=self.rewards[rows],
+            valid=self.valid[rows],
+            generator_log_probs=cut(self.generator_log_probs),
+            log_probs=cut(self.log_probs),
+            init_log_probs=cut(self.init_log_probs),
+            source_rewards={name: values[rows] for name, values in self.source_rewards.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -106,11 +139,12 @@ class ReinforceBatch:
 
     Attributes:
         rollouts: the samples.
-        kl: float32 [N], the sequence's KL estimate as it enters the reward (sum over response tokens, in nats).
-        rewards_with_kl: float32 [N], reward minus beta times `kl`.
+        kl: float32 [N], the sequence's KL estimate in nats: of the response, or of a token where its mean is taken.
+        rewards_with_kl: float32 [N], the shaped reward, minus beta times `kl` where the KL is part of the reward.
         baseline: float32 [N], what the estimator subtracted, before any division.
-        advantages: float32 [N], detached, 0 where a sample does not train.
-        trains: bool [N], the samples that the loss is averaged over: the valid ones, or fewer (RAFT).
+        advantages: float32 [N, T], detached, 0 on padding and where a sample does not train. All tokens of a response
+            have the same one unless credit is assigned by token.
+        trains: bool [N], the samples that the loss is averaged over: the valid ones, or fewer (RAFT, masked ones).
     """
 
     rollouts: RolloutBatch
@@ -119,6 +153,11 @@ class ReinforceBatch:
     baseline: Tensor
     advantages: Tensor
     trains: Tensor
+
+    @property
+    def sequence_advantages(self) -> Tensor:
+        """[N]: the mean over a response's tokens."""
+        return self.advantages.sum(dim=-1) / self.rollouts.response_lengths.clamp(min=1)
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
@@ -165,4 +204,35 @@ def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
         lengths=torch.cat([part.lengths for part in parts]) if parts else nothing[0:0].reshape(0).long(),
         finish_reasons=tuple(reason for part in parts for reason in part.finish_reasons),
         log_probs=torch.cat(with_log_probs) if len(with_log_probs) == len(parts) and parts else None,
+    )
+
+
+def join_rollouts(parts: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
+    """Rollouts of several rounds as one batch, padded to the widest; at least one part."""
+    if len(parts) == 1:
+        return parts[0]
+    width, used = max(part.width for part in parts), max(part.sequences.shape[1] for part in parts)
+
+    def padded(tensor: Tensor, columns: int, value: float = 0.0) -> Tensor:
+        return torch.nn.functional.pad(tensor, (0, columns - tensor.shape[1]), value=value)
+
+    def tokens(values: Sequence[Tensor | None]) -> Tensor | None:
+        known = [padded(value, width) for value in values if value is not None]
+        return torch.cat(known) if len(known) == len(parts) else None
+
+    return RolloutBatch(
+        sequences=torch.cat([padded(part.sequences, used, pad_id) for part in parts]),
+        prompt_lengths=torch.cat([part.prompt_lengths for part in parts]),
+        response_lengths=torch.cat([part.response_lengths for part in parts]),
+        group_ids=torch.cat([part.group_ids for part in parts]),
+        sample_ids=torch.cat([part.sample_ids for part in parts]),
+        finish_reasons=tuple(reason for part in parts for reason in part.finish_reasons),
+        rewards=torch.cat([part.rewards for part in parts]),
+        valid=torch.cat([part.valid for part in parts]),
+        generator_log_probs=tokens([part.generator_log_probs for part in parts]),
+        log_probs=tokens([part.log_probs for part in parts]),
+        init_log_probs=tokens([part.init_log_probs for part in parts]),
+        source_rewards={
+            name: torch.cat([part.source_rewards[name] for part in parts]) for name in parts[0].source_rewards
+        },
     )

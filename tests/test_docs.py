@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.losses import reinforce_loss
 from omegaconf import OmegaConf
 
 from reinforce_rl.algorithms.advantages import RewardGroups, leave_one_out, rloo
 from reinforce_rl.algorithms.kl import sequence_kl
-from reinforce_rl.algorithms.loss import Denominators, reinforce_loss
+from reinforce_rl.algorithms.loss import Denominators
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "slurm" / "README.md"]
@@ -25,7 +26,7 @@ def keys_of(config: str) -> set[str]:
     """Dotted names of all settings of a YAML below conf/, those of Hydra itself left out."""
 
     def walk(node: object, prefix: str) -> set[str]:
-        if not isinstance(node, dict):
+        if not isinstance(node, dict) or not node:
             return {prefix[:-1]}
         return {key for name, child in node.items() for key in walk(child, f"{prefix}{name}.")}
 

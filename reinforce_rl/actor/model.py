@@ -6,7 +6,7 @@ Notation: N sequences on this data-parallel rank, S prompt plus response, T resp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.actor.reference import ReferencePolicy
-from reinforce_rl.algorithms.loss import Denominators, reinforce_loss
+from reinforce_rl.algorithms.loss import Denominators, LossInputs, LossSettings, policy_loss
 from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.log_probs import response_log_probs
@@ -37,8 +37,8 @@ class ActorSettings:
         val_sampling: of validation.
         micro_batch_size: sequences in one forward and backward pass.
         forward_micro_batch_size: sequences in one pass without gradient.
-        loss_aggregation: see `reinforce_loss`.
         seed: of the run; keys the sampling noise together with step, prompt and sample.
+        loss: what the loss is made of.
     """
 
     sampling: SamplingParams
@@ -46,7 +46,20 @@ class ActorSettings:
     micro_batch_size: int
     forward_micro_batch_size: int
     seed: int
-    loss_aggregation: str = "sequence_sum"
+    loss: LossSettings = field(default_factory=LossSettings)
+
+
+@dataclass(frozen=True)
+class LossShare:
+    """What this rank's samples gave.
+
+    Attributes:
+        loss: the sum over data-parallel ranks is the loss.
+        sums: of `policy_loss`, over this rank's micro-batches.
+    """
+
+    loss: float
+    sums: dict[str, float]
 
 
 class MegatronGPTReinforceActorModel:
@@ -119,23 +132,34 @@ class MegatronGPTReinforceActorModel:
         with self._reference.swapped_in():
             return self.get_inference_log_probs(sequences, prompt_lengths, response_lengths)
 
-    def get_loss_and_metrics(self, batch: ReinforceBatch, denominators: Denominators) -> float:
+    def get_loss_and_metrics(
+        self,
+        batch: ReinforceBatch,
+        denominators: Denominators,
+        *,
+        rows: Tensor | None = None,
+        kl_coefficient: float = 0.0,
+        on_policy: bool = True,
+    ) -> LossShare:
         """Accumulate the gradient of the loss into the gradient buffers, which are zeroed first.
 
         Args:
             batch: this data-parallel rank's samples.
             denominators: of the loss, over all data-parallel ranks.
-
-        Returns:
-            this rank's share of the loss; the sum over data-parallel ranks is the loss.
+            rows: int64 indices of the samples of this optimizer step; None for all.
+            kl_coefficient: beta of a KL in the loss.
+            on_policy: no optimizer step was made since the samples were drawn, so that every ratio is exactly 1.
         """
         rollouts = batch.rollouts
-        trained = batch.trains.nonzero()[:, 0]
+        if rows is None:
+            rows = torch.arange(len(batch.trains))
+        trained = rows[batch.trains[rows]]
         cuts = micro_batches(
             (rollouts.prompt_lengths + rollouts.response_lengths)[trained], self.settings.micro_batch_size
         )
         # A rank with nothing to train on still runs one empty pass, or the others would wait for it.
         parts: list[Tensor | None] = [trained[cut] for cut in cuts] or [None]
+        found: list[dict[str, Tensor]] = []
 
         def loss_of(model: torch.nn.Module, rows: Tensor | None) -> Tensor:
             if rows is None:
@@ -145,17 +169,27 @@ class MegatronGPTReinforceActorModel:
             width = int(lengths.max())
             log_probs = self._log_probs(model, rollouts.sequences[rows], rollouts.prompt_lengths[rows], lengths, width)
             device = log_probs.device
-            return reinforce_loss(
-                log_probs,
-                length_mask(lengths, width).to(device),
-                batch.advantages[rows].to(device),
-                batch.trains[rows].to(device),
-                denominators,
-                self.settings.loss_aggregation,
+
+            def of_rows(values: Tensor | None) -> Tensor | None:
+                return None if values is None else values[rows, :width].to(device)
+
+            advantages = batch.advantages[rows, :width].to(device)
+            inputs = LossInputs(
+                mask=length_mask(lengths, width).to(device),
+                advantages=advantages,
+                trains=batch.trains[rows].to(device),
+                old_log_probs=None if on_policy else of_rows(rollouts.log_probs),
+                generator_log_probs=of_rows(rollouts.generator_log_probs),
+                reference_log_probs=of_rows(rollouts.init_log_probs),
             )
+            share, sums = policy_loss(log_probs, None, inputs, denominators, self.settings.loss, kl_coefficient)
+            found.append(sums)
+            return share
 
         self.lm.train()
-        return accumulate_gradients(self.ddp, parts, loss_of)
+        loss = accumulate_gradients(self.ddp, parts, loss_of)
+        names = dict.fromkeys(name for sums in found for name in sums)
+        return LossShare(loss, {name: float(sum(sums[name] for sums in found)) for name in names})
 
     def export(self, source: str | Path, out: str | Path) -> Path:
         """Write the policy as a Hugging Face folder; a collective call."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from reinforce_rl.algorithms.choices import ADVANTAGE_ESTIMATORS
 
 MAX_REWARD = 1e6  # above it float32 cannot tell the rewards of a group apart
-# What GRPO and REINFORCE++ add to a standard deviation, as TRL does. Rewards that differ by rounding alone have a
-# deviation of about 1e-7, which this leaves without effect.
+# What GRPO adds to a standard deviation, as in TRL. Rewards that differ by rounding alone have a deviation of about
+# 1e-7, which this leaves without effect.
 EPSILON = 1e-4
 
 
@@ -168,25 +168,6 @@ def group_normalised(groups: RewardGroups) -> Advantages:
     return _advantages(groups, means, 1.0 / (variance.sqrt() + EPSILON))
 
 
-def _normalised_over_batch(groups: RewardGroups, baseline: Tensor) -> Advantages:
-    """(r - baseline), then less its mean over the batch and divided by its standard deviation."""
-    count = groups.valid.sum()
-    values = torch.where(groups.valid, groups.rewards - baseline, 0.0)
-    shift = values.sum() / count.clamp(min=1)
-    variance = torch.where(groups.valid, (values - shift) ** 2, 0.0).sum() / (count - 1).clamp(min=1)
-    return _advantages(groups, baseline + shift, 1.0 / (variance.sqrt() + EPSILON))
-
-
-def reinforce_plus_plus(groups: RewardGroups) -> Advantages:
-    """REINFORCE++: A = (r - mean of the batch) / (its standard deviation + 1e-4) (Hu 2025, 2501.03262)."""
-    return _normalised_over_batch(groups, torch.zeros_like(groups.rewards))
-
-
-def reinforce_plus_plus_baseline(groups: RewardGroups) -> Advantages:
-    """REINFORCE++-baseline: r minus the mean of the group, then normalised over the batch (Hu 2025, 2501.03262)."""
-    return _normalised_over_batch(groups, groups.mean_by_group())
-
-
 def best_of_group(groups: RewardGroups) -> Advantages:
     """RAFT: the best sample of each group trains, with A = 1, and no other (Dong et al. 2023, 2304.06767).
 
@@ -208,24 +189,6 @@ def best_of_group(groups: RewardGroups) -> Advantages:
 def estimator_of(name: str) -> Callable[[RewardGroups], Advantages]:
     """The function of a name of `ADVANTAGE_ESTIMATORS`."""
     return globals()[ADVANTAGE_ESTIMATORS[name].function]
-
-
-@dataclass
-class RunningMean:
-    """The mean reward of all past steps, and what a checkpoint needs to go on with it."""
-
-    total: float = 0.0
-    count: float = 0.0
-
-    @property
-    def value(self) -> float:
-        """0 before the first step."""
-        return self.total / self.count if self.count else 0.0
-
-    def update(self, total: float, count: float) -> None:
-        """Add the sum and the number of a step's valid rewards, after its advantages were taken."""
-        self.total += total
-        self.count += count
 
 
 def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> Tensor:

@@ -15,10 +15,12 @@ class EstimatorEntry:
     Attributes:
         function: its name in `advantages.py`.
         compares_samples: it compares the samples of one prompt with each other, so it needs at least two.
+        only_subtracts: an advantage is the reward less a baseline, neither divided nor chosen.
     """
 
     function: str
     compares_samples: bool
+    only_subtracts: bool = True
 
 
 ADVANTAGE_ESTIMATORS = {
@@ -27,12 +29,21 @@ ADVANTAGE_ESTIMATORS = {
     "running_mean": EstimatorEntry("running_mean", compares_samples=False),
     "batch_mean": EstimatorEntry("batch_mean", compares_samples=False),
     "prompt_mean": EstimatorEntry("prompt_mean", compares_samples=True),
-    "grpo": EstimatorEntry("group_normalised", compares_samples=True),
-    "reinforce_plus_plus": EstimatorEntry("reinforce_plus_plus", compares_samples=False),
-    "reinforce_plus_plus_baseline": EstimatorEntry("reinforce_plus_plus_baseline", compares_samples=True),
-    "raft": EstimatorEntry("best_of_group", compares_samples=True),
+    "grpo": EstimatorEntry("group_normalised", compares_samples=True, only_subtracts=False),
+    "raft": EstimatorEntry("best_of_group", compares_samples=True, only_subtracts=False),
 }
+
+ADVANTAGE_WHITENINGS = ("none", "sequence", "token")  # see `credit.whiten`
+CREDIT_ASSIGNMENTS = ("sequence", "token")  # see `credit.py`
 
 KL_ESTIMATORS = ("k1", "absolute_k1", "k2", "k3")  # functions of `kl.py`
 KL_REDUCTIONS = ("sum", "mean")
-LOSS_AGGREGATIONS = ("sequence_sum", "sequence_mean", "token_mean", "fixed_length")  # see `loss.reinforce_loss`
+KL_PLACEMENTS = ("reward", "advantage", "loss")
+KL_LOSS_WEIGHTS = ("prefix", "token", "none")  # see `kl.kl_loss_terms`
+
+LOSS_AGGREGATIONS = ("sequence_sum", "sequence_mean", "token_mean", "fixed_length")  # see `loss.token_weights`
+IMPORTANCE_RATIOS = ("none", "token", "sequence", "sequence_geometric")  # see `loss.policy_terms`
+GENERATOR_CORRECTIONS = ("none", "token", "sequence")  # see `loss.generator_weights`
+
+REWARD_STANDARDISATIONS = ("none", "given", "running")  # see `rewards.shape_rewards`
+TRUNCATED_SAMPLES = ("keep", "drop", "mask", "penalise")

@@ -1,8 +1,9 @@
 """The trainer: `fit` shows one iteration on one screen.
 
-What this is not: there is no critic, no ratio and no clipping of one; each rollout batch takes one optimizer step.
+What this is not: there is no critic. With the default settings there is no ratio and no clipping of one either: each
+rollout batch takes one optimizer step.
 
-Notation: P prompts on this data-parallel rank, G samples a prompt, N = P * G sequences.
+Notation: P prompts on this data-parallel rank, G samples a prompt, N = P * G sequences, T response tokens.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from reinforce_rl.algorithms.advantages import RewardGroups, RunningMean, estimator_of
-from reinforce_rl.algorithms.kl import sequence_kl
+from reinforce_rl.algorithms.advantages import RewardGroups, estimator_of
+from reinforce_rl.algorithms.credit import sequence_credit, token_credit, whiten
+from reinforce_rl.algorithms.filtering import in_group_with_spread
+from reinforce_rl.algorithms.kl import KLCoefficient, reduce_over_tokens, token_kl
 from reinforce_rl.algorithms.loss import Denominators
+from reinforce_rl.algorithms.moments import RunningMoments
+from reinforce_rl.algorithms.rewards import RewardShaping, shape_rewards
+from reinforce_rl.algorithms.rollouts import PendingRollouts, RolloutMaker
+from reinforce_rl.algorithms.updates import mini_batches, total_steps
 from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
-from reinforce_rl.monitoring.metrics import reinforce_means, rollout_means, take_means
-from reinforce_rl.monitoring.samples import decode_responses, sample_rows
-from reinforce_rl.reward.base import STATUS_OK, STATUS_TEXT, RewardFuture, RewardRequest, RewardSource
-from reinforce_rl.rollout import (
-    Completions,
-    Prompt,
-    ReinforceBatch,
-    RolloutBatch,
-    join_completions,
-    join_prompts_and_responses,
-)
+from reinforce_rl.monitoring.metrics import reinforce_means, rollout_means, take_means, update_metrics
+from reinforce_rl.monitoring.samples import sample_rows
+from reinforce_rl.reward.base import RewardSource
+from reinforce_rl.rollout import Prompt, ReinforceBatch, RolloutBatch, join_rollouts
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
@@ -61,6 +62,7 @@ class ReinforceTrainer:
         logger: what people see and what is written down; it does nothing on every rank but the first.
         ckpt_callback: saves and restores.
         run_timer: says when the time is used up.
+        prompts_per_update: prompts, over all ranks, that one optimizer step takes; None for the whole rollout batch.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class ReinforceTrainer:
         logger: RunMonitor,
         ckpt_callback: Checkpointer,
         run_timer: RunTimer,
+        prompts_per_update: int | None = None,
     ):
         self.cfg = cfg
         self.model = model
@@ -85,18 +88,21 @@ class ReinforceTrainer:
         self.train_dataloader = train_dataloader_builder(collate_fn=collate_fn)
         self.val_dataloader = val_dataloader_builder(collate_fn=collate_fn) if val_dataloader_builder else None
         self.rm = rm
-        self.batch_iterator_cls = batch_iterator_cls
         self.logger = logger
         self.ckpt_callback = ckpt_callback
         self.run_timer = run_timer
-        self.step = 0  # optimizer steps done; also the rollout batches used up, since each takes one
+        self.step = 0  # rollout batches trained on
         self.wandb_run_id: str | None = None
         self.max_steps = total_steps(cfg, len(self.train_dataloader))
+        self._rollouts = RolloutMaker(model, rm, batch_iterator_cls, drop_truncated=cfg.truncated_samples == "drop")
+        self._prompts_per_update = prompts_per_update
         self._data_position = self.train_dataloader.state_dict()
         self._saved_step: int | None = None
         self._prompts: list[Prompt] = []
-        self._past_rewards = RunningMean()  # of all steps before this one, for the estimator that wants it
-        self._failures: Counter[str] = Counter()  # of this rank's last scoring, by reason
+        # Over the valid samples of all steps before this one: scores as they came, and rewards less their KL.
+        self._past_scores = RunningMoments()
+        self._past_rewards = RunningMoments()
+        self._beta = KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon)
 
     def fit(self) -> None:
         """Train until the steps, the epochs or the time are used up, validating and saving on the way.
@@ -108,7 +114,7 @@ class ReinforceTrainer:
         try:
             if self.step == 0:
                 self.validate()
-            while self.step < self.max_steps and not self._out_of_time():
+            while self.step < self.max_steps and not self.train_dataloader.finished and not self._out_of_time():
                 started = time.perf_counter()
                 rollouts, metrics, timings = self.generate_rollouts()
                 batch, reinforce_metrics = self.generate_reinforce_data(rollouts)
@@ -137,65 +143,76 @@ class ReinforceTrainer:
             this rank's samples; means over all ranks; seconds of each phase on this rank.
         """
         timings: Timings = {}
+        if self.cfg.dynamic_filtering:
+            batch, metrics = self._draw_until_rewards_differ(timings)
+            return self._with_log_probs(batch, timings), metrics, timings
         self._prompts = next(self.train_dataloader)
-        with self._timed("generate", timings):
-            completions, futures = self._generate_and_submit(self._prompts, self.cfg.num_rollouts_per_prompt)
-        batch = self._unscored(self._prompts, completions)
-        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths)
-        if self.cfg.initial_policy_kl_penalty > 0:  # without a KL nobody reads log-probs before the update
-            with self._timed("logprobs", timings):
-                batch = replace(batch, log_probs=self.model.get_inference_log_probs(*where))
-            with self._timed("init_logprobs", timings):
-                batch = replace(batch, init_log_probs=self.model.get_init_policy_logprobs(*where))
-        with self._timed("reward_wait", timings):
-            batch = self._scored(batch, futures)
-        metrics = take_means(rollout_means(batch), self.model.mesh.sum_over_dp)
-        self._refuse_too_many_failures(metrics)
-        return batch, metrics, timings
+        pending = self._sample(self._prompts, timings)
+        # Scores are computed elsewhere while log-probs are taken here.
+        pending = replace(pending, batch=self._with_log_probs(pending.batch, timings))
+        batch = self._score(pending, timings)
+        return batch, take_means(rollout_means(batch), self.model.mesh.gather_over_dp), timings
 
     def generate_reinforce_data(self, rollout_batch: RolloutBatch) -> tuple[ReinforceBatch, Metrics]:
-        """Fold the KL into the rewards and take advantages.
+        """Shape the rewards, fold the KL into them and take advantages.
 
-        They are taken of the global batch, so that no estimator depends on how it lies on the ranks.
+        Advantages are taken of the global batch, so that no estimator depends on how it lies on the ranks.
 
         Returns:
             what the loss needs; means over all ranks.
         """
-        batch = rollout_batch
-        if batch.init_log_probs is None:
-            kl = torch.zeros_like(batch.rewards)
+        batch, cfg, mesh = rollout_batch, self.cfg, self.model.mesh
+        mask = batch.response_mask
+        kl_tokens = torch.zeros(mask.shape)
+        if batch.log_probs is not None and batch.init_log_probs is not None:
+            kl_tokens = token_kl(batch.log_probs, batch.init_log_probs, mask, estimator=cfg.kl_estimator_used)
+        kl = reduce_over_tokens(kl_tokens, mask, cfg.kl_reduction)
+
+        own_columns = (batch.rewards, kl, batch.response_lengths, batch.is_end, batch.group_ids, batch.valid)
+        parts = mesh.gather_over_dp(own_columns)
+        start = sum(len(part[0]) for part in parts[: mesh.dp_rank])
+        own = slice(start, start + len(batch.rewards))
+        scores, all_kl, lengths, is_end, group_ids, valid = (torch.cat(c) for c in zip(*parts, strict=True))
+        rewards = shape_rewards(scores, valid, lengths, is_end, self._shaping(), self._past_scores)
+        in_reward = self._beta.value if cfg.kl_placement == "reward" else 0.0
+        groups = RewardGroups.of(rewards - in_reward * all_kl, group_ids, valid, self._past_rewards.mean)
+        found = estimator_of(cfg.advantage_estimator)(groups)
+
+        trains = found.trains[own] & (batch.is_end if cfg.truncated_samples == "mask" else True)
+        counted = mask & trains[:, None]
+        if cfg.credit_assignment == "token":
+            # A baseline is subtracted at every token; what more an estimator does is done to the last token's reward.
+            apart = cfg.kl_placement == "reward"
+            earned = rewards[own] if apart else found.values[own]
+            baseline = found.baseline[own] if apart else torch.zeros_like(earned)
+            charged = (0.0 if cfg.kl_placement == "loss" else self._beta.value) * kl_tokens
+            advantages = token_credit(earned, baseline, charged, counted, cfg.discount_factor)
         else:
-            kl = sequence_kl(
-                batch.log_probs,
-                batch.init_log_probs,
-                batch.response_mask,
-                estimator="absolute_k1" if self.cfg.use_absolute_kl else self.cfg.kl_estimator,
-                reduction=self.cfg.kl_reduction,
-            )
-        rewards_with_kl = batch.rewards - self.cfg.initial_policy_kl_penalty * kl
-        parts = self.model.mesh.gather_over_dp((rewards_with_kl, batch.group_ids, batch.valid))
-        rewards, group_ids, valid = (torch.cat(column) for column in zip(*parts, strict=True))
-        groups = RewardGroups.of(rewards, group_ids, valid, self._past_rewards.value)
-        found = estimator_of(self.cfg.advantage_estimator)(groups)
-        start = sum(len(part[0]) for part in parts[: self.model.mesh.dp_rank])
-        own = slice(start, start + len(rewards_with_kl))
-        data = ReinforceBatch(batch, kl, rewards_with_kl, found.baseline[own], found.values[own], found.trains[own])
-        return data, take_means(reinforce_means(data), self.model.mesh.sum_over_dp)
+            outside = self._beta.value if cfg.kl_placement == "advantage" else 0.0
+            advantages = sequence_credit(found.values[own] - outside * kl, counted)
+        if cfg.advantage_whitening != "none":
+            advantages = whiten(advantages, counted, unit=cfg.advantage_whitening, total=mesh.sum_over_dp)
+        data = ReinforceBatch(batch, kl, groups.rewards[own], found.baseline[own], advantages, trains)
+        return data, take_means(reinforce_means(data), mesh.gather_over_dp)
 
     def run_training(self, batch: ReinforceBatch) -> Metrics:
-        """One optimizer step on the whole rollout batch."""
-        mesh = self.model.mesh
-        tokens = torch.where(batch.trains, batch.rollouts.response_lengths, 0)
-        sequences, tokens = mesh.sum_over_dp(torch.stack((batch.trains.sum(), tokens.sum())).double()).tolist()
-        length = float(self.model.settings.sampling.max_length)
-        share = self.model.get_loss_and_metrics(batch, Denominators(sequences, tokens, length))
-        loss = float(mesh.sum_over_dp(torch.tensor(share, dtype=torch.float64)))
-        update = self.optimizer.step()
+        """Update the policy: one optimizer step on the whole rollout batch, or as many as the configuration says."""
+        mesh, updates, sums = self.model.mesh, [], Counter[str]()
+        in_loss = self._beta.value if self.cfg.kl_placement == "loss" else 0.0
+        for rows in self._mini_batches(batch):
+            tokens = torch.where(batch.trains, batch.rollouts.response_lengths, 0)[rows].sum()
+            counts = mesh.sum_over_dp(torch.stack((batch.trains[rows].sum(), tokens)).double()).tolist()
+            denominators = Denominators(*counts, fixed_length=float(self.model.settings.sampling.max_length))
+            # The ratio is exactly 1 until the first optimizer step on this batch.
+            share = self.model.get_loss_and_metrics(
+                batch, denominators, rows=rows, kl_coefficient=in_loss, on_policy=not updates
+            )
+            updates.append(self.optimizer.step())
+            sums.update({"loss": share.loss, **share.sums})
         self.model.generator.refit()
-        scored = batch.rewards_with_kl[batch.rollouts.valid].double()
-        sums = torch.stack((scored.sum(), torch.tensor(float(len(scored)), dtype=torch.float64)))
-        self._past_rewards.update(*mesh.sum_over_dp(sums).tolist())
-        return {"actor_loss": loss, "grad_norm": update.grad_norm, "lr": update.lr, "skipped_step": update.skipped}
+        metrics = {**update_metrics(sums, updates, mesh.gather_over_dp), "kl_coefficient": self._beta.value}
+        self._remember(batch)
+        return metrics
 
     def validate(self) -> None:
         """Score one response to each prompt of the fixed validation set, with validation's own sampling."""
@@ -203,9 +220,10 @@ class ReinforceTrainer:
             return
         self.logger.phase("validation")
         prompts = [prompt for part in self.val_dataloader for prompt in part]
-        completions, futures = self._generate_and_submit(prompts, 1, validation=True)
-        batch = self._scored(self._unscored(prompts, completions), futures)
-        metrics = take_means(rollout_means(batch), self.model.mesh.sum_over_dp)
+        # One seed for all of validation, so that only the weights make a difference.
+        seed = self.model.settings.seed * 1_000_003
+        batch, _ = self._rollouts.score(self._rollouts.sample(prompts, 1, seed, validation=True))
+        metrics = take_means(rollout_means(batch), self.model.mesh.gather_over_dp)
         rows = self._gather_rows(sample_rows(self.step, prompts, batch, self.model.tokenizer))
         self.logger.log_validation(self.step, metrics, rows)
         if self.step == 0:
@@ -226,94 +244,117 @@ class ReinforceTrainer:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides weights, optimizer and random state."""
         return {
-            "version": 1,
+            "version": 2,
             "step": self.step,
             "epoch": self._data_position["epoch"],
             "data": self._data_position,
             "wandb_run_id": self.wandb_run_id,
+            "past_scores": dataclasses.asdict(self._past_scores),
             "past_rewards": dataclasses.asdict(self._past_rewards),
+            "kl_coefficient": self._beta.value,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Inverse of `state_dict`. A beta that is not steered is the configuration's, so that it can be changed."""
         self.step = self._saved_step = state["step"]
         self.train_dataloader.load_state_dict(state["data"])
         self._data_position = self.train_dataloader.state_dict()
         self.wandb_run_id = state["wandb_run_id"]
-        self._past_rewards = RunningMean(**state["past_rewards"])
+        self._past_scores = RunningMoments(**state["past_scores"])
+        self._past_rewards = RunningMoments(**state["past_rewards"])
+        if self.cfg.kl_target is not None:
+            self._beta.value = state["kl_coefficient"]
 
-    def _generate_and_submit(
-        self, prompts: Sequence[Prompt], num_samples: int, *, validation: bool = False
-    ) -> tuple[Completions, list[RewardFuture]]:
-        """Generate batch by batch; each is scored while the next one is generated."""
-        # One seed for all of validation, so that only the weights make a difference; another one every step.
-        seed = self.model.settings.seed * 1_000_003 + (0 if validation else self.step + 1)
-        parts: list[Completions] = []
-        futures: list[RewardFuture] = []
-        for batch in self.batch_iterator_cls(prompts, validation):
-            part = self.model.infer(batch, num_samples, seed, validation=validation)
-            parts.append(part)
-            if self.model.mesh.tp_rank == 0:
-                futures.append(self.rm.infer_rm(self._reward_request(batch, part)))
-        return join_completions(parts, self.model.pad_id), futures
+    def _sample(self, prompts: Sequence[Prompt], timings: Timings) -> PendingRollouts:
+        seed = self.model.settings.seed * 1_000_003 + self.step + 1  # another one every step; validation has 0
+        with self._timed("generate", timings):
+            return self._rollouts.sample(prompts, self.cfg.num_rollouts_per_prompt, seed)
 
-    def _reward_request(self, prompts: Sequence[Prompt], completions: Completions) -> RewardRequest:
-        repeated = completions.repeat_to_samples(prompts)
-        sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, self.model.pad_id)
-        return RewardRequest(
-            tokens=sequences,
-            lengths=prompt_lengths + completions.lengths,
-            prompts=tuple(prompt.text for prompt in repeated),
-            responses=tuple(decode_responses(self.model.tokenizer, completions.tokens, completions.lengths)),
-        )
-
-    def _unscored(self, prompts: Sequence[Prompt], completions: Completions) -> RolloutBatch:
-        repeated = completions.repeat_to_samples(prompts)
-        sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, self.model.pad_id)
-        count = len(repeated)
-        return RolloutBatch(
-            sequences=sequences,
-            prompt_lengths=prompt_lengths,
-            response_lengths=completions.lengths,
-            group_ids=torch.tensor([prompt.id for prompt in repeated], dtype=torch.long),
-            sample_ids=torch.arange(count) % max(count // max(len(prompts), 1), 1),
-            finish_reasons=completions.finish_reasons,
-            rewards=torch.full((count,), float("nan")),
-            log_probs=torch.zeros((count, completions.tokens.shape[1])),
-            init_log_probs=None,
-            valid=torch.zeros(count, dtype=torch.bool),
-        )
-
-    def _scored(self, batch: RolloutBatch, futures: list[RewardFuture]) -> RolloutBatch:
-        """Wait for this rank's scores, and say which samples count. All ranks fail together."""
-        failure: Exception | None = None
-        rewards, status = batch.rewards, torch.zeros(len(batch.rewards), dtype=torch.int32)
-        try:
-            if futures:
-                answers = [future.result() for future in futures]
-                rewards = torch.cat([answer.values for answer in answers])
-                status = torch.cat([answer.status for answer in answers])
-        except RewardServerError as error:
-            failure = error
-        self.model.mesh.check_together(failure)
-        rewards, status = self.model.mesh.from_tp_rank_0((rewards, status))
-        failed = [code for code in status.tolist() if code != STATUS_OK]
-        self._failures = Counter(STATUS_TEXT.get(code, f"status {code}") for code in failed)
-        valid = torch.isfinite(rewards) & (batch.response_lengths > 0)
-        if self.cfg.truncated_samples == "drop":
-            valid &= batch.is_end
-        return replace(batch, rewards=rewards, valid=valid)
-
-    def _refuse_too_many_failures(self, metrics: Metrics) -> None:
-        failed = 1.0 - metrics["fraction_of_samples_scored"]
-        if failed > self.cfg.max_failed_fraction:
-            reasons = sum(self.model.mesh.gather_over_dp(self._failures), Counter())
-            told = ", ".join(f"{text} ({count})" for text, count in reasons.most_common())
+    def _score(self, pending: PendingRollouts, timings: Timings) -> RolloutBatch:
+        """The scores of what was sampled, unless too many failed."""
+        mesh = self.model.mesh
+        with self._timed("reward_wait", timings):
+            batch, failures = self._rollouts.score(pending)
+        failed, count = mesh.sum_over_dp(torch.tensor([failures.total(), len(batch.rewards)])).tolist()
+        if failed > self.cfg.max_failed_fraction * count:
+            reasons = sum(mesh.gather_over_dp(failures), Counter[str]())
+            told = ", ".join(f"{text} ({number})" for text, number in reasons.most_common())
             raise TooManyFailedRewardsError(
-                f"the reward server failed on {failed:.1%} of the samples of step {self.step + 1}, above "
+                f"the reward server failed on {failed / count:.1%} of the samples of step {self.step + 1}, above "
                 f"trainer.reinforce.max_failed_fraction = {self.cfg.max_failed_fraction}; reasons: {told}. "
                 "Nothing was trained on them; see the server's log"
             )
+        return batch
+
+    def _with_log_probs(self, batch: RolloutBatch, timings: Timings) -> RolloutBatch:
+        """The policy's and the reference's, where somebody reads them: without a KL only a second update does."""
+        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths)
+        with_kl = self.cfg.initial_policy_kl_penalty > 0
+        if with_kl or self.cfg.reinforce_epochs > 1 or self._prompts_per_update is not None:
+            with self._timed("logprobs", timings):
+                batch = replace(batch, log_probs=self.model.get_inference_log_probs(*where))
+        if with_kl:
+            with self._timed("init_logprobs", timings):
+                batch = replace(batch, init_log_probs=self.model.get_init_policy_logprobs(*where))
+        return batch
+
+    def _draw_until_rewards_differ(self, timings: Timings) -> tuple[RolloutBatch, Metrics]:
+        """Draw batches of prompts until as many groups as a step takes have unequal rewards, or the bound is reached.
+
+        An epoch's end is a bound too: a prompt must not come twice in a step.
+
+        Returns:
+            this rank's samples of the groups that are trained on; means over all that were drawn, and counts.
+        """
+        mesh, wanted = self.model.mesh, self.train_dataloader.prompts_per_step
+        epoch = self.train_dataloader.state_dict()["epoch"]
+        self._prompts, drawn, with_spread = [], [], []
+        for _ in range(1 + self.cfg.max_resampling_rounds):
+            prompts = next(self.train_dataloader)
+            batch = self._score(self._sample(prompts, timings), timings)
+            self._prompts += prompts
+            drawn.append(batch)
+            differs = in_group_with_spread(batch.rewards, batch.group_ids, batch.valid)
+            for ids in mesh.gather_over_dp(batch.group_ids[differs].tolist()):
+                with_spread += dict.fromkeys(ids)  # each once, in order
+            if len(with_spread) >= wanted or self.train_dataloader.state_dict()["epoch"] != epoch:
+                break
+        batch = join_rollouts(drawn, self.model.pad_id)
+        kept = torch.isin(batch.group_ids, torch.tensor(with_spread[:wanted], dtype=torch.long))
+        metrics = take_means(rollout_means(batch), mesh.gather_over_dp)
+        groups = sum(mesh.gather_over_dp(len(self._prompts)))
+        counts = {
+            "groups_drawn": groups,
+            "groups_without_spread": groups - len(with_spread),
+            "groups_trained": min(len(with_spread), wanted),
+            "resampling_rounds": len(drawn) - 1,
+        }
+        return batch.select(kept.nonzero()[:, 0]), {**metrics, **counts}
+
+    def _mini_batches(self, batch: ReinforceBatch) -> Iterator[Tensor]:
+        """This rank's rows of each optimizer step."""
+        mesh, seed = self.model.mesh, self.model.settings.seed * 1_000_003 + self.step
+        group_ids = mesh.gather_over_dp(batch.rollouts.group_ids)
+        return mini_batches(group_ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed)
+
+    def _remember(self, batch: ReinforceBatch) -> None:
+        """Feed what depends on past steps, once this one is done with."""
+        valid = batch.rollouts.valid
+        own = (batch.rollouts.rewards[valid], batch.rewards_with_kl[valid], batch.kl[valid])
+        parts = self.model.mesh.gather_over_dp(own)
+        scores, rewards, kl = (torch.cat(column) for column in zip(*parts, strict=True))
+        self._past_scores.update(scores)
+        self._past_rewards.update(rewards)
+        self._beta.update(float(kl.double().mean()), len(kl))
+
+    def _shaping(self) -> RewardShaping:
+        penalise = self.cfg.truncated_samples == "penalise"
+        return RewardShaping(
+            **vars(self.cfg.reward_shaping),
+            truncation_penalty=self.cfg.truncation_penalty if penalise else 0.0,
+            overlong_buffer=self.cfg.overlong_buffer if penalise else 0,
+            max_length=self.model.settings.sampling.max_length,
+        )
 
     def _log_step(self, metrics: Metrics, timings: Timings, batch: ReinforceBatch) -> None:
         rows = sample_rows(self.step, self._prompts, batch.rollouts, self.model.tokenizer, batch)
@@ -338,10 +379,4 @@ class ReinforceTrainer:
         self.logger.phase(name)
         started = time.perf_counter()
         yield
-        timings[name] = time.perf_counter() - started
-
-
-def total_steps(cfg: ReinforceConfig, steps_per_epoch: int) -> int:
-    """Optimizer steps of the whole run, resumes included."""
-    by_epochs = cfg.max_epochs * steps_per_epoch
-    return by_epochs if cfg.max_steps == -1 else min(cfg.max_steps, by_epochs)
+        timings[name] = timings.get(name, 0.0) + time.perf_counter() - started

@@ -53,6 +53,16 @@ class PromptLoader:
     def __iter__(self) -> Iterator[Any]:
         return self
 
+    @property
+    def finished(self) -> bool:
+        """True once the sampler's last epoch was given."""
+        return self.sampler.finished
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts of a global batch, but for the last one of an epoch."""
+        return self.sampler.prompts_per_step
+
     def __next__(self) -> Any:
         """This rank's next batch; StopIteration after the sampler's last epoch."""
         indices = shard(self.sampler.next_batch(), self.dp_rank, self.dp_size)

@@ -85,8 +85,13 @@ class PromptSampler:
     @property
     def steps_per_epoch(self) -> int:
         """Batches of a whole epoch."""
+        return len(self.batch_sizes)
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Prompts of each batch of a whole epoch."""
         full, rest = divmod(self.num_prompts, self.prompts_per_step)
-        return full + (1 if rest and not self.drop_last else 0)
+        return [self.prompts_per_step] * full + ([rest] if rest and not self.drop_last else [])
 
     @property
     def finished(self) -> bool:

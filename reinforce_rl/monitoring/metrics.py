@@ -1,17 +1,28 @@
-"""The numbers of a rollout batch, as sums and counts that add up over data-parallel ranks.
+"""The numbers of a step, in a form that adds up over data-parallel ranks.
 
-Names are NeMo-Aligner's. Rewards are averaged over the samples that were scored: a failed one is not a reward of 0.
+Names are NeMo-Aligner's where it has one. Rewards are averaged over the samples that were scored: a failed one is not
+a reward of 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from reinforce_rl.algorithms.choices import KL_ESTIMATORS
+from reinforce_rl.algorithms.filtering import in_group_with_spread
+from reinforce_rl.algorithms.kl import sequence_kl
+from reinforce_rl.algorithms.moments import RunningMoments
 from reinforce_rl.rollout import ReinforceBatch, RolloutBatch
+
+if TYPE_CHECKING:
+    from reinforce_rl.megatron.optimizer import OptimizerUpdate
+
+GatherOverRanks = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -28,40 +39,121 @@ class Mean:
         return cls(float(chosen.double().sum()), float(chosen.numel()))
 
 
-def rollout_means(batch: RolloutBatch) -> dict[str, Mean]:
+Statistics = dict[str, "Mean | RunningMoments"]  # of `RunningMoments` the deviation is reported
+
+
+def rollout_means(batch: RolloutBatch) -> Statistics:
     """What is known of a batch once it is scored."""
     scored = torch.isfinite(batch.rewards)
-    return {
+    means: Statistics = {
         "rewards": Mean.of(batch.rewards, scored),
+        "reward_deviation": RunningMoments.of(batch.rewards[scored]),
         "response_lengths": Mean.of(batch.response_lengths),
         "prompt_lengths": Mean.of(batch.prompt_lengths),
         "fraction_of_samples_properly_ended": Mean.of(batch.is_end),
         "fraction_of_samples_scored": Mean.of(scored),
         "fraction_of_samples_valid": Mean.of(batch.valid),
     }
+    for name, values in batch.source_rewards.items():
+        means[f"rewards_{name}"] = Mean.of(values, torch.isfinite(values))
+    return means
 
 
-def reinforce_means(batch: ReinforceBatch) -> dict[str, Mean]:
+def reinforce_means(batch: ReinforceBatch) -> Statistics:
     """What the algorithm made of a batch, over its valid samples."""
-    valid = batch.rollouts.valid
-    return {
+    rollouts, valid = batch.rollouts, batch.rollouts.valid
+    advantages = batch.sequence_advantages
+    spread, has_none = group_spread(rollouts.rewards, rollouts.group_ids, valid)
+    means: Statistics = {
+        "reward_group_deviation": Mean.of(spread),
+        "fraction_of_groups_without_spread": Mean.of(has_none),
         "init_policy_kl": Mean.of(batch.kl, valid),
         "rewards_with_kl": Mean.of(batch.rewards_with_kl, valid),
         "baseline": Mean.of(batch.baseline, valid),
-        "advantage_magnitude": Mean.of(batch.advantages.abs(), valid),
+        "advantage_mean": Mean.of(advantages, batch.trains),
+        "advantage_deviation": RunningMoments.of(advantages[batch.trains]),
+        "advantage_magnitude": Mean.of(advantages.abs(), valid),
+        "fraction_of_samples_trained": Mean.of(batch.trains),
     }
+    if rollouts.log_probs is not None and rollouts.init_log_probs is not None:
+        for name in KL_ESTIMATORS:
+            values = sequence_kl(rollouts.log_probs, rollouts.init_log_probs, rollouts.response_mask, estimator=name)
+            means[f"kl_{name}"] = Mean.of(values, valid)
+    return means
 
 
-def take_means(means: Mapping[str, Mean], sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """The means over all ranks; NaN where nothing was counted.
+def group_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """How the rewards of each group differ, over groups of at least two valid samples.
 
     Args:
-        means: of this rank; every rank has the same names.
-        sum_over_ranks: adds a float64 [names, 2] tensor up over the data-parallel ranks.
+        rewards: [N].
+        group_ids: int64 [N]; a group lies on one rank.
+        valid: bool [N].
+
+    Returns:
+        the deviation of each group, n - 1 in its denominator: [groups]; whether its rewards are all equal: bool.
     """
-    local = torch.tensor([[m.total, m.count] for m in means.values()], dtype=torch.float64)
-    totals = sum_over_ranks(local).cpu()
-    return {
-        name: float(total / count) if count else float("nan")
-        for name, (total, count) in zip(means, totals.tolist(), strict=True)
+    differs = in_group_with_spread(rewards, group_ids, valid)
+    members = [(group_ids == group) & valid for group in torch.unique(group_ids)]
+    members = [rows for rows in members if int(rows.sum()) > 1]
+    spread = [float(rewards[rows].double().std()) for rows in members]
+    has_none = [not bool(differs[rows].any()) for rows in members]
+    return torch.tensor(spread, dtype=torch.float64), torch.tensor(has_none, dtype=torch.bool)
+
+
+def take_means(statistics: Statistics, gather_over_ranks: GatherOverRanks) -> dict[str, float]:
+    """The means and deviations over all ranks; NaN where nothing was counted.
+
+    Args:
+        statistics: of this rank; a rank may lack some.
+        gather_over_ranks: gives every data-parallel rank's object.
+    """
+    parts: list[Statistics] = gather_over_ranks(statistics)
+    taken = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        found = [part[name] for part in parts if name in part]
+        moments = RunningMoments()
+        total, count = 0.0, 0.0
+        for statistic in found:
+            if isinstance(statistic, RunningMoments):
+                moments.merge(statistic)
+            else:
+                total, count = total + statistic.total, count + statistic.count
+        if isinstance(found[0], RunningMoments):
+            taken[name] = moments.deviation if moments.count else float("nan")
+        else:
+            taken[name] = total / count if count else float("nan")
+    return taken
+
+
+def update_metrics(
+    sums: Mapping[str, float], updates: Sequence[OptimizerUpdate], gather_over_ranks: GatherOverRanks
+) -> dict[str, float]:
+    """What the optimizer steps on one rollout batch did.
+
+    Args:
+        sums: of this rank over all of them: `loss`, and the sums of `loss.policy_loss`.
+        updates: of each of them, at least one.
+        gather_over_ranks: gives every data-parallel rank's object.
+    """
+    parts: list[Mapping[str, float]] = gather_over_ranks(dict(sums))
+    total = {name: sum(part.get(name, 0.0) for part in parts) for name in {name for part in parts for name in part}}
+    metrics = {
+        "actor_loss": total["loss"] / len(updates),
+        "grad_norm": sum(update.grad_norm for update in updates) / len(updates),
+        "lr": updates[-1].lr,
+        "skipped_step": float(any(update.skipped for update in updates)),
+        "optimizer_steps": float(len(updates)),
     }
+    tokens = total.get("tokens", 0.0)
+
+    def of_tokens(name: str) -> float:
+        return total[name] / tokens if tokens else float("nan")
+
+    if tokens:
+        metrics["clip_fraction"] = of_tokens("clipped")
+        metrics["effective_sample_size"] = total["weights"] ** 2 / (tokens * total["squares"])
+    for name in ("entropy", "generator_gap", "generator_kl", "generator_capped"):
+        if name in total:
+            metrics[name] = of_tokens(name)
+    return metrics

@@ -58,7 +58,7 @@ def sample_rows(
             kl=float(data.kl[i]) if data else math.nan,
             reward_with_kl=float(data.rewards_with_kl[i]) if data else math.nan,
             baseline=float(data.baseline[i]) if data else math.nan,
-            advantage=float(data.advantages[i]) if data else math.nan,
+            advantage=float(data.sequence_advantages[i]) if data else math.nan,
             valid=bool(batch.valid[i]),
         )
         for i, prompt_id in enumerate(batch.group_ids.tolist())

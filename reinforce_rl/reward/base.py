@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -53,10 +53,12 @@ class Rewards:
     Attributes:
         values: float32 [N]; NaN where a sample failed, never a made-up 0.
         status: int32 [N], one of the STATUS_ constants.
+        by_source: float32 [N] of each source by name, where the values are a weighted sum of several.
     """
 
     values: Tensor
     status: Tensor
+    by_source: dict[str, Tensor] = field(default_factory=dict)
 
 
 class RewardFuture(Protocol):

@@ -52,7 +52,7 @@ def expected(folder):
 
 def loss_and_gradient(folder, mesh, batch, **sizes):
     actor = actor_of(folder, mesh, with_reference=False, **sizes)
-    return actor.get_loss_and_metrics(batch, sequences(NUM_VALID)), gradient_of(actor)
+    return actor.get_loss_and_metrics(batch, sequences(NUM_VALID)).loss, gradient_of(actor)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 8, 100])
@@ -80,8 +80,8 @@ def test_independent_of_padding_and_order(folder, mesh):
     batch = whole_batch()
     _, reference = loss_and_gradient(folder, mesh, batch)
     wider = torch.nn.functional.pad(batch.rollouts.sequences, (0, 9), value=33)
-    log_probs = torch.nn.functional.pad(batch.rollouts.log_probs, (0, 4))
-    padded = replace(batch, rollouts=replace(batch.rollouts, sequences=wider, log_probs=log_probs))
+    advantages = torch.nn.functional.pad(batch.advantages, (0, 4), value=torch.nan)
+    padded = replace(batch, rollouts=replace(batch.rollouts, sequences=wider), advantages=advantages)
     shuffled = rows_of(batch, torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist())
     for other in (padded, shuffled):
         assert relative_difference(loss_and_gradient(folder, mesh, other)[1], reference) < 1e-6
@@ -92,7 +92,7 @@ def test_invalid_samples_play_no_part(folder, mesh):
     batch = whole_batch()
     _, reference = loss_and_gradient(folder, mesh, batch)
     sequences = torch.where(batch.rollouts.valid[:, None], batch.rollouts.sequences, 7)
-    advantages = torch.where(batch.rollouts.valid, batch.advantages, torch.nan)
+    advantages = torch.where(batch.rollouts.valid[:, None], batch.advantages, torch.nan)
     spoilt = replace(batch, rollouts=replace(batch.rollouts, sequences=sequences), advantages=advantages)
     assert torch.equal(loss_and_gradient(folder, mesh, spoilt)[1], reference)
     dropped = rows_of(batch, [i for i in range(12) if batch.rollouts.valid[i]])
@@ -104,7 +104,7 @@ def test_no_valid_sample_gives_a_zero_gradient(folder, mesh):
     nothing = replace(batch, trains=torch.zeros(12, dtype=torch.bool))
     actor = actor_of(folder, mesh, with_reference=False)
     actor.get_loss_and_metrics(batch, sequences(NUM_VALID))
-    assert actor.get_loss_and_metrics(nothing, sequences(0)) == 0
+    assert actor.get_loss_and_metrics(nothing, sequences(0)).loss == 0
     assert not gradient_of(actor).any()
 
 
@@ -118,7 +118,7 @@ def test_negated_advantages_negate_the_gradient(folder, mesh, expected):
 def test_a_step_against_the_gradient_makes_good_responses_likelier(folder, mesh):
     """Guards the sign itself, which two equal formulas with the same slip would not."""
     batch = rows_of(whole_batch(), [0, 2])
-    batch = replace(batch, advantages=torch.tensor([1.0, -1.0]))
+    batch = replace(batch, advantages=torch.tensor([[1.0], [-1.0]]).expand(2, batch.rollouts.width))
     actor = actor_of(folder, mesh, with_reference=False)
     where = (batch.rollouts.sequences, batch.rollouts.prompt_lengths, batch.rollouts.response_lengths)
     before = actor.get_inference_log_probs(*where).sum(dim=1)

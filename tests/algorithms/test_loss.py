@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.batches import sequences
+from helpers.losses import reinforce_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reinforce_rl.algorithms.choices import LOSS_AGGREGATIONS
-from reinforce_rl.algorithms.loss import Denominators, reinforce_loss
+from reinforce_rl.algorithms.loss import Denominators
 
 WORKED = Path(__file__).parents[2].parent / "shared" / "data" / "worked_example.json"
 

@@ -79,7 +79,7 @@ class TestAStep:
         with tiny_trainer(tiny_config(tmp_path, *overrides), mesh) as trainer:
             prompts = [Prompt(i, "", (4,) * (i + 1)) for i in range(4)]
             completions = trainer.model.infer(prompts, 4, seed=3)
-            batch = trainer._unscored(prompts, completions)
+            batch = trainer._rollouts.sample(prompts, 4, seed=3).batch
             found = trainer.model.get_inference_log_probs(
                 batch.sequences, batch.prompt_lengths, batch.response_lengths
             )

@@ -41,35 +41,21 @@ def whole_batch() -> ReinforceBatch:
         sample_ids=torch.arange(count) % 3,
         finish_reasons=("stop",) * count,
         rewards=torch.where(valid, nothing, torch.nan),
-        log_probs=torch.zeros(count, int(responses.max())),
-        init_log_probs=None,
         valid=valid,
     )
-    return ReinforceBatch(rollouts, nothing, nothing, nothing, torch.where(valid, advantages, 0.0), valid)
+    advantages = torch.where(valid, advantages, 0.0)[:, None].expand(count, rollouts.width)
+    return ReinforceBatch(rollouts, nothing, nothing, nothing, advantages, valid)
 
 
 def rows_of(batch: ReinforceBatch, rows: list[int]) -> ReinforceBatch:
     """Some rows, cut to their own longest sequence as a rank would have them."""
-    old = batch.rollouts
-    width = max([int((old.prompt_lengths + old.response_lengths)[rows].max())] if rows else [0])
-    rollouts = RolloutBatch(
-        sequences=old.sequences[rows, :width],
-        prompt_lengths=old.prompt_lengths[rows],
-        response_lengths=old.response_lengths[rows],
-        group_ids=old.group_ids[rows],
-        sample_ids=old.sample_ids[rows],
-        finish_reasons=tuple(old.finish_reasons[row] for row in rows),
-        rewards=old.rewards[rows],
-        log_probs=old.log_probs[rows],
-        init_log_probs=None,
-        valid=old.valid[rows],
-    )
+    rollouts = batch.rollouts.select(torch.tensor(rows, dtype=torch.long))
     return ReinforceBatch(
         rollouts,
         batch.kl[rows],
         batch.rewards_with_kl[rows],
         batch.baseline[rows],
-        batch.advantages[rows],
+        batch.advantages[rows, : rollouts.width],
         batch.trains[rows],
     )
 
@@ -119,9 +105,9 @@ def brute_force_gradient(model: Any, batch: ReinforceBatch) -> tuple[float, Tens
         rollouts.prompt_lengths[rows],
         rollouts.response_lengths[rows],
         temperature=TEMPERATURE,
-        width=rollouts.log_probs.shape[1],
+        width=rollouts.width,
     )
-    loss = -(batch.advantages[rows] * log_probs.sum(dim=1)).sum() / int(rows.sum())
+    loss = -(batch.advantages[rows] * log_probs).sum() / int(rows.sum())
     model.zero_grad()
     loss.backward()
     return loss.item(), flat({name: parameter.grad for name, parameter in model.named_parameters()})

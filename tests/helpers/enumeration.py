@@ -10,11 +10,12 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+from helpers.losses import reinforce_loss
 from torch import Tensor
 
 from reinforce_rl.algorithms.advantages import RewardGroups, estimator_of
 from reinforce_rl.algorithms.kl import sequence_kl
-from reinforce_rl.algorithms.loss import Denominators, reinforce_loss
+from reinforce_rl.algorithms.loss import Denominators
 
 BETA = 0.3
 PAST_MEAN = 0.4

@@ -40,7 +40,7 @@ def main() -> None:
         for name, split in SPLITS.items():
             mine = rows_of(batch, split[mesh.dp_rank]) if mesh.dp_size == 2 else batch
             share = actor.get_loss_and_metrics(mine, sequences(10))
-            loss = mesh.sum_over_dp(torch.tensor(share, dtype=torch.float64))
+            loss = mesh.sum_over_dp(torch.tensor(share.loss, dtype=torch.float64))
             results[name] = {"loss": float(loss), "gradient": gradient_of(actor)}
         # A rank whose samples are all invalid.
         all_invalid = whole_batch()

@@ -1,0 +1,83 @@
+"""What is made of raw rewards before advantages are taken of them: standardised, scaled, clipped, less penalties.
+
+Notation: N sequences of the global batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.algorithms.moments import RunningMoments
+
+
+@dataclass(frozen=True)
+class RewardShaping:
+    """How rewards are shaped, in this order.
+
+    Attributes:
+        standardisation: `none`; `given`: (r - mean) / deviation; `running`: the same with the moments of past steps,
+            the first step with its own.
+        mean, deviation: of `given`.
+        scale: multiplies.
+        clip: rewards are then kept within -clip .. clip; None for no bound.
+        length_penalty: subtracted for each response token.
+        truncation_penalty: subtracted from a response that was cut at max_length.
+        overlong_buffer: tokens before max_length over which that penalty grows linearly from 0, ended responses
+            included ("soft overlong punishment", DAPO, arXiv:2503.14476, equation 13); 0 for none.
+        max_length: of a response, in tokens.
+    """
+
+    standardisation: str = "none"
+    mean: float = 0.0
+    deviation: float = 1.0
+    scale: float = 1.0
+    clip: float | None = None
+    length_penalty: float = 0.0
+    truncation_penalty: float = 0.0
+    overlong_buffer: int = 0
+    max_length: int = 1
+
+
+def shape_rewards(
+    rewards: Tensor,
+    valid: Tensor,
+    response_lengths: Tensor,
+    is_end: Tensor,
+    shaping: RewardShaping,
+    past: RunningMoments,
+) -> Tensor:
+    """Shaped rewards.
+
+    Args:
+        rewards: [N], raw.
+        valid: bool [N]; the others hold anything and keep it.
+        response_lengths: int64 [N], tokens.
+        is_end: bool [N], False where a response was cut at max_length.
+        shaping: what to do.
+        past: moments of the raw rewards of past steps.
+
+    Returns:
+        [N].
+    """
+    shaped = rewards
+    if shaping.standardisation == "given":
+        shaped = (shaped - shaping.mean) / shaping.deviation
+    elif shaping.standardisation == "running":
+        if past.count < 2:
+            past = RunningMoments.of(rewards[valid])
+        # Rewards that never differed are left at zero instead of blown up.
+        shaped = (shaped - past.mean) / past.deviation if past.deviation > 1e-8 else torch.zeros_like(shaped)
+    shaped = shaped * shaping.scale
+    if shaping.clip is not None:
+        shaped = shaped.clamp(-shaping.clip, shaping.clip)
+    shaped = shaped - shaping.length_penalty * response_lengths
+    if shaping.overlong_buffer > 0:
+        into = response_lengths - (shaping.max_length - shaping.overlong_buffer)
+        overlong = (into / shaping.overlong_buffer).clamp(0.0, 1.0)
+        overlong = torch.where(is_end, overlong, 1.0)
+    else:
+        overlong = (~is_end).to(shaped.dtype)
+    return shaped - shaping.truncation_penalty * overlong

@@ -1,0 +1,133 @@
+"""Rollouts: responses sampled from the policy and scored by the reward source, batch by batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from reinforce_rl.errors import RewardServerError
+from reinforce_rl.monitoring.samples import decode_responses
+from reinforce_rl.reward.base import STATUS_OK, STATUS_TEXT, RewardFuture, RewardRequest, RewardSource
+from reinforce_rl.rollout import (
+    Completions,
+    Prompt,
+    RolloutBatch,
+    join_completions,
+    join_prompts_and_responses,
+)
+
+if TYPE_CHECKING:
+    from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
+
+
+@dataclass(frozen=True)
+class PendingRollouts:
+    """Samples whose scores are being computed.
+
+    Attributes:
+        batch: without rewards, and nothing valid in it yet.
+        futures: of the scores, in the batch's order; none on a rank that did not ask.
+    """
+
+    batch: RolloutBatch
+    futures: tuple[RewardFuture, ...]
+
+
+class RolloutMaker:
+    """Samples and scores.
+
+    Args:
+        model: draws the responses.
+        rm: scores them.
+        batch_iterator_cls: called with (prompts, validation), iterates over the batches that are generated together.
+        drop_truncated: a response that was cut at max_length is not valid.
+    """
+
+    def __init__(
+        self,
+        model: MegatronGPTReinforceActorModel,
+        rm: RewardSource,
+        batch_iterator_cls: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
+        *,
+        drop_truncated: bool,
+    ):
+        self._model = model
+        self._rm = rm
+        self._batch_iterator_cls = batch_iterator_cls
+        self._drop_truncated = drop_truncated
+
+    def sample(
+        self, prompts: Sequence[Prompt], num_samples: int, seed: int, *, validation: bool = False
+    ) -> PendingRollouts:
+        """Generate batch by batch; each is scored while the next one is generated."""
+        parts: list[Completions] = []
+        futures: list[RewardFuture] = []
+        for batch in self._batch_iterator_cls(prompts, validation):
+            part = self._model.infer(batch, num_samples, seed, validation=validation)
+            parts.append(part)
+            if self._model.mesh.tp_rank == 0:
+                futures.append(self._rm.infer_rm(self._reward_request(batch, part)))
+        completions = join_completions(parts, self._model.pad_id)
+        return PendingRollouts(self._unscored(prompts, completions), tuple(futures))
+
+    def score(self, pending: PendingRollouts) -> tuple[RolloutBatch, Counter[str]]:
+        """Wait for this rank's scores, and say which samples count. All ranks fail together.
+
+        Returns:
+            the batch with its rewards; the reasons of this rank's failed samples, counted.
+
+        Raises:
+            RewardServerError: a request failed on some rank.
+        """
+        batch, mesh = pending.batch, self._model.mesh
+        failure: Exception | None = None
+        rewards, status = batch.rewards, torch.zeros(len(batch.rewards), dtype=torch.int32)
+        sources: dict[str, torch.Tensor] = {}
+        try:
+            if pending.futures:
+                answers = [future.result() for future in pending.futures]
+                rewards = torch.cat([answer.values for answer in answers])
+                status = torch.cat([answer.status for answer in answers])
+                sources = {
+                    name: torch.cat([answer.by_source[name] for answer in answers]) for name in answers[0].by_source
+                }
+        except RewardServerError as error:
+            failure = error
+        mesh.check_together(failure)
+        rewards, status, sources = mesh.from_tp_rank_0((rewards, status, sources))
+        failed = [code for code in status.tolist() if code != STATUS_OK]
+        valid = torch.isfinite(rewards) & (batch.response_lengths > 0)
+        if self._drop_truncated:
+            valid &= batch.is_end
+        scored = replace(batch, rewards=rewards, valid=valid, source_rewards=sources)
+        return scored, Counter(STATUS_TEXT.get(code, f"status {code}") for code in failed)
+
+    def _reward_request(self, prompts: Sequence[Prompt], completions: Completions) -> RewardRequest:
+        repeated = completions.repeat_to_samples(prompts)
+        sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, self._model.pad_id)
+        return RewardRequest(
+            tokens=sequences,
+            lengths=prompt_lengths + completions.lengths,
+            prompts=tuple(prompt.text for prompt in repeated),
+            responses=tuple(decode_responses(self._model.tokenizer, completions.tokens, completions.lengths)),
+        )
+
+    def _unscored(self, prompts: Sequence[Prompt], completions: Completions) -> RolloutBatch:
+        repeated = completions.repeat_to_samples(prompts)
+        sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, self._model.pad_id)
+        count = len(repeated)
+        return RolloutBatch(
+            sequences=sequences,
+            prompt_lengths=prompt_lengths,
+            response_lengths=completions.lengths,
+            group_ids=torch.tensor([prompt.id for prompt in repeated], dtype=torch.long),
+            sample_ids=torch.arange(count) % max(count // max(len(prompts), 1), 1),
+            finish_reasons=completions.finish_reasons,
+            rewards=torch.full((count,), float("nan")),
+            valid=torch.zeros(count, dtype=torch.bool),
+            generator_log_probs=completions.log_probs,
+        )
