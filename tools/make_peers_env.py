@@ -55,7 +55,13 @@ def build(folder: Path) -> None:
     # import. pip of the project's environment installs, so that nothing else has to be there; bytecode is compiled
     # for what is imported, not for everything.
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-input", "--no-deps", "--no-compile"]
-    pip += ["--only-binary=:all:", "--retries=2", "--progress-bar=off", "--quiet", *shlex.split(os.getenv("PIP_ARGS", ""))]
+    pip += [
+        "--only-binary=:all:",
+        "--retries=2",
+        "--progress-bar=off",
+        "--quiet",
+        *shlex.split(os.getenv("PIP_ARGS", "")),
+    ]
     run([*pip, "-r", str(REQUIREMENTS)], INSTALL_SECONDS, "installing the peers from PyPI")
     # torch and transformers come from the project's environment: PyPI's torch alone would be gigabytes. A path in a
     # .pth file comes after the folder's own packages, so that the peers' numpy and all else pinned above win; and the

@@ -1,4 +1,4 @@
-"""The trainer's own steps from scores to the gradient, on the log-probabilities of a random batch in place of a model."""
+"""The trainer's own steps from scores to the gradient, on given log-probabilities in place of a model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,13 @@ class GivenLogProbs:
         self.last_loss = self.last_gradient = torch.zeros(())
 
     def get_loss_and_metrics(
-        self, batch: ReinforceBatch, denominators: Denominators, *, rows: Tensor, kl_coefficient: float, on_policy: bool
+        self,
+        batch: ReinforceBatch,
+        denominators: Denominators,
+        *,
+        rows: Tensor,
+        kl_coefficient: float,
+        on_policy: bool,
     ) -> LossShare:
         rollouts = batch.rollouts
         inputs = LossInputs(
@@ -81,7 +87,7 @@ class GivenLogProbs:
         loss, sums = policy_loss(leaf, entropy, inputs, denominators, self._loss, kl_coefficient)
         (self.last_gradient,) = torch.autograd.grad(loss, leaf)
         self.last_loss = loss.detach()
-        return LossShare(float(loss), {name: float(value) for name, value in sums.items()})
+        return LossShare(float(self.last_loss), {name: float(value) for name, value in sums.items()})
 
 
 def train(

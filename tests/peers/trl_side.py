@@ -1,8 +1,8 @@
 """TRL's own advantages and losses: python trl_side.py INPUTS.npz MODEL_FOLDER OUTPUTS.npz, in the peers' environment.
 
-The trainers are TRL's, made by their own constructors from their own configurations. Only what samples, scores and runs
-the model is replaced, by the numbers of the inputs: `_generate_and_score_completions` and `_compute_loss`, where
-advantages, KL, ratios and losses are, run unmodified. Keys of the outputs are `<batch>/<name>`.
+The trainers are TRL's, made by their own constructors from their own configurations. Only what samples, scores and
+runs the model is replaced, by the numbers of the inputs: `_generate_and_score_completions` and `_compute_loss`, where
+advantages, KL, ratios and losses are, run unmodified. Keys of the outputs are `<batch>/<name>/<quantity>`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ ENTROPY = 0.01
 FIXED_LENGTH = 12
 GENERATOR_CAP = 1.3
 PROMPT = [5, 6]
-GENERATION_STEPS = {"num_iterations": 2}  # off-policy: without it GRPO takes the old policy to be the one that trains
 
 
 class FromInputs:
@@ -38,6 +37,7 @@ class FromInputs:
     batch: dict[str, Tensor]
     leaf: Tensor
     scored: Tensor
+    ref_model: Any
     gives_sampler_log_probs = False
 
     def _generate(self, prompts: list[Any]) -> tuple:
@@ -108,49 +108,34 @@ def outputs_of(trainer: Any, *, scored: Tensor | None = None) -> dict[str, Tenso
 
 def rloo_of(folder: str, batch: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     trainer = trainer_of(Rloo, RLOOConfig, folder, batch, beta=BETA)
-    without_kl = trainer_of(Rloo, RLOOConfig, folder, batch, beta=0.0)
     return {
         "rloo": outputs_of(trainer),
         "rloo/unscored": outputs_of(trainer, scored=batch["scored"]),
-        "rloo/no_kl": outputs_of(without_kl),
-        "rloo/normalised": outputs_of(trainer_of(Rloo, RLOOConfig, folder, batch, beta=BETA, normalize_advantages=True)),
+        "rloo/no_kl": outputs_of(trainer_of(Rloo, RLOOConfig, folder, batch, beta=0.0)),
     }
 
 
 def grpo_of(folder: str, batch: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    def trainer(**settings: Any) -> Any:
-        return trainer_of(Grpo, GRPOConfig, folder, batch, **{**GENERATION_STEPS, **settings})
+    def trainer(loss_type: str, **settings: Any) -> Any:
+        # Two passes: GRPOTrainer asks for the old policy's numbers only where it is not the one that trains.
+        settings = {"num_iterations": 2, "use_bias_correction_kl": False, **settings}
+        return trainer_of(Grpo, GRPOConfig, folder, batch, loss_type=loss_type, **settings)
 
-    results = {
-        name: outputs_of(trainer(loss_type=name, beta=beta, use_bias_correction_kl=weighted))
-        for name, beta, weighted in (
-            ("grpo", 0.0, False),
-            ("bnpo", 0.0, False),
-            ("dr_grpo", 0.0, False),
-            ("dapo", 0.0, False),
-        )
-    }
-    results["grpo/unscored"] = outputs_of(trainer(loss_type="grpo"), scored=batch["scored"])
-    results["grpo/on_policy"] = outputs_of(trainer(loss_type="grpo", num_iterations=1))
-    results["grpo/kl"] = outputs_of(trainer(loss_type="grpo", beta=BETA, use_bias_correction_kl=False))
-    results["grpo/weighted_kl"] = outputs_of(trainer(loss_type="grpo", beta=BETA))
-    results["dapo/weighted_kl"] = outputs_of(trainer(loss_type="dapo", beta=BETA))
-    results["dr_grpo/no_scale"] = outputs_of(trainer(loss_type="dr_grpo", scale_rewards="none"))
-    results["grpo/batch_scale"] = outputs_of(trainer(loss_type="grpo", scale_rewards="batch"))
-    results["grpo/sequence"] = outputs_of(trainer(loss_type="grpo", importance_sampling_level="sequence"))
-    results["dapo/asymmetric"] = outputs_of(trainer(loss_type="dapo", epsilon=0.2, epsilon_high=0.28))
-    results["dapo/entropy"] = outputs_of(trainer(loss_type="dapo", entropy_coef=ENTROPY))
+    results = {name: outputs_of(trainer(name)) for name in ("grpo", "bnpo", "dr_grpo", "dapo")}
+    results["grpo/unscored"] = outputs_of(trainer("grpo"), scored=batch["scored"])
+    results["grpo/on_policy"] = outputs_of(trainer("grpo", num_iterations=1))
+    results["grpo/kl"] = outputs_of(trainer("grpo", beta=BETA))
+    results["grpo/weighted_kl"] = outputs_of(trainer("grpo", beta=BETA, num_iterations=1, use_bias_correction_kl=True))
+    results["grpo/sequence"] = outputs_of(trainer("grpo", importance_sampling_level="sequence"))
+    results["dr_grpo/no_scale"] = outputs_of(trainer("dr_grpo", scale_rewards="none"))
+    results["dapo/asymmetric"] = outputs_of(trainer("dapo", epsilon_high=0.28))
+    results["dapo/entropy"] = outputs_of(trainer("dapo", entropy_coef=ENTROPY))
     for mode in ("token_truncate", "sequence_truncate"):
         corrected = trainer(
-            loss_type="dapo",
-            beta=BETA,
-            use_bias_correction_kl=False,
-            vllm_importance_sampling_mode=mode,
-            vllm_importance_sampling_clip_max=GENERATOR_CAP,
+            "dapo", beta=BETA, vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=GENERATOR_CAP
         )
         # Set after the constructor, which would start vLLM; the correction is TRL's.
-        corrected.use_vllm = True
-        corrected.gives_sampler_log_probs = True
+        corrected.use_vllm = corrected.gives_sampler_log_probs = True
         results[f"dapo/{mode}"] = outputs_of(corrected)
     return results
 

@@ -24,19 +24,22 @@ ENTROPY = 0.01
 FIXED_LENGTH = 12
 NO_DUAL_CLIP = 1e9  # verl cannot switch its dual clip off
 GENERATOR_CAP = 1.3
+ESTIMATORS = ("kl", "abs", "mse", "low_var_kl")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def actor_config(aggregation: str, *, dual_clip: float = NO_DUAL_CLIP, **others: object) -> ActorConfig:
-    return ActorConfig(
+def actor_config(aggregation: str, **others: object) -> ActorConfig:
+    config = ActorConfig(
         strategy="fsdp",
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=1,
         loss_agg_mode=aggregation,
-        clip_ratio_c=dual_clip,
+        clip_ratio_c=NO_DUAL_CLIP,
         loss_scale_factor=FIXED_LENGTH,
         **others,
     )
+    config.global_batch_info["loss_scale_factor"] = config.loss_scale_factor
+    return config
 
 
 def token_rewards(batch: dict[str, Tensor]) -> Tensor:
@@ -47,8 +50,8 @@ def token_rewards(batch: dict[str, Tensor]) -> Tensor:
     return scores
 
 
-def with_kl(batch: dict[str, Tensor], estimator: str) -> tuple[Tensor, list[float]]:
-    """Token rewards with verl's KL in them [N, T], and its adaptive coefficient before and after the step."""
+def with_kl(batch: dict[str, Tensor], estimator: str) -> tuple[Tensor, float]:
+    """Token rewards with verl's KL in them [N, T], and its steered coefficient after the step."""
     data = DataProto.from_dict(
         {
             "response_mask": batch["mask"].double(),
@@ -58,9 +61,8 @@ def with_kl(batch: dict[str, Tensor], estimator: str) -> tuple[Tensor, list[floa
         }
     )
     controller = core_algos.AdaptiveKLController(init_kl_coef=BETA, target_kl=0.1, horizon=1000)
-    coefficients = [controller.value]
     data, _ = ray_trainer.apply_kl_penalty(data, controller, kl_penalty=estimator)
-    return data.batch["token_level_rewards"], [*coefficients, float(controller.value)]
+    return data.batch["token_level_rewards"], float(controller.value)
 
 
 def advantages_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -85,10 +87,9 @@ def advantages_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         )
         results[f"reinforce_plus_plus/{gamma}"] = (whitened, returns)
         results[f"returns_to_go/{gamma}"] = (returns, returns)
-    for estimator in ("kl", "abs", "mse", "low_var_kl"):
-        rewards, coefficients = with_kl(batch, estimator)
+    for estimator in ESTIMATORS:
+        rewards, _ = with_kl(batch, estimator)
         results[f"rloo_with_kl/{estimator}"] = core_algos.compute_rloo_outcome_advantage(rewards, **common)
-        results[f"kl_coefficients/{estimator}"] = (torch.tensor(coefficients, dtype=torch.float64), rewards)
     return {name: values for name, (values, _) in results.items()}
 
 
@@ -105,17 +106,15 @@ def losses_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         results[f"loss/{name}"] = loss.detach()
         results[f"gradient/{name}"] = gradient
 
-    def policy(name: str, mode: str, aggregation: str, old: str = "old_log_probs", **others: object) -> None:
+    def policy(name: str, mode: str, aggregation: str, weights: Tensor | None = None) -> None:
         leaf = batch["log_probs"].clone().requires_grad_()
-        config = actor_config(aggregation, **others.pop("config", {}))
-        config.global_batch_info["loss_scale_factor"] = config.loss_scale_factor
         function = core_algos.get_policy_loss_fn(mode)
-        loss, _ = function(batch[old], leaf, advantages, mask, aggregation, config, **others)
+        config = actor_config(aggregation)
+        loss, _ = function(batch["old_log_probs"], leaf, advantages, mask, aggregation, config, weights)
         record(name, loss, leaf)
 
     for aggregation in AGGREGATIONS:
         policy(f"clip/{aggregation}", "vanilla", aggregation)
-    policy("dual_clip", "vanilla", "token-mean", config={"dual_clip": 1.1})
     policy("gspo", "gspo", "seq-mean-token-mean")
     for level in ("token", "sequence"):
         weights, _ = rollout_corr_helper.compute_rollout_correction_weights(
@@ -124,22 +123,19 @@ def losses_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
             rollout_is=level,
             rollout_is_threshold=GENERATOR_CAP,
         )
-        policy(f"generator/{level}", "vanilla", "token-mean", rollout_is_weights=weights)
+        policy(f"generator/{level}", "vanilla", "token-mean", weights)
     for aggregation in AGGREGATIONS:
         leaf = batch["log_probs"].clone().requires_grad_()
-        config = actor_config(aggregation)
-        config.global_batch_info["loss_scale_factor"] = config.loss_scale_factor
         loss, _ = core_algos.compute_policy_loss_reinforce(
-            batch["generator_log_probs"], leaf, advantages, mask, aggregation, config
+            batch["generator_log_probs"], leaf, advantages, mask, aggregation, actor_config(aggregation)
         )
         record(f"reinforce/{aggregation}", loss, leaf)
-    for estimator in ("kl", "abs", "mse", "low_var_kl"):
-        leaf = batch["log_probs"].clone().requires_grad_()
-        divergence = core_algos.kl_penalty(leaf, batch["reference_log_probs"], estimator)
-        record(f"kl/{estimator}", core_algos.agg_loss(divergence, mask, "seq-mean-token-sum"), leaf)
+    for estimator in ESTIMATORS:
         for aggregation in AGGREGATIONS:
             leaf = batch["log_probs"].clone().requires_grad_()
-            record(f"whole/{estimator}/{aggregation}", whole_loss(batch, advantages, leaf, estimator, aggregation), leaf)
+            record(
+                f"whole/{estimator}/{aggregation}", whole_loss(batch, advantages, leaf, estimator, aggregation), leaf
+            )
     return results
 
 
@@ -155,7 +151,9 @@ def whole_loss(batch: dict[str, Tensor], advantages: Tensor, leaf: Tensor, estim
     rows = [torch.zeros(length, dtype=torch.long) for length in lengths]
     data = TensorDict(
         {
-            "prompts": torch.nested.as_nested_tensor([torch.zeros(1, dtype=torch.long) for _ in lengths], layout=torch.jagged),
+            "prompts": torch.nested.as_nested_tensor(
+                [torch.zeros(1, dtype=torch.long) for _ in lengths], layout=torch.jagged
+            ),
             "responses": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
             "response_mask": batch["mask"],
             "old_log_probs": batch["old_log_probs"],
@@ -181,7 +179,8 @@ def main(inputs: str, outputs: str) -> None:
     results = {}
     for i in sorted({key.split("/")[0] for key in arrays}):
         batch = {key.split("/")[1]: value for key, value in arrays.items() if key.startswith(f"{i}/")}
-        for name, value in {**advantages_of(batch), **losses_of(batch)}.items():
+        coefficient = torch.tensor(with_kl(batch, "kl")[1], dtype=torch.float64)
+        for name, value in {**advantages_of(batch), **losses_of(batch), "kl_coefficient": coefficient}.items():
             results[f"{i}/{name}"] = value.numpy()
     np.savez(outputs, **results)
 
