@@ -112,6 +112,10 @@ class Advantages:
     baseline: Tensor
     trains: Tensor
 
+    def select(self, rows: slice) -> Advantages:
+        """Those of some samples."""
+        return Advantages(self.values[rows], self.baseline[rows], self.trains[rows])
+
 
 def _advantages(groups: RewardGroups, baseline: Tensor | float, scale: Tensor | float = 1.0) -> Advantages:
     """(r - baseline) * scale over the valid samples."""

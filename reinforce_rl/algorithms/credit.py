@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from reinforce_rl.algorithms.advantages import Advantages
+
 # Added to a variance, as in verl and OpenRLHF: a batch of equal advantages stays at zero.
 VARIANCE_EPSILON = 1e-8
 
@@ -22,8 +24,8 @@ def sequence_credit(advantages: Tensor, mask: Tensor) -> Tensor:
 def returns_to_go(token_rewards: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor:
     """The discounted sum of rewards from each token on: sum_{s >= t} discount^(s - t) reward_s.
 
-    A token cannot change what came before it, so leaving earlier rewards out lowers the variance and, without a
-    discount, biases nothing (Williams 1992; "reward to go" in Schulman et al. 2015, arXiv:1506.02438).
+    A token cannot change what came before it, so leaving earlier rewards out biases nothing where there is no discount
+    (Williams 1992; Schulman et al. 2015, arXiv:1506.02438).
 
     Args:
         token_rewards: [N, T], the reward that each token earns; anything outside the mask.
@@ -63,6 +65,44 @@ def token_credit(
     is_last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
     rewards = torch.where(is_last, terminal[:, None], 0.0) - torch.where(mask, token_penalty, 0.0)
     return torch.where(mask, returns_to_go(rewards, mask, discount) - baseline[:, None], 0.0)
+
+
+def assign_credit(
+    found: Advantages,
+    rewards: Tensor,
+    kl: Tensor,
+    token_kl: Tensor,
+    mask: Tensor,
+    *,
+    beta: float,
+    kl_placement: str = "reward",
+    assignment: str = "sequence",
+    discount: float = 1.0,
+) -> Tensor:
+    """The advantage of each token.
+
+    Args:
+        found: what the estimator made of the rewards, less beta times the KL where that is part of them.
+        rewards: [N], shaped, without the KL.
+        kl: [N], of each response.
+        token_kl: [N, T], of each token, 0 outside the mask.
+        mask: bool [N, T], the tokens that train.
+        beta: of the KL.
+        kl_placement: of `KL_PLACEMENTS`; a KL in the loss is no part of any advantage.
+        assignment: of `CREDIT_ASSIGNMENTS`.
+        discount: gamma of `returns_to_go`, for credit by token.
+
+    Returns:
+        [N, T], 0 outside the mask.
+    """
+    if assignment == "sequence":
+        return sequence_credit(found.values - beta * kl if kl_placement == "advantage" else found.values, mask)
+    charged = 0.0 * token_kl if kl_placement == "loss" else beta * token_kl
+    if kl_placement == "reward":
+        # The estimator has the KL of whole responses in it; here each token is charged its own, so only the baseline
+        # is taken from it.
+        return token_credit(rewards, found.baseline, charged, mask, discount)
+    return token_credit(found.values, torch.zeros_like(found.values), charged, mask, discount)
 
 
 def whiten(

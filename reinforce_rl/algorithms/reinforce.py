@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.algorithms.advantages import RewardGroups, estimator_of
-from reinforce_rl.algorithms.credit import sequence_credit, token_credit, whiten
+from reinforce_rl.algorithms.credit import assign_credit, whiten
 from reinforce_rl.algorithms.filtering import in_group_with_spread
 from reinforce_rl.algorithms.kl import KLCoefficient, reduce_over_tokens, token_kl
 from reinforce_rl.algorithms.loss import Denominators
@@ -178,21 +178,23 @@ class ReinforceTrainer:
         groups = RewardGroups.of(rewards - in_reward * all_kl, group_ids, valid, self._past_rewards.mean)
         found = estimator_of(cfg.advantage_estimator)(groups)
 
-        trains = found.trains[own] & (batch.is_end if cfg.truncated_samples == "mask" else True)
+        found = found.select(own)
+        trains = found.trains & (batch.is_end if cfg.truncated_samples == "mask" else True)
         counted = mask & trains[:, None]
-        if cfg.credit_assignment == "token":
-            # A baseline is subtracted at every token; what more an estimator does is done to the last token's reward.
-            apart = cfg.kl_placement == "reward"
-            earned = rewards[own] if apart else found.values[own]
-            baseline = found.baseline[own] if apart else torch.zeros_like(earned)
-            charged = (0.0 if cfg.kl_placement == "loss" else self._beta.value) * kl_tokens
-            advantages = token_credit(earned, baseline, charged, counted, cfg.discount_factor)
-        else:
-            outside = self._beta.value if cfg.kl_placement == "advantage" else 0.0
-            advantages = sequence_credit(found.values[own] - outside * kl, counted)
+        advantages = assign_credit(
+            found,
+            rewards[own],
+            kl,
+            kl_tokens,
+            counted,
+            beta=self._beta.value,
+            kl_placement=cfg.kl_placement,
+            assignment=cfg.credit_assignment,
+            discount=cfg.discount_factor,
+        )
         if cfg.advantage_whitening != "none":
             advantages = whiten(advantages, counted, unit=cfg.advantage_whitening, total=mesh.sum_over_dp)
-        data = ReinforceBatch(batch, kl, groups.rewards[own], found.baseline[own], advantages, trains)
+        data = ReinforceBatch(batch, kl, groups.rewards[own], found.baseline, advantages, trains)
         return data, take_means(reinforce_means(data), mesh.gather_over_dp)
 
     def run_training(self, batch: ReinforceBatch) -> Metrics:

@@ -7,15 +7,15 @@ lengths. Summing over every G-tuple of them gives the expected gradient of an es
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
-from helpers.losses import reinforce_loss
 from torch import Tensor
 
 from reinforce_rl.algorithms.advantages import RewardGroups, estimator_of
-from reinforce_rl.algorithms.kl import sequence_kl
-from reinforce_rl.algorithms.loss import Denominators
+from reinforce_rl.algorithms.credit import assign_credit, whiten
+from reinforce_rl.algorithms.kl import reduce_over_tokens, token_kl
+from reinforce_rl.algorithms.loss import Denominators, LossInputs, LossSettings, policy_loss
 
 BETA = 0.3
 PAST_MEAN = 0.4
@@ -73,33 +73,121 @@ class World:
     true_gradient: Tensor
 
 
-def make_world() -> World:
+@dataclass(frozen=True)
+class Options:
+    """What the configuration can choose, under its names. Defaults are RLOO's."""
+
+    advantage_estimator: str = "rloo"
+    kl_estimator: str = "k1"
+    kl_reduction: str = "sum"
+    kl_placement: str = "reward"
+    kl_loss_weights: str = "prefix"
+    credit_assignment: str = "sequence"
+    discount_factor: float = 1.0
+    advantage_whitening: str = "none"
+    loss: LossSettings = field(default_factory=LossSettings)
+
+    @property
+    def loss_settings(self) -> LossSettings:
+        return replace(self.loss, kl_estimator=self.kl_estimator, kl_weights=self.kl_loss_weights)
+
+
+def make_world(reward_mean: float = 0.7) -> World:
     generator = torch.Generator().manual_seed(0)
     shape = (TREE.num_prefixes, VOCABULARY)
     parameters = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
     reference = TREE.log_probs(torch.randn(shape, generator=generator, dtype=torch.float64))
-    rewards = torch.randn(NUM_SEQUENCES, generator=generator, dtype=torch.float64) + 0.7
+    rewards = torch.randn(NUM_SEQUENCES, generator=generator, dtype=torch.float64) + reward_mean
     log_probs = TREE.log_probs(parameters)
     objective = log_probs.sum(1).exp() @ (rewards - BETA * (log_probs - reference).sum(1))
     (gradient,) = torch.autograd.grad(objective, parameters)
     return World(parameters, reference, rewards, gradient)
 
 
-def expected_gradient(world: World, estimator: str, samples: int, kl: str = "k1", reduction: str = "sum") -> Tensor:
-    """Of the objective: minus the loss's, summed over every tuple of samples with its probability."""
+def tuples(samples: int) -> Tensor:
+    """Every tuple of so many sequences: int64 [15 ** samples, samples]."""
+    return torch.tensor(list(itertools.product(range(NUM_SEQUENCES), repeat=samples)))
+
+
+def advantages(world: World, options: Options, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages [tuples, G, T] of every tuple, and which samples train; each tuple is a group of its own."""
+    rows, groups = drawn.flatten(), torch.arange(len(drawn)).repeat_interleave(drawn.shape[1])
+    log_probs = TREE.log_probs(world.parameters).detach()
+    tokens = token_kl(log_probs, world.reference, TREE.mask, estimator=options.kl_estimator)
+    kl = reduce_over_tokens(tokens, TREE.mask, options.kl_reduction)
+    in_reward = BETA if options.kl_placement == "reward" else 0.0
+    found = estimator_of(options.advantage_estimator)(
+        RewardGroups.of((world.rewards - in_reward * kl)[rows], groups, None, PAST_MEAN)
+    )
+    values = assign_credit(
+        found,
+        world.rewards[rows],
+        kl[rows],
+        tokens[rows],
+        TREE.mask[rows],
+        beta=BETA,
+        kl_placement=options.kl_placement,
+        assignment=options.credit_assignment,
+        discount=options.discount_factor,
+    )
+    return values.view(*drawn.shape, MAX_LENGTH), found.trains.view(drawn.shape)
+
+
+def expected_gradient(
+    world: World, options: Options, samples: int, *, behaviour: Tensor | None = None, as_old: bool = False
+) -> Tensor:
+    """Of the objective: minus the loss's, summed over every tuple of samples with its probability.
+
+    Args:
+        behaviour: token log-probs [sequences, T] of another policy that draws the samples.
+        as_old: that policy is an earlier one of this actor; else another generator's.
+    """
     log_probs = TREE.log_probs(world.parameters)
-    probability = log_probs.sum(1).exp().detach()
-    penalty = sequence_kl(log_probs, world.reference, TREE.mask, estimator=kl, reduction=reduction)
-    with_kl = world.rewards - BETA * penalty
+    probability = (log_probs if behaviour is None else behaviour).sum(1).exp().detach()
     total = torch.zeros((), dtype=torch.float64)
-    for rows in map(list, itertools.product(range(NUM_SEQUENCES), repeat=samples)):
-        group = torch.zeros(samples, dtype=torch.long)
-        found = estimator_of(estimator)(RewardGroups.of(with_kl[rows], group, None, PAST_MEAN))
-        denominators = Denominators(float(found.trains.sum()), 0.0, 0.0)
-        loss = reinforce_loss(log_probs[rows], TREE.mask[rows], found.values, found.trains, denominators)
-        total = total - probability[rows].prod() * loss
+    every = tuples(samples)
+    # What looks at the whole batch must see one tuple at a time; the rest may take them all together.
+    batch_wide = options.advantage_estimator == "batch_mean"
+    for drawn in every.split(1 if batch_wide else len(every)):
+        values, trains = advantages(world, options, drawn)
+        for rows, value, counts in zip(drawn, values, trains, strict=True):
+            mask = TREE.mask[rows]
+            if options.advantage_whitening != "none":
+                value = whiten(value, mask, unit=options.advantage_whitening)
+            drawn_with = None if behaviour is None else behaviour[rows]
+            inputs = LossInputs(
+                mask,
+                value,
+                counts,
+                old_log_probs=drawn_with if as_old else None,
+                generator_log_probs=None if as_old else drawn_with,
+                reference_log_probs=world.reference[rows],
+            )
+            denominators = Denominators(float(counts.sum()), float(mask[counts].sum()), float(MAX_LENGTH))
+            in_loss = BETA if options.kl_placement == "loss" else 0.0
+            loss, _ = policy_loss(log_probs[rows], None, inputs, denominators, options.loss_settings, in_loss)
+            total = total - probability[rows].prod() * loss
     (gradient,) = torch.autograd.grad(total, world.parameters)
     return gradient
+
+
+def gradient_variance(world: World, options: Options, samples: int) -> float:
+    """Trace of the covariance of one group's gradient estimate, for advantages that a loss without KL takes."""
+    log_probs = TREE.log_probs(world.parameters)
+    rows = torch.eye(NUM_SEQUENCES * MAX_LENGTH, dtype=torch.float64)
+    scores = torch.stack(
+        [
+            torch.autograd.grad(log_probs, world.parameters, row.view_as(log_probs), retain_graph=True)[0]
+            for row in rows
+        ]
+    ).view(NUM_SEQUENCES, MAX_LENGTH, -1)
+    probability = log_probs.sum(1).exp().detach()
+    drawn = tuples(samples)
+    values, _ = advantages(world, options, drawn)
+    estimates = torch.einsum("ngt,ngtd->nd", values, scores[drawn]) / samples
+    weights = probability[drawn].prod(dim=1)
+    mean = weights @ estimates
+    return float(weights @ estimates.square().sum(1) - mean.square().sum())
 
 
 def relative_error(found: Tensor, true: Tensor) -> float:
