@@ -19,8 +19,8 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "constraints" / "peers-py311.txt"
 STAMP = ".installed"
-INSTALL_SECONDS = 240
-IMPORT_SECONDS = 120
+INSTALL_SECONDS = 480
+IMPORT_SECONDS = 240
 IMPORTS = "import trl, verl; from trl import GRPOTrainer, RLOOTrainer; import verl.trainer.ppo.ray_trainer"
 
 

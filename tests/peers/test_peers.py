@@ -28,7 +28,7 @@ BATCHES = [random_batch(seed) for seed in range(len(SHAPES))]
 
 # The first run installs a gigabyte's third from PyPI.
 pytestmark = [
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 needs Python 3.11"),
 ]
 
@@ -62,7 +62,7 @@ def peers_python() -> Path:
     folder = ROOT / ".venv-peers"
     command = [sys.executable, str(ROOT / "tools" / "make_peers_env.py"), str(folder)]
     try:
-        run(command, seconds=600)
+        run(command, seconds=780)
     except AssertionError as error:
         if os.environ.get("CI"):
             raise
@@ -82,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def numbers_of(peer: str, python: Path, folder: Path, *arguments: Path) -> PeerNumbers:
     outputs = folder / f"{peer}.npz"
-    run([str(python), "-W", "ignore", str(HERE / f"{peer}_side.py"), *map(str, arguments), str(outputs)], seconds=240)
+    run([str(python), "-W", "ignore", str(HERE / f"{peer}_side.py"), *map(str, arguments), str(outputs)], seconds=480)
     with np.load(outputs) as archive:
         return {key: torch.from_numpy(archive[key]) for key in archive.files}
 
