@@ -278,6 +278,7 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             micro_batch_size=cfg.model.micro_batch_size,
             forward_micro_batch_size=rollout.forward_micro_batch_size,
             seed=cfg.model.seed,
+            logits_chunk_tokens=cfg.model.logits_chunk_tokens,
             loss=_loss_settings(cfg.trainer.reinforce),
         ),
         with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,

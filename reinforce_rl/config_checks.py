@@ -64,6 +64,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("model.seed", cfg.model.seed, 0),
         ("model.tensor_model_parallel_size", cfg.model.tensor_model_parallel_size, 1),
         ("model.micro_batch_size", cfg.model.micro_batch_size, 1),
+        ("model.logits_chunk_tokens", cfg.model.logits_chunk_tokens, 1),
         ("model.reinforce.num_rollout_samples", rollout.num_rollout_samples, 1),
         ("model.reinforce.rollout_micro_batch_size", rollout.rollout_micro_batch_size, 1),
         ("model.reinforce.forward_micro_batch_size", rollout.forward_micro_batch_size, 1),

@@ -17,7 +17,7 @@ from reinforce_rl.actor.reference import ReferencePolicy
 from reinforce_rl.algorithms.loss import Denominators, LossInputs, LossSettings, policy_loss
 from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.megatron.hf_weights import export_hf_folder
-from reinforce_rl.megatron.log_probs import response_log_probs
+from reinforce_rl.megatron.log_probs import TokenScores, response_log_probs
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.optimizer import accumulate_gradients, wrap_data_parallel
@@ -37,6 +37,7 @@ class ActorSettings:
         val_sampling: of validation.
         micro_batch_size: sequences in one forward and backward pass.
         forward_micro_batch_size: sequences in one pass without gradient.
+        logits_chunk_tokens: response tokens whose logits exist at a time; the memory of a log-prob pass follows it.
         seed: of the run; keys the sampling noise together with step, prompt and sample.
         loss: what the loss is made of.
     """
@@ -46,6 +47,7 @@ class ActorSettings:
     micro_batch_size: int
     forward_micro_batch_size: int
     seed: int
+    logits_chunk_tokens: int = 1024
     loss: LossSettings = field(default_factory=LossSettings)
 
 
@@ -119,9 +121,8 @@ class MegatronGPTReinforceActorModel:
         self.lm.eval()
         with torch.no_grad():
             for rows in micro_batches(prompt_lengths + response_lengths, self.settings.forward_micro_batch_size):
-                out[rows] = self._log_probs(
-                    self.lm, sequences[rows], prompt_lengths[rows], response_lengths[rows], width
-                ).cpu()
+                scores = self._score(self.lm, sequences[rows], prompt_lengths[rows], response_lengths[rows], width)
+                out[rows] = scores.log_probs.cpu()
         self.lm.train()
         return out
 
@@ -164,11 +165,13 @@ class MegatronGPTReinforceActorModel:
         def loss_of(model: torch.nn.Module, rows: Tensor | None) -> Tensor:
             if rows is None:
                 nothing = torch.zeros(1, dtype=torch.long)
-                return self._log_probs(model, torch.full((1, 1), self.pad_id), nothing + 1, nothing, 1).sum()
+                return self._score(model, torch.full((1, 1), self.pad_id), nothing + 1, nothing, 1).log_probs.sum()
             lengths = rollouts.response_lengths[rows]
             width = int(lengths.max())
-            log_probs = self._log_probs(model, rollouts.sequences[rows], rollouts.prompt_lengths[rows], lengths, width)
-            device = log_probs.device
+            scores = self._score(
+                model, rollouts.sequences[rows], rollouts.prompt_lengths[rows], lengths, width, with_entropy=True
+            )
+            device = scores.log_probs.device
 
             def of_rows(values: Tensor | None) -> Tensor | None:
                 return None if values is None else values[rows, :width].to(device)
@@ -182,7 +185,9 @@ class MegatronGPTReinforceActorModel:
                 generator_log_probs=of_rows(rollouts.generator_log_probs),
                 reference_log_probs=of_rows(rollouts.init_log_probs),
             )
-            share, sums = policy_loss(log_probs, None, inputs, denominators, self.settings.loss, kl_coefficient)
+            share, sums = policy_loss(
+                scores.log_probs, scores.entropy, inputs, denominators, self.settings.loss, kl_coefficient
+            )
             found.append(sums)
             return share
 
@@ -195,9 +200,16 @@ class MegatronGPTReinforceActorModel:
         """Write the policy as a Hugging Face folder; a collective call."""
         return export_hf_folder(self.lm, source, out)
 
-    def _log_probs(
-        self, model: torch.nn.Module, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, width: int
-    ) -> Tensor:
+    def _score(
+        self,
+        model: torch.nn.Module,
+        sequences: Tensor,
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+        width: int,
+        *,
+        with_entropy: bool = False,
+    ) -> TokenScores:
         return response_log_probs(
             model,
             self.lm,
@@ -206,6 +218,8 @@ class MegatronGPTReinforceActorModel:
             response_lengths,
             temperature=self.settings.sampling.temperature,
             width=width,
+            chunk_tokens=self.settings.logits_chunk_tokens,
+            with_entropy=with_entropy,
         )
 
 

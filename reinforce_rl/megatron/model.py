@@ -19,6 +19,7 @@ from torch import Tensor
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.attention import CoreAttention, KVCache
+from reinforce_rl.megatron.chunked_head import VocabShard
 from reinforce_rl.megatron.mesh import Mesh
 
 
@@ -96,7 +97,6 @@ class CausalLM(GPTModel):
         self.architecture, self._sizes = architecture, sizes
         self.mesh = mesh
         self._inv_freq = rope_frequencies(architecture).to(mesh.device)
-        self._vocab_start = mesh.tp_rank * (sizes.vocab_size // mesh.tp_size)
 
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, position_ids: Tensor | None = None, cache: KVCache | None = None
@@ -119,15 +119,29 @@ class CausalLM(GPTModel):
         hidden = self.decoder(hidden_states=embedded, attention_mask=cache, rotary_pos_emb=rotary)
         return hidden.transpose(0, 1)
 
+    @property
+    def output_weight(self) -> Tensor:
+        """[V / tp, h]: this rank's rows of the output layer, which may be the input embeddings."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight  # type: ignore[return-value]
+
+    @property
+    def vocab_shard(self) -> VocabShard:
+        """Which tokens the rows of `output_weight` are."""
+        rows = self._sizes.vocab_size // self.mesh.tp_size
+        start = self.mesh.tp_rank * rows
+        size = min(max(self.architecture.vocab_size - start, 0), rows)
+        return VocabShard(start, size, self.mesh.tp_group)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """This rank's slice of the logits: [n, h] to [n, V / tp], padded columns at minus infinity.
 
         float32 whatever the model's dtype, or float64 where the model is.
         """
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        out = self.output_layer(hidden[:, None, :], weight=weight)[0][:, 0]
+        out = self.output_layer(hidden[:, None, :], weight=self.output_weight)[0][:, 0]
         out = out.to(torch.promote_types(out.dtype, torch.float32))
-        true_columns = self.architecture.vocab_size - self._vocab_start
+        true_columns = self.vocab_shard.size
         if true_columns < out.shape[1]:
             columns = torch.arange(out.shape[1], device=out.device)
             out = out.masked_fill(columns >= true_columns, float("-inf"))
