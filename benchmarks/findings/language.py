@@ -1,6 +1,6 @@
 """A language of small reviews: prompts, a grammar to learn first, and a reward that can be computed.
 
-A prompt tells how somebody felt about a thing, `my sister hated the soup .`; a response is a review in one to three
+A prompt tells how somebody felt about a thing, `my sister hated the soup .`; a response is a review in two
 clauses, `the look was very bland and the price was nice .`. The feeling decides how good the adjectives are, so the
 first policy's reward differs by the prompt, as in a real task.
 """
@@ -24,9 +24,10 @@ ADJECTIVES = {
 }
 DEGREES = {"very": 1.5, "rather": 0.75, "hardly": -0.5}
 JOINTS = ["and", "but", "while"]
+CLAUSES = 2
 VALUES = {word: value for value, words in ADJECTIVES.items() for word in words}
 # The standard deviation of `raw_score` over reviews of the grammar, so that rewards differ by about 1.
-SCALE = 1.84
+SCALE = 1.85
 
 
 def vocabulary() -> list[str]:
@@ -46,7 +47,7 @@ def write_review(prompt: str, random_source: random.Random) -> str:
     """A response to a prompt, as the grammar gives it."""
     good = next(FEELINGS[word] for word in prompt.split() if word in FEELINGS)
     clauses = []
-    for _ in range(random_source.choice([1, 2, 2, 3])):
+    for _ in range(CLAUSES):
         degree = random_source.choice([*DEGREES, "", "", "", ""])
         if random_source.random() < 0.2:
             value = 0.0
@@ -54,31 +55,31 @@ def write_review(prompt: str, random_source: random.Random) -> str:
             value = random_source.choice([1.0, 1.0, 2.0]) * (1 if random_source.random() < good else -1)
         adjective = random_source.choice(ADJECTIVES[value])
         clauses.append(" ".join(f"the {random_source.choice(ASPECTS)} was {degree} {adjective}".split()))
-    text = clauses[0]
-    for clause in clauses[1:]:
-        text += f" {random_source.choice(JOINTS)} {clause}"
-    return text + " ."
+    return f" {random_source.choice(JOINTS)} ".join(clauses) + " ."
 
 
 def reward(response: str) -> float:
     """What a review says, in units of about one standard deviation of the grammar's reviews.
 
-    The sum over its clauses `the ASPECT was [DEGREE] ADJECTIVE` of the adjective's value times the degree's factor. A
-    clause whose aspect or adjective has come before counts nothing, so that nothing is gained by repeating.
+    The sum over its first two clauses `the ASPECT was [DEGREE] ADJECTIVE` of the adjective's value times the degree's
+    factor. A clause whose aspect or adjective has come before counts nothing. More clauses gain nothing either: with a
+    reward that grows with the length, a run is a lottery for the first long responses.
     """
     return raw_score(response.split()) / SCALE
 
 
 def raw_score(words: Sequence[str]) -> float:
-    total, seen = 0.0, set()
+    total, seen, clauses = 0.0, set(), 0
     for at, (first, aspect, verb) in enumerate(zip(words, words[1:], words[2:], strict=False)):
         if first != "the" or aspect not in ASPECTS or verb != "was":
             continue
         rest = words[at + 3 : at + 5]
         factor = DEGREES.get(rest[0], 1.0) if rest else 1.0
         adjective = next(iter(rest[1:] if rest and rest[0] in DEGREES else rest), "")
-        if adjective not in VALUES or {aspect, adjective} & seen:
+        if adjective not in VALUES:
             continue
+        clauses += 1
+        if clauses <= CLAUSES and not {aspect, adjective} & seen:
+            total += factor * VALUES[adjective]
         seen |= {aspect, adjective}
-        total += factor * VALUES[adjective]
     return total

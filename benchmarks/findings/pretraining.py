@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from findings.language import all_prompts, vocabulary, write_review
 
-MAX_RESPONSE = 24  # tokens
-MAX_POSITIONS = 40
+MAX_RESPONSE = 16  # tokens
+MAX_POSITIONS = 24
 NUM_VALIDATION = 96  # prompts; never trained on
 STEPS, BATCH, LEARNING_RATE = 500, 64, 2e-3
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]  # ids 0, 1, 2, 3

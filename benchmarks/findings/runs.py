@@ -27,7 +27,7 @@ from reinforce_rl.tokenizer import load_tokenizer
 BETA = 0.05
 SAMPLES_PER_STEP = 32
 STEPS, VALIDATE_EVERY = 48, 12
-LEARNING_RATES = (1.5e-4, 3e-4, 6e-4)
+LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Cell:
         beta: `trainer.reinforce.initial_policy_kl_penalty`.
         noise: standard deviation of what is added to every reward in training.
         offset: what is added to every reward in training.
+        spread: standard deviation over prompts of a constant that is added to all rewards of a prompt in training.
         tuned_as: the cell whose learning rate it takes; empty: it is tuned itself.
         against: cells that it is compared with, seed by seed.
     """
@@ -53,6 +54,7 @@ class Cell:
     beta: float = BETA
     noise: float = 0.0
     offset: float = 0.0
+    spread: float = 0.0
     tuned_as: str = ""
     against: tuple[str, ...] = ()
 
@@ -64,30 +66,28 @@ METHODS = [
     Cell("running_mean", "REINFORCE, running mean", "running_mean", 1, against=("rloo4",)),
     Cell("vanilla", "vanilla, no baseline", "none", 1, against=("rloo4", "running_mean")),
 ]
+# Constants that no policy can change; RLOO and RAFT compare samples of one prompt, so their runs stay the same.
 OFFSETS = [
     Cell("vanilla_plus1", "vanilla, reward + 1", "none", 1, offset=1.0, against=("rloo4", "vanilla")),
     Cell("vanilla_plus4", "vanilla, reward + 4", "none", 1, offset=4.0, against=("rloo4", "vanilla")),
     Cell(
-        "running_mean_plus4",
-        "REINFORCE, running mean, reward + 4",
+        "running_mean_spread2",
+        "REINFORCE, running mean, prompts differ by 2",
         "running_mean",
         1,
-        offset=4.0,
+        spread=2.0,
         against=("rloo4", "running_mean"),
     ),
 ]
 BETAS = [
-    *(Cell(f"rloo4_beta{b:g}", f"RLOO, G=4, beta {b:g}", "rloo", 4, b, tuned_as="rloo4") for b in (0.001, 0.2, 0.5)),
-    Cell("raft4_beta0.5", "RAFT, G=4, beta 0.5", "raft", 4, 0.5, tuned_as="raft4", against=("rloo4_beta0.5",)),
+    Cell("rloo4_beta0.001", "RLOO, G=4, beta 0.001", "rloo", 4, 0.001, tuned_as="rloo4", against=("rloo4",)),
+    Cell("rloo4_beta0.2", "RLOO, G=4, beta 0.2", "rloo", 4, 0.2, tuned_as="rloo4", against=("rloo4",)),
+    Cell("raft4_beta0.2", "RAFT, G=4, beta 0.2", "raft", 4, 0.2, tuned_as="raft4", against=("raft4", "rloo4_beta0.2")),
 ]
 NOISES = [
-    Cell("rloo4_noise1", "RLOO, G=4, noise 1", "rloo", 4, noise=1.0, tuned_as="rloo4", against=("rloo4",)),
-    Cell("rloo4_noise3", "RLOO, G=4, noise 3", "rloo", 4, noise=3.0, tuned_as="rloo4", against=("rloo4",)),
+    Cell("rloo4_noise2", "RLOO, G=4, noise 2", "rloo", 4, noise=2.0, tuned_as="rloo4", against=("rloo4",)),
     Cell(
-        "raft4_noise1", "RAFT, G=4, noise 1", "raft", 4, noise=1.0, tuned_as="raft4", against=("raft4", "rloo4_noise1")
-    ),
-    Cell(
-        "raft4_noise3", "RAFT, G=4, noise 3", "raft", 4, noise=3.0, tuned_as="raft4", against=("raft4", "rloo4_noise3")
+        "raft4_noise2", "RAFT, G=4, noise 2", "raft", 4, noise=2.0, tuned_as="raft4", against=("raft4", "rloo4_noise2")
     ),
 ]
 CELLS = {cell.name: cell for cell in [*METHODS, *OFFSETS, *BETAS, *NOISES]}
@@ -149,14 +149,19 @@ class Outcome:
 
 
 class ReviewReward:
-    """A reward source with noise and an offset."""
+    """A reward source with the noise and the constants of a cell."""
 
-    def __init__(self, noise: float, offset: float, seed: int):
-        self._noise, self._offset, self._random = noise, offset, random.Random(seed)
+    def __init__(self, cell: Cell, seed: int):
+        self._cell, self._random = cell, random.Random(seed)
 
     def infer_rm(self, request: RewardRequest) -> ReadyRewards:
-        values = [reward(text) + self._offset + self._random.gauss(0.0, self._noise) for text in request.responses]
+        pairs = zip(request.prompts, request.responses, strict=True)
+        values = [reward(response) + self._added(prompt) for prompt, response in pairs]
         return ReadyRewards(Rewards(torch.tensor(values), torch.full((len(values),), STATUS_OK, dtype=torch.int32)))
+
+    def _added(self, prompt: str) -> float:
+        constant = self._cell.offset + self._cell.spread * random.Random(prompt).gauss(0.0, 1.0)
+        return constant + self._cell.noise * self._random.gauss(0.0, 1.0)
 
     def close(self) -> None:
         pass
@@ -205,7 +210,7 @@ def run(job: Job, mesh: Mesh, folder: Path) -> Outcome:
     config = load_config(compose(*overrides(job, folder)))
     tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
     recorder = Recorder(folder)
-    source = ReviewReward(cell.noise, cell.offset, job.seed)
+    source = ReviewReward(cell, job.seed)
     trainer = build_trainer(config, mesh, tokenizer, build_datasets(config, tokenizer), source, recorder)
     trainer.ckpt_callback = NoCheckpoints()  # type: ignore[assignment]
     trainer.fit()
