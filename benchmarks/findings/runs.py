@@ -26,7 +26,7 @@ from reinforce_rl.tokenizer import load_tokenizer
 
 BETA = 0.05
 SAMPLES_PER_STEP = 32
-STEPS, VALIDATE_EVERY = 48, 12
+STEPS, VALIDATE_EVERY = 32, 8
 LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
 
 
