@@ -27,7 +27,7 @@ from reinforce_rl.tokenizer import load_tokenizer
 BETA = 0.05
 SAMPLES_PER_STEP = 32
 STEPS, VALIDATE_EVERY = 32, 8
-LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
+LEARNING_RATES = (1.5e-4, 3e-4, 6e-4, 1.2e-3)
 
 
 @dataclass(frozen=True)
