@@ -138,6 +138,11 @@ class Outcome:
         return statistics.fmean(value for _, value in self.validation[1:])
 
     @property
+    def fell(self) -> bool:
+        """It ended by more than half a deviation of the first policy's rewards below where it had been."""
+        return max(value for _, value in self.validation) - self.final_reward > 0.5
+
+    @property
     def objective(self) -> float:
         """Reward less beta times KL, what a run maximises."""
         return self.final_reward - CELLS[self.job.cell].beta * self.final_kl

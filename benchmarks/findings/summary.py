@@ -62,8 +62,8 @@ def tuning_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 def cell_rows(outcomes: Outcomes) -> list[list[str]]:
-    """Head, and a row a cell."""
-    rows = [["cell", "lr", "seeds", "reward at the end", "mean over the run", "KL, nats", "reward - beta KL"]]
+    """Head, and a row a cell; the last column counts the runs that `Outcome.fell`."""
+    rows = [["cell", "lr", "seeds", "reward at the end", "mean over the run", "KL, nats", "reward - beta KL", "fell"]]
     for name, cell in CELLS.items():
         if found := outcomes.get(name):
             values = [
@@ -75,7 +75,15 @@ def cell_rows(outcomes: Outcomes) -> list[list[str]]:
                     lambda o: o.objective,
                 )
             ]
-            rows.append([cell.title, f"{found[0].job.lr:g}", str(len(found)), *map(str, values)])
+            rows.append(
+                [
+                    cell.title,
+                    f"{found[0].job.lr:g}",
+                    str(len(found)),
+                    *map(str, values),
+                    str(sum(o.fell for o in found)),
+                ]
+            )
     return rows
 
 
