@@ -9,8 +9,8 @@ from html import escape
 from reinforce_rl.monitoring.charts import label, ticks
 
 COLOURS = ("#2563c9", "#d9730d", "#168a62", "#8a4fc4", "#c2364b", "#7a6a12")
-WIDTH, HEIGHT = 520, 330
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 34, 44
+WIDTH, HEIGHT = 560, 390
+LEFT, RIGHT, TOP, BOTTOM = 52, 20, 34, 100  # the legend is below the x axis
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,12 @@ def figure(panels: Sequence[Panel]) -> str:
 
 def _panel(panel: Panel) -> list[str]:
     points = [point for curve in panel.curves for point in curve.points]
-    x_ticks = ticks(min(p.x - p.x_error for p in points), max(p.x + p.x_error for p in points))
+    low, high = min(p.x - p.x_error for p in points), max(p.x + p.x_error for p in points)
+    x_ticks = [tick for tick in ticks(low, high) if low <= tick <= high]
     y_ticks = ticks(min(p.y - p.y_error for p in points), max(p.y + p.y_error for p in points))
 
     def x(value: float) -> float:
-        return round(LEFT + (value - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (WIDTH - LEFT - RIGHT), 1)
+        return round(LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT), 1)
 
     def y(value: float) -> float:
         return round(HEIGHT - BOTTOM - (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM), 1)
@@ -82,7 +83,9 @@ def _panel(panel: Panel) -> list[str]:
     for tick in x_ticks:
         text = label(tick, x_ticks[1] - x_ticks[0])
         parts.append(f'<text x="{x(tick)}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{text}</text>')
-    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">{escape(panel.x_label)}</text>')
+    parts.append(
+        f'<text x="{WIDTH / 2}" y="{HEIGHT - BOTTOM + 32}" text-anchor="middle">{escape(panel.x_label)}</text>'
+    )
     for number, (curve, colour) in enumerate(zip(panel.curves, COLOURS, strict=False)):
         there = [f"{x(p.x)} {y(p.y + p.y_error)}" for p in curve.points]
         back = [f"{x(p.x)} {y(p.y - p.y_error)}" for p in reversed(curve.points)]
@@ -94,7 +97,7 @@ def _panel(panel: Panel) -> list[str]:
             across = f"M{x(p.x - p.x_error)} {y(p.y)}H{x(p.x + p.x_error)}"
             cross = f"{across}M{x(p.x)} {y(p.y - p.y_error)}V{y(p.y + p.y_error)}"
             parts.append(f'<path d="{cross}" stroke="{colour}" stroke-width="2.2"/>')
-        top = TOP + 4 + 15 * number
-        parts.append(f'<rect x="{LEFT + 8}" y="{top}" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{LEFT + 23}" y="{top + 9}">{escape(curve.name)}</text>')
+        left, top = LEFT + number % 2 * WIDTH // 2, HEIGHT - BOTTOM + 42 + 15 * (number // 2)
+        parts.append(f'<rect x="{left}" y="{top}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{left + 15}" y="{top + 9}">{escape(curve.name)}</text>')
     return parts

@@ -126,12 +126,16 @@ def charts(outcomes: Outcomes) -> str:
     for title, cells in families.items():
         curves = [_curve(cell, outcomes[cell.name]) for cell in cells if outcomes.get(cell.name)]
         if curves:
-            panels.append(Panel(f"{title}: true reward of the validation prompts", "samples", curves))
+            panels.append(Panel(title, "true reward of the validation prompts against samples", curves))
     frontier = [
         Curve(cell.title, [_end(outcomes[cell.name])]) for cell in [base, raft, *BETAS] if outcomes.get(cell.name)
     ]
     if frontier:
-        panels.append(Panel("Beta: reward at the end against KL", "KL, nats a response", frontier, bands=False))
+        panels.append(
+            Panel(
+                "Beta: reward at the end against KL", "KL of training samples, nats a response", frontier, bands=False
+            )
+        )
     return figure(panels)
 
 
