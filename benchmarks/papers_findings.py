@@ -67,7 +67,7 @@ def main() -> int:
     tuning, failures = [], []
     rates = dict.fromkeys(CELLS, LEARNING_RATES[0])
     if not args.quick:
-        tuned = list(dict.fromkeys(CELLS[cell].tuned_as or cell for cell in args.cells))
+        tuned = list(dict.fromkeys(CELLS[cell].tuned_as or cell for cell in args.cells if not CELLS[cell].lr))
         jobs = [Job(cell, seed, lr) for seed in TUNING_SEEDS for cell in tuned for lr in LEARNING_RATES]
         tuning, failures = finish("tuning", jobs, args, console)
         rates = best_rates(tuning)
@@ -77,7 +77,7 @@ def main() -> int:
         Job(cell, seed, rate, steps)
         for seed in seeds  # outermost, so that a run that is stopped has all cells
         for cell in args.cells
-        if (rate := rates.get(CELLS[cell].tuned_as or cell)) is not None
+        if (rate := CELLS[cell].lr or rates.get(CELLS[cell].tuned_as or cell)) is not None
     ]
     evaluation, failed = finish("evaluation", jobs, args, console)
     for job, reason in [*failures, *failed]:

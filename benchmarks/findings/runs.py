@@ -44,6 +44,7 @@ class Cell:
         offset: what is added to every reward in training.
         spread: standard deviation over prompts of a constant that is added to all rewards of a prompt in training.
         tuned_as: the cell whose learning rate it takes; empty: it is tuned itself.
+        lr: a learning rate that is given instead; 0: none is.
         against: cells that it is compared with, seed by seed.
     """
 
@@ -56,6 +57,7 @@ class Cell:
     offset: float = 0.0
     spread: float = 0.0
     tuned_as: str = ""
+    lr: float = 0.0
     against: tuple[str, ...] = ()
 
 
@@ -90,7 +92,13 @@ NOISES = [
         "raft4_noise2", "RAFT, G=4, noise 2", "raft", 4, noise=2.0, tuned_as="raft4", against=("raft4", "rloo4_noise2")
     ),
 ]
-CELLS = {cell.name: cell for cell in [*METHODS, *OFFSETS, *BETAS, *NOISES]}
+# RLOO at the learning rate that was chosen for most others: how much of a difference is the learning rate's?
+SAME_RATE = [
+    Cell("rloo4_lr", "RLOO, G=4, lr 3e-4", "rloo", 4, lr=3e-4, against=("raft4", "running_mean", "vanilla")),
+    Cell("rloo2_lr", "RLOO, G=2, lr 3e-4", "rloo", 2, lr=3e-4, against=("rloo4_lr", "vanilla")),
+    Cell("rloo4_noise2_lr", "RLOO, G=4, noise 2, lr 3e-4", "rloo", 4, noise=2.0, lr=3e-4, against=("raft4_noise2",)),
+]
+CELLS = {cell.name: cell for cell in [*METHODS, *OFFSETS, *BETAS, *NOISES, *SAME_RATE]}
 
 
 @dataclass(frozen=True)
