@@ -280,6 +280,7 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             seed=cfg.model.seed,
             tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
             logits_chunk_tokens=cfg.model.logits_chunk_tokens,
+            offload_optimizer=rollout.offload_adam_states,
             loss=loss_settings(cfg.trainer.reinforce),
         ),
         with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,

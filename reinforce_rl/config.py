@@ -154,6 +154,7 @@ class RolloutConfig:
     forward_micro_batch_size: int = 4
     val_rollout_micro_batch_size: int = 32
     num_val_samples: int | None = None
+    offload_adam_states: bool = False
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     allow_biased_sampling: bool = False
     val_sampling_params: SamplingConfig = field(default_factory=lambda: SamplingConfig(use_greedy=True))

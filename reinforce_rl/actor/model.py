@@ -41,6 +41,7 @@ class ActorSettings:
         tokens_per_micro_batch: tokens in a pass of either kind, padding included, instead of a number of sequences;
             None for those.
         logits_chunk_tokens: response tokens whose logits exist at a time; the memory of a log-prob pass follows it.
+        offload_optimizer: the optimizer's states wait in host memory while responses are generated.
         seed: of the run; keys the sampling noise together with step, prompt and sample.
         loss: what the loss is made of.
     """
@@ -52,6 +53,7 @@ class ActorSettings:
     seed: int
     tokens_per_micro_batch: int | None = None
     logits_chunk_tokens: int = 1024
+    offload_optimizer: bool = False
     loss: LossSettings = field(default_factory=LossSettings)
 
 
