@@ -18,16 +18,16 @@ from helpers.tiny_run import (
     metrics_of,
     odd_share,
     rollouts_of,
+    run,
     three_letters,
     tiny_config,
     tiny_trainer,
+    weights,
     without_times,
 )
 
-from reinforce_rl.algorithms.reinforce import ReinforceTrainer
 from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
-from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.reward.base import RewardRequest, Rewards
 from reinforce_rl.rollout import FINISH_STOP, Completions, Prompt
 from reinforce_rl.run_timer import RunTimer
@@ -36,20 +36,9 @@ RL = "trainer.reinforce"
 EVERY_FAILURE = f"{RL}.max_failed_fraction=1"
 
 
-def run(folder: Path, mesh: Mesh, *overrides: str, rm=odd_share, prompts=None) -> list[dict]:
-    """A whole run; the lines of its metrics.jsonl."""
-    with tiny_trainer(tiny_config(folder, *overrides, prompts=prompts), mesh, rm) as trainer:
-        trainer.fit()
-    return metrics_of(folder)
-
-
 def saved_step(folder: Path) -> int | None:
     checkpoint = latest_checkpoint(folder / "run" / "checkpoints")
     return checkpoint.trainer_state["step"] if checkpoint else None
-
-
-def weights(trainer: ReinforceTrainer) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in trainer.model.lm.parameters()]
 
 
 class TestAStep:

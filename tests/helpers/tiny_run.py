@@ -12,6 +12,7 @@ import hydra
 from helpers.models import tiny_llama_folder
 from helpers.rewards import FunctionReward
 from omegaconf import DictConfig
+from torch import Tensor
 
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
 from reinforce_rl.build import build_datasets, build_monitor, build_trainer
@@ -96,6 +97,24 @@ def tiny_trainer(
         trainer = build_trainer(config, mesh, tokenizer, datasets, source, monitor, checkpoint)  # type: ignore[arg-type]
         trainer.wandb_run_id = wandb_run_id
         yield trainer
+
+
+def run(
+    folder: Path,
+    mesh: Mesh,
+    *overrides: str,
+    rm: RewardSource | Callable[[list[int]], float] = odd_share,
+    prompts: Sequence[str] | None = None,
+) -> list[dict]:
+    """A whole run, going on from the checkpoint that lies below `folder`; the lines of its metrics.jsonl."""
+    with tiny_trainer(tiny_config(folder, *overrides, prompts=prompts), mesh, rm) as trainer:
+        trainer.fit()
+    return metrics_of(folder)
+
+
+def weights(trainer: ReinforceTrainer) -> list[Tensor]:
+    """A copy of the policy's weights."""
+    return [parameter.detach().clone() for parameter in trainer.model.lm.parameters()]
 
 
 def json_lines(path: Path) -> list[dict]:
