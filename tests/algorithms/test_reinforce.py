@@ -431,16 +431,31 @@ class TestTheEnd:
             "the configuration's, not the old run's"
         )
 
-    def test_the_running_mean_of_past_rewards_is_in_the_checkpoint(self, tmp_path, mesh):
-        options = [f"{RL}.max_epochs=3", f"{RL}.advantage_estimator=running_mean"]
-        whole = run(tmp_path / "whole", mesh, *options, f"{RL}.max_steps=5")
-        run(tmp_path / "parts", mesh, *options, f"{RL}.max_steps=3")
-        parts = run(tmp_path / "parts", mesh, *options, f"{RL}.max_steps=5")
-        assert list(map(without_times, parts)) == list(map(without_times, whole))
-        baselines = [line["train/baseline"] for line in whole]
-        rewards = [line["train/rewards_with_kl"] for line in whole]
-        past = [0.0, *(sum(rewards[:step]) / step for step in range(1, 5))]  # every step has equally many samples
+    def test_the_running_mean_is_that_of_past_rewards(self, tmp_path, mesh):
+        lines = run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.advantage_estimator=running_mean")
+        baselines = [line["train/baseline"] for line in lines]
+        rewards = [line["train/rewards_with_kl"] for line in lines]
+        past = [0.0, *(sum(rewards[:step]) / step for step in range(1, 4))]  # every step has equally many samples
         assert baselines == pytest.approx(past, abs=1e-6)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            [f"{RL}.advantage_estimator=running_mean"],
+            [f"{RL}.reward_shaping.standardisation=running"],
+            [f"{RL}.kl_target=0.5", f"{RL}.kl_horizon=50"],
+            [f"{RL}.kl_target=0.5", f"{RL}.kl_horizon=50", f"{RL}.kl_placement=loss"],
+        ],
+        ids=["running_mean", "running standardisation", "kl_target", "kl_target in the loss"],
+    )
+    def test_what_depends_on_past_steps_is_in_the_checkpoint(self, tmp_path, mesh, options):
+        options = [*options, f"{RL}.max_epochs=2"]
+        whole = run(tmp_path / "whole", mesh, *options)
+        run(tmp_path / "parts", mesh, *options, f"{RL}.max_steps=2")
+        parts = run(tmp_path / "parts", mesh, *options)
+        assert list(map(without_times, parts)) == list(map(without_times, whole))
+        for step in range(1, 5):
+            assert rollouts_of(tmp_path / "parts", step) == rollouts_of(tmp_path / "whole", step)
 
     def test_intervals(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.val_check_interval=4", f"{RL}.save_interval=2")

@@ -32,6 +32,14 @@ def odd_share(ids: list[int]) -> float:
     return sum(i % 2 for i in ids) / len(ids) if ids else 0.5
 
 
+def odd_share_or_alike(row: list[int]) -> float:
+    """`odd_share` of a whole sequence's response, but 1 after a prompt that begins with t, a, o or i."""
+    return 1.0 if row[0] in (6, 7, 8, 9) else odd_share(row[PROMPT_TOKENS:])
+
+
+SOME_ALIKE = FunctionReward(odd_share_or_alike, 0)
+
+
 def three_letters(count: int) -> list[str]:
     """So many different prompts of `PROMPT_TOKENS` tokens."""
     letters = "etaoinshr"
