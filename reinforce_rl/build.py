@@ -278,7 +278,9 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             micro_batch_size=cfg.model.micro_batch_size,
             forward_micro_batch_size=rollout.forward_micro_batch_size,
             seed=cfg.model.seed,
-            loss=_loss_settings(cfg.trainer.reinforce),
+            tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
+            logits_chunk_tokens=cfg.model.logits_chunk_tokens,
+            loss=loss_settings(cfg.trainer.reinforce),
         ),
         with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
     )
@@ -325,7 +327,8 @@ def _sampling_params(cfg: TrainConfig, sampling: SamplingConfig, stop_ids: tuple
     )
 
 
-def _loss_settings(cfg: ReinforceConfig) -> LossSettings:
+def loss_settings(cfg: ReinforceConfig) -> LossSettings:
+    """What the loss is made of, from `trainer.reinforce`."""
     return LossSettings(
         aggregation=cfg.loss_aggregation,
         ratio=cfg.importance_ratio,

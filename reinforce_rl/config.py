@@ -201,6 +201,8 @@ class ModelConfig:
     tensor_model_parallel_size: int = 1
     encoder_seq_length: int = 2048
     micro_batch_size: int = 4
+    tokens_per_micro_batch: int | None = None
+    logits_chunk_tokens: int = 1024
     global_batch_size: int | None = None
     reinforce: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

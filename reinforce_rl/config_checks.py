@@ -64,6 +64,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("model.seed", cfg.model.seed, 0),
         ("model.tensor_model_parallel_size", cfg.model.tensor_model_parallel_size, 1),
         ("model.micro_batch_size", cfg.model.micro_batch_size, 1),
+        ("model.logits_chunk_tokens", cfg.model.logits_chunk_tokens, 1),
         ("model.reinforce.num_rollout_samples", rollout.num_rollout_samples, 1),
         ("model.reinforce.rollout_micro_batch_size", rollout.rollout_micro_batch_size, 1),
         ("model.reinforce.forward_micro_batch_size", rollout.forward_micro_batch_size, 1),
@@ -271,6 +272,12 @@ def _lengths(cfg: TrainConfig) -> Iterator[str]:
         yield (
             f"model.reinforce.length_params.max_length is {lengths.max_length}, which leaves no room for a prompt in "
             f"model.encoder_seq_length, which is {model.encoder_seq_length}"
+        )
+    tokens = model.tokens_per_micro_batch
+    if tokens is not None and tokens < model.encoder_seq_length:
+        yield (
+            f"model.tokens_per_micro_batch is {tokens}, below model.encoder_seq_length, which is "
+            f"{model.encoder_seq_length}; the longest sequence must fit"
         )
     if lengths.min_length > lengths.max_length:
         yield (

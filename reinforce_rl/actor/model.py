@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from reinforce_rl.actor.micro_batches import micro_batches, padding
 from reinforce_rl.actor.reference import ReferencePolicy
 from reinforce_rl.algorithms.loss import Denominators, LossInputs, LossSettings, policy_loss
 from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.megatron.hf_weights import export_hf_folder
-from reinforce_rl.megatron.log_probs import response_log_probs
+from reinforce_rl.megatron.log_probs import TokenScores, response_log_probs
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.optimizer import accumulate_gradients, wrap_data_parallel
@@ -37,6 +38,9 @@ class ActorSettings:
         val_sampling: of validation.
         micro_batch_size: sequences in one forward and backward pass.
         forward_micro_batch_size: sequences in one pass without gradient.
+        tokens_per_micro_batch: tokens in a pass of either kind, padding included, instead of a number of sequences;
+            None for those.
+        logits_chunk_tokens: response tokens whose logits exist at a time; the memory of a log-prob pass follows it.
         seed: of the run; keys the sampling noise together with step, prompt and sample.
         loss: what the loss is made of.
     """
@@ -46,6 +50,8 @@ class ActorSettings:
     micro_batch_size: int
     forward_micro_batch_size: int
     seed: int
+    tokens_per_micro_batch: int | None = None
+    logits_chunk_tokens: int = 1024
     loss: LossSettings = field(default_factory=LossSettings)
 
 
@@ -55,7 +61,7 @@ class LossShare:
 
     Attributes:
         loss: the sum over data-parallel ranks is the loss.
-        sums: of `policy_loss`, over this rank's micro-batches.
+        sums: of `policy_loss` over this rank's micro-batches, their tokens, and those with padding.
     """
 
     loss: float
@@ -118,10 +124,9 @@ class MegatronGPTReinforceActorModel:
         out = torch.zeros((len(sequences), width))
         self.lm.eval()
         with torch.no_grad():
-            for rows in micro_batches(prompt_lengths + response_lengths, self.settings.forward_micro_batch_size):
-                out[rows] = self._log_probs(
-                    self.lm, sequences[rows], prompt_lengths[rows], response_lengths[rows], width
-                ).cpu()
+            for rows in self._cut(prompt_lengths + response_lengths, self.settings.forward_micro_batch_size):
+                scores = self._score(self.lm, sequences[rows], prompt_lengths[rows], response_lengths[rows], width)
+                out[rows] = scores.log_probs.cpu()
         self.lm.train()
         return out
 
@@ -154,9 +159,8 @@ class MegatronGPTReinforceActorModel:
         if rows is None:
             rows = torch.arange(len(batch.trains))
         trained = rows[batch.trains[rows]]
-        cuts = micro_batches(
-            (rollouts.prompt_lengths + rollouts.response_lengths)[trained], self.settings.micro_batch_size
-        )
+        total_lengths = (rollouts.prompt_lengths + rollouts.response_lengths)[trained]
+        cuts = self._cut(total_lengths, self.settings.micro_batch_size)
         # A rank with nothing to train on still runs one empty pass, or the others would wait for it.
         parts: list[Tensor | None] = [trained[cut] for cut in cuts] or [None]
         found: list[dict[str, Tensor]] = []
@@ -164,11 +168,13 @@ class MegatronGPTReinforceActorModel:
         def loss_of(model: torch.nn.Module, rows: Tensor | None) -> Tensor:
             if rows is None:
                 nothing = torch.zeros(1, dtype=torch.long)
-                return self._log_probs(model, torch.full((1, 1), self.pad_id), nothing + 1, nothing, 1).sum()
+                return self._score(model, torch.full((1, 1), self.pad_id), nothing + 1, nothing, 1).log_probs.sum()
             lengths = rollouts.response_lengths[rows]
             width = int(lengths.max())
-            log_probs = self._log_probs(model, rollouts.sequences[rows], rollouts.prompt_lengths[rows], lengths, width)
-            device = log_probs.device
+            scores = self._score(
+                model, rollouts.sequences[rows], rollouts.prompt_lengths[rows], lengths, width, with_entropy=True
+            )
+            device = scores.log_probs.device
 
             def of_rows(values: Tensor | None) -> Tensor | None:
                 return None if values is None else values[rows, :width].to(device)
@@ -182,22 +188,36 @@ class MegatronGPTReinforceActorModel:
                 generator_log_probs=of_rows(rollouts.generator_log_probs),
                 reference_log_probs=of_rows(rollouts.init_log_probs),
             )
-            share, sums = policy_loss(log_probs, None, inputs, denominators, self.settings.loss, kl_coefficient)
+            share, sums = policy_loss(
+                scores.log_probs, scores.entropy, inputs, denominators, self.settings.loss, kl_coefficient
+            )
             found.append(sums)
             return share
 
         self.lm.train()
         loss = accumulate_gradients(self.ddp, parts, loss_of)
         names = dict.fromkeys(name for sums in found for name in sums)
-        return LossShare(loss, {name: float(sum(sums[name] for sums in found)) for name in names})
+        sums = {name: float(sum(part[name] for part in found)) for name in names}
+        sums["sequence_tokens"], sums["padded_tokens"] = padding(total_lengths, cuts)
+        return LossShare(loss, sums)
 
     def export(self, source: str | Path, out: str | Path) -> Path:
         """Write the policy as a Hugging Face folder; a collective call."""
         return export_hf_folder(self.lm, source, out)
 
-    def _log_probs(
-        self, model: torch.nn.Module, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, width: int
-    ) -> Tensor:
+    def _cut(self, lengths: Tensor, size: int) -> list[Tensor]:
+        return micro_batches(lengths, size, self.settings.tokens_per_micro_batch)
+
+    def _score(
+        self,
+        model: torch.nn.Module,
+        sequences: Tensor,
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+        width: int,
+        *,
+        with_entropy: bool = False,
+    ) -> TokenScores:
         return response_log_probs(
             model,
             self.lm,
@@ -206,13 +226,6 @@ class MegatronGPTReinforceActorModel:
             response_lengths,
             temperature=self.settings.sampling.temperature,
             width=width,
+            chunk_tokens=self.settings.logits_chunk_tokens,
+            with_entropy=with_entropy,
         )
-
-
-def micro_batches(lengths: Tensor, size: int) -> list[Tensor]:
-    """Row indices in groups of at most `size`, longest first, so that rows of like length share their padding.
-
-    Longest first also shows an out-of-memory error at once rather than at the end of a pass.
-    """
-    order = torch.sort(lengths, descending=True, stable=True).indices
-    return list(order.split(size)) if len(order) else []

@@ -13,7 +13,7 @@ from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorMod
 from reinforce_rl.algorithms.loss import Denominators
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
-from reinforce_rl.megatron.hf_weights import hf_tensors
+from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.rollout import ReinforceBatch, RolloutBatch
 from reinforce_rl.tokenizer import load_tokenizer
@@ -66,12 +66,25 @@ def sequences(count: float) -> Denominators:
 
 
 def actor_of(
-    folder: str | Path, mesh: Mesh, *, micro_batch_size: int = 2, forward_micro_batch_size: int = 4, **options: Any
+    folder: str | Path,
+    mesh: Mesh,
+    *,
+    micro_batch_size: int = 2,
+    forward_micro_batch_size: int = 4,
+    tokens_per_micro_batch: int | None = None,
+    **options: Any,
 ) -> MegatronGPTReinforceActorModel:
     lm = megatron_model(folder, mesh)
     tokenizer = load_tokenizer(folder)
     sampling = SamplingParams(max_length=8, temperature=TEMPERATURE)
-    settings = ActorSettings(sampling, sampling, micro_batch_size, forward_micro_batch_size, seed=0)
+    settings = ActorSettings(
+        sampling,
+        sampling,
+        micro_batch_size,
+        forward_micro_batch_size,
+        seed=0,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+    )
     return MegatronGPTReinforceActorModel(lm, tokenizer, NativeGenerator(lm, tokenizer), settings, **options)
 
 
@@ -80,15 +93,9 @@ def gradient_of(actor: MegatronGPTReinforceActorModel) -> Tensor:
 
     The mapping of weights to that layout is linear, so it maps gradients too.
     """
-    weights = {name: parameter.data for name, parameter in actor.lm.named_parameters()}
-    try:
-        for parameter in actor.lm.parameters():
-            parameter.data = parameter.main_grad
-        tensors = {name: tensor.clone() for name, tensor in hf_tensors(actor.lm)}
-    finally:
-        for name, parameter in actor.lm.named_parameters():
-            parameter.data = weights[name]
-    return flat(tensors)
+    gradients = {name: parameter.main_grad for name, parameter in parameters_of(actor.lm).items()}  # type: ignore
+    tensors = dict(hf_tensors(actor.lm, gradients))
+    return actor.mesh.from_tp_rank_0(flat(tensors) if actor.mesh.tp_rank == 0 else None)  # type: ignore[arg-type]
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:

@@ -58,10 +58,29 @@ def brute_force_log_probs(
     model: Any, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, temperature: float, width: int
 ) -> Tensor:
     """[N, width] from transformers' logits: one sequence at a time, unpadded, token by token."""
+    tables = _response_tables(model, sequences, prompt_lengths, response_lengths, temperature)
     rows = []
+    for table, tokens, prompt in zip(tables, sequences, prompt_lengths.tolist(), strict=True):
+        row = [table[t, tokens[prompt + t]] for t in range(len(table))]
+        rows.append(torch.stack(row + [torch.zeros(())] * (width - len(row))))
+    return torch.stack(rows)
+
+
+def brute_force_entropies(
+    model: Any, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, temperature: float, width: int
+) -> Tensor:
+    """[N, width]: minus the sum of p log p, from transformers' logits."""
+    tables = _response_tables(model, sequences, prompt_lengths, response_lengths, temperature)
+    rows = [-(table.exp() * table).sum(dim=-1) for table in tables]
+    return torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
+
+
+def _response_tables(
+    model: Any, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, temperature: float
+) -> list[Tensor]:
+    """log p of every token at every response position of each sequence: [response, V]."""
+    tables = []
     for tokens, prompt, response in zip(sequences, prompt_lengths.tolist(), response_lengths.tolist(), strict=True):
         logits = model(tokens[None, : prompt + response]).logits[0].float() / temperature
-        table = torch.log_softmax(logits, dim=-1)
-        row = [table[prompt + t - 1, tokens[prompt + t]] for t in range(response)]
-        rows.append(torch.stack(row + [torch.zeros(())] * (width - response)))
-    return torch.stack(rows)
+        tables.append(torch.log_softmax(logits, dim=-1)[prompt - 1 : prompt - 1 + response])
+    return tables

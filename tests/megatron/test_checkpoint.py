@@ -58,7 +58,8 @@ class Run:
             lengths = torch.tensor([5, 3]), torch.tensor([7, 6])
 
             def loss_of(model, batch):
-                return -response_log_probs(model, self.lm, *batch, temperature=1.0, width=7).sum()
+                scores = response_log_probs(model, self.lm, *batch, temperature=1.0, width=7, chunk_tokens=4)
+                return -scores.log_probs.sum()
 
             accumulate_gradients(self.ddp, [(sequences, *lengths)], loss_of)
             norms.append(self.optimizer.step().grad_norm)
