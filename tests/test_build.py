@@ -1,4 +1,4 @@
-"""The connection to reward servers: one or several, with weights, and what happens to the first if the second fails."""
+"""The connection to reward servers: one or several, with weights; and what becomes of one if another fails."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
 from helpers.tiny_run import compose, tiny_config, tiny_overrides
 from helpers.tiny_tokenizer import write_tiny_tokenizer
+from helpers.toy_server import free_port
 
 from reinforce_rl.build import connect_to_reward_servers
 from reinforce_rl.config import TrainConfig, load_config
@@ -19,6 +20,7 @@ from reinforce_rl.tokenizer import TokenizerInfo, load_tokenizer
 pytest.importorskip("tritonclient.http")
 
 RM = "remote_rm"
+VOCAB_SIZE = 32  # of the tiny model
 MORE = f"+{RM}.more_reward_models.safety"
 REQUEST = RewardRequest(torch.full((2, 3), 5), torch.tensor([3, 2]), ("", ""), ("", ""))
 
@@ -40,17 +42,13 @@ def closed(monkeypatch) -> list[int]:
 @pytest.fixture
 def servers(tmp_path):
     """Two that score two samples each, for the tiny model's tokenizer."""
-    info = describe(tokenizer=TokenizerInfo.of(load_tokenizer(tmp_path_tokenizer(tmp_path))), vocab_size=32)
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer", VOCAB_SIZE))
     with (
         FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as first,
         FakeRewardServer([answer([10.0, 20.0], [0, 0])]) as second,
     ):
-        first.info = second.info = info
+        first.info = second.info = describe(tokenizer=TokenizerInfo.of(tokenizer), vocab_size=VOCAB_SIZE)
         yield first, second
-
-
-def tmp_path_tokenizer(folder):
-    return write_tiny_tokenizer(folder / "tokenizer", 32)
 
 
 def connect(cfg: TrainConfig, mesh) -> RewardSource:
@@ -61,7 +59,7 @@ def connect(cfg: TrainConfig, mesh) -> RewardSource:
 def test_the_weighted_sum_of_two(tmp_path, mesh, servers, closed):
     first, second = servers
     own = [f"{RM}.reward_model.port={first.port}", f"{RM}.reward_model.name=helpful", f"{RM}.reward_model.weight=0.5"]
-    first.info = describe(name="helpful", tokenizer=first.info.tokenizer, vocab_size=32)
+    first.info = describe(name="helpful", tokenizer=first.info.tokenizer, vocab_size=VOCAB_SIZE)
     cfg = tiny_config(tmp_path, *own, f"{MORE}.port={second.port}", f"{MORE}.weight=-2")
     rm = connect(cfg, mesh)
     found = rm.infer_rm(REQUEST).result()
@@ -93,7 +91,7 @@ def test_a_single_one(tmp_path, mesh, servers, closed):
 
 def test_a_second_one_with_another_tokenizer(tmp_path, mesh, servers, closed):
     first, second = servers
-    second.info = describe(vocab_size=32)
+    second.info = describe(vocab_size=VOCAB_SIZE)
     cfg = tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}", f"{MORE}.port={second.port}")
     with pytest.raises(ConfigError, match=f":{second.port} reads other tokens"):
         connect(cfg, mesh)
@@ -101,9 +99,8 @@ def test_a_second_one_with_another_tokenizer(tmp_path, mesh, servers, closed):
 
 
 def test_a_second_one_that_does_not_answer(tmp_path, mesh, servers, closed):
-    first, second = servers
-    port = second.port
-    second._server.server_close()
+    first, _ = servers
+    port = free_port()
     cfg = tiny_config(
         tmp_path, f"{RM}.reward_model.port={first.port}", f"{MORE}.port={port}", f"{RM}.ready_timeout_seconds=0.2"
     )
@@ -114,10 +111,6 @@ def test_a_second_one_that_does_not_answer(tmp_path, mesh, servers, closed):
 
 @pytest.mark.parametrize("name", ["reward_model", "other"])
 def test_two_of_one_name_are_refused_before_anything_is_asked(tmp_path, name):
-    overrides = [
-        *tiny_overrides(tmp_path),
-        f"{RM}.reward_model.name={name}",
-        f"+{RM}.more_reward_models.{name}.port=1",
-    ]
-    with pytest.raises(ConfigError, match=f"more_reward_models.{name} is named as"):
-        load_config(compose(*overrides))
+    names = [f"{RM}.reward_model.name={name}", f"+{RM}.more_reward_models.{name}.port=1"]
+    with pytest.raises(ConfigError, match=rf"more_reward_models\.{name} is named as"):
+        load_config(compose(*tiny_overrides(tmp_path), *names))
