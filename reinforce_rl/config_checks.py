@@ -134,6 +134,11 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
             yield f"{key}.port is {server.port}; expected 1 to 65535"
         if not math.isfinite(server.weight) or server.weight == 0:
             yield f"{key}.weight is {server.weight}; expected a number other than 0"
+    if cfg.remote_rm.reward_model.name in cfg.remote_rm.more_reward_models:
+        yield (
+            f"remote_rm.more_reward_models.{cfg.remote_rm.reward_model.name} is named as remote_rm.reward_model is; "
+            "both are logged as rewards_NAME, so give it another name"
+        )
     if rl.discount_factor > 1:
         yield f"trainer.reinforce.discount_factor is {rl.discount_factor}; expected at most 1"
     if rl.ratio_clip_low > 1:

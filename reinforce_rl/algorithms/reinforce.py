@@ -371,7 +371,9 @@ class ReinforceTrainer:
         return [row for part in self.model.mesh.gather_over_dp(rows) for row in part]
 
     def _is_due(self, interval: int) -> bool:
-        return interval > 0 and (self.step % interval == 0 or self.step == self.max_steps)
+        # Dynamic filtering may use up the prompts before `max_steps`.
+        last = self.step == self.max_steps or self.train_dataloader.finished
+        return interval > 0 and (self.step % interval == 0 or last)
 
     def _out_of_time(self) -> bool:
         """Asked of all ranks, since their clocks differ and all must stop at the same step."""
