@@ -24,6 +24,7 @@ from helpers.policies import brute_force_log_probs, transformers_model
 from helpers.ranks import run_ranks
 from helpers.tiny_run import (
     compose,
+    however_cut,
     largest_difference,
     metrics_of,
     run,
@@ -144,7 +145,7 @@ class TestOptimizerSteps:
         for size in (16, 3, 1):
             with tiny_trainer(tiny_config(tmp_path / str(size), *TWICE, f"model.micro_batch_size={size}"), mesh) as it:
                 it.fit()
-            found.append((list(map(without_times, metrics_of(tmp_path / str(size)))), weights(it)))
+            found.append((list(map(however_cut, metrics_of(tmp_path / str(size)))), weights(it)))
         for lines, parameters in found[1:]:
             assert max(map(largest_difference, lines, found[0][0])) < 1e-4
             for one, other in zip(parameters, found[0][1], strict=True):
@@ -279,7 +280,7 @@ def test_two_ranks_equal_one(tmp_path, mesh):
     with tiny_trainer(load_config(compose(*overrides, log_dir(folders[0]))), mesh) as trainer:
         trainer.fit()
     run_ranks(SCRIPT, 2, tmp_path, "odd_share", *overrides, log_dir(folders[1]), "trainer.devices=2")
-    found, expected = ([without_times(line) for line in metrics_of(folder)] for folder in reversed(folders))
+    found, expected = (list(map(however_cut, metrics_of(folder))) for folder in reversed(folders))
     assert [line["train/optimizer_steps"] for line in expected] == [6, 4]
     for line, other in zip(found, expected, strict=True):
         assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
