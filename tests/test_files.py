@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.files import json_line, plain_number, read_json_lines, write_atomically, write_json_lines
+from reinforce_rl.files import (
+    json_line,
+    plain_number,
+    read_json_lines,
+    replace_folder,
+    write_atomically,
+    write_json_lines,
+)
 
 
 @pytest.mark.parametrize(
@@ -71,3 +78,21 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 def test_a_lone_surrogate_can_be_written(tmp_path):
     write_atomically(tmp_path / "file", "a\ud800b")
     assert (tmp_path / "file").read_text() == "a?b"
+
+
+def test_a_folder_is_replaced_whole(tmp_path):
+    folder, new = tmp_path / "folder", tmp_path / "new"
+    for text in ("first", "second"):
+        new.mkdir()
+        (new / text).write_text(text)
+        replace_folder(new, folder)
+        assert [file.name for file in folder.iterdir()] == [text]
+        assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_the_old_folder_stays_where_the_new_one_is_missing(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "nowhere", folder)
+    assert list(tmp_path.iterdir()) == [folder]

@@ -1,4 +1,4 @@
-"""The shape of a Llama-family model, from a Hugging Face `config.json`, and its padding for tensor parallelism."""
+"""The shape of a dense decoder, from a Hugging Face `config.json`, and its padding for tensor parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,26 @@ from typing import Any
 
 from reinforce_rl.errors import ConfigError
 
-SUPPORTED_MODEL_TYPES = ("llama",)
+# The supported families, each with what transformers assumes for a key that config.json leaves out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
+_DEFAULTS_OF_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+# Further keys that change what a model of these families computes, with the values under which it does not.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "mlp_bias": (False, None),
+    "num_experts": (0, 1, None),
+    "num_local_experts": (0, 1, None),
+    "dual_chunk_attention_config": (None,),
+    "quantization_config": (None,),
+    "partial_rotary_factor": (1, None),
+}
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -20,6 +39,10 @@ class Architecture:
         vocab_size: true rows of the embedding, as in the checkpoint.
         tied_embeddings: the output layer shares the embedding's weight.
         max_positions: the longest sequence the model was made for, in tokens.
+        qkv_bias: the query, key and value projections have biases.
+        output_bias: attention's output projection has one.
+        qk_norm: RMSNorm over each head's query and key, with one weight for all heads.
+        window: tokens that a position attends to, itself included; None for all before it.
         raw: the whole Hugging Face config, kept for RoPE's scaling and for export.
     """
 
@@ -33,6 +56,10 @@ class Architecture:
     norm_eps: float
     tied_embeddings: bool
     max_positions: int
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    window: int | None
     raw: dict[str, Any]
 
     @classmethod
@@ -54,49 +81,39 @@ class Architecture:
     @classmethod
     def from_hf(cls, raw: dict[str, Any], source: str = "config") -> Architecture:
         """From the values of a Hugging Face config; see `from_folder`."""
-        faults = []
-        required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        if raw.get("model_type") not in SUPPORTED_MODEL_TYPES:
-            faults.append(
-                f"{source}: model_type is {raw.get('model_type')!r}; supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
-            )
-        faults += [f"{source}: {key} is missing" for key in required if key not in raw]
-        expected = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-        faults += [
-            f"{source}: {key} is {raw[key]!r}; only {value!r} is supported"
-            for key, value in expected.items()
-            if raw.get(key, value) != value
-        ]
-        heads, groups = raw.get("num_attention_heads", 1), raw.get("num_key_value_heads") or 1
-        if heads % groups:
-            faults.append(f"{source}: num_key_value_heads is {groups}, which does not divide {heads} attention heads")
-        if not raw.get("head_dim") and raw.get("hidden_size", 0) % heads:
-            faults.append(
-                f"{source}: hidden_size is {raw['hidden_size']}, which {heads} attention heads do not divide, "
-                "and head_dim is not given"
-            )
+        family = raw.get("model_type")
+        values = {**_DEFAULTS.get(str(family), {}), **raw}
+        if family in ("qwen2", "qwen3"):
+            values = {**_DEFAULTS_OF_QWEN, **values}
+        faults = _faults(values)
         if faults:
-            raise ConfigError(faults)
+            raise ConfigError([f"{source}: {fault}" for fault in faults])
+        heads = values["num_attention_heads"]
+        attention_bias = bool(values.get("attention_bias")) and family in ("llama", "qwen3")
         return cls(
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            num_layers=raw["num_hidden_layers"],
+            vocab_size=values["vocab_size"],
+            hidden_size=values["hidden_size"],
+            num_layers=values["num_hidden_layers"],
             num_heads=heads,
-            num_groups=raw.get("num_key_value_heads") or heads,
-            head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
-            ffn_size=raw["intermediate_size"],
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
-            tied_embeddings=raw.get("tie_word_embeddings", False),
-            max_positions=raw.get("max_position_embeddings", 2048),
+            num_groups=values.get("num_key_value_heads") or heads,
+            head_size=values.get("head_dim") or values["hidden_size"] // heads,
+            ffn_size=values["intermediate_size"],
+            norm_eps=values.get("rms_norm_eps", 1e-6),
+            tied_embeddings=values.get("tie_word_embeddings", False),
+            max_positions=values["max_position_embeddings"],
+            qkv_bias=attention_bias or family == "qwen2",
+            output_bias=attention_bias,
+            qk_norm=family == "qwen3",
+            window=_windows(values).pop(),
             raw=raw,
         )
 
     def padded(self, tp_size: int) -> PaddedSizes:
         """Heads, groups and vocabulary rounded up so that `tp_size` ranks can share them.
 
-        A padded group has zero query, key, value and output weights: it adds exactly 0 to the output and to every
-        gradient, so SmolLM2's 9 heads in 3 groups run at TP=2 as 12 heads in 4 groups with unchanged numbers.
-        Padded vocabulary rows are zero, and their logits are set to minus infinity.
+        A padded group has zero query, key, value and output weights, and zero biases: it adds exactly 0 to the output
+        and to every gradient, so SmolLM2's 9 heads in 3 groups run at TP=2 as 12 heads in 4 groups with unchanged
+        numbers. Padded vocabulary rows are zero, and their logits are set to minus infinity.
 
         Raises:
             ConfigError: the feed-forward size does not divide.
@@ -123,6 +140,63 @@ class PaddedSizes:
     vocab_size: int
     num_groups: int
     num_heads: int
+
+
+def _faults(values: dict[str, Any]) -> list[str]:
+    """What is missing, contradictory or not supported."""
+    faults = []
+    if values.get("model_type") not in _DEFAULTS:
+        faults.append(
+            f"model_type is {values.get('model_type')!r}; supported: {', '.join(_DEFAULTS)} (dense decoders)"
+        )
+    required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    faults += [f"{key} is missing" for key in required if key not in values]
+    rope = _rope(values)
+    found = {**values, "partial_rotary_factor": rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))}
+    faults += [
+        f"{key} is {found[key]!r}; only {allowed[0]!r} is supported"
+        for key, allowed in _WITHOUT_EFFECT.items()
+        if key in found and found[key] not in allowed
+    ]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _ROPE_TYPES:
+        faults.append(f"rope_type is {kind!r}; supported: {', '.join(_ROPE_TYPES)}")
+    heads = values.get("num_attention_heads", 1)
+    groups = values.get("num_key_value_heads") or heads
+    if heads % groups:
+        faults.append(f"num_key_value_heads is {groups}, which does not divide {heads} attention heads")
+    if not values.get("head_dim") and values.get("hidden_size", 0) % heads:
+        faults.append(
+            f"hidden_size is {values['hidden_size']}, which {heads} attention heads do not divide, "
+            "and head_dim is not given"
+        )
+    if len(_windows(values)) > 1:
+        faults.append(
+            f"sliding_window is {values['sliding_window']} on some layers only (use_sliding_window, with "
+            "max_window_layers or layer_types); supported: on all layers or on none"
+        )
+    return faults
+
+
+def _rope(values: dict[str, Any]) -> dict[str, Any]:
+    """transformers' name for it is `rope_scaling` before version 5, and null where there is none."""
+    return values.get("rope_parameters") or values.get("rope_scaling") or {}
+
+
+def _windows(values: dict[str, Any]) -> set[int | None]:
+    """The sliding windows of the layers. None: there is none, or it is as long as the model's longest sequence."""
+    family, window = values.get("model_type"), values.get("sliding_window")
+    if window is None or window >= values.get("max_position_embeddings", 0):
+        return {None}
+    if family == "mistral":
+        return {window}
+    if family not in ("qwen2", "qwen3") or not values["use_sliding_window"]:
+        return {None}
+    kinds = values.get("layer_types") or [
+        "full_attention" if layer < values["max_window_layers"] else "sliding_attention"
+        for layer in range(values.get("num_hidden_layers", 0))
+    ]
+    return {window if kind == "sliding_attention" else None for kind in kinds}
 
 
 def _round_up(value: int, multiple: int) -> int:

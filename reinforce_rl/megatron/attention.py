@@ -27,16 +27,26 @@ class KVCache:
         groups: key-value groups on this tensor-parallel rank.
         slots: the longest sequence, prompt and response.
         head_size: d.
+        window: tokens that a position attends to, itself included; None for all before it.
     """
 
     def __init__(
-        self, num_layers: int, batch: int, groups: int, slots: int, head_size: int, dtype: torch.dtype, device: Any
+        self,
+        num_layers: int,
+        batch: int,
+        groups: int,
+        slots: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: Any,
+        window: int | None = None,
     ):
         shape = (num_layers, 2, batch, groups, slots, head_size)
         self._store = torch.zeros(shape, dtype=dtype, device=device)
         # int64 [b]: the position that each row's next token takes; None while the prompts are read.
         self.positions: Tensor | None = None
         self._used_slots = 0
+        self._window = window
         self._mask: Tensor | None = None
 
     def begin_decoding(self, prompt_lengths: Tensor, num_samples: int) -> None:
@@ -54,7 +64,7 @@ class KVCache:
         self.positions = positions
         self._used_slots = int(positions.max()) + 1
         slots = torch.arange(self._used_slots, device=positions.device)
-        self._mask = (slots[None, :] <= positions[:, None])[:, None, None, :]
+        self._mask = _visible(positions[:, None], slots[None, :], self._window)[:, None, None, :]
 
     def keep(self, rows: Tensor) -> None:
         """Drop every row but these (int64 [b']); what finished no longer costs anything."""
@@ -75,7 +85,7 @@ class KVCache:
             width = key.shape[2]
             keys[:, :, :width] = key
             values[:, :, :width] = value
-            return causal_attention(query, key, value, scale)
+            return causal_attention(query, key, value, scale, self._window)
         rows = torch.arange(key.shape[0], device=key.device)
         keys[rows, :, self.positions] = key[:, :, 0]
         values[rows, :, self.positions] = value[:, :, 0]
@@ -90,10 +100,23 @@ class KVCache:
         return out.view(batch, heads, 1, head_size)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None = None
+) -> Tensor:
     """Causal attention with grouped keys: query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d]."""
     grouped = key.shape[1] != query.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    length = query.shape[2]
+    if window is None or length <= window:  # without a mask, torch has faster kernels
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    positions = torch.arange(length, device=query.device)
+    mask = _visible(positions[:, None], positions[None, :], window)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def _visible(positions: Tensor, others: Tensor, window: int | None) -> Tensor:
+    """Whether each position attends to each other one; the two broadcast."""
+    mask = others <= positions
+    return mask if window is None else mask & (others > positions - window)
 
 
 class CoreAttention(torch.nn.Module):
@@ -104,13 +127,15 @@ class CoreAttention(torch.nn.Module):
         if config.attention_dropout:
             raise ReinforceError(f"attention_dropout is {config.attention_dropout}; only 0 is supported")
         self._scale = softmax_scale
+        # megatron's (left, right) counts the tokens beside a position's own.
+        self._window = None if config.window_size is None else config.window_size[0] + 1
         self._layer = layer_number - 1  # megatron counts from 1
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: KVCache | None, **_: Any) -> Tensor:
         """query [s, b, h, d], key and value [s, b, g, d] to [s, b, h * d]."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         if attention_mask is None:
-            out = causal_attention(q, k, v, self._scale)
+            out = causal_attention(q, k, v, self._scale, self._window)
         else:
             out = attention_mask.attend(self._layer, q, k, v, self._scale)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)

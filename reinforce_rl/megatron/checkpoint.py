@@ -154,7 +154,7 @@ class Checkpointer:
                 _set_rng_state(torch.load(rng, weights_only=True))
         except (Exception, CheckpointException) as error:  # torch's own is not an Exception
             failure = CheckpointError(
-                f"checkpoint {checkpoint.folder} cannot be loaded: {_reason(error)}. "
+                f"checkpoint {checkpoint.folder} cannot be loaded: {reason_of(error)}. "
                 f"To go on from an older one, write its name into {self.folder / LATEST_FILE}"
             )
             failure.__cause__ = error
@@ -180,14 +180,14 @@ class Checkpointer:
 
     def _cannot_write(self, part: Path, error: BaseException) -> CheckpointError:
         failure = CheckpointError(
-            f"rank {self._mesh.rank} cannot write the checkpoint {part}: {_reason(error)}. "
+            f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason_of(error)}. "
             "The previous checkpoint is untouched; free some space and start the run again"
         )
         failure.__cause__ = error
         return failure
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """torch's own exception has the tracebacks of all ranks as its text; the errors below them say what is wrong."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {inner[0]}" for rank, inner in error.failures.items())

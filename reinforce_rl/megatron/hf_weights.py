@@ -1,30 +1,37 @@
-"""Weights between a Hugging Face folder and a tensor-parallel megatron model, both ways.
+"""Weights between a Hugging Face folder and a tensor-parallel megatron model, both ways, one parameter at a time.
 
-megatron's layout differs in two places: q, k and v are one matrix, interleaved group by group (q heads of group 0,
-k of group 0, v of group 0, q heads of group 1, ...), and gate and up projections are one matrix, gate first on each
-rank. Padding for tensor parallelism is described at `Architecture.padded`.
+Where each tensor lies is `weight_map`'s table. A rank reads its own slices only; on the way back rank 0 holds one file
+of weights at most, and the parameter that is being gathered.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import itertools
 import json
-import os
+import math
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from reinforce_rl.errors import CheckpointError
-from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.files import replace_folder
+from reinforce_rl.megatron.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, Row, weight_map
 
-ReadTensor = Callable[[str], Tensor]
+T = TypeVar("T")
+# Runs through a sequence, as `iter` does, and may show how far it is.
+Track = Callable[[Sequence[T]], Iterable[T]]
 
+# Frequencies of RoPE, which older folders hold and the model computes.
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 # What an exported folder takes over from the one that the model came from: config and tokenizer.
 _CARRIED_OVER = (
     "*config.json",
@@ -38,163 +45,120 @@ _CARRIED_OVER = (
 )
 
 
-class HFFolder:
-    """The safetensors of a Hugging Face folder, read tensor by tensor."""
-
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        self._file_of = self._index()
-
-    def _index(self) -> dict[str, Path]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            try:
-                names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"{index} cannot be read: {error!r}; expected a JSON object weight_map"
-                ) from error
-            missing = sorted({file for file in names.values() if not (self.folder / file).is_file()})
-            if missing:
-                raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
-            return {name: self.folder / file for name, file in names.items()}
-        single = self.folder / "model.safetensors"
-        if not single.is_file():
-            raise CheckpointError(
-                f"{self.folder} holds neither model.safetensors nor model.safetensors.index.json; "
-                "expected a Hugging Face folder with safetensors (pickled .bin weights are not read)"
-            )
-        with _opened(single) as file:
-            return dict.fromkeys(file.keys(), single)
-
-    def __call__(self, name: str) -> Tensor:
-        """One tensor by its Hugging Face name.
-
-        Raises:
-            CheckpointError: no such tensor, or its file is damaged.
-        """
-        if name not in self._file_of:
-            raise CheckpointError(f"{self.folder} has no tensor {name!r}; is this a Llama-family checkpoint?")
-        with _opened(self._file_of[name]) as file:
-            return file.get_tensor(name)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    from safetensors import safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except Exception as error:  # safetensors raises its own, undocumented type for a damaged file
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-
-
-def load_hf_weights(lm: CausalLM, read: ReadTensor) -> None:
+def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> None:
     """Fill this rank's slice of the model.
 
     Args:
         lm: the model, of any tensor-parallel size.
-        read: gives a whole tensor by its Hugging Face name, as `HFFolder` does.
+        folder: read slice by slice.
+        track: runs through the parameters.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape than the architecture says.
+        CheckpointError: tensors are missing, unknown or of another shape than config.json says; all in one message.
     """
-    arch, mesh = lm.architecture, lm.mesh
-    own = dict(lm.named_parameters())
+    arch, rank = lm.architecture, lm.mesh.tp_rank
+    rows = weight_map(arch, lm.mesh.tp_size)
+    # Some folders hold the output layer as well, though it is the embedding.
+    also = arch.tied_embeddings and OUTPUT_LAYER in folder
+    shapes = {row.hf: row.shape for row in rows}
+    folder.check({**shapes, OUTPUT_LAYER: shapes[EMBEDDING]} if also else shapes, _COMPUTED)
+    own = parameters_of(lm)
     with torch.no_grad():
-        for name, value in _megatron_tensors(arch, mesh, _checked(arch, read)):
-            own.pop(name).copy_(value)
+        for name, parts in track(_by_parameter(rows)):
+            if name not in own:
+                continue  # of another rank's layers
+            parameter = own.pop(name).zero_()  # what no tensor fills is padding
+            for row in parts:
+                start, end = row.part(rank)
+                if start < end:
+                    part = folder.read(row.hf, row.axis, (start, end))
+                    row.place(parameter, rank).copy_(row.like_place(part))
+                    if also and row.hf == EMBEDDING:
+                        _check_tied(folder, part, start, end)
     if own:
-        raise CheckpointError(f"parameters that the checkpoint did not fill: {', '.join(sorted(own))}")
+        raise RuntimeError(f"the weight map does not fill {', '.join(sorted(own))}")
 
 
-def _checked(arch: Architecture, read: ReadTensor) -> ReadTensor:
-    """Refuses tensors of other shapes than the architecture's, which padding or broadcasting would hide."""
-    h, d = arch.hidden_size, arch.head_size
-    shapes = {
-        "embed_tokens": (arch.vocab_size, h),
-        "lm_head": (arch.vocab_size, h),
-        "q_proj": (arch.num_heads * d, h),
-        "k_proj": (arch.num_groups * d, h),
-        "v_proj": (arch.num_groups * d, h),
-        "o_proj": (h, arch.num_heads * d),
-        "gate_proj": (arch.ffn_size, h),
-        "up_proj": (arch.ffn_size, h),
-        "down_proj": (h, arch.ffn_size),
+def parameters_of(lm: CausalLM) -> dict[str, Tensor]:
+    """This rank's parameters, their layers numbered as in the whole model."""
+    layers: Any = lm.decoder.layers
+    numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(layers)}  # megatron counts from 1
+    return {
+        re.sub(r"^(decoder\.layers\.)(\d+)", lambda found: found[1] + str(numbers[found[2]]), name): parameter
+        for name, parameter in lm.named_parameters()
     }
 
-    def checked(name: str) -> Tensor:
-        tensor = read(name)
-        expected = shapes.get(name.split(".")[-2], (h,))  # the rest are norms
-        if tensor.shape != expected:
-            raise CheckpointError(
-                f"{name} has shape {tuple(tensor.shape)} in the checkpoint; by config.json it should be {expected}"
-            )
-        return tensor
 
-    return checked
+def hf_tensors(
+    lm: CausalLM,
+    values: Mapping[str, Tensor] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    track: Track = iter,
+) -> Iterator[tuple[str, Tensor | None]]:
+    """The model's weights in Hugging Face names and shapes, one at a time.
 
+    A collective call: every tensor-parallel rank must run the iterator to its end.
 
-def _megatron_tensors(arch: Architecture, mesh: Mesh, read: ReadTensor) -> Iterator[tuple[str, Tensor]]:
-    sizes = arch.padded(mesh.tp_size)
+    Args:
+        lm: the model.
+        values: what to map in place of the weights, such as their gradients, by the names of `parameters_of`.
+        dtype: of the result; None for that of the weights.
+        track: runs through the parameters.
 
-    def column(weight: Tensor) -> Tensor:
-        return weight.chunk(mesh.tp_size, 0)[mesh.tp_rank]
-
-    def vocabulary(weight: Tensor) -> Tensor:
-        return column(_pad_rows(weight, sizes.vocab_size))
-
-    yield "embedding.word_embeddings.weight", vocabulary(read("model.embed_tokens.weight"))
-    for layer in range(arch.num_layers):
-        theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        yield ours + "input_layernorm.weight", read(theirs + "input_layernorm.weight")
-        yield ours + "pre_mlp_layernorm.weight", read(theirs + "post_attention_layernorm.weight")
-        q, k, v = (read(f"{theirs}self_attn.{part}_proj.weight") for part in "qkv")
-        yield ours + "self_attention.linear_qkv.weight", column(_join_qkv(arch, q, k, v, sizes.num_groups))
-        output = read(theirs + "self_attn.o_proj.weight")
-        padded = _pad_rows(output.t(), sizes.num_heads * arch.head_size)
-        yield ours + "self_attention.linear_proj.weight", column(padded).t()
-        gate, up = (column(read(f"{theirs}mlp.{part}_proj.weight")) for part in ("gate", "up"))
-        yield ours + "mlp.linear_fc1.weight", torch.cat((gate, up))
-        yield ours + "mlp.linear_fc2.weight", column(read(theirs + "mlp.down_proj.weight").t()).t()
-    yield "decoder.final_layernorm.weight", read("model.norm.weight")
-    if not arch.tied_embeddings:
-        yield "output_layer.weight", vocabulary(read("lm_head.weight"))
-
-
-def hf_tensors(lm: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """The model's weights in Hugging Face names and shapes, one at a time, on the CPU.
-
-    A collective call: every tensor-parallel rank must run the iterator to its end. Each rank gets the whole tensors.
+    Yields:
+        name and whole tensor, on the CPU and with memory of its own, on the first tensor-parallel rank; elsewhere
+        name and None.
     """
-    arch, mesh = lm.architecture, lm.mesh
-    own = {name: parameter.detach() for name, parameter in lm.named_parameters()}
-
-    def gather(name: str, dim: int = 0) -> Tensor:
-        return _gather_over_tp(own[name], mesh, dim).cpu()
-
-    yield "model.embed_tokens.weight", gather("embedding.word_embeddings.weight")[: arch.vocab_size]
-    for layer in range(arch.num_layers):
-        theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        yield theirs + "input_layernorm.weight", own[ours + "input_layernorm.weight"].cpu()
-        yield theirs + "post_attention_layernorm.weight", own[ours + "pre_mlp_layernorm.weight"].cpu()
-        q, k, v = _split_qkv(arch, gather(ours + "self_attention.linear_qkv.weight"))
-        yield theirs + "self_attn.q_proj.weight", q
-        yield theirs + "self_attn.k_proj.weight", k
-        yield theirs + "self_attn.v_proj.weight", v
-        output = gather(ours + "self_attention.linear_proj.weight", dim=1)
-        yield theirs + "self_attn.o_proj.weight", output[:, : arch.num_heads * arch.head_size]
-        fc1 = gather(ours + "mlp.linear_fc1.weight").view(mesh.tp_size, 2, -1, arch.hidden_size)
-        yield theirs + "mlp.gate_proj.weight", fc1[:, 0].reshape(-1, arch.hidden_size)
-        yield theirs + "mlp.up_proj.weight", fc1[:, 1].reshape(-1, arch.hidden_size)
-        yield theirs + "mlp.down_proj.weight", gather(ours + "mlp.linear_fc2.weight", dim=1)
-    yield "model.norm.weight", own["decoder.final_layernorm.weight"].cpu()
-    if not arch.tied_embeddings:
-        yield "lm_head.weight", gather("output_layer.weight")[: arch.vocab_size]
+    mesh = lm.mesh
+    own = parameters_of(lm) if values is None else values
+    for name, rows in track(_by_parameter(weight_map(lm.architecture, mesh.tp_size))):
+        value = own[name].detach()
+        shared = rows[0].split is not None
+        parts = _on_first_rank(value.to(dtype or value.dtype), mesh, shared)
+        for row in rows:
+            yield row.hf, None if parts is None else _assembled(row, parts)
 
 
-def export_hf_folder(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
+def _by_parameter(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    return [(name, list(group)) for name, group in itertools.groupby(rows, lambda row: row.megatron)]
+
+
+def _check_tied(folder: HFFolder, embedding: Tensor, start: int, end: int) -> None:
+    if not torch.equal(embedding, folder.read(OUTPUT_LAYER, 0, (start, end))):
+        raise CheckpointError(
+            f"{folder.folder}: config.json says tie_word_embeddings, but {OUTPUT_LAYER} differs from {EMBEDDING}. "
+            f"Set tie_word_embeddings to false in config.json, or remove {OUTPUT_LAYER}"
+        )
+
+
+def _on_first_rank(value: Tensor, mesh: Mesh, shared: bool) -> list[Tensor] | None:
+    """A parameter's slices in rank order on the first tensor-parallel rank, None on the others."""
+    if mesh.tp_size == 1 or not shared:
+        return [value] if mesh.tp_rank == 0 else None
+    parts = [torch.empty_like(value) for _ in range(mesh.tp_size)] if mesh.tp_rank == 0 else None
+    torch.distributed.gather(value.contiguous(), parts, group=mesh.tp_group, group_dst=0)
+    return parts
+
+
+def _assembled(row: Row, parts: list[Tensor]) -> Tensor:
+    whole = torch.empty(row.shape, dtype=parts[0].dtype)
+    for rank, part in enumerate(parts):
+        start, end = row.part(rank)
+        if start < end:
+            row.part_in(whole, rank).copy_(row.place(part, rank))
+    return whole
+
+
+def export_hf_folder(
+    lm: CausalLM,
+    source: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    track: Track = iter,
+) -> Path:
     """Write the model as a Hugging Face folder that transformers loads: weights, config and tokenizer files.
 
     A collective call of all ranks; the first one writes. The folder appears whole or not at all.
@@ -203,33 +167,76 @@ def export_hf_folder(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
         lm: the model.
         source: the folder it came from, whose config and tokenizer files are carried over.
         out: the folder to write; replaced where it exists.
+        dtype: of the weights in the folder; None for the model's.
+        max_shard_bytes: of one file of weights, which is also what the first rank holds of the model besides its own
+            share. A larger tensor has a file of its own.
+        track: runs through the parameters.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: on every rank, it cannot be written.
     """
+    source, out, mesh = Path(source), Path(out), lm.mesh
+    part = out.with_name(out.name + ".part")
+    dtype = dtype or lm.config.params_dtype
+    files = shard_files(weight_map(lm.architecture, mesh.tp_size), dtype, max_shard_bytes)
+
+    def write(action: Callable[[], None]) -> None:
+        failure: Exception | None = None
+        if mesh.is_main:
+            try:
+                action()
+            except Exception as error:  # safetensors raises its own, undocumented type where the disk is full
+                shutil.rmtree(part, ignore_errors=True)
+                failure = CheckpointError(f"cannot write the Hugging Face folder {out}: {error}")
+        mesh.check_together(failure)
+
+    def begin() -> None:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        carry_over(source, part)
+        _set_dtype(part / "config.json", dtype)
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(size for names in files.values() for size in names.values())},
+                "weight_map": {name: file for file, names in files.items() for name in names},
+            }
+            (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    write(begin)
+    # The other data-parallel ranks hold the same weights: they wait at the end of each file only.
+    tensors = hf_tensors(lm, dtype=dtype, track=track) if mesh.dp_rank == 0 else iter(())
+    for file, names in files.items():
+        shard: Any = dict(itertools.islice(tensors, len(names)))  # tensors on the main rank, None elsewhere
+        write(functools.partial(_save, shard, part / file))
+        shard.clear()  # else it would live on while the next one is gathered
+    write(lambda: replace_folder(part, out))
+    return out
+
+
+def shard_files(rows: list[Row], dtype: torch.dtype, max_bytes: int) -> dict[str, dict[str, int]]:
+    """File names to the tensors in each, in order, and the bytes of each tensor."""
+    shards: list[dict[str, int]] = [{}]
+    for row in rows:
+        size = math.prod(row.shape) * dtype.itemsize
+        if shards[-1] and sum(shards[-1].values()) + size > max_bytes:
+            shards.append({})
+        shards[-1][row.hf] = size
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def carry_over(source: Path, out: Path) -> None:
+    """Copy config and tokenizer files of a Hugging Face folder."""
+    for file in sorted({file for pattern in _CARRIED_OVER for file in source.glob(pattern)}):
+        shutil.copyfile(file, out / file.name)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
-    source, out = Path(source), Path(out)
-    writer = lm.mesh.is_main
-    tensors = {name: tensor.contiguous().clone() for name, tensor in hf_tensors(lm) if writer}
-    failure: Exception | None = None
-    if writer:
-        part = out.with_name(out.name + ".part")
-        try:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            for file in sorted({file for pattern in _CARRIED_OVER for file in source.glob(pattern)}):
-                shutil.copyfile(file, part / file.name)
-            _set_dtype(part / "config.json", lm.config.params_dtype)
-            save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-            (part / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
-            shutil.rmtree(out, ignore_errors=True)
-            os.replace(part, out)
-        except Exception as error:  # safetensors raises its own, undocumented type where the disk is full
-            shutil.rmtree(part, ignore_errors=True)
-            failure = CheckpointError(f"cannot write the Hugging Face folder {out}: {error}")
-    lm.mesh.check_together(failure)
-    return out
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes it readable by its owner only
 
 
 def _set_dtype(config: Path, dtype: torch.dtype) -> None:
@@ -238,34 +245,3 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
     key = "torch_dtype" if "torch_dtype" in values else "dtype"  # its name before transformers 5
     values[key] = str(dtype).removeprefix("torch.")
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _join_qkv(arch: Architecture, q: Tensor, k: Tensor, v: Tensor, num_groups: int) -> Tensor:
-    """[heads * d, h] and twice [groups * d, h] to [groups' * (heads / groups + 2) * d, h], zero groups added."""
-    d, groups = arch.head_size, arch.num_groups
-    parts = [t.view(groups, -1, d, arch.hidden_size) for t in (q, k, v)]
-    joined = torch.cat(parts, dim=1)
-    return _pad_rows(joined, num_groups).reshape(-1, arch.hidden_size)
-
-
-def _split_qkv(arch: Architecture, joined: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Inverse of `_join_qkv`."""
-    d, h = arch.head_size, arch.hidden_size
-    per_group = arch.num_heads // arch.num_groups
-    grouped = joined.view(-1, per_group + 2, d, h)[: arch.num_groups]
-    q, k, v = grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1]
-    return q.reshape(-1, h), k.reshape(-1, h), v.reshape(-1, h)
-
-
-def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    if tensor.shape[0] == rows:
-        return tensor
-    return torch.cat((tensor, tensor.new_zeros((rows - tensor.shape[0], *tensor.shape[1:]))))
-
-
-def _gather_over_tp(tensor: Tensor, mesh: Mesh, dim: int) -> Tensor:
-    if mesh.tp_size == 1:
-        return tensor
-    parts = [torch.empty_like(tensor) for _ in range(mesh.tp_size)]
-    torch.distributed.all_gather(parts, tensor.contiguous(), group=mesh.tp_group)
-    return torch.cat(parts, dim=dim)

@@ -1,4 +1,4 @@
-"""A Llama-family decoder as a megatron-core `GPTModel`: actor, reference and reward model are all this class.
+"""A dense decoder as a megatron-core `GPTModel`: actor, reference and reward model are all this class.
 
 Notation: b batch, s sequence, h hidden, d head size, V vocabulary.
 """
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.attention import CoreAttention, KVCache
 from reinforce_rl.megatron.chunked_head import VocabShard
@@ -34,6 +34,13 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class BiasedRowParallelLinear(RowParallelLinear):
+    """megatron's, with a bias: its configuration has none for attention's output without one for the MLP."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **{**options, "bias": True})
+
+
 class CausalLM(GPTModel):
     """GPTModel that gives hidden states, applies RoPE at the positions it is told, and takes a KV cache.
 
@@ -49,6 +56,7 @@ class CausalLM(GPTModel):
 
     def __init__(self, architecture: Architecture, mesh: Mesh, dtype: torch.dtype = torch.float32):
         sizes = architecture.padded(mesh.tp_size)
+        inverse_frequencies, rope_scale = rope_parameters(architecture)
         config = TransformerConfig(
             num_layers=architecture.num_layers,
             hidden_size=architecture.hidden_size,
@@ -61,6 +69,11 @@ class CausalLM(GPTModel):
             gated_linear_unit=True,
             activation_func=F.silu,
             add_bias_linear=False,
+            add_qkv_bias=architecture.qkv_bias,
+            # With this, megatron also sums the gradients of these norms, which all heads share, over the ranks.
+            qk_layernorm=architecture.qk_norm,
+            window_size=None if architecture.window is None else (architecture.window - 1, 0),
+            softmax_scale=rope_scale**2 / architecture.head_size**0.5,
             attention_dropout=0.0,
             hidden_dropout=0.0,
             tensor_model_parallel_size=mesh.tp_size,
@@ -80,7 +93,12 @@ class CausalLM(GPTModel):
         layer = get_gpt_layer_local_spec(normalization="RMSNorm")
         parts: Any = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        parts.self_attention.submodules.core_attention = CoreAttention
+        attention = parts.self_attention.submodules
+        attention.core_attention = CoreAttention
+        if architecture.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if architecture.output_bias:
+            attention.linear_proj = BiasedRowParallelLinear
         block = TransformerBlockSubmodules(
             layer_specs=[layer] * architecture.num_layers,
             layer_norm=RMSNorm,  # type: ignore[arg-type]
@@ -96,7 +114,7 @@ class CausalLM(GPTModel):
         )
         self.architecture, self._sizes = architecture, sizes
         self.mesh = mesh
-        self._inv_freq = rope_frequencies(architecture).to(mesh.device)
+        self._inv_freq = inverse_frequencies.to(mesh.device)
 
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, position_ids: Tensor | None = None, cache: KVCache | None = None
@@ -163,26 +181,22 @@ class CausalLM(GPTModel):
             head_size=self.architecture.head_size,
             dtype=self.config.params_dtype,
             device=self.mesh.device,
+            window=self.architecture.window,
         )
 
 
-def rope_frequencies(architecture: Architecture) -> Tensor:
-    """RoPE's inverse frequencies, float32 [d / 2], as transformers computes them for the same config.
+def rope_parameters(architecture: Architecture) -> tuple[Tensor, float]:
+    """RoPE's inverse frequencies, float32 [d / 2], and the factor on its sines and cosines, as transformers has them.
 
-    Raises:
-        ConfigError: a scaling that also rescales attention, which is not supported.
+    The factor, which only YaRN has, applies to queries and keys alike: its square scales the attention scores.
     """
-    from transformers import LlamaConfig
+    from transformers import CONFIG_MAPPING
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = LlamaConfig(**architecture.raw)
-    kind = config.rope_parameters["rope_type"]  # type: ignore[index]
-    if kind == "default":
-        compute = LlamaRotaryEmbedding.compute_default_rope_parameters
-    elif kind in ("linear", "llama3"):
-        compute = ROPE_INIT_FUNCTIONS[kind]
-    else:
-        raise ConfigError([f"rope_type {kind!r} is not supported; supported: default, linear, llama3"])
-    inverse_frequencies, _ = compute(config, device=torch.device("cpu"))
-    return inverse_frequencies
+    config: Any = CONFIG_MAPPING[architecture.raw["model_type"]].from_dict(architecture.raw)
+    kind = config.rope_parameters["rope_type"]
+    default = LlamaRotaryEmbedding.compute_default_rope_parameters
+    compute = default if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+    inverse_frequencies, scale = compute(config, device=torch.device("cpu"))
+    return inverse_frequencies, float(scale)

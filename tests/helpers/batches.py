@@ -13,7 +13,7 @@ from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorMod
 from reinforce_rl.algorithms.loss import Denominators
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
-from reinforce_rl.megatron.hf_weights import hf_tensors
+from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.rollout import ReinforceBatch, RolloutBatch
 from reinforce_rl.tokenizer import load_tokenizer
@@ -80,15 +80,9 @@ def gradient_of(actor: MegatronGPTReinforceActorModel) -> Tensor:
 
     The mapping of weights to that layout is linear, so it maps gradients too.
     """
-    weights = {name: parameter.data for name, parameter in actor.lm.named_parameters()}
-    try:
-        for parameter in actor.lm.parameters():
-            parameter.data = parameter.main_grad
-        tensors = {name: tensor.clone() for name, tensor in hf_tensors(actor.lm)}
-    finally:
-        for name, parameter in actor.lm.named_parameters():
-            parameter.data = weights[name]
-    return flat(tensors)
+    gradients = {name: parameter.main_grad for name, parameter in parameters_of(actor.lm).items()}  # type: ignore
+    tensors = dict(hf_tensors(actor.lm, gradients))
+    return actor.mesh.from_tp_rank_0(flat(tensors) if actor.mesh.tp_rank == 0 else None)  # type: ignore[arg-type]
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:

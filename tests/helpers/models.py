@@ -69,15 +69,46 @@ def tiny_llama_folder(
         **scaling,
     )
     model = LlamaForCausalLM(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1:
-                parameter.copy_(1.0 + 0.1 * noise)
-            elif "embed_tokens" in name or "lm_head" in name:
-                parameter.copy_(noise * logit_scale / hidden**0.5)
-            else:
-                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+    randomize(model, seed, logit_scale)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return write_tiny_tokenizer(folder, vocab_size=vocab_size)
+
+
+def tiny_family_folder(folder: str | Path, family: str, *, max_shard_size: int | str = "1GB", **keys: Any) -> Path:
+    """As `tiny_llama_folder`, for any `model_type` and with any keys of its config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(folder)
+    values = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **keys,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values))
+    randomize(model, seed=0, logit_scale=2.0)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return write_tiny_tokenizer(folder, vocab_size=values["vocab_size"])
+
+
+@torch.no_grad()
+def randomize(model: Any, seed: int, logit_scale: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith(".bias"):
+            parameter.copy_(0.5 * noise)
+        elif parameter.ndim == 1:
+            parameter.copy_(1.0 + 0.1 * noise)
+        elif "embed_tokens" in name or "lm_head" in name:
+            parameter.copy_(noise * logit_scale / parameter.shape[1] ** 0.5)
+        else:
+            parameter.copy_(noise / parameter.shape[1] ** 0.5)

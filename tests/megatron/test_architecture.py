@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 from helpers.models import tiny_llama_folder
+from helpers.public_configs import CONFIGS, PARAMETERS, QWEN2_5_7B
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.model import rope_parameters
+from reinforce_rl.megatron.weight_map import weight_map
 
 SMOLLM2 = {
     "model_type": "llama",
@@ -28,6 +34,84 @@ def test_reads_what_transformers_wrote(tmp_path):
     assert not found.tied_embeddings
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_public_models_have_their_published_size(name):
+    """Of the models' cards, or of `total_size` in their index files; no weights are needed."""
+    arch = Architecture.from_hf(CONFIGS[name])
+    for tp_size in (1, 4):
+        count = sum(math.prod(row.shape) for row in weight_map(arch, tp_size))
+        assert count == PARAMETERS[name]
+    frequencies, scale = rope_parameters(arch)
+    assert frequencies.shape == (arch.head_size // 2,)
+    assert scale == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(family):
+    from transformers import CONFIG_MAPPING
+
+    raw = {
+        "model_type": family,
+        "vocab_size": 64,
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "intermediate_size": 64,
+    }
+    theirs = CONFIG_MAPPING[family].from_dict(raw)
+    found = Architecture.from_hf(raw)
+    head_size = getattr(theirs, "head_dim", None) or 256 // 32
+    assert (found.num_groups, found.head_size) == (theirs.num_key_value_heads, head_size)
+    assert (found.norm_eps, found.max_positions) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+    assert found.window == getattr(theirs, "sliding_window", None)
+    assert found.tied_embeddings == theirs.tie_word_embeddings
+
+
+def test_biases_and_norms_of_the_families():
+    found = {name: Architecture.from_hf(raw) for name, raw in CONFIGS.items()}
+    assert {name for name, arch in found.items() if arch.qkv_bias} == {"Qwen2.5-0.5B", "Qwen2.5-7B"}
+    assert {name for name, arch in found.items() if arch.qk_norm} == {"Qwen3-0.6B", "Qwen3-8B"}
+    assert not any(arch.output_bias for arch in found.values())
+    biased = Architecture.from_hf({**SMOLLM2, "attention_bias": True})
+    assert (biased.qkv_bias, biased.output_bias) == (True, True)
+
+
+USED = {"sliding_window": 512, "use_sliding_window": True}
+WINDOWS = {
+    "mistral, window": ("mistral", {"sliding_window": 512}, 512),
+    "mistral, null": ("mistral", {"sliding_window": None}, None),
+    "mistral, as long as the model": ("mistral", {"sliding_window": 2048}, None),
+    "qwen2, not used": ("qwen2", {"sliding_window": 512}, None),
+    "qwen2, on all layers": (
+        "qwen2",
+        {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 0},
+        512,
+    ),
+    "qwen2, on no layer": (
+        "qwen2",
+        {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 30},
+        None,
+    ),
+    "qwen3, by layer_types": ("qwen3", {**USED, "layer_types": ["sliding_attention"] * 30}, 512),
+    "qwen2, long, on some layers": ("qwen2", {**USED, "sliding_window": 4096, "max_window_layers": 15}, None),
+    "llama has none": ("llama", {"sliding_window": 512}, None),
+}
+
+
+@pytest.mark.parametrize(("family", "keys", "window"), WINDOWS.values(), ids=WINDOWS.keys())
+def test_sliding_window(family, keys, window):
+    raw = {**SMOLLM2, "max_position_embeddings": 2048, **keys, "model_type": family}
+    assert Architecture.from_hf(raw).window == window
+
+
+@pytest.mark.parametrize(
+    "keys", [{"max_window_layers": 15}, {"layer_types": ["sliding_attention"] * 29 + ["full_attention"]}]
+)
+def test_a_window_on_some_layers_is_refused(keys):
+    with pytest.raises(ConfigError, match="sliding_window is 512 on some layers only"):
+        Architecture.from_hf({**SMOLLM2, "model_type": "qwen2", "max_position_embeddings": 2048, **USED, **keys})
+
+
 def test_defaults_of_older_configs():
     values = {k: v for k, v in SMOLLM2.items() if k not in ("num_key_value_heads", "tie_word_embeddings")}
     found = Architecture.from_hf(values)
@@ -35,17 +119,36 @@ def test_defaults_of_older_configs():
 
 
 def test_all_faults_in_one_message():
-    raw = {**SMOLLM2, "model_type": "mamba", "attention_bias": True, "num_key_value_heads": 2, "hidden_act": "gelu"}
+    raw = {**SMOLLM2, "model_type": "mamba", "mlp_bias": True, "num_key_value_heads": 2, "hidden_act": "gelu"}
     del raw["vocab_size"], raw["intermediate_size"]
     with pytest.raises(ConfigError) as caught:
         Architecture.from_hf(raw, source="some/config.json")
     text = str(caught.value)
     assert len(caught.value.faults) == 6
     assert all("some/config.json" in fault for fault in caught.value.faults)
-    for part in ("'mamba'", "supported: llama", "vocab_size is missing", "intermediate_size is missing"):
+    for part in ("'mamba'", "supported: llama, mistral", "vocab_size is missing", "intermediate_size is missing"):
         assert part in text
-    for part in ("attention_bias is True", "hidden_act is 'gelu'", "num_key_value_heads is 2"):
+    for part in ("mlp_bias is True", "hidden_act is 'gelu'", "num_key_value_heads is 2"):
         assert part in text
+
+
+def test_what_would_change_the_numbers_is_refused():
+    changes = {
+        "num_experts": 60,
+        "num_local_experts": 8,
+        "dual_chunk_attention_config": {"chunk_size": 262144},
+        "quantization_config": {"quant_method": "awq"},
+        "rope_scaling": {"type": "dynamic", "factor": 2.0},
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 512,
+        "use_sliding_window": True,
+        "max_window_layers": 15,
+    }
+    with pytest.raises(ConfigError) as caught:
+        Architecture.from_hf({**QWEN2_5_7B, **changes})
+    assert len(caught.value.faults) == 7
+    for part in ("num_experts", "num_local_experts", "dual_chunk", "quantization_config", "rope_type is 'dynamic'"):
+        assert part in str(caught.value)
 
 
 def test_heads_that_do_not_divide_the_hidden_size():
@@ -79,3 +182,26 @@ def test_padding_of_an_odd_vocabulary():
 def test_feed_forward_size_that_does_not_divide():
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size is 5, which does not divide .* 1536"):
         Architecture.from_hf(SMOLLM2).padded(5)
+
+
+def test_rope_of_every_kind_is_that_of_transformers():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    kinds = {
+        "linear": {"factor": 4.0},
+        "llama3": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "yarn": {"factor": 4.0, "original_max_position_embeddings": 2048},
+    }
+    for kind, values in kinds.items():
+        raw = {**SMOLLM2, "rope_theta": 5e5, "rope_scaling": {"rope_type": kind, **values}}
+        theirs = LlamaRotaryEmbedding(LlamaConfig(**raw))
+        frequencies, scale = rope_parameters(Architecture.from_hf(raw))
+        assert torch.equal(frequencies, theirs.inv_freq)
+        assert scale == theirs.attention_scaling
+        assert (scale != 1) == (kind == "yarn")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from pathlib import Path
 
@@ -11,9 +12,16 @@ import torch
 from helpers.models import tiny_llama_folder
 from helpers.policies import all_logits, megatron_model, random_tokens, transformers_logits, transformers_model
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from reinforce_rl.errors import CheckpointError
-from reinforce_rl.megatron.hf_weights import export_hf_folder
+from reinforce_rl.megatron import hf_weights
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import export_hf_folder, load_hf_weights
+from reinforce_rl.megatron.weight_map import EMBEDDING, weight_map
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -129,7 +137,7 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 def test_missing_tensor(mesh, tmp_path):
     folder = tiny_llama_folder(tmp_path)
     edit_tensors(folder, lambda tensors: tensors.pop(K_PROJ))
-    with pytest.raises(CheckpointError, match=rf"has no tensor '{K_PROJ}'"):
+    with pytest.raises(CheckpointError, match=rf"{K_PROJ}: missing in model\.safetensors; expected shape \(16, 32\)"):
         megatron_model(folder, mesh)
 
 
@@ -167,9 +175,124 @@ def test_damaged_file(size, mesh, tmp_path):
 
 def test_no_weights(mesh, tmp_path):
     folder = tiny_llama_folder(tmp_path)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .*; expected a Hugging Face folder"):
         megatron_model(folder, mesh)
+
+
+def test_pickled_weights_are_refused_with_advice(mesh, tmp_path):
+    folder = tiny_llama_folder(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is pickled.* with save_pretrained"):
+        megatron_model(folder, mesh)
+
+
+def test_all_faults_of_a_folder_in_one_message(mesh, tmp_path):
+    folder = tiny_llama_folder(tmp_path, layers=6)
+
+    def edit(tensors):
+        for layer in (0, 1, 2, 5):
+            del tensors[f"model.layers.{layer}.mlp.up_proj.weight"]
+            tensors[f"model.layers.{layer}.self_attn.q_proj.bias"] = torch.zeros(32)
+        tensors[K_PROJ] = torch.zeros(8, 32)
+        tensors["model.norm.weight"] = torch.zeros(32, dtype=torch.int8)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # of older folders
+
+    edit_tensors(folder, edit)
+    with pytest.raises(CheckpointError) as caught:
+        megatron_model(folder, mesh)
+    head, *faults = str(caught.value).splitlines()
+    assert head == f"{folder} does not hold what its config.json says:"
+    assert sorted(faults) == [
+        f"  {K_PROJ}: shape (8, 32) in model.safetensors; by config.json it should be (16, 32)",
+        "  model.layers.N.mlp.up_proj.weight, N = 0-2, 5: missing in model.safetensors; expected shape (64, 32)",
+        "  model.layers.N.self_attn.q_proj.bias, N = 0-2, 5: shape (32,) in model.safetensors; a model of this "
+        "config.json has no such tensor",
+        "  model.norm.weight: I8 in model.safetensors; expected one of F64, F32, BF16, F16",
+    ]
+
+
+def test_output_layer_that_is_stored_although_tied(mesh, tmp_path):
+    folder = tiny_llama_folder(tmp_path)
+    expected = all_logits(megatron_model(folder, mesh), random_tokens(64, 1, 10))
+    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING].clone()}))
+    assert torch.equal(all_logits(megatron_model(folder, mesh), random_tokens(64, 1, 10)), expected)
+    edit_tensors(folder, lambda tensors: tensors["lm_head.weight"][5, 5].add_(1))
+    with pytest.raises(CheckpointError, match=r"says tie_word_embeddings, but lm_head\.weight differs"):
+        megatron_model(folder, mesh)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The largest sum of the bytes of all tensors made while it is active and alive at the same time."""
+
+    def __init__(self):
+        super().__init__()
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given:
+                    self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._live = {key: value for key, value in self._live.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return out
+
+
+class TestMemory:
+    """Of a model of 600 kB, whose largest parameter has 25 kB."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        return tiny_llama_folder(tmp_path / "source", layers=12, ffn=96, max_shard_size="100KB")
+
+    def test_export_holds_one_file_and_one_parameter(self, folder, mesh, tmp_path, monkeypatch):
+        # As if gathered from several ranks, which takes memory of its own.
+        monkeypatch.setattr(hf_weights, "_on_first_rank", lambda value, *_: [value.clone()])
+        lm = megatron_model(folder, mesh)
+        largest = max(parameter.nbytes for parameter in lm.parameters())
+        assert sum(parameter.nbytes for parameter in lm.parameters()) > 5 * 100_000
+        for max_bytes in (50_000, 100_000):
+            with LiveBytes() as seen:
+                export_hf_folder(lm, folder, tmp_path / "out", max_shard_bytes=max_bytes)
+            assert max_bytes / 2 < seen.peak <= max_bytes + largest
+            assert max(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")) < max_bytes + 4096
+
+    def test_load_holds_one_tensor(self, folder, mesh, monkeypatch):
+        lm = megatron_model(folder, mesh)
+        read: list[StorageWeakRef] = []
+        alive, sizes = [], []
+        original = HFFolder.read
+
+        def recorded(self, *args):
+            tensor = original(self, *args)
+            read.append(StorageWeakRef(tensor.untyped_storage()))
+            alive.append(sum(not reference.expired() for reference in read))
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        monkeypatch.setattr(HFFolder, "read", recorded)
+        load_hf_weights(lm, HFFolder(folder))
+        assert len(read) == 12 * 9 + 2
+        assert max(alive) <= 2  # the one before it, until its name is bound anew
+        assert sum(sizes) == sum(parameter.nbytes for parameter in lm.parameters())
+
+
+def test_a_rank_reads_its_part_only(mesh, tmp_path):
+    """What the second of four ranks reads: a quarter of each matrix, and none of the groups that are padding."""
+    folder = HFFolder(tiny_llama_folder(tmp_path, heads=9, groups=3, hidden=36))
+    arch = Architecture.from_folder(tmp_path)
+    for rank, share in ((1, 1 / 3), (3, 0)):
+        for row in weight_map(arch, 4):
+            if row.split is None:
+                continue
+            part = row.part(rank)
+            read = folder.read(row.hf, row.axis, part).numel() if part[0] < part[1] else 0
+            assert read == math.prod(row.shape) * (share if "attn" in row.hf else 1 / 4)
 
 
 class TestSeveralFiles:

@@ -1,0 +1,187 @@
+"""Between Hugging Face folders and checkpoints of `dist_checkpointing`, at any tensor-parallel size.
+
+A folder of weights alone, which `to_megatron` writes:
+
+FOLDER/
+  model/                      sharded weights, as in a checkpoint of a run
+  config.json, tokenizer.json, ...   carried over, so that the folder can be turned back
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.files import replace_folder
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.checkpoint import latest_checkpoint, reason_of
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import Track, carry_over, export_hf_folder, load_hf_weights
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.weight_map import EMBEDDING, Split, weight_map
+
+MODEL = "model"
+
+
+def to_megatron(
+    source: str | Path, out: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, track: Track = iter
+) -> Path:
+    """Write the weights of a Hugging Face folder as a checkpoint; a collective call.
+
+    Args:
+        source: the Hugging Face folder.
+        out: the folder to write, whole or not at all; replaced where it exists.
+        mesh: this rank's place; its tensor-parallel ranks share the weights.
+        dtype: of the weights in the checkpoint; None for that in the folder.
+        track: runs through the parameters.
+
+    Raises:
+        ConfigError: the model is not supported.
+        CheckpointError: the folder cannot be read or the checkpoint not be written.
+    """
+    source, out = Path(source), Path(out)
+    architecture, weights = Architecture.from_folder(source), HFFolder(source)
+    if dtype is None:
+        dtype = weights.dtype_of(EMBEDDING)
+    lm = CausalLM(architecture, mesh, dtype)
+    load_hf_weights(lm, weights, track=track)
+    part = out.with_name(out.name + ".part")
+
+    def begin() -> None:
+        shutil.rmtree(part, ignore_errors=True)
+        (part / MODEL).mkdir(parents=True)
+        carry_over(source, part)
+
+    def together(action: Callable[[], Any], here: bool) -> None:
+        failure: Exception | None = None
+        try:
+            if here:
+                action()
+        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
+            failure = CheckpointError(f"rank {mesh.rank} cannot write {part}: {reason_of(error)}")
+        mesh.check_together(failure)
+
+    together(begin, mesh.is_main)
+    together(lambda: dist_checkpointing.save({"model": lm.sharded_state_dict()}, str(part / MODEL)), True)
+    together(lambda: replace_folder(part, out), mesh.is_main)
+    return out
+
+
+def to_hf(
+    checkpoint: str | Path,
+    out: str | Path,
+    mesh: Mesh,
+    *,
+    model: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    track: Track = iter,
+) -> Path:
+    """Write the weights of a checkpoint as a Hugging Face folder; a collective call.
+
+    Args:
+        checkpoint: what `to_megatron` wrote, a checkpoint of a run, or a folder of such whose newest is taken.
+        out: the folder to write, whole or not at all; replaced where it exists.
+        mesh: this rank's place. The checkpoint may have been written by another number of ranks.
+        model: the Hugging Face folder that gives config and tokenizer; None where the checkpoint has them.
+        dtype: of the weights in the folder; None for that in the checkpoint.
+        max_shard_bytes: of one file of weights.
+        track: runs through the parameters.
+
+    Raises:
+        ConfigError: no config.json, or the model is not supported.
+        CheckpointError: the checkpoint cannot be read, is another model's, or the folder cannot be written.
+    """
+    checkpoint = _checkpoint_in(Path(checkpoint))
+    source = checkpoint if model is None else Path(model)
+    if model is None and not (checkpoint / "config.json").is_file():
+        raise ConfigError(
+            [f"{checkpoint} has no config.json, as checkpoints of a run have none; name the run's model with --model"]
+        )
+    lm = CausalLM(Architecture.from_folder(source), mesh, _dtype_of(checkpoint))
+    load_weights(lm, checkpoint)
+    return export_hf_folder(lm, source, out, dtype=dtype, max_shard_bytes=max_shard_bytes, track=track)
+
+
+def load_weights(lm: CausalLM, checkpoint: Path) -> None:
+    """Fill the model from a checkpoint that any number of tensor-parallel ranks wrote; a collective call.
+
+    Raises:
+        CheckpointError: on every rank, it is damaged or another model's.
+    """
+    failure: Exception | None = None
+    try:
+        sharded: dict[str, Any] = lm.sharded_state_dict()
+        faults = _allow_other_padding(lm, sharded, checkpoint)
+        if faults:
+            raise CheckpointError("\n".join(["it is another model's:", *(f"  {fault}" for fault in faults)]))
+        loaded: Any = dist_checkpointing.load({"model": sharded}, str(checkpoint / MODEL))
+        lm.load_state_dict(loaded["model"], strict=False)
+    except (Exception, CheckpointException) as error:  # torch's own is not an Exception
+        failure = CheckpointError(f"checkpoint {checkpoint} cannot be loaded: {reason_of(error)}")
+        failure.__cause__ = error
+    lm.mesh.check_together(failure)
+
+
+def _allow_other_padding(lm: CausalLM, sharded: dict[str, Any], checkpoint: Path) -> list[str]:
+    """Mark what another tensor-parallel size pads otherwise, so that megatron cuts it or adds zeros; what differs."""
+    stored = dist_checkpointing.load_tensors_metadata(str(checkpoint / MODEL))
+    splits = {row.megatron: row.split for row in weight_map(lm.architecture, lm.mesh.tp_size)}
+    faults = []
+    for name, tensor in sharded.items():
+        if not isinstance(tensor, ShardedTensor):
+            continue
+        expected, split = tuple(tensor.global_shape), splits[name]
+        if tensor.key not in stored:
+            faults.append(f"{tensor.key} is missing; expected shape {expected}")
+            continue
+        found = tuple(stored[tensor.key].global_shape)
+        if found != expected and not _differ_in_padding(found, expected, split, tensor):
+            faults.append(f"{tensor.key} has shape {found}; expected {expected}")
+        tensor.allow_shape_mismatch = found != expected
+    return faults
+
+
+def _differ_in_padding(
+    found: tuple[int, ...], expected: tuple[int, ...], split: Split | None, tensor: ShardedTensor
+) -> bool:
+    if split is None or len(found) != len(expected):
+        return False
+    axis = len(expected) - len(tensor.local_shape) + split.axis  # megatron puts the layers before
+    rest = [size for i, size in enumerate(found) if i != axis] == [s for i, s in enumerate(expected) if i != axis]
+    return rest and found[axis] >= split.units * split.width and found[axis] % split.width == 0
+
+
+def _checkpoint_in(folder: Path) -> Path:
+    """The folder itself where it is a checkpoint, else the newest one of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for candidate in (folder, folder / "checkpoints"):
+        if dist_checkpointing.check_is_distributed_checkpoint(str(candidate / MODEL)):
+            return candidate
+        newest = latest_checkpoint(candidate)
+        if newest is not None:
+            return newest.folder
+    raise CheckpointError(
+        f"{folder} is no checkpoint; expected a folder with model/metadata.json in it, such as "
+        "RUN/checkpoints/step_00000010, or the folder of a run"
+    )
+
+
+def _dtype_of(checkpoint: Path) -> torch.dtype:
+    stored = dist_checkpointing.load_tensors_metadata(str(checkpoint / MODEL))
+    embedding: Any = stored.get("embedding.word_embeddings.weight")
+    if embedding is None:
+        raise CheckpointError(f"{checkpoint} holds no embedding.word_embeddings.weight; is it a language model's?")
+    return embedding.dtype

@@ -1,0 +1,161 @@
+"""How the tensors of a Hugging Face folder lie in megatron-core's parameters: one table, for both directions.
+
+megatron's layout differs in two places: q, k and v are one matrix, interleaved group by group (q heads of group 0,
+k of group 0, v of group 0, q heads of group 1, ...), and gate and up projections are one matrix, gate first on each
+rank. Padding for tensor parallelism is described at `Architecture.padded`. No process group is known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from reinforce_rl.megatron.architecture import Architecture
+
+OUTPUT_LAYER = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a Hugging Face tensor is cut along one axis, and where the cuts lie in megatron's parameter.
+
+    The parameter's axis, over all tensor-parallel ranks together, holds `padded_units` units of `width` rows. The
+    tensor's axis holds `units` units of `size` rows, which are the rows from `offset` of the parameter's units.
+
+    Attributes:
+        axis: 0 or 1.
+        units: in the tensor.
+        padded_units: in the parameter; a multiple of the ranks.
+        width: rows of a unit in the parameter.
+        offset, size: the tensor's part of them.
+    """
+
+    axis: int
+    units: int
+    padded_units: int
+    width: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of the folder.
+
+    Attributes:
+        hf: its name.
+        megatron: the name of the parameter that holds it, with the layer's number in the whole model.
+        shape: of the whole tensor.
+        tp_size: tensor-parallel ranks.
+        split: None where every rank holds the whole tensor.
+    """
+
+    hf: str
+    megatron: str
+    shape: tuple[int, ...]
+    tp_size: int
+    split: Split | None
+
+    @property
+    def axis(self) -> int:
+        """The axis of `part`."""
+        return self.split.axis if self.split else 0
+
+    def part(self, tp_rank: int) -> tuple[int, int]:
+        """Start and end, along `axis`, of what a rank holds of the tensor. Empty where it holds padding only."""
+        if self.split is None:
+            return 0, self.shape[0]
+        first, end = self._units(tp_rank)
+        return first * self.split.size, end * self.split.size
+
+    def place(self, parameter: Tensor, tp_rank: int) -> Tensor:
+        """The view of a rank's parameter where `part` lies, with one more axis than `part` where there is a split."""
+        if self.split is None:
+            return parameter
+        first, end = self._units(tp_rank)
+        units = parameter.unflatten(self.split.axis, (-1, self.split.width))
+        return units.narrow(self.split.axis, 0, end - first).narrow(
+            self.split.axis + 1, self.split.offset, self.split.size
+        )
+
+    def part_in(self, tensor: Tensor, tp_rank: int) -> Tensor:
+        """The view of the whole tensor that is a rank's `part`, in the shape of `place`."""
+        start, end = self.part(tp_rank)
+        return self.like_place(tensor.narrow(self.axis, start, end - start))
+
+    def like_place(self, part: Tensor) -> Tensor:
+        """A `part` in the shape of `place`."""
+        return part if self.split is None else part.unflatten(self.split.axis, (-1, self.split.size))
+
+    def _units(self, tp_rank: int) -> tuple[int, int]:
+        assert self.split is not None
+        per_rank = self.split.padded_units // self.tp_size
+        units = self.split.units
+        return min(tp_rank * per_rank, units), min((tp_rank + 1) * per_rank, units)
+
+
+def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
+    """Every tensor of a model, layer by layer; those that share a parameter are neighbours.
+
+    Args:
+        arch: the model.
+        tp_size: tensor-parallel ranks.
+    """
+    sizes = arch.padded(tp_size)
+    hidden, head = arch.hidden_size, arch.head_size
+    heads = arch.num_heads // arch.num_groups * head  # rows of one group's query heads
+    fused = heads + 2 * head
+    ffn = arch.ffn_size // tp_size  # already shared by the ranks: gate comes first on each of them
+
+    def of_groups(axis: int, width: int, offset: int, size: int) -> Split:
+        return Split(axis, arch.num_groups, sizes.num_groups, width, offset, size)
+
+    def of_ranks(axis: int, width: int, offset: int) -> Split:
+        return Split(axis, tp_size, tp_size, width, offset, ffn)
+
+    vocabulary = Split(0, arch.vocab_size, sizes.vocab_size, 1, 0, 1)
+    query, key, value = (
+        of_groups(0, fused, offset, size) for offset, size in ((0, heads), (heads, head), (heads + head, head))
+    )
+    output = of_groups(1, heads, 0, heads)
+    gate, up, down = of_ranks(0, 2 * ffn, 0), of_ranks(0, 2 * ffn, ffn), of_ranks(1, ffn, 0)
+
+    # In the folder, in megatron-core, the size of the axis that is not split, how the other one is.
+    qkv, biases = "self_attention.linear_qkv.weight", arch.qkv_bias
+    layer: list[tuple[str, str, int | None, Split | None, bool]] = [
+        ("input_layernorm.weight", "input_layernorm.weight", hidden, None, True),
+        ("self_attn.q_proj.weight", qkv, hidden, query, True),
+        ("self_attn.k_proj.weight", qkv, hidden, key, True),
+        ("self_attn.v_proj.weight", qkv, hidden, value, True),
+        ("self_attn.q_proj.bias", "self_attention.linear_qkv.bias", None, query, biases),
+        ("self_attn.k_proj.bias", "self_attention.linear_qkv.bias", None, key, biases),
+        ("self_attn.v_proj.bias", "self_attention.linear_qkv.bias", None, value, biases),
+        ("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", head, None, arch.qk_norm),
+        ("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", head, None, arch.qk_norm),
+        ("self_attn.o_proj.weight", "self_attention.linear_proj.weight", hidden, output, True),
+        ("self_attn.o_proj.bias", "self_attention.linear_proj.bias", hidden, None, arch.output_bias),
+        ("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", hidden, None, True),
+        ("mlp.gate_proj.weight", "mlp.linear_fc1.weight", hidden, gate, True),
+        ("mlp.up_proj.weight", "mlp.linear_fc1.weight", hidden, up, True),
+        ("mlp.down_proj.weight", "mlp.linear_fc2.weight", hidden, down, True),
+    ]
+
+    def row(hf: str, megatron: str, other: int | None, split: Split | None) -> Row:
+        shape = [] if other is None else [other]
+        if split is not None:
+            shape.insert(split.axis, split.units * split.size)
+        return Row(hf, megatron, tuple(shape), tp_size, split)
+
+    return [
+        row(EMBEDDING, "embedding.word_embeddings.weight", hidden, vocabulary),
+        *(
+            row(f"model.layers.{number}.{hf}", f"decoder.layers.{number}.{megatron}", other, split)
+            for number in range(arch.num_layers)
+            for hf, megatron, other, split, present in layer
+            if present
+        ),
+        row("model.norm.weight", "decoder.final_layernorm.weight", hidden, None),
+        *([] if arch.tied_embeddings else [row(OUTPUT_LAYER, "output_layer.weight", hidden, vocabulary)]),
+    ]

@@ -1,0 +1,140 @@
+"""Hugging Face folder to checkpoint and back at any tensor-parallel size: the same tensors, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.families import family_folder
+from helpers.models import tiny_family_folder
+from helpers.policies import megatron_model
+from safetensors.torch import load_file
+
+from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.megatron.checkpoint import Checkpointer
+from reinforce_rl.megatron.convert import to_hf, to_megatron
+from reinforce_rl.megatron.optimizer import OptimizerSettings, build_optimizer, wrap_data_parallel
+
+ROOT = Path(__file__).parents[2]
+MODELS = ("qwen2_padded", "qwen3_padded")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("convert")
+
+
+@pytest.fixture(scope="module")
+def folders(root):
+    """Both need padding at TP=2, in groups and vocabulary."""
+    return {name: family_folder(root, name) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(folders, mesh, root):
+    """Written by one rank."""
+    return {name: to_megatron(folder, root / f"{name}.megatron", mesh) for name, folder in folders.items()}
+
+
+def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
+    script = ROOT / "examples/convert_checkpoint.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    weights, others = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert weight.dtype == others[name].dtype
+        assert torch.equal(weight, others[name]), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_rank(name, folders, checkpoints, mesh, tmp_path):
+    back = to_hf(checkpoints[name], tmp_path / "hf", mesh)
+    assert_same_weights(back, folders[name])
+    for file in ("tokenizer.json", "generation_config.json"):
+        assert (back / file).read_bytes() == (folders[name] / file).read_bytes()
+    assert json.loads((back / "config.json").read_text()) == json.loads((folders[name] / "config.json").read_text())
+
+
+def test_the_script_on_two_ranks_to_one(folders, mesh, tmp_path):
+    written = convert("to-megatron", folders["qwen2_padded"], tmp_path / "two", "--tp", 2)
+    assert written.returncode == 0, written.stderr
+    assert f"written to {tmp_path / 'two'}" in written.stdout
+    assert_same_weights(to_hf(tmp_path / "two", tmp_path / "one", mesh), folders["qwen2_padded"])
+
+
+@pytest.mark.slow
+def test_the_script_on_two_ranks_from_one(folders, checkpoints, tmp_path):
+    written = convert("to-hf", checkpoints["qwen3_padded"], tmp_path / "back", "--tp", 2)
+    assert written.returncode == 0, written.stderr
+    assert_same_weights(tmp_path / "back", folders["qwen3_padded"])
+
+
+def test_the_script_tells_an_error_in_one_line(tmp_path):
+    failed = convert("to-hf", tmp_path / "nothing", tmp_path / "out")
+    assert failed.returncode == 1
+    assert "nothing is no checkpoint; expected" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_dtype(folders, mesh, tmp_path):
+    bf16 = to_megatron(folders["qwen2_padded"], tmp_path / "bf16", mesh, dtype=torch.bfloat16)
+    kept = to_hf(bf16, tmp_path / "kept", mesh)
+    assert json.loads((kept / "config.json").read_text())["dtype"] == "bfloat16"
+    wider = to_hf(bf16, tmp_path / "wider", mesh, dtype=torch.float32)
+    for name, weight in load_file(folders["qwen2_padded"] / "model.safetensors").items():
+        rounded = weight.bfloat16()
+        assert torch.equal(load_file(kept / "model.safetensors")[name], rounded)
+        assert torch.equal(load_file(wider / "model.safetensors")[name], rounded.float())
+
+
+@pytest.mark.parametrize("given", ["run", "run/checkpoints", "run/checkpoints/step_00000003"])
+def test_checkpoint_of_a_run(given, folders, mesh, tmp_path):
+    lm = megatron_model(folders["qwen3_padded"], mesh)
+    ddp = wrap_data_parallel(lm)
+    settings = OptimizerSettings(1e-3, 0.0, 0.0, (0.9, 0.95), 1e-8, "constant", 0, 0, 10, clip_grad=0.0)
+    Checkpointer(tmp_path / "run/checkpoints", mesh, ddp, *build_optimizer(ddp, settings)).save(3, {"step": 3})
+    with pytest.raises(ConfigError, match=r"step_00000003 has no config\.json.*--model"):
+        to_hf(tmp_path / given, tmp_path / "out", mesh)
+    out = to_hf(tmp_path / given, tmp_path / "out", mesh, model=folders["qwen3_padded"])
+    assert_same_weights(out, folders["qwen3_padded"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensor"),
+    [
+        ({"num_hidden_layers": 3}, "decoder.layers"),
+        ({"vocab_size": 62}, "embedding.word_embeddings.weight has shape \\(61, 36\\); expected \\(62, 36\\)"),
+        ({"num_key_value_heads": 9}, "linear_qkv.weight has shape"),
+        ({"intermediate_size": 128}, "linear_fc"),
+    ],
+)
+def test_weights_of_another_model(keys, tensor, checkpoints, mesh, tmp_path):
+    values = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36, "vocab_size": 61, **keys}
+    other = tiny_family_folder(tmp_path / "other", "qwen2", tie_word_embeddings=False, **values)
+    with pytest.raises(CheckpointError, match=tensor):
+        to_hf(checkpoints["qwen2_padded"], tmp_path / "out", mesh, model=other)
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_checkpoint(checkpoints, mesh, folders, tmp_path):
+    copy = to_megatron(folders["qwen2_padded"], tmp_path / "copy", mesh)
+    for file in (copy / "model").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="copy cannot be loaded"):
+        to_hf(copy, tmp_path / "out", mesh)
+
+
+def test_a_folder_that_cannot_be_written(folders, mesh, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write .*file/out"):
+        to_megatron(folders["qwen2_padded"], tmp_path / "file/out", mesh)

@@ -1,0 +1,100 @@
+"""Each family on one rank and on two tensor-parallel ones, against transformers: logits, gradient, greedy responses.
+
+And the folder that is exported from either: the same tensors, bit for bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.families import (
+    MAX_SHARD_BYTES,
+    MODELS,
+    computed_by_transformers,
+    computed_here,
+    family_folder,
+    tokens_of,
+)
+from helpers.policies import transformers_logits, transformers_model
+from helpers.ranks import run_ranks
+from safetensors.torch import load_file
+
+# On two ranks, which take longer: every family, with and without padding.
+ON_TWO_RANKS = ("llama_bias_padded", "mistral_window", "qwen2_padded", "qwen3", "qwen3_padded")
+every_model = pytest.mark.parametrize("name", MODELS)
+models_on_two_ranks = pytest.mark.parametrize("name", ON_TWO_RANKS)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.fixture(scope="module")
+def folders(root):
+    return {name: family_folder(root, name) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    return {name: computed_by_transformers(folder) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(root, folders):
+    """The folder that the ranks wrote into."""
+    out = root / "out"
+    out.mkdir()
+    script = Path(__file__).parents[1] / "helpers/rank_scripts/families_tp2.py"
+    run_ranks(script, 2, out, *(folders[name] for name in ON_TWO_RANKS), timeout=240)
+    return out
+
+
+@every_model
+def test_one_rank(name, folders, expected, mesh, tmp_path):
+    assert_equal(computed_here(folders[name], mesh, tmp_path / "out"), expected[name])
+    assert_same_weights(tmp_path / "out", folders[name])
+
+
+@models_on_two_ranks
+def test_two_ranks(name, folders, expected, on_two_ranks):
+    assert_equal(torch.load(on_two_ranks / f"{name}.pt"), expected[name])
+    assert_same_weights(on_two_ranks / name, folders[name])
+    again = transformers_model(on_two_ranks / name)
+    assert torch.equal(transformers_logits(again, tokens_of(again.config.vocab_size)), expected[name]["logits"])
+
+
+def assert_equal(found: dict, expected: dict) -> None:
+    assert expected["logits"].std() > 0.5  # else closeness would say little
+    torch.testing.assert_close(found["logits"], expected["logits"], atol=1e-5, rtol=0)
+    assert found["responses"] == expected["responses"]
+    assert len({tuple(response) for response in found["responses"]}) > 1
+    assert found["gradient"].keys() == expected["gradient"].keys()
+    for key, gradient in expected["gradient"].items():
+        assert gradient.abs().max() > 1e-6
+        torch.testing.assert_close(found["gradient"][key], gradient, atol=1e-6, rtol=1e-4, msg=key)
+    # What several ranks hold, or padding, must count once or not at all.
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    weights, others = all_tensors(one), all_tensors(other)
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert weight.dtype == others[name].dtype
+        assert torch.equal(weight, others[name]), name
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@models_on_two_ranks
+def test_files_keep_to_their_size(name, on_two_ranks):
+    files = sorted((on_two_ranks / name).glob("*.safetensors"))
+    assert len(files) > 2
+    for file in files:
+        tensors = load_file(file)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= MAX_SHARD_BYTES or len(tensors) == 1

@@ -1,0 +1,93 @@
+"""The table of weights: over all ranks every element has one place, for any shape and any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.weight_map import weight_map
+
+
+@st.composite
+def shapes(draw):
+    tp_size = draw(st.integers(1, 4))
+    groups = draw(st.integers(1, 5))
+    family = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]))
+    raw = {
+        "model_type": family,
+        "vocab_size": draw(st.integers(1, 12)),
+        "hidden_size": draw(st.integers(1, 6)),
+        "num_hidden_layers": draw(st.integers(1, 2)),
+        "num_attention_heads": groups * draw(st.integers(1, 3)),
+        "num_key_value_heads": groups,
+        "head_dim": 2 * draw(st.integers(1, 2)),
+        "intermediate_size": tp_size * draw(st.integers(1, 3)),
+        "attention_bias": draw(st.booleans()),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    return Architecture.from_hf(raw), tp_size
+
+
+def local_shape(rows, arch, tp_size):
+    """What megatron makes for the parameter of these rows."""
+    split, whole = rows[0].split, list(rows[0].shape)
+    if split is not None:
+        whole[split.axis] = split.padded_units // tp_size * split.width
+    return whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes())
+def test_every_element_has_one_place_and_comes_back(shape):
+    arch, tp_size = shape
+    names = [row.hf for row in weight_map(arch, tp_size)]
+    assert len(names) == len(set(names))
+    groups = itertools.groupby(weight_map(arch, tp_size), key=lambda row: row.megatron)
+    by_parameter = [(name, list(rows)) for name, rows in groups]
+    assert len({name for name, _ in by_parameter}) == len(by_parameter)  # neighbours
+    for _, rows in by_parameter:
+        sources = [
+            torch.arange(1, torch.Size(row.shape).numel() + 1).view(row.shape) + 1000 * i for i, row in enumerate(rows)
+        ]
+        parameters = [torch.zeros(local_shape(rows, arch, tp_size), dtype=torch.long) for _ in range(tp_size)]
+        for rank, (row, source) in itertools.product(range(tp_size), zip(rows, sources, strict=True)):
+            start, end = row.part(rank)
+            if start < end:
+                part = source.narrow(row.axis, start, end - start)
+                place = row.place(parameters[rank], rank)
+                assert not place.any()  # nothing lies there yet
+                place.copy_(row.like_place(part))
+        filled = sum(int(parameter.count_nonzero()) for parameter in parameters)
+        copies = tp_size if rows[0].split is None else 1
+        assert filled == copies * sum(source.numel() for source in sources)
+        for row, source in zip(rows, sources, strict=True):
+            back = torch.zeros_like(source)
+            for rank, parameter in enumerate(parameters):
+                start, end = row.part(rank)
+                if start < end:
+                    row.part_in(back, rank).copy_(row.place(parameter, rank))
+            assert torch.equal(back, source)
+
+
+def test_groups_are_interleaved_as_megatron_has_them():
+    """6 query heads in 3 groups on two ranks, one row a head: q q k v of each group, and a group of zeros."""
+    raw = {"model_type": "llama", "vocab_size": 4, "hidden_size": 1, "num_hidden_layers": 1, "intermediate_size": 2}
+    arch = Architecture.from_hf({**raw, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 1})
+    rows = {row.hf.split(".")[-2]: row for row in weight_map(arch, 2) if "proj" in row.hf}
+    sources = {"q_proj": [1, 2, 3, 4, 5, 6], "k_proj": [10, 20, 30], "v_proj": [100, 200, 300]}
+    found = []
+    for rank in (0, 1):
+        parameter = torch.zeros(8, 1, dtype=torch.long)
+        for name, values in sources.items():
+            start, end = rows[name].part(rank)
+            rows[name].place(parameter, rank).copy_(rows[name].like_place(torch.tensor(values)[start:end, None]))
+        found.append(parameter[:, 0].tolist())
+    assert found == [[1, 2, 10, 100, 3, 4, 20, 200], [5, 6, 30, 300, 0, 0, 0, 0]]
+    gate, up = rows["gate_proj"], rows["up_proj"]
+    assert (gate.part(1), up.part(1)) == ((1, 2), (1, 2))
+    parameter = torch.tensor([[7], [8]])
+    assert (gate.place(parameter, 1).item(), up.place(parameter, 1).item()) == (7, 8)
