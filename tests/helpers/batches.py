@@ -15,6 +15,7 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions
 from reinforce_rl.rollout import ReinforceBatch, RolloutBatch
 from reinforce_rl.tokenizer import load_tokenizer
 
@@ -66,9 +67,15 @@ def sequences(count: float) -> Denominators:
 
 
 def actor_of(
-    folder: str | Path, mesh: Mesh, *, micro_batch_size: int = 2, forward_micro_batch_size: int = 4, **options: Any
+    folder: str | Path,
+    mesh: Mesh,
+    *,
+    micro_batch_size: int = 2,
+    forward_micro_batch_size: int = 4,
+    model: ModelOptions = DEFAULT_OPTIONS,
+    **options: Any,
 ) -> MegatronGPTReinforceActorModel:
-    lm = megatron_model(folder, mesh)
+    lm = megatron_model(folder, mesh, options=model)
     tokenizer = load_tokenizer(folder)
     sampling = SamplingParams(max_length=8, temperature=TEMPERATURE)
     settings = ActorSettings(sampling, sampling, micro_batch_size, forward_micro_batch_size, seed=0)

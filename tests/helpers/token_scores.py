@@ -31,5 +31,5 @@ def scores_and_gradients(folder: str | Path, mesh: Mesh) -> dict[str, Tensor]:
         assert parameter.grad is not None
         # The mapping to Hugging Face's layout is linear, so it maps gradients too.
         parameter.data = parameter.grad
-    gradients = {name: gradient.clone() for name, gradient in hf_tensors(lm)}
+    gradients = {name: gradient for name, gradient in hf_tensors(lm) if gradient is not None}
     return {"log_probs": scores.log_probs.detach(), "entropy": scores.entropy.detach(), **gradients}
