@@ -21,7 +21,7 @@ from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.log_probs import TokenScores, response_scores, scored_length
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.optimizer import DataParallelSettings, wrap_data_parallel
+from reinforce_rl.megatron.optimizer import DEFAULT_DATA_PARALLEL, DataParallelSettings, wrap_data_parallel
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
 from reinforce_rl.rollout import Completions, Prompt, ReinforceBatch, length_mask
 from reinforce_rl.tokenizer import pad_id_of
@@ -86,7 +86,7 @@ class MegatronGPTReinforceActorModel:
         settings: ActorSettings,
         *,
         with_reference: bool = True,
-        data_parallel: DataParallelSettings = DataParallelSettings(),
+        data_parallel: DataParallelSettings = DEFAULT_DATA_PARALLEL,
     ):
         self.lm = lm
         self.tokenizer = tokenizer

@@ -56,8 +56,11 @@ class DataParallelSettings:
     overlap_grad_sync: bool = False
 
 
+DEFAULT_DATA_PARALLEL = DataParallelSettings()
+
+
 def wrap_data_parallel(
-    lm: CausalLM, settings: DataParallelSettings = DataParallelSettings()
+    lm: CausalLM, settings: DataParallelSettings = DEFAULT_DATA_PARALLEL
 ) -> DistributedDataParallel:
     """Gradients are accumulated in fp32 and summed, not averaged, over data- and context-parallel ranks."""
     ddp = DistributedDataParallel(

@@ -91,6 +91,7 @@ def transformer_config(
         "sequence_parallel": mesh.sequence_parallel,
         # Micro-batches differ in length, so stages tell each other the shapes.
         "variable_seq_lengths": mesh.pp_size > 1,
+        "moe_token_dispatcher_type": "alltoall",  # megatron wants it for that, experts or not
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

@@ -101,11 +101,10 @@ def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = 
     mine = rows_of(batch, rows)
     where = (mine.rollouts.sequences, mine.rollouts.prompt_lengths, mine.rollouts.response_lengths)
 
+    sampled = SamplingParams(max_length=12, stop_token_ids=(2, 5, 6, 7), repetition_penalty=1.2)
     found: dict[str, Any] = {
         "greedy": generated(actor, SamplingParams(max_length=12, use_greedy=True)),
-        "sampled": generated(
-            actor, SamplingParams(max_length=12, stop_token_ids=(2, 5, 6, 7), repetition_penalty=1.2)
-        ),
+        "sampled": generated(actor, sampled),
         "log_probs": over_dp(actor, actor.get_inference_log_probs(*where)),
         "weights_before": weights(actor),
         "losses": [],
