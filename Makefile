@@ -27,6 +27,8 @@ export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# A test makes an environment of its own, .venv-peers, with TRL and verl from PyPI.
+export PIP_ARGS
 # Keeps pyright from asking PyPI whether there is a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export DEMO_STEPS
@@ -64,6 +66,6 @@ format: install ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove .venv and the caches of the tools; results and prepared models stay
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis *.egg-info
+clean: ## Remove both environments and the caches of the tools; results and prepared models stay
+	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find reinforce_rl examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,9 @@
-"""How ranks may be laid out, told without torch: asked before a model is loaded and again where ranks start."""
+"""What cannot work of a layout of ranks or of recomputation, told without torch, before a model is loaded."""
 
 from __future__ import annotations
+
+RECOMPUTE_GRANULARITIES = ("selective", "full")
+RECOMPUTE_METHODS = ("uniform", "block")
 
 
 def layout_faults(
@@ -33,5 +36,26 @@ def layout_faults(
         faults.append(
             "model.sequence_parallel is true with model.tensor_model_parallel_size=1; it shares positions among "
             "tensor-parallel ranks, so set that above 1 or this to false"
+        )
+    return faults
+
+
+def recomputation_faults(granularity: str | None, method: str | None, num_layers: int | None) -> list[str]:
+    """What is wrong with `model.activations_checkpoint_*`, one sentence a fault."""
+    key = "model.activations_checkpoint_"
+    if granularity not in (None, *RECOMPUTE_GRANULARITIES):
+        return [f"{key}granularity is {granularity!r}; expected null, {' or '.join(RECOMPUTE_GRANULARITIES)}"]
+    faults = []
+    if granularity == "full":
+        if method not in RECOMPUTE_METHODS:
+            faults.append(
+                f"{key}method is {method!r} with granularity=full; expected {' or '.join(RECOMPUTE_METHODS)}"
+            )
+        if num_layers is None:
+            faults.append(f"{key}num_layers is null with granularity=full; expected a number of layers, such as 1")
+    elif method is not None or num_layers is not None:
+        faults.append(
+            f"{key}method is {method!r} and num_layers is {num_layers!r}, which only granularity=full reads; "
+            f"it is {granularity!r}"
         )
     return faults

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from reinforce_rl.actor.micro_batches import micro_batches, padding
 from reinforce_rl.actor.reference import ReferencePolicy
 from reinforce_rl.algorithms.loss import Denominators, LossInputs, LossSettings, policy_loss
 from reinforce_rl.generation.base import Generator, SamplingParams
@@ -39,7 +40,10 @@ class ActorSettings:
         val_sampling: of validation.
         micro_batch_size: sequences in one forward and backward pass.
         forward_micro_batch_size: sequences in one pass without gradient.
+        tokens_per_micro_batch: tokens in a pass of either kind, padding included, instead of a number of sequences;
+            None for those.
         logits_chunk_tokens: response tokens whose logits exist at a time; the memory of a log-prob pass follows it.
+        offload_optimizer: the optimizer's states wait in host memory while responses are generated.
         seed: of the run; keys the sampling noise together with step, prompt and sample.
         loss: what the loss is made of.
     """
@@ -49,7 +53,9 @@ class ActorSettings:
     micro_batch_size: int
     forward_micro_batch_size: int
     seed: int
+    tokens_per_micro_batch: int | None = None
     logits_chunk_tokens: int = 1024
+    offload_optimizer: bool = False
     loss: LossSettings = field(default_factory=LossSettings)
 
 
@@ -59,7 +65,7 @@ class LossShare:
 
     Attributes:
         loss: the sum over data-parallel ranks is the loss.
-        sums: of `policy_loss`, over this rank's micro-batches.
+        sums: of `policy_loss` over this rank's micro-batches, their tokens, and those with padding.
     """
 
     loss: float
@@ -122,7 +128,7 @@ class MegatronGPTReinforceActorModel:
         """
         width = int(response_lengths.max()) if len(response_lengths) else 0
         out = torch.zeros((len(sequences), width))
-        cuts = micro_batches(prompt_lengths + response_lengths, self.settings.forward_micro_batch_size)
+        cuts = self._cut(prompt_lengths + response_lengths, self.settings.forward_micro_batch_size)
         if not cuts:
             return out
 
@@ -170,9 +176,8 @@ class MegatronGPTReinforceActorModel:
         if rows is None:
             rows = torch.arange(len(batch.trains))
         trained = rows[batch.trains[rows]]
-        cuts = micro_batches(
-            (rollouts.prompt_lengths + rollouts.response_lengths)[trained], self.settings.micro_batch_size
-        )
+        total_lengths = (rollouts.prompt_lengths + rollouts.response_lengths)[trained]
+        cuts = self._cut(total_lengths, self.settings.micro_batch_size)
         # A rank with nothing to train on still runs one empty pass, or the others would wait for it.
         parts: list[Tensor | None] = [trained[cut] for cut in cuts] or [None]
 
@@ -215,6 +220,7 @@ class MegatronGPTReinforceActorModel:
         shares = self.mesh.from_last_stage(found)
         names = dict.fromkeys(name for share in shares for name in share.sums)
         sums = {name: math.fsum(share.sums[name] for share in shares) for name in names}
+        sums["sequence_tokens"], sums["padded_tokens"] = padding(total_lengths, cuts)
         return LossShare(math.fsum(share.loss for share in shares), sums)
 
     def export(self, source: str | Path, out: str | Path) -> Path:
@@ -226,6 +232,9 @@ class MegatronGPTReinforceActorModel:
     ) -> Tensor:
         used = scored_length(prompt_lengths, response_lengths)
         return model(sequences[:, :used].to(self.mesh.device))
+
+    def _cut(self, lengths: Tensor, size: int) -> list[Tensor]:
+        return micro_batches(lengths, size, self.settings.tokens_per_micro_batch)
 
     def _score(
         self,
@@ -248,12 +257,3 @@ class MegatronGPTReinforceActorModel:
             chunk_tokens=self.settings.logits_chunk_tokens,
             with_entropy=with_entropy,
         )
-
-
-def micro_batches(lengths: Tensor, size: int) -> list[Tensor]:
-    """Row indices in groups of at most `size`, longest first, so that rows of like length share their padding.
-
-    Longest first also shows an out-of-memory error at once rather than at the end of a pass.
-    """
-    order = torch.sort(lengths, descending=True, stable=True).indices
-    return list(order.split(size)) if len(order) else []

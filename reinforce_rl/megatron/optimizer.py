@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -150,6 +153,32 @@ class ActorOptimizer:
     def __init__(self, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler):
         self._optimizer = optimizer
         self._scheduler = scheduler
+
+    @contextlib.contextmanager
+    def offloaded(self) -> Iterator[None]:
+        """The optimizer's states are in host memory inside the block, where they were before it again afterwards.
+
+        On a CPU they are there anyway, and nothing is done.
+        """
+        places = {id(tensor): tensor.device for tensor in self._states()}
+        self._move({key: torch.device("cpu") for key in places})
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            yield
+        finally:
+            self._move(places)
+
+    def _states(self) -> Iterator[Tensor]:
+        """Adam's moments: the tensors as large as their parameters."""
+        for optimizer in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            for state in optimizer.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
+
+    def _move(self, places: dict[int, torch.device]) -> None:
+        for tensor in self._states():
+            # Only the pointer moves, as for the reference policy: the optimizer keeps its tensor.
+            tensor.data = tensor.data.to(places[id(tensor)])
 
     def step(self) -> OptimizerUpdate:
         """One step of schedule and optimizer, with clipping; a collective call."""

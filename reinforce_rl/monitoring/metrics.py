@@ -153,6 +153,8 @@ def update_metrics(
     if tokens:
         metrics["clip_fraction"] = of_tokens("clipped")
         metrics["effective_sample_size"] = total["weights"] ** 2 / (tokens * total["squares"])
+    if total.get("padded_tokens"):
+        metrics["padding_fraction"] = 1.0 - total["sequence_tokens"] / total["padded_tokens"]
     for name in ("entropy", "generator_gap", "generator_kl", "generator_capped"):
         if name in total:
             metrics[name] = of_tokens(name)

@@ -251,13 +251,22 @@ def two_rank_settings(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["data parallel", "tensor parallel"])
-def test_two_ranks_started_by_plain_python_equal_one(one_process, tmp_path, tensor_parallel):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [],
+        ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
+        ["model.pipeline_model_parallel_size=2"],
+        ["model.context_parallel_size=2"],
+    ],
+    ids=["data parallel", "tensor and sequence parallel", "pipeline", "context parallel"],
+)
+def test_two_ranks_started_by_plain_python_equal_one(one_process, tmp_path, layout):
     overrides = [
         *tiny_overrides(tmp_path, num_prompts=NUM_PROMPTS),
         *two_rank_settings(tmp_path),
         "trainer.devices=2",
-        f"model.tensor_model_parallel_size={tensor_parallel}",
+        *layout,
     ]
     process = subprocess.Popen(
         [sys.executable, str(DRIVER), *overrides],

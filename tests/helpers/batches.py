@@ -73,12 +73,20 @@ def actor_of(
     micro_batch_size: int = 2,
     forward_micro_batch_size: int = 4,
     model: ModelOptions = DEFAULT_OPTIONS,
+    tokens_per_micro_batch: int | None = None,
     **options: Any,
 ) -> MegatronGPTReinforceActorModel:
     lm = megatron_model(folder, mesh, options=model)
     tokenizer = load_tokenizer(folder)
     sampling = SamplingParams(max_length=8, temperature=TEMPERATURE)
-    settings = ActorSettings(sampling, sampling, micro_batch_size, forward_micro_batch_size, seed=0)
+    settings = ActorSettings(
+        sampling,
+        sampling,
+        micro_batch_size,
+        forward_micro_batch_size,
+        seed=0,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+    )
     return MegatronGPTReinforceActorModel(lm, tokenizer, NativeGenerator(lm, tokenizer), settings, **options)
 
 

@@ -8,7 +8,7 @@ import torch
 from helpers.policies import megatron_model, padded_sequences
 from torch import Tensor
 
-from reinforce_rl.megatron.hf_weights import hf_tensors
+from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.log_probs import response_log_probs
 from reinforce_rl.megatron.mesh import Mesh
 
@@ -27,9 +27,7 @@ def scores_and_gradients(folder: str | Path, mesh: Mesh) -> dict[str, Tensor]:
     assert scores.entropy is not None
     for_log_probs, for_entropy = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
     (for_log_probs * scores.log_probs + for_entropy * scores.entropy).sum().backward()
-    for parameter in lm.parameters():
-        assert parameter.grad is not None
-        # The mapping to Hugging Face's layout is linear, so it maps gradients too.
-        parameter.data = parameter.grad
-    gradients = {name: gradient for name, gradient in hf_tensors(lm) if gradient is not None}
+    # The mapping to Hugging Face's layout is linear, so it maps gradients too; the first rank alone gets it.
+    gradients = dict(hf_tensors(lm, {name: parameter.grad for name, parameter in parameters_of(lm).items()}))
+    gradients = mesh.from_block_leader(gradients)
     return {"log_probs": scores.log_probs.detach(), "entropy": scores.entropy.detach(), **gradients}

@@ -85,7 +85,7 @@ def test_independent_of_padding_and_of_the_rest_of_the_batch(lm, batch):
             torch.testing.assert_close(alone[0], together[row], atol=2e-6, rtol=0)
 
 
-def test_gradient_equals_plain_torch(lm, theirs, batch, folder):
+def test_gradient_equals_plain_torch(lm, theirs, batch):
     from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 
     for_log_probs, for_entropy = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,59 @@
+"""Micro-batches: every row once, padding small, the bound on tokens kept."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from helpers.batches import VOCAB_SIZE, actor_of, gradient_of, relative_difference, sequences, whole_batch
+from helpers.models import tiny_llama_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reinforce_rl.actor.micro_batches import micro_batches, padding
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 200))
+def test_every_row_once_within_the_bound(lengths, max_tokens):
+    lengths = torch.tensor(lengths, dtype=torch.long)
+    groups = micro_batches(lengths, 3, max_tokens)
+    assert sorted(row for group in groups for row in group.tolist()) == list(range(len(lengths)))
+    for group in groups:
+        longest = max(int(lengths[group].max()), 1)
+        assert len(group) * longest <= max_tokens or len(group) == 1
+    # No two neighbours would have fitted into one pass.
+    for left, right in itertools.pairwise(groups):
+        assert (len(left) + 1) * max(int(lengths[left].max()), 1) > max_tokens, right
+
+
+def test_fixed_ones_are_cut_by_number():
+    assert [group.tolist() for group in micro_batches(torch.tensor([1, 5, 3]), 2)] == [[1, 2], [0]]
+    assert micro_batches(torch.zeros(0, dtype=torch.long), 2) == micro_batches(torch.zeros(0).long(), 2, 9) == []
+
+
+def test_padding_is_what_a_pass_has_besides_its_sequences():
+    lengths = torch.tensor([1, 5, 3])
+    assert padding(lengths, [torch.tensor([1, 2]), torch.tensor([0])]) == (9, 11)
+    assert padding(lengths, []) == (0, 0)
+
+
+def test_packing_by_tokens_pads_less_than_a_number_of_sequences():
+    lengths = torch.randint(10, 1000, (256,), generator=torch.Generator().manual_seed(0))
+    tokens, padded = padding(lengths, micro_batches(lengths, 8, 8000))
+    assert 1 - tokens / padded < 0.06
+    unsorted = [torch.arange(256)[i : i + 8] for i in range(0, 256, 8)]
+    assert 1 - tokens / padding(lengths, unsorted)[1] > 0.3
+
+
+def test_the_gradient_is_that_of_fixed_micro_batches(tmp_path, mesh):
+    folder = tiny_llama_folder(tmp_path, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36)
+    gradients, metrics = [], []
+    for tokens in (None, 20, 60):
+        actor = actor_of(folder, mesh, with_reference=False, tokens_per_micro_batch=tokens)
+        share = actor.get_loss_and_metrics(whole_batch(), sequences(10))
+        gradients.append(gradient_of(actor))
+        metrics.append(share.sums)
+    for other, sums in zip(gradients[1:], metrics[1:], strict=True):
+        assert relative_difference(other, gradients[0]) < 1e-6
+        assert sums["sequence_tokens"] == metrics[0]["sequence_tokens"] < sums["padded_tokens"] + 1

@@ -1,0 +1,76 @@
+"""Random batches of groups, off-policy enough that ratios clip: what both sides of tests/peers compute with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SHAPES = ((3, 2), (4, 3), (5, 4), (6, 5), (3, 5), (4, 2))  # prompts, samples of each; one batch of each
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N = prompts * samples responses of up to T tokens. Padding holds garbage, as it may in a run.
+
+    Attributes:
+        rewards: float64 [N], of order 1. One group's rewards differ by 1e-5 or so, and one group's are equal.
+        group_ids: int64 [N], the samples of a prompt next to each other.
+        mask: bool [N, T], True on response tokens, from the left; every response has one at least.
+        log_probs: float64 [N, T], of the policy that trains.
+        old_log_probs: float64 [N, T], of the policy before the step's first update.
+        generator_log_probs: float64 [N, T], of the engine that sampled.
+        reference_log_probs: float64 [N, T].
+        entropy: float64 [N, T], any positive numbers.
+        scored: bool [N], False for the few samples that have no reward.
+    """
+
+    rewards: Tensor
+    group_ids: Tensor
+    mask: Tensor
+    log_probs: Tensor
+    old_log_probs: Tensor
+    generator_log_probs: Tensor
+    reference_log_probs: Tensor
+    entropy: Tensor
+    scored: Tensor
+
+
+def random_batch(seed: int) -> Batch:
+    prompts, samples = SHAPES[seed]
+    generator = torch.Generator().manual_seed(seed)
+    count, width = prompts * samples, 9
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    rewards = normal(prompts, samples)
+    rewards[1] = 0.7 + 1e-5 * normal(samples)
+    rewards[2] = -0.3
+    lengths = torch.randint(1, width + 1, (count,), generator=generator)
+    lengths[0], lengths[1] = width, 1  # the batch is as wide as its longest, and one response is a single token
+    old = -0.2 - normal(count, width).abs()
+    scored = torch.ones(count, dtype=torch.bool)
+    scored[samples - 1] = False  # one of the first group
+    scored[-samples:] = False  # and all but one of the last
+    scored[-1] = True
+    return Batch(
+        rewards=rewards.flatten(),
+        group_ids=torch.arange(prompts).repeat_interleave(samples),
+        mask=torch.arange(width) < lengths[:, None],
+        log_probs=old + 0.25 * normal(count, width),
+        old_log_probs=old,
+        generator_log_probs=old + 0.2 * normal(count, width),
+        reference_log_probs=old + 0.3 * normal(count, width),
+        entropy=normal(count, width).abs(),
+        scored=scored,
+    )
+
+
+def write_batches(path: Path, batches: list[Batch]) -> None:
+    """As numpy's archive, whose format is the same for the numpy of either side; keys are `<seed>/<field>`."""
+    arrays = {f"{i}/{f.name}": getattr(b, f.name).numpy() for i, b in enumerate(batches) for f in fields(Batch)}
+    np.savez(path, **arrays)
