@@ -99,14 +99,9 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("batch size", ["model.global_batch_size=7"], ["global_batch_size is 7", "8 x 4 = 32", "a multiple of 4", "null"]),
     ("tensor parallel", ["model.tensor_model_parallel_size=2"], ["is 2", "does not divide the 1 ranks", "devices"]),
     (
-        "all three",
-        [
-            "trainer.devices=12",
-            "model.tensor_model_parallel_size=2",
-            "model.pipeline_model_parallel_size=2",
-            "model.context_parallel_size=2",
-        ],
-        ["tensor_model_parallel_size (2) x", "is 8", "the 12 ranks"],
+        "product",
+        ["trainer.devices=6", "model.tensor_model_parallel_size=2", "model.context_parallel_size=2"],
+        ["tensor_model_parallel_size (2) x", "is 4", "the 6 ranks"],
     ),
     (
         "sequence parallel",

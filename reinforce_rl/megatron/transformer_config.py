@@ -110,10 +110,18 @@ def transformer_config(
     }
     try:
         config = TransformerConfig(**{**values, **options.overrides})
-        get_num_layers_to_build(config, pp_rank=mesh.pp_rank)  # refuses layers that do not divide
+        layers = get_num_layers_to_build(config, pp_rank=mesh.pp_rank)  # refuses layers that do not divide
     except (AssertionError, TypeError, ValueError) as error:  # megatron asserts what it expects
         given = f" with model.megatron_overrides={dict(options.overrides)}" if options.overrides else ""
         raise ConfigError([f"megatron-core refuses this configuration of the model{given}: {error}"]) from error
+    group = options.recompute_num_layers
+    if options.recompute_method == "uniform" and group is not None and layers % group:
+        raise ConfigError(
+            [
+                f"model.activations_checkpoint_num_layers is {group}, which does not divide the {layers} layers of "
+                f"stage {mesh.pp_rank}, as activations_checkpoint_method=uniform needs"
+            ]
+        )
     return config
 
 
