@@ -93,6 +93,7 @@ def hf_tensors(
     lm: CausalLM,
     values: Mapping[str, Tensor] | None = None,
     *,
+    rows: list[Row] | None = None,
     dtype: torch.dtype | None = None,
     track: Track = iter,
 ) -> Iterator[tuple[str, Tensor | None]]:
@@ -103,6 +104,7 @@ def hf_tensors(
     Args:
         lm: the model.
         values: what to map in place of the weights, such as their gradients, by the names of `parameters_of`.
+        rows: which of them; None for all of `weight_map`.
         dtype: of the result; None for that of the weights.
         track: runs through the parameters.
 
@@ -112,11 +114,12 @@ def hf_tensors(
     """
     mesh = lm.mesh
     own = parameters_of(lm) if values is None else values
-    for name, rows in track(_by_parameter(weight_map(lm.architecture, mesh.tp_size))):
+    rows = weight_map(lm.architecture, mesh.tp_size) if rows is None else rows
+    for name, of_parameter in track(_by_parameter(rows)):
         value = own[name].detach()
-        shared = rows[0].split is not None
+        shared = of_parameter[0].split is not None
         parts = _on_first_rank(value.to(dtype or value.dtype), mesh, shared)
-        for row in rows:
+        for row in of_parameter:
             yield row.hf, None if parts is None else _assembled(row, parts)
 
 
@@ -155,6 +158,7 @@ def export_hf_folder(
     source: str | Path,
     out: str | Path,
     *,
+    values: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     track: Track = iter,
@@ -167,6 +171,7 @@ def export_hf_folder(
         lm: the model.
         source: the folder it came from, whose config and tokenizer files are carried over.
         out: the folder to write; replaced where it exists.
+        values: what to write in place of the weights, by the names of `parameters_of`.
         dtype: of the weights in the folder; None for the model's.
         max_shard_bytes: of one file of weights, which is also what the first rank holds of the model besides its own
             share. A larger tensor has a file of its own.
@@ -204,7 +209,7 @@ def export_hf_folder(
 
     write(begin)
     # The other data-parallel ranks hold the same weights: they wait at the end of each file only.
-    tensors = hf_tensors(lm, dtype=dtype, track=track) if mesh.dp_rank == 0 else iter(())
+    tensors = hf_tensors(lm, values, dtype=dtype, track=track) if mesh.dp_rank == 0 else iter(())
     for file, names in files.items():
         shard: Any = dict(itertools.islice(tensors, len(names)))  # tensors on the main rank, None elsewhere
         write(functools.partial(_save, shard, part / file))
