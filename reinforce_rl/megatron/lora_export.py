@@ -127,6 +127,6 @@ def check_lora_identity(own: LoraIdentity | None, checkpoint: str | Path, traine
     differ = [key for key in mine if stored.get(key) != mine[key]]
     told = "; ".join(f"{keys[key]}: {stored.get(key)} there, {mine[key]} here" for key in differ)
     raise CheckpointError(
-        f"checkpoint {checkpoint} has LoRA updates of another model or shape: {told}. Go on with what the run began with, "
-        "or choose another exp_manager.explicit_log_dir"
+        f"checkpoint {checkpoint} has LoRA updates of another model or shape: {told}. Go on with what the run began "
+        "with, or choose another exp_manager.explicit_log_dir"
     )
