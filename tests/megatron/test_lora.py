@@ -7,24 +7,33 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.families import tokens_of
+from helpers.families import NEW_TOKENS, prompts_of, tokens_of
 from helpers.lora import (
     CASES,
     EVERY,
+    OPTIMIZER,
     case_folder,
     computed_by_peft,
     computed_here,
     lora_model,
     loss_in_float64,
+    whole_updates,
 )
 from helpers.policies import all_logits, megatron_model, transformers_logits, transformers_model
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file
 
 from reinforce_rl.config_checks import LORA_TARGETS
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.lora import add_lora, initial_a, updates_off
+from reinforce_rl.megatron.checkpoint import Checkpointer, latest_checkpoint
+from reinforce_rl.megatron.hf_weights import export_hf_folder
+from reinforce_rl.megatron.lora import MergedWeights, add_lora, initial_a, updates_off
 from reinforce_rl.megatron.lora_map import ALL, PROJECTIONS, LoraSettings, lora_map
+from reinforce_rl.megatron.optimizer import build_optimizer, wrap_data_parallel
+from reinforce_rl.rollout import Prompt
+from reinforce_rl.tokenizer import load_tokenizer
 
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -150,6 +159,39 @@ def test_updates_off_is_the_base(folders, mesh):
         raise RuntimeError("inside")
     assert torch.equal(all_logits(lm, tokens), adapted)
     assert not torch.equal(adapted, all_logits(base, tokens))
+
+
+def test_generation_uses_the_updates(folders, mesh, tmp_path):
+    """Greedy responses, with the KV cache, against those of the merged model in transformers."""
+    name = "qwen3"
+    lm = lora_model(folders[name], mesh, CASES[name], torch.float64)
+    export_hf_folder(lm, folders[name], tmp_path / "merged", values=MergedWeights(lm))
+    prompts = prompts_of(lm.architecture.vocab_size)
+    asked = [Prompt(i, "", tuple(prompt)) for i, prompt in enumerate(prompts)]
+    params = SamplingParams(max_length=NEW_TOKENS, use_greedy=True)
+    tokenizer = load_tokenizer(folders[name])
+
+    def responses(model) -> list[list[int]]:
+        return NativeGenerator(model, tokenizer).generate(asked, 1, params, seed=0).tokens.tolist()
+
+    merged = transformers_model(tmp_path / "merged", torch.float64)
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": NEW_TOKENS}
+    expected = [
+        merged.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **options)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    assert responses(lm) == expected
+    assert responses(megatron_model(folders[name], mesh, torch.float64)) != expected
+
+
+def test_a_checkpoint_of_two_ranks_on_one(two_ranks, folders, mesh, root):
+    name = "qwen3"  # without padding
+    lm = lora_model(folders[name], mesh, CASES[name])
+    ddp = wrap_data_parallel(lm)
+    checkpoints = root / "two" / name / "checkpoints"
+    Checkpointer(checkpoints, mesh, ddp, *build_optimizer(ddp, OPTIMIZER)).restore(latest_checkpoint(checkpoints))
+    for key, value in whole_updates(lm).items():
+        assert torch.equal(value, two_ranks[name]["after"][key])
 
 
 def test_initial_a_has_pefts_distribution():
