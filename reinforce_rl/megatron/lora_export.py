@@ -91,6 +91,11 @@ class LoraIdentity:
     targets: tuple[str, ...]
     base_weights: str
 
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> LoraIdentity:
+        """Inverse of `state`."""
+        return cls(**{**state, "targets": tuple(state["targets"])})
+
     def state(self) -> dict[str, Any]:
         """For the trainer's state, which is JSON."""
         return {**dataclasses.asdict(self), "targets": list(self.targets)}

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
+from reinforce_rl.megatron.convert import to_hf
 from reinforce_rl.megatron.hf_folder import HFFolder
 
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.peft.lora_tuning.alpha=8")
@@ -141,3 +142,15 @@ def test_exports_at_the_end(whole_run, tmp_path):
     torch.testing.assert_close(merged[f"{name}.weight"], base[f"{name}.weight"] + update, atol=1e-6, rtol=0)
     assert update.abs().max() > 1e-2
     assert config["base_model_name_or_path"] == str(folder / "model")
+
+
+def test_a_checkpoint_as_a_hugging_face_folder(whole_run, mesh, tmp_path):
+    """`convert_checkpoint.py to-hf` merges what the run itself would."""
+    folder, trainer = whole_run
+    expected = load_file(trainer.model.export(folder / "model", tmp_path / "hf") / "model.safetensors")
+    found = load_file(to_hf(folder / "run", tmp_path / "again", mesh, model=folder / "model") / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    other = tiny_llama_folder(tmp_path / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=1)
+    with pytest.raises(CheckpointError, match="fingerprint"):
+        to_hf(folder / "run", tmp_path / "wrong", mesh, model=other)
