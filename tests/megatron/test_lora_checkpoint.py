@@ -10,7 +10,15 @@ import pytest
 import torch
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
-from helpers.tiny_run import metrics_of, tiny_config, tiny_trainer, without_times
+from helpers.ranks import run_ranks
+from helpers.tiny_run import (
+    largest_difference,
+    metrics_of,
+    tiny_config,
+    tiny_overrides,
+    tiny_trainer,
+    without_times,
+)
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 
@@ -19,6 +27,7 @@ from reinforce_rl.megatron.checkpoint import latest_checkpoint
 from reinforce_rl.megatron.convert import to_hf
 from reinforce_rl.megatron.hf_folder import HFFolder
 
+DRIVER = Path(__file__).parents[1] / "helpers" / "train_tiny.py"
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.peft.lora_tuning.alpha=8")
 LONG = (
     *LORA,
@@ -117,6 +126,29 @@ def test_a_checkpoint_of_all_weights_is_refused(mesh, tmp_path):
         tiny_trainer(tiny_config(tmp_path, *LORA), mesh),
     ):
         pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["data parallel", "tensor parallel"])
+def test_two_ranks_equal_one(tensor_parallel, mesh, tmp_path):
+    short = [*LORA, "trainer.reinforce.max_steps=3", "trainer.reinforce.max_epochs=2"]
+    more = [
+        "trainer.devices=2",
+        f"model.tensor_model_parallel_size={tensor_parallel}",
+        "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
+    ]
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_ranks(DRIVER, 2, *tiny_overrides(two), *short, *more, timeout=240)
+    trainer = run(one, mesh, *short)
+    for found, expected in zip(metrics_of(two), metrics_of(one), strict=True):
+        assert largest_difference(without_times(found), without_times(expected)) < 1e-3
+    trainer.model.export(one / "model", one / "run" / "hf")
+    trainer.model.export_adapter(one / "model", one / "run" / "adapter")
+    for file in ("hf/model.safetensors", "adapter/adapter_model.safetensors"):
+        found, expected = (load_file(folder / "run" / file) for folder in (two, one))
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-3, rtol=0)
 
 
 def test_fingerprint(tmp_path):
