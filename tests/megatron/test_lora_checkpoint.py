@@ -140,8 +140,11 @@ def test_two_ranks_equal_one(tensor_parallel, mesh, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     run_ranks(DRIVER, 2, *tiny_overrides(two), *short, *more, timeout=240)
     trainer = run(one, mesh, *short)
-    for found, expected in zip(metrics_of(two), metrics_of(one), strict=True):
-        assert largest_difference(without_times(found), without_times(expected)) < 1e-3
+    for lines in zip(metrics_of(two), metrics_of(one), strict=True):
+        found, expected = map(without_times, lines)
+        # Micro-batches of half the samples are padded otherwise.
+        assert found.pop("train/padding_fraction") >= 0 <= expected.pop("train/padding_fraction")
+        assert largest_difference(found, expected) < 1e-3
     trainer.model.export(one / "model", one / "run" / "hf")
     trainer.model.export_adapter(one / "model", one / "run" / "adapter")
     for file in ("hf/model.safetensors", "adapter/adapter_model.safetensors"):
