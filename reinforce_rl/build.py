@@ -25,6 +25,9 @@ from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint import Checkpoint, Checkpointer, latest_checkpoint
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.lora import add_lora
+from reinforce_rl.megatron.lora_export import LoraIdentity, check_lora_identity
+from reinforce_rl.megatron.lora_map import LoraSettings
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, OptimizerSettings, build_optimizer
@@ -80,6 +83,8 @@ def train(cfg: TrainConfig) -> ReinforceTrainer:
                     monitor.phase("export")
                     source = cfg.pretrained_checkpoint.restore_from_path
                     monitor.note(f"Hugging Face folder: {trainer.model.export(source, folder / 'hf')}")
+                    if trainer.model.lora is not None:
+                        monitor.note(f"PEFT adapter: {trainer.model.export_adapter(source, folder / 'adapter')}")
                 monitor.note(f"Report: {monitor.report()}")
             finally:
                 rm.close()
@@ -250,6 +255,7 @@ def build_trainer(
         prompts_per_update=cfg.prompts_per_update,
     )
     if checkpoint is not None:
+        check_lora_identity(model.lora, checkpoint.folder, checkpoint.trainer_state)
         checkpointer.restore(checkpoint)
         trainer.load_state_dict(checkpoint.trainer_state)
     return trainer
@@ -280,7 +286,11 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
         overrides=cfg.model.megatron_overrides,
     )
     lm = CausalLM(architecture, mesh, dtype, options)
-    load_hf_weights(lm, HFFolder(folder))
+    weights = HFFolder(folder)
+    load_hf_weights(lm, weights)
+    lora = lora_settings(cfg)
+    if lora is not None:
+        add_lora(lm, lora)
     rollout = cfg.model.reinforce
     stop_ids = stop_token_ids(architecture, tokenizer)
     return MegatronGPTReinforceActorModel(
@@ -300,6 +310,8 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
         ),
         with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
         data_parallel=DataParallelSettings(cfg.model.optim.distributed, cfg.model.optim.overlap_grad_sync),
+        reference_on_device=cfg.model.reference_placement == "device",
+        lora=None if lora is None else LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint()),
     )
 
 
@@ -342,6 +354,14 @@ def _sampling_params(cfg: TrainConfig, sampling: SamplingConfig, stop_ids: tuple
         stop_token_ids=stop_ids,
         end_strings=tuple(sampling.end_strings),
     )
+
+
+def lora_settings(cfg: TrainConfig) -> LoraSettings | None:
+    """Of `model.peft`; None where the whole model is trained."""
+    if cfg.model.peft.peft_scheme is None:
+        return None
+    tuning = cfg.model.peft.lora_tuning
+    return LoraSettings.of(tuning.adapter_dim, tuning.alpha, tuning.target_modules, cfg.model.seed)
 
 
 def loss_settings(cfg: ReinforceConfig) -> LossSettings:

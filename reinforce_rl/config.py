@@ -198,6 +198,19 @@ class DataConfig:
 
 
 @dataclass
+class LoraTuningConfig:
+    adapter_dim: int = 32
+    alpha: float = 32.0
+    target_modules: list[str] = field(default_factory=lambda: ["all"])
+
+
+@dataclass
+class PeftConfig:
+    peft_scheme: str | None = None
+    lora_tuning: LoraTuningConfig = field(default_factory=LoraTuningConfig)
+
+
+@dataclass
 class ModelConfig:
     data: DataConfig
     seed: int = 1234
@@ -214,6 +227,8 @@ class ModelConfig:
     tokens_per_micro_batch: int | None = None
     logits_chunk_tokens: int = 1024
     global_batch_size: int | None = None
+    reference_placement: str = "host"
+    peft: PeftConfig = field(default_factory=PeftConfig)
     reinforce: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 

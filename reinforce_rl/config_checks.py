@@ -23,7 +23,7 @@ from reinforce_rl.algorithms.choices import (
     TRUNCATED_SAMPLES,
     EstimatorEntry,
 )
-from reinforce_rl.config import RolloutConfig, SamplingConfig, TrainConfig
+from reinforce_rl.config import LoraTuningConfig, RolloutConfig, SamplingConfig, TrainConfig
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.layout import layout_faults, recomputation_faults
@@ -33,6 +33,9 @@ PRECISIONS = ("32", "bf16")
 TOO_LONG = ("refuse", "skip")
 OPTIMIZERS = ("adam",)
 SCHEDULES = ("constant", "linear", "CosineAnnealing")
+REFERENCE_PLACEMENTS = ("host", "device")
+PEFT_SCHEMES = ("lora",)
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all")
 
 
 def find_faults(cfg: TrainConfig) -> list[str]:
@@ -69,6 +72,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("model.activations_checkpoint_num_layers", cfg.model.activations_checkpoint_num_layers, 1),
         ("model.micro_batch_size", cfg.model.micro_batch_size, 1),
         ("model.logits_chunk_tokens", cfg.model.logits_chunk_tokens, 1),
+        ("model.peft.lora_tuning.adapter_dim", cfg.model.peft.lora_tuning.adapter_dim, 1),
         ("model.reinforce.num_rollout_samples", rollout.num_rollout_samples, 1),
         ("model.reinforce.rollout_micro_batch_size", rollout.rollout_micro_batch_size, 1),
         ("model.reinforce.forward_micro_batch_size", rollout.forward_micro_batch_size, 1),
@@ -95,6 +99,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("trainer.reinforce.reward_shaping.deviation", rl.reward_shaping.deviation),
         ("trainer.reinforce.reward_shaping.scale", rl.reward_shaping.scale),
         ("trainer.reinforce.reward_shaping.clip", rl.reward_shaping.clip),
+        ("model.peft.lora_tuning.alpha", cfg.model.peft.lora_tuning.alpha),
         ("model.optim.lr", optim.lr),
         ("model.optim.eps", optim.eps),
     ]
@@ -120,6 +125,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ),
         ("trainer.reinforce.truncated_samples", rl.truncated_samples, TRUNCATED_SAMPLES),
         ("model.data.too_long", cfg.model.data.too_long, TOO_LONG),
+        ("model.reference_placement", cfg.model.reference_placement, REFERENCE_PLACEMENTS),
         ("model.optim.name", optim.name, OPTIMIZERS),
         ("model.optim.sched.name", optim.sched.name, SCHEDULES),
         ("exp_manager.wandb_logger_kwargs.mode", cfg.exp_manager.wandb_logger_kwargs.mode, ("online", "offline")),
@@ -276,6 +282,38 @@ def _layout(cfg: TrainConfig) -> Iterator[str]:
     )
 
 
+def _peft(cfg: TrainConfig) -> Iterator[str]:
+    scheme, tuning = cfg.model.peft.peft_scheme, cfg.model.peft.lora_tuning
+    if scheme is None:
+        if tuning != LoraTuningConfig():
+            yield (
+                "model.peft.lora_tuning is given, but model.peft.peft_scheme is null, so all weights are trained; set "
+                "model.peft.peft_scheme=lora"
+            )
+        return
+    if scheme not in PEFT_SCHEMES:
+        yield f"model.peft.peft_scheme is {scheme!r}; expected one of {', '.join(PEFT_SCHEMES)}, or null for none"
+    unknown = [name for name in tuning.target_modules if name not in LORA_TARGETS]
+    if unknown or not tuning.target_modules:
+        yield (
+            f"model.peft.lora_tuning.target_modules is {tuning.target_modules}; expected some of "
+            f"{', '.join(LORA_TARGETS)}"
+        )
+    model = cfg.model
+    if model.pipeline_model_parallel_size > 1 or model.context_parallel_size > 1 or model.sequence_parallel:
+        yield (
+            f"model.peft.peft_scheme is {scheme!r} with pipeline_model_parallel_size="
+            f"{model.pipeline_model_parallel_size}, context_parallel_size={model.context_parallel_size} and "
+            f"sequence_parallel={str(model.sequence_parallel).lower()}; LoRA has been built for tensor and data "
+            "parallelism only"
+        )
+    if cfg.model.reference_placement == "device":
+        yield (
+            "model.reference_placement is 'device', but with model.peft.peft_scheme=lora the reference is the frozen "
+            "model without its updates, and there is no copy to place; leave it at host"
+        )
+
+
 def _lengths(cfg: TrainConfig) -> Iterator[str]:
     model, lengths = cfg.model, cfg.model.reinforce.length_params
     if model.max_prompt_tokens < 1:
@@ -384,6 +422,7 @@ _CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
     _algorithm,
     _batch_sizes,
     _layout,
+    _peft,
     _lengths,
     _sampling,
     _files,

@@ -85,6 +85,8 @@ def test_a_right_configuration_loads(folder):
 
 RL, ROLLOUT = "trainer.reinforce", "model.reinforce"
 
+LORA = "model.peft.peft_scheme=lora"
+
 WRONG: list[tuple[str, list[str], list[str]]] = [
     ("unknown key", ["+trainer.reinforce.max_stps=5"], ["trainer.reinforce.max_stps", "did you mean", "max_steps"]),
     ("unknown group", ["+model.zzz.a=1"], ["model.zzz", "known here", "micro_batch_size"]),
@@ -208,6 +210,30 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("no time for the server", ["remote_rm.deadline_seconds=0"], ["remote_rm.deadline_seconds is 0", "above 0"]),
     ("no checkpoint kept", ["exp_manager.checkpoint_callback_params.keep_last=0"], ["keep_last is 0", "at least 1"]),
     ("few tokens", ["model.tokens_per_micro_batch=63"], ["tokens_per_micro_batch is 63", "encoder_seq_length", "64"]),
+    ("peft scheme", ["model.peft.peft_scheme=ptuning"], ["peft_scheme is 'ptuning'", "lora", "null"]),
+    (
+        "rank",
+        [LORA, "model.peft.lora_tuning.adapter_dim=0"],
+        ["adapter_dim is 0", "at least 1"],
+    ),
+    ("alpha", [LORA, "model.peft.lora_tuning.alpha=0"], ["alpha is 0", "above 0"]),
+    (
+        "lora target",
+        [LORA, "model.peft.lora_tuning.target_modules=[q_proj,lm_head]"],
+        ["target_modules is ['q_proj', 'lm_head']", "down_proj, all"],
+    ),
+    (
+        "no lora target",
+        [LORA, "model.peft.lora_tuning.target_modules=[]"],
+        ["target_modules is []", "expected some of"],
+    ),
+    ("lora unread", ["model.peft.lora_tuning.adapter_dim=8"], ["lora_tuning is given", "peft_scheme=lora"]),
+    ("reference", ["model.reference_placement=disk"], ["reference_placement is 'disk'", "host, device"]),
+    (
+        "reference and lora",
+        [LORA, "model.reference_placement=device"],
+        ["reference_placement is 'device'", "no copy"],
+    ),
     ("negative seed", ["model.seed=-1"], ["model.seed is -1", "at least 0"]),
 ]
 

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.actor.micro_batches import micro_batches, padding
-from reinforce_rl.actor.reference import ReferencePolicy
+from reinforce_rl.actor.reference import FrozenBase, Reference, ReferencePolicy
 from reinforce_rl.algorithms.loss import Denominators, LossInputs, LossSettings, policy_loss
 from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.log_probs import TokenScores, response_scores, scored_length
+from reinforce_rl.megatron.lora import MergedWeights, lora_settings_of
+from reinforce_rl.megatron.lora_export import LoraIdentity, export_adapter
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.optimizer import DEFAULT_DATA_PARALLEL, DataParallelSettings, wrap_data_parallel
@@ -76,12 +78,15 @@ class MegatronGPTReinforceActorModel:
     """Policy and reference on one megatron model.
 
     Args:
-        lm: the policy, with the weights of step 0: the reference is copied from it here.
+        lm: the policy, with the weights of step 0: the reference is copied from it here. With LoRA updates they alone
+            are trained, and the reference is the model without them.
         tokenizer: of the policy.
         generator: draws responses from the policy.
         settings: sampling and micro-batches.
         with_reference: False saves the copy where beta is 0.
         data_parallel: how data-parallel ranks share their work.
+        reference_on_device: where the copy lies; see `ReferencePolicy`.
+        lora: what LoRA updates belong to, for checkpoints; None where the whole model is trained.
     """
 
     def __init__(
@@ -93,13 +98,19 @@ class MegatronGPTReinforceActorModel:
         *,
         with_reference: bool = True,
         data_parallel: DataParallelSettings = DEFAULT_DATA_PARALLEL,
+        reference_on_device: bool = False,
+        lora: LoraIdentity | None = None,
     ):
         self.lm = lm
         self.tokenizer = tokenizer
         self.generator = generator
         self.settings = settings
         self.ddp = wrap_data_parallel(lm, data_parallel)
-        self._reference = ReferencePolicy(lm) if with_reference else None
+        self.lora = lora
+        self._reference: Reference | None = None
+        if with_reference:
+            frozen = lora_settings_of(lm) is not None
+            self._reference = FrozenBase(lm) if frozen else ReferencePolicy(lm, on_device=reference_on_device)
 
     @property
     def mesh(self) -> Mesh:
@@ -224,8 +235,13 @@ class MegatronGPTReinforceActorModel:
         return LossShare(math.fsum(share.loss for share in shares), sums)
 
     def export(self, source: str | Path, out: str | Path) -> Path:
-        """Write the policy as a Hugging Face folder; a collective call."""
-        return export_hf_folder(self.lm, source, out)
+        """Write the policy as a Hugging Face folder, LoRA updates merged into the weights; a collective call."""
+        merged = None if lora_settings_of(self.lm) is None else MergedWeights(self.lm)
+        return export_hf_folder(self.lm, source, out, values=merged)
+
+    def export_adapter(self, source: str | Path, out: str | Path) -> Path:
+        """Write the LoRA updates as a PEFT folder; a collective call."""
+        return export_adapter(self.lm, source, out)
 
     def _hidden(
         self, model: torch.nn.Module, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor

@@ -97,6 +97,7 @@ def hf_tensors(
     lm: CausalLM,
     values: Mapping[str, Tensor] | None = None,
     *,
+    rows: list[Row] | None = None,
     dtype: torch.dtype | None = None,
     track: Track = iter,
 ) -> Iterator[tuple[str, Tensor | None]]:
@@ -107,6 +108,7 @@ def hf_tensors(
     Args:
         lm: the model.
         values: what to map in place of the weights, such as their gradients, by the names of `parameters_of`.
+        rows: which of them; None for all of `weight_map`.
         dtype: of the result; None for that of the weights.
         track: runs through the parameters.
 
@@ -116,14 +118,15 @@ def hf_tensors(
     """
     mesh = lm.mesh
     own = parameters_of(lm) if values is None else values
-    dtype = dtype or next(iter(own.values())).dtype
+    dtype = dtype or next(value.dtype for value in own.values() if value is not None)  # a frozen one has no gradient
     stages = mesh.gather_over_pp(set(own))
-    for name, rows in track(_by_parameter(weight_map(lm.architecture, mesh.tp_size))):
+    rows = weight_map(lm.architecture, mesh.tp_size) if rows is None else rows
+    for name, of_parameter in track(_by_parameter(rows)):
         stage = next(i for i, names in enumerate(stages) if name in names)
         parts = None
         if stage == mesh.pp_rank:
-            parts = _on_first_rank(own[name].detach().to(dtype), mesh, rows[0].split is not None)
-        for row in rows:
+            parts = _on_first_rank(own[name].detach().to(dtype), mesh, of_parameter[0].split is not None)
+        for row in of_parameter:
             yield row.hf, _on_first_stage(None if parts is None else _assembled(row, parts), row, dtype, stage, mesh)
 
 
@@ -175,6 +178,7 @@ def export_hf_folder(
     source: str | Path,
     out: str | Path,
     *,
+    values: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     track: Track = iter,
@@ -187,6 +191,7 @@ def export_hf_folder(
         lm: the model.
         source: the folder it came from, whose config and tokenizer files are carried over.
         out: the folder to write; replaced where it exists.
+        values: what to write in place of the weights, by the names of `parameters_of`.
         dtype: of the weights in the folder; None for the model's.
         max_shard_bytes: of one file of weights, which is also what the first rank holds of the model besides its own
             share. A larger tensor has a file of its own.
@@ -225,7 +230,7 @@ def export_hf_folder(
     write(begin)
     # The other data- and context-parallel ranks hold the same weights: they wait at the end of each file only.
     first_copy = mesh.dp_rank == mesh.cp_rank == 0
-    tensors = hf_tensors(lm, dtype=dtype, track=track) if first_copy else iter(())
+    tensors = hf_tensors(lm, values, dtype=dtype, track=track) if first_copy else iter(())
     for file, names in files.items():
         shard: Any = dict(itertools.islice(tensors, len(names)))  # tensors on the main rank, None elsewhere
         write(functools.partial(_save, shard, part / file))

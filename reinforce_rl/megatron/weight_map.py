@@ -64,6 +64,14 @@ class Row:
         """The axis of `part`."""
         return self.split.axis if self.split else 0
 
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of what a rank holds where no other tensor shares its parameter, padding included."""
+        if self.split is None:
+            return self.shape
+        size = self.split.padded_units // self.tp_size * self.split.width
+        return (*self.shape[: self.axis], size, *self.shape[self.axis + 1 :])
+
     def part(self, tp_rank: int) -> tuple[int, int]:
         """Start and end, along `axis`, of what a rank holds of the tensor. Empty where it holds padding only."""
         if self.split is None:

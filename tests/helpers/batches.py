@@ -14,6 +14,8 @@ from reinforce_rl.algorithms.loss import Denominators
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
+from reinforce_rl.megatron.lora import add_lora
+from reinforce_rl.megatron.lora_map import LoraSettings
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions
 from reinforce_rl.rollout import ReinforceBatch, RolloutBatch
@@ -74,9 +76,13 @@ def actor_of(
     forward_micro_batch_size: int = 4,
     model: ModelOptions = DEFAULT_OPTIONS,
     tokens_per_micro_batch: int | None = None,
+    updates: LoraSettings | None = None,
     **options: Any,
 ) -> MegatronGPTReinforceActorModel:
+    """With LoRA updates where their settings are given."""
     lm = megatron_model(folder, mesh, options=model)
+    if updates is not None:
+        add_lora(lm, updates)
     tokenizer = load_tokenizer(folder)
     sampling = SamplingParams(max_length=8, temperature=TEMPERATURE)
     settings = ActorSettings(
