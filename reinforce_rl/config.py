@@ -154,6 +154,7 @@ class RolloutConfig:
     forward_micro_batch_size: int = 4
     val_rollout_micro_batch_size: int = 32
     num_val_samples: int | None = None
+    offload_adam_states: bool = False
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     allow_biased_sampling: bool = False
     val_sampling_params: SamplingConfig = field(default_factory=lambda: SamplingConfig(use_greedy=True))
@@ -175,6 +176,8 @@ class OptimConfig:
     weight_decay: float = 0.01
     betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
     eps: float = 1e-8
+    distributed: bool = False
+    overlap_grad_sync: bool = False
     sched: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
@@ -212,6 +215,13 @@ class ModelConfig:
     data: DataConfig
     seed: int = 1234
     tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    activations_checkpoint_granularity: str | None = None
+    activations_checkpoint_method: str | None = None
+    activations_checkpoint_num_layers: int | None = None
+    megatron_overrides: dict[str, Any] = field(default_factory=dict)
     encoder_seq_length: int = 2048
     micro_batch_size: int = 4
     tokens_per_micro_batch: int | None = None
@@ -221,6 +231,11 @@ class ModelConfig:
     peft: PeftConfig = field(default_factory=PeftConfig)
     reinforce: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+
+    @property
+    def block_size(self) -> int:
+        """Ranks that share one copy of the model and work on the same prompts."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -313,8 +328,11 @@ def build(schema: type[T], node: DictConfig, path: str, faults: list[str]) -> T 
 
 
 def _build_groups(expected: Any, value: Any, key: str, faults: list[str]) -> dict[str, Any]:
-    """A dict of dataclasses, whose names the user chooses."""
+    """A dict of dataclasses, or of plain values, whose names the user chooses."""
     schema = typing.get_args(expected)[1]
+    if schema is Any and isinstance(value, DictConfig):
+        plain: Any = OmegaConf.to_container(value)
+        return {str(name): item for name, item in plain.items()}
     if not isinstance(value, DictConfig):
         faults.append(f"{key} is {value!r}; expected groups of keys, each under a name of your choice")
         return {}

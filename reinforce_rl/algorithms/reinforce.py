@@ -29,6 +29,7 @@ from reinforce_rl.algorithms.rewards import RewardShaping, shape_rewards
 from reinforce_rl.algorithms.rollouts import PendingRollouts, RolloutMaker
 from reinforce_rl.algorithms.updates import mini_batches, total_steps
 from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
+from reinforce_rl.monitoring.memory import PeakMemory
 from reinforce_rl.monitoring.metrics import reinforce_means, rollout_means, take_means, update_metrics
 from reinforce_rl.monitoring.samples import sample_rows
 from reinforce_rl.reward.base import RewardSource
@@ -103,6 +104,8 @@ class ReinforceTrainer:
         self._past_scores = RunningMoments()
         self._past_rewards = RunningMoments()
         self._beta = KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon)
+        self._memory = PeakMemory(model.mesh.device)
+        self._peaks: Metrics = {}  # gigabytes on this rank, by phase of the present step
 
     def fit(self) -> None:
         """Train until the steps, the epochs or the time are used up, validating and saving on the way.
@@ -270,7 +273,7 @@ class ReinforceTrainer:
 
     def _sample(self, prompts: Sequence[Prompt], timings: Timings) -> PendingRollouts:
         seed = self.model.settings.seed * 1_000_003 + self.step + 1  # another one every step; validation has 0
-        with self._timed("generate", timings):
+        with self._timed("generate", timings), self._optimizer_states_away():
             return self._rollouts.sample(prompts, self.cfg.num_rollouts_per_prompt, seed)
 
     def _score(self, pending: PendingRollouts, timings: Timings) -> RolloutBatch:
@@ -362,13 +365,16 @@ class ReinforceTrainer:
     def _log_step(self, metrics: Metrics, timings: Timings, batch: ReinforceBatch) -> None:
         rows = sample_rows(self.step, self._prompts, batch.rollouts, self.model.tokenizer, batch)
         position = {"epoch": self._data_position["epoch"], "consumed_prompts": self._data_position["consumed_prompts"]}
-        self.logger.log_step(self.step, {**metrics, **position}, timings, self._gather_rows(rows))
+        self.logger.log_step(self.step, {**metrics, **position}, timings, self._gather_rows(rows), self._peaks)
+        self._peaks = {}
 
     def _gather_rows(self, rows: list[Any]) -> list[Any]:
         return [row for part in self.model.mesh.gather_over_dp(rows) for row in part]
 
     def _is_due(self, interval: int) -> bool:
-        return interval > 0 and (self.step % interval == 0 or self.step == self.max_steps)
+        # Dynamic filtering may use up the prompts before `max_steps`.
+        last = self.step == self.max_steps or self.train_dataloader.finished
+        return interval > 0 and (self.step % interval == 0 or last)
 
     def _out_of_time(self) -> bool:
         """Asked of all ranks, since their clocks differ and all must stop at the same step."""
@@ -380,6 +386,12 @@ class ReinforceTrainer:
     @contextlib.contextmanager
     def _timed(self, name: str, timings: Timings) -> Iterator[None]:
         self.logger.phase(name)
+        self._memory.start()
         started = time.perf_counter()
         yield
         timings[name] = timings.get(name, 0.0) + time.perf_counter() - started
+        self._peaks[name] = max(self._peaks.get(name, 0.0), self._memory.gigabytes())
+
+    def _optimizer_states_away(self) -> contextlib.AbstractContextManager[None]:
+        """Room for the generator, where the optimizer's states are on a GPU and the configuration asks for it."""
+        return self.optimizer.offloaded() if self.model.settings.offload_optimizer else contextlib.nullcontext()

@@ -39,11 +39,20 @@ class RunMonitor:
         self._progress.note(text, transient=transient)
 
     def log_step(
-        self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float], rows: Sequence[RolloutRow]
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        timings: Mapping[str, float],
+        rows: Sequence[RolloutRow],
+        memory: Mapping[str, float],
     ) -> None:
-        """A training step: its numbers, phase times in seconds, and samples. The numbers are stored by `commit`."""
+        """A training step: its numbers, seconds and peak gigabytes of each phase, and samples.
+
+        The numbers are stored by `commit`.
+        """
         self._metrics.log_metrics(metrics, step, "train/")
         self._metrics.log_metrics(timings, step, "timers/")
+        self._metrics.log_metrics(memory, step, "memory/")
         self._rollouts.write(step, rows)
         self._progress.update(step, metrics, timings)
 
@@ -81,7 +90,12 @@ class SilentMonitor(RunMonitor):
         super().__init__(folder, Loggers(), RolloutWriter(folder), TrainingProgress(0, enabled=False))
 
     def log_step(
-        self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float], rows: Sequence[RolloutRow]
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        timings: Mapping[str, float],
+        rows: Sequence[RolloutRow],
+        memory: Mapping[str, float],
     ) -> None:
         pass
 

@@ -14,20 +14,21 @@ from helpers.rewards import FunctionReward
 from helpers.tiny_run import (
     MAX_LENGTH,
     PROMPT_TOKENS,
+    however_cut,
     largest_difference,
     metrics_of,
     odd_share,
     rollouts_of,
+    run,
     three_letters,
     tiny_config,
     tiny_trainer,
+    weights,
     without_times,
 )
 
-from reinforce_rl.algorithms.reinforce import ReinforceTrainer
 from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
-from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.reward.base import RewardRequest, Rewards
 from reinforce_rl.rollout import FINISH_STOP, Completions, Prompt
 from reinforce_rl.run_timer import RunTimer
@@ -36,20 +37,9 @@ RL = "trainer.reinforce"
 EVERY_FAILURE = f"{RL}.max_failed_fraction=1"
 
 
-def run(folder: Path, mesh: Mesh, *overrides: str, rm=odd_share, prompts=None) -> list[dict]:
-    """A whole run; the lines of its metrics.jsonl."""
-    with tiny_trainer(tiny_config(folder, *overrides, prompts=prompts), mesh, rm) as trainer:
-        trainer.fit()
-    return metrics_of(folder)
-
-
 def saved_step(folder: Path) -> int | None:
     checkpoint = latest_checkpoint(folder / "run" / "checkpoints")
     return checkpoint.trainer_state["step"] if checkpoint else None
-
-
-def weights(trainer: ReinforceTrainer) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in trainer.model.lm.parameters()]
 
 
 class TestAStep:
@@ -95,7 +85,7 @@ class TestAStep:
                 f"model.reinforce.rollout_micro_batch_size={generated}",
             ]
             (tmp_path / str(i)).mkdir()
-            lines.append([without_times(line) for line in run(tmp_path / str(i), mesh, *sizes)])
+            lines.append(list(map(however_cut, run(tmp_path / str(i), mesh, *sizes))))
         assert len(lines[0]) == 2
         for other in lines[1:]:
             assert max(map(largest_difference, lines[0], other)) < 2e-5
@@ -442,16 +432,31 @@ class TestTheEnd:
             "the configuration's, not the old run's"
         )
 
-    def test_the_running_mean_of_past_rewards_is_in_the_checkpoint(self, tmp_path, mesh):
-        options = [f"{RL}.max_epochs=3", f"{RL}.advantage_estimator=running_mean"]
-        whole = run(tmp_path / "whole", mesh, *options, f"{RL}.max_steps=5")
-        run(tmp_path / "parts", mesh, *options, f"{RL}.max_steps=3")
-        parts = run(tmp_path / "parts", mesh, *options, f"{RL}.max_steps=5")
-        assert list(map(without_times, parts)) == list(map(without_times, whole))
-        baselines = [line["train/baseline"] for line in whole]
-        rewards = [line["train/rewards_with_kl"] for line in whole]
-        past = [0.0, *(sum(rewards[:step]) / step for step in range(1, 5))]  # every step has equally many samples
+    def test_the_running_mean_is_that_of_past_rewards(self, tmp_path, mesh):
+        lines = run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.advantage_estimator=running_mean")
+        baselines = [line["train/baseline"] for line in lines]
+        rewards = [line["train/rewards_with_kl"] for line in lines]
+        past = [0.0, *(sum(rewards[:step]) / step for step in range(1, 4))]  # every step has equally many samples
         assert baselines == pytest.approx(past, abs=1e-6)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            [f"{RL}.advantage_estimator=running_mean"],
+            [f"{RL}.reward_shaping.standardisation=running"],
+            [f"{RL}.kl_target=0.5", f"{RL}.kl_horizon=50"],
+            [f"{RL}.kl_target=0.5", f"{RL}.kl_horizon=50", f"{RL}.kl_placement=loss"],
+        ],
+        ids=["running_mean", "running standardisation", "kl_target", "kl_target in the loss"],
+    )
+    def test_what_depends_on_past_steps_is_in_the_checkpoint(self, tmp_path, mesh, options):
+        options = [*options, f"{RL}.max_epochs=2"]
+        whole = run(tmp_path / "whole", mesh, *options)
+        run(tmp_path / "parts", mesh, *options, f"{RL}.max_steps=2")
+        parts = run(tmp_path / "parts", mesh, *options)
+        assert list(map(without_times, parts)) == list(map(without_times, whole))
+        for step in range(1, 5):
+            assert rollouts_of(tmp_path / "parts", step) == rollouts_of(tmp_path / "whole", step)
 
     def test_intervals(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.val_check_interval=4", f"{RL}.save_interval=2")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.accumulate import accumulate_gradients
 from helpers.families import family_folder, tokens_of
 from helpers.policies import all_logits, megatron_model, transformers_model
 from megatron.core import tensor_parallel
@@ -22,7 +23,6 @@ from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
     OptimizerSettings,
-    accumulate_gradients,
     build_optimizer,
     wrap_data_parallel,
 )
@@ -83,7 +83,9 @@ def computed_here(folder: Path, mesh: Mesh, settings: LoraSettings, out: Path) -
     loss = loss_in_float64(exact, tokens)
     loss.backward()
     found["loss"] = loss.item()
-    found["gradient"] = whole_updates(exact, {name: p.grad for name, p in parameters_of(exact).items()})
+    found["gradient"] = whole_updates(
+        exact, {name: p.grad for name, p in parameters_of(exact).items() if p.grad is not None}
+    )
 
     lm = lora_model(folder, mesh, settings)
     ddp = wrap_data_parallel(lm)

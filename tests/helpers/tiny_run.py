@@ -12,6 +12,7 @@ import hydra
 from helpers.models import tiny_llama_folder
 from helpers.rewards import FunctionReward
 from omegaconf import DictConfig
+from torch import Tensor
 
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
 from reinforce_rl.build import build_datasets, build_monitor, build_trainer
@@ -29,6 +30,14 @@ MAX_LENGTH = 5
 def odd_share(ids: list[int]) -> float:
     """The reward of most tests: the share of odd token ids in a response; 0.5 for an empty one."""
     return sum(i % 2 for i in ids) / len(ids) if ids else 0.5
+
+
+def odd_share_or_alike(row: list[int]) -> float:
+    """`odd_share` of a whole sequence's response, but 1 after a prompt that begins with t, a, o or i."""
+    return 1.0 if row[0] in (6, 7, 8, 9) else odd_share(row[PROMPT_TOKENS:])
+
+
+SOME_ALIKE = FunctionReward(odd_share_or_alike, 0)
 
 
 def three_letters(count: int) -> list[str]:
@@ -98,6 +107,24 @@ def tiny_trainer(
         yield trainer
 
 
+def run(
+    folder: Path,
+    mesh: Mesh,
+    *overrides: str,
+    rm: RewardSource | Callable[[list[int]], float] = odd_share,
+    prompts: Sequence[str] | None = None,
+) -> list[dict]:
+    """A whole run, going on from the checkpoint that lies below `folder`; the lines of its metrics.jsonl."""
+    with tiny_trainer(tiny_config(folder, *overrides, prompts=prompts), mesh, rm) as trainer:
+        trainer.fit()
+    return metrics_of(folder)
+
+
+def weights(trainer: ReinforceTrainer) -> list[Tensor]:
+    """A copy of the policy's weights."""
+    return [parameter.detach().clone() for parameter in trainer.model.lm.parameters()]
+
+
 def json_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -111,8 +138,13 @@ def rollouts_of(folder: Path, step: int) -> list[dict]:
 
 
 def without_times(line: dict) -> dict:
-    """A line of metrics.jsonl less what depends on the clock."""
-    return {key: value for key, value in line.items() if key != "time" and not key.startswith("timers/")}
+    """A line of metrics.jsonl less what depends on the clock and on the process."""
+    return {key: value for key, value in line.items() if key != "time" and not key.startswith(("timers/", "memory/"))}
+
+
+def however_cut(line: dict) -> dict:
+    """`without_times`, less what depends on micro-batches and ranks."""
+    return {key: value for key, value in without_times(line).items() if key != "train/padding_fraction"}
 
 
 def largest_difference(left: dict, right: dict) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.accumulate import accumulate_gradients
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
 
@@ -14,7 +15,6 @@ from reinforce_rl.megatron.optimizer import (
     SCHEDULES,
     ActorOptimizer,
     OptimizerSettings,
-    accumulate_gradients,
     build_optimizer,
     wrap_data_parallel,
 )
@@ -137,3 +137,23 @@ def test_gradient_that_is_not_finite_changes_nothing(bad, folder, mesh):
     assert not optimizer.step().skipped
     assert all(torch.isfinite(p).all() for p in ddp.parameters())
     assert not any(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+
+
+def test_offloading_takes_both_moments_of_every_parameter_and_brings_them_back(folder, mesh, monkeypatch):
+    """No second device here: the moves are recorded, and a run with them goes on as one without."""
+    plain, offloading = (wrapped(folder, mesh, SETTINGS) for _ in range(2))
+    moves = []
+    move = offloading[1]._move
+    monkeypatch.setattr(offloading[1], "_move", lambda places: (moves.append(len(places)), move(places)))
+    for value in (1.0, 0.5, -1.0):
+        with offloading[1].offloaded():
+            pass
+        for ddp, optimizer in (plain, offloading):
+            accumulate_gradients(ddp, [value], weighted_sum)
+            optimizer.step()
+    pairs = list(zip(plain[0].parameters(), offloading[0].parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert moves == [0, 0] + [2 * len(pairs)] * 4  # there and back; no states before the first step
+    with pytest.raises(RuntimeError, match="lost"), offloading[1].offloaded():
+        raise RuntimeError("lost")
+    assert len(moves) == 8, "an error brings them back too"

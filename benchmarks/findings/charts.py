@@ -1,0 +1,103 @@
+"""Reward against samples with error bands, and reward against KL, as one SVG that stands alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from reinforce_rl.monitoring.charts import label, ticks
+
+COLOURS = ("#2563c9", "#d9730d", "#168a62", "#8a4fc4", "#c2364b", "#7a6a12")
+WIDTH, HEIGHT = 560, 390
+LEFT, RIGHT, TOP, BOTTOM = 52, 20, 34, 100  # the legend is below the x axis
+
+
+@dataclass(frozen=True)
+class Point:
+    """A mean at x with its standard errors."""
+
+    x: float
+    y: float
+    y_error: float
+    x_error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points by rising x under one name."""
+
+    name: str
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart.
+
+    Attributes:
+        title: above it.
+        x_label: below it.
+        curves: at most as many as there are colours.
+        bands: errors as a band around a line; otherwise as bars at each point.
+    """
+
+    title: str
+    x_label: str
+    curves: Sequence[Curve]
+    bands: bool = True
+
+
+def figure(panels: Sequence[Panel]) -> str:
+    """All panels in two columns."""
+    rows = (len(panels) + 1) // 2
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {rows * HEIGHT}" '
+        'font-family="DejaVu Sans, sans-serif" font-size="11" fill="#1b2230">',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+    ]
+    for index, panel in enumerate(panels):
+        x, y = index % 2 * WIDTH, index // 2 * HEIGHT
+        parts += [f'<g transform="translate({x} {y})">', *_panel(panel), "</g>"]
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _panel(panel: Panel) -> list[str]:
+    points = [point for curve in panel.curves for point in curve.points]
+    low, high = min(p.x - p.x_error for p in points), max(p.x + p.x_error for p in points)
+    x_ticks = [tick for tick in ticks(low, high) if low <= tick <= high]
+    y_ticks = ticks(min(p.y - p.y_error for p in points), max(p.y + p.y_error for p in points))
+
+    def x(value: float) -> float:
+        return round(LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT), 1)
+
+    def y(value: float) -> float:
+        return round(HEIGHT - BOTTOM - (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM), 1)
+
+    parts = [f'<text x="{LEFT}" y="18" font-size="13" font-weight="600">{escape(panel.title)}</text>']
+    for tick in y_ticks:
+        parts.append(f'<path d="M{LEFT} {y(tick)}H{WIDTH - RIGHT}" stroke="#e3e6eb"/>')
+        parts.append(
+            f'<text x="{LEFT - 6}" y="{y(tick) + 4}" text-anchor="end">{label(tick, y_ticks[1] - y_ticks[0])}</text>'
+        )
+    for tick in x_ticks:
+        text = label(tick, x_ticks[1] - x_ticks[0])
+        parts.append(f'<text x="{x(tick)}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{text}</text>')
+    parts.append(
+        f'<text x="{WIDTH / 2}" y="{HEIGHT - BOTTOM + 32}" text-anchor="middle">{escape(panel.x_label)}</text>'
+    )
+    for number, (curve, colour) in enumerate(zip(panel.curves, COLOURS, strict=False)):
+        there = [f"{x(p.x)} {y(p.y + p.y_error)}" for p in curve.points]
+        back = [f"{x(p.x)} {y(p.y - p.y_error)}" for p in reversed(curve.points)]
+        if panel.bands:
+            parts.append(f'<path d="M{"L".join([*there, *back])}Z" fill="{colour}" opacity="0.18"/>')
+        line = "L".join(f"{x(p.x)} {y(p.y)}" for p in curve.points)
+        parts.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="{1.8 if panel.bands else 0.6}"/>')
+        for p in curve.points if not panel.bands else ():
+            across = f"M{x(p.x - p.x_error)} {y(p.y)}H{x(p.x + p.x_error)}"
+            cross = f"{across}M{x(p.x)} {y(p.y - p.y_error)}V{y(p.y + p.y_error)}"
+            parts.append(f'<path d="{cross}" stroke="{colour}" stroke-width="2.2"/>')
+        left, top = LEFT + number % 2 * WIDTH // 2, HEIGHT - BOTTOM + 42 + 15 * (number // 2)
+        parts.append(f'<rect x="{left}" y="{top}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{left + 15}" y="{top + 9}">{escape(curve.name)}</text>')
+    return parts

@@ -1,0 +1,262 @@
+"""The cells of the benchmark, and one run of a cell with the project's own trainer."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from helpers.rewards import ReadyRewards
+from helpers.tiny_run import compose
+
+from findings.language import reward
+from findings.pretraining import MAX_POSITIONS, MAX_RESPONSE, NUM_VALIDATION
+from reinforce_rl.build import build_datasets, build_trainer
+from reinforce_rl.config import load_config
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.monitoring.rollouts import RolloutRow
+from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.reward.base import STATUS_OK, RewardRequest, Rewards
+from reinforce_rl.tokenizer import load_tokenizer
+
+BETA = 0.05
+SAMPLES_PER_STEP = 32
+STEPS, VALIDATE_EVERY = 32, 8
+LEARNING_RATES = (1.5e-4, 3e-4, 6e-4, 1.2e-3)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A setting that is run with several seeds.
+
+    Attributes:
+        name: on the command line and in files.
+        title: in tables.
+        estimator: `trainer.reinforce.advantage_estimator`.
+        group: G, samples a prompt; a step has `SAMPLES_PER_STEP` samples in all cells.
+        beta: `trainer.reinforce.initial_policy_kl_penalty`.
+        noise: standard deviation of what is added to every reward in training.
+        offset: what is added to every reward in training.
+        spread: standard deviation over prompts of a constant that is added to all rewards of a prompt in training.
+        tuned_as: the cell whose learning rate it takes; empty: it is tuned itself.
+        lr: a learning rate that is given instead; 0: none is.
+        against: cells that it is compared with, seed by seed.
+    """
+
+    name: str
+    title: str
+    estimator: str
+    group: int
+    beta: float = BETA
+    noise: float = 0.0
+    offset: float = 0.0
+    spread: float = 0.0
+    tuned_as: str = ""
+    lr: float = 0.0
+    against: tuple[str, ...] = ()
+
+
+METHODS = [
+    Cell("rloo4", "RLOO, G=4", "rloo", 4),
+    Cell("rloo2", "RLOO, G=2", "rloo", 2, against=("rloo4",)),
+    Cell("raft4", "RAFT, G=4", "raft", 4, against=("rloo4",)),
+    Cell("running_mean", "REINFORCE, running mean", "running_mean", 1, against=("rloo4",)),
+    Cell("vanilla", "vanilla, no baseline", "none", 1, against=("rloo4", "running_mean")),
+]
+# Constants that no policy can change; RLOO and RAFT compare samples of one prompt, so their runs stay the same.
+OFFSETS = [
+    Cell("vanilla_plus1", "vanilla, reward + 1", "none", 1, offset=1.0, against=("rloo4", "vanilla")),
+    Cell("vanilla_plus4", "vanilla, reward + 4", "none", 1, offset=4.0, against=("rloo4", "vanilla")),
+    Cell(
+        "running_mean_spread2",
+        "REINFORCE, running mean, prompts differ by 2",
+        "running_mean",
+        1,
+        spread=2.0,
+        against=("rloo4", "running_mean"),
+    ),
+]
+BETAS = [
+    Cell("rloo4_beta0.001", "RLOO, G=4, beta 0.001", "rloo", 4, 0.001, tuned_as="rloo4", against=("rloo4",)),
+    Cell("rloo4_beta0.2", "RLOO, G=4, beta 0.2", "rloo", 4, 0.2, tuned_as="rloo4", against=("rloo4",)),
+    Cell("raft4_beta0.2", "RAFT, G=4, beta 0.2", "raft", 4, 0.2, tuned_as="raft4", against=("raft4", "rloo4_beta0.2")),
+]
+NOISES = [
+    Cell("rloo4_noise2", "RLOO, G=4, noise 2", "rloo", 4, noise=2.0, tuned_as="rloo4", against=("rloo4",)),
+    Cell(
+        "raft4_noise2", "RAFT, G=4, noise 2", "raft", 4, noise=2.0, tuned_as="raft4", against=("raft4", "rloo4_noise2")
+    ),
+]
+# RLOO at the learning rate that was chosen for most others: how much of a difference is the learning rate's?
+SAME_RATE = [
+    Cell("rloo4_lr", "RLOO, G=4, lr 3e-4", "rloo", 4, lr=3e-4, against=("raft4", "running_mean", "vanilla")),
+    Cell("rloo2_lr", "RLOO, G=2, lr 3e-4", "rloo", 2, lr=3e-4, against=("rloo4_lr", "vanilla")),
+    Cell("rloo4_noise2_lr", "RLOO, G=4, noise 2, lr 3e-4", "rloo", 4, noise=2.0, lr=3e-4, against=("raft4_noise2",)),
+]
+CELLS = {cell.name: cell for cell in [*METHODS, *OFFSETS, *BETAS, *NOISES, *SAME_RATE]}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run.
+
+    Attributes:
+        cell: a name of `CELLS`.
+        seed: `model.seed`: order of the prompts, sampling, noise.
+        lr: `model.optim.lr`.
+        steps: optimizer steps.
+    """
+
+    cell: str
+    seed: int
+    lr: float
+    steps: int = STEPS
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave; all rewards are the true ones, without offset and noise.
+
+    Attributes:
+        job: what was run.
+        validation: (samples drawn so far, mean reward of the validation prompts).
+        training: mean reward of the samples of each step.
+        kl: nats a response from the first policy, of the samples of each step.
+        seconds: the run took, on one core.
+    """
+
+    job: Job
+    validation: list[tuple[int, float]]
+    training: list[float]
+    kl: list[float]
+    seconds: float
+
+    @property
+    def final_reward(self) -> float:
+        return self.validation[-1][1]
+
+    @property
+    def mean_reward(self) -> float:
+        """Over the validations after the first: how fast it learnt."""
+        return statistics.fmean(value for _, value in self.validation[1:])
+
+    @property
+    def fell(self) -> bool:
+        """It ended by more than half a deviation of the first policy's rewards below where it had been."""
+        return max(value for _, value in self.validation) - self.final_reward > 0.5
+
+    @property
+    def objective(self) -> float:
+        """Reward less beta times KL, what a run maximises."""
+        return self.final_reward - CELLS[self.job.cell].beta * self.final_kl
+
+    @property
+    def final_kl(self) -> float:
+        """Over the samples of the last eighth of the steps."""
+        return statistics.fmean(self.kl[-max(1, len(self.kl) // 8) :])
+
+
+class ReviewReward:
+    """A reward source with the noise and the constants of a cell."""
+
+    def __init__(self, cell: Cell, seed: int):
+        self._cell, self._random = cell, random.Random(seed)
+
+    def infer_rm(self, request: RewardRequest) -> ReadyRewards:
+        pairs = zip(request.prompts, request.responses, strict=True)
+        values = [reward(response) + self._added(prompt) for prompt, response in pairs]
+        return ReadyRewards(Rewards(torch.tensor(values), torch.full((len(values),), STATUS_OK, dtype=torch.int32)))
+
+    def _added(self, prompt: str) -> float:
+        constant = self._cell.offset + self._cell.spread * random.Random(prompt).gauss(0.0, 1.0)
+        return constant + self._cell.noise * self._random.gauss(0.0, 1.0)
+
+    def close(self) -> None:
+        pass
+
+
+class Recorder(SilentMonitor):
+    """Keeps the true rewards and the KL of a run."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.validation: list[tuple[int, float]] = []
+        self.training: list[float] = []
+        self.kl: list[float] = []
+
+    def log_step(
+        self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float], rows: Sequence[RolloutRow]
+    ) -> None:
+        self.training.append(true_mean(rows))
+        self.kl.append(metrics["init_policy_kl"])
+
+    def log_validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
+        self.validation.append((step * SAMPLES_PER_STEP, true_mean(rows)))
+
+
+class NoCheckpoints:
+    """In place of the checkpointer: the trainer saves once at its end, which takes longer than a step."""
+
+    def save(self, step: int, state: dict) -> None:
+        pass
+
+
+def true_mean(rows: Sequence[RolloutRow]) -> float:
+    return statistics.fmean(reward(row.response) for row in rows)
+
+
+def run(job: Job, mesh: Mesh, folder: Path) -> Outcome:
+    """Train once.
+
+    Args:
+        job: what to run.
+        mesh: of this process.
+        folder: that `pretraining.prepare` has filled.
+    """
+    started = time.perf_counter()
+    cell = CELLS[job.cell]
+    config = load_config(compose(*overrides(job, folder)))
+    tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
+    recorder = Recorder(folder)
+    source = ReviewReward(cell, job.seed)
+    trainer = build_trainer(config, mesh, tokenizer, build_datasets(config, tokenizer), source, recorder)
+    trainer.ckpt_callback = NoCheckpoints()  # type: ignore[assignment]
+    trainer.fit()
+    seconds = round(time.perf_counter() - started, 2)
+    if not all(map(math.isfinite, [*recorder.kl, *recorder.training])):
+        raise FloatingPointError(f"{job} gave a KL or a reward that is not finite")
+    return Outcome(job, recorder.validation, recorder.training, recorder.kl, seconds)
+
+
+def overrides(job: Job, folder: Path) -> list[str]:
+    """The command line of `examples/train_reinforce_actor.py` that a run amounts to."""
+    cell = CELLS[job.cell]
+    prompts = SAMPLES_PER_STEP // cell.group
+    return [
+        f"pretrained_checkpoint.restore_from_path={folder / 'model'}",
+        f"model.data.data_prefix.train={folder / 'train.jsonl'}",
+        f"model.data.data_prefix.validation={folder / 'validation.jsonl'}",
+        f"exp_manager.explicit_log_dir={folder / 'unused'}",
+        f"trainer.reinforce.advantage_estimator={cell.estimator}",
+        f"trainer.reinforce.num_rollouts_per_prompt={cell.group}",
+        f"trainer.reinforce.initial_policy_kl_penalty={cell.beta}",
+        f"trainer.reinforce.max_steps={job.steps}",
+        "trainer.reinforce.max_epochs=1000",
+        f"trainer.reinforce.val_check_interval={VALIDATE_EVERY}",
+        "trainer.reinforce.save_interval=0",
+        f"model.seed={job.seed}",
+        f"model.encoder_seq_length={MAX_POSITIONS}",
+        f"model.micro_batch_size={SAMPLES_PER_STEP}",
+        f"model.reinforce.num_rollout_samples={prompts}",
+        f"model.reinforce.rollout_micro_batch_size={prompts}",
+        f"model.reinforce.val_rollout_micro_batch_size={NUM_VALIDATION}",
+        f"model.reinforce.length_params.max_length={MAX_RESPONSE}",
+        "model.reinforce.val_sampling_params.use_greedy=false",
+        f"model.optim.lr={job.lr}",
+        "model.optim.weight_decay=0",
+    ]

@@ -1,0 +1,136 @@
+"""The benchmark of the papers' findings: its reward, its sums, and its quick form from end to end."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from findings.charts import Curve, Panel, Point, figure  # noqa: E402
+from findings.language import SCALE, all_prompts, raw_score, reward, vocabulary, write_review  # noqa: E402
+from findings.runs import CELLS, SAMPLES_PER_STEP, Job, Outcome, ReviewReward  # noqa: E402
+from findings.summary import Estimate, best_rates, difference  # noqa: E402
+
+from reinforce_rl.reward.base import RewardRequest  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("review", "score"),
+    [
+        ("", 0.0),
+        ("the look was good .", 1.0),
+        ("the look was very perfect and the price was rather bad .", 3.0 - 0.75),
+        ("the look was hardly awful .", 1.0),
+        ("the look was good and the look was nice .", 1.0),  # the aspect has come before
+        ("the look was good and the price was good .", 1.0),  # the adjective has
+        ("the look was good and the price was nice and the end was superb .", 2.0),  # the third does not count
+        ("good perfect superb", 0.0),  # no clause
+        ("the look was very", 0.0),
+        ("the perfect was good .", 0.0),
+    ],
+)
+def test_reward_of_reviews(review, score):
+    assert raw_score(review.split()) == score
+    assert reward(review) == score / SCALE
+
+
+def test_grammar_has_the_mean_and_the_deviation_that_the_cells_are_made_for():
+    source, prompts, words = random.Random(3), all_prompts(), set(vocabulary())
+    assert len(prompts) == len(set(prompts)) == 360
+    reviews = [write_review(prompt, source) for prompt in prompts for _ in range(10)]
+    assert all(set(text.split()) <= words for text in [*prompts, *reviews])
+    rewards = [reward(text) for text in reviews]
+    mean = sum(rewards) / len(rewards)
+    deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
+    assert abs(mean) < 0.08
+    assert deviation == pytest.approx(1.0, abs=0.05)
+
+
+def scored(cell: str, prompts: tuple[str, ...], responses: tuple[str, ...], seed: int = 0) -> list[float]:
+    import torch
+
+    nothing = torch.zeros(len(prompts), 1, dtype=torch.long)
+    request = RewardRequest(nothing, nothing[:, 0], prompts, responses)
+    return ReviewReward(CELLS[cell], seed).infer_rm(request).result().values.tolist()
+
+
+def test_what_cells_add_to_the_reward():
+    reviews = ("the look was good .", "the look was bad .") * 2
+    prompts = ("i hated the soup .",) * 2 + ("i loved the soup .",) * 2
+    plain = scored("rloo4", prompts, reviews)
+    assert plain == pytest.approx([1 / SCALE, -1 / SCALE] * 2)
+    assert scored("vanilla_plus4", prompts, reviews) == pytest.approx([value + 4 for value in plain])
+    added = [a - b for a, b in zip(scored("running_mean_spread2", prompts, reviews), plain, strict=True)]
+    assert added[0] == pytest.approx(added[1])  # of one prompt
+    assert abs(added[0] - added[2]) > 0.01
+    noisy = [scored("rloo4_noise2", prompts, reviews, seed) for seed in range(200)]
+    noise = [a - b for row in noisy for a, b in zip(row, plain, strict=True)]
+    assert math.sqrt(sum(n * n for n in noise) / len(noise)) == pytest.approx(2.0, rel=0.1)
+
+
+def test_cells_draw_equally_many_samples_and_name_each_other():
+    for cell in CELLS.values():
+        assert SAMPLES_PER_STEP % cell.group == 0
+        assert {*cell.against, cell.tuned_as or cell.name} <= CELLS.keys()
+        assert CELLS[cell.tuned_as or cell.name].estimator == cell.estimator
+
+
+def outcome(cell: str, seed: int, reward_at_end: float, kl: float = 0.0, lr: float = 1e-3) -> Outcome:
+    return Outcome(Job(cell, seed, lr), [(0, 0.0), (32, reward_at_end)], [0.0], [kl], 1.0)
+
+
+def test_differences_are_taken_seed_by_seed():
+    outcomes = {
+        "rloo4": [outcome("rloo4", 1, 1.0), outcome("rloo4", 2, 5.0), outcome("rloo4", 3, 9.0)],
+        "raft4": [outcome("raft4", 3, 9.5), outcome("raft4", 1, 0.5), outcome("raft4", 4, 100.0)],
+    }
+    found = difference(outcomes, "raft4", "rloo4", lambda o: o.final_reward)
+    assert found == Estimate(0.0, 0.5, 2)  # -0.5 and 0.5: deviation sqrt(0.5), over sqrt(2)
+    assert difference(outcomes, "raft4", "vanilla", lambda o: o.final_reward) is None
+
+
+def test_rate_is_chosen_by_reward_less_beta_times_kl():
+    outcomes = [
+        outcome("rloo4", 1, 1.0, kl=0.0, lr=1e-3),
+        outcome("rloo4", 1, 1.4, kl=10.0, lr=2e-3),  # 1.4 - 0.05 * 10 = 0.9
+        outcome("rloo4", 1, 0.5, kl=0.0, lr=4e-3),
+    ]
+    assert best_rates(outcomes) == {"rloo4": 1e-3}
+
+
+def test_figure_is_well_formed():
+    from xml.etree import ElementTree
+
+    curve = Curve("a < b", [Point(0, 0.0, 0.1), Point(32, 1.0, 0.2, 0.5)])
+    root = ElementTree.fromstring(figure([Panel("lines", "x", [curve]), Panel("bars", "x", [curve], bands=False)]))
+    assert "a < b" in "".join(root.itertext())
+
+
+@pytest.mark.slow
+def test_quick_form_runs_and_goes_on_where_it_was(tmp_path):
+    def quick(*cells: str) -> tuple[str, list[dict]]:
+        command = [sys.executable, BENCHMARKS / "papers_findings.py", "--quick", "--processes", "1", "--out", tmp_path]
+        done = subprocess.run([*command, "--cells", *cells], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / "quick" / "evaluation.jsonl").read_text().splitlines()
+        return (tmp_path / "quick" / "summary.md").read_text(), [json.loads(line) for line in lines]
+
+    summary, first = quick("rloo4", "vanilla_plus4")
+    assert CELLS["vanilla_plus4"].title in summary
+    summary, lines = quick("rloo4", "vanilla_plus4", "raft4_noise2", "running_mean")
+    assert lines[:4] == first
+    assert [line["job"]["cell"] for line in lines[4:]] == ["raft4_noise2", "running_mean"] * 2
+    for line in lines:
+        assert [samples for samples, _ in line["validation"]] == [0, 4 * SAMPLES_PER_STEP]
+        same_seed = next(other for other in lines if other["job"]["seed"] == line["job"]["seed"])
+        assert line["validation"][0] == same_seed["validation"][0]  # the same weights, prompts and noise
+        assert len(line["kl"]) == 4 and line["kl"][0] == pytest.approx(0.0, abs=1e-3)
+    assert (tmp_path / "quick" / "curves.svg").stat().st_size > 1000
