@@ -309,9 +309,9 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             loss=loss_settings(cfg.trainer.reinforce),
         ),
         with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
-        data_parallel=DataParallelSettings(cfg.model.optim.distributed, cfg.model.optim.overlap_grad_sync),
         reference_on_device=cfg.model.reference_placement == "device",
         lora=None if lora is None else LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint()),
+        data_parallel=DataParallelSettings(cfg.model.optim.distributed, cfg.model.optim.overlap_grad_sync),
     )
 
 

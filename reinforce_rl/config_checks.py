@@ -299,14 +299,6 @@ def _peft(cfg: TrainConfig) -> Iterator[str]:
             f"model.peft.lora_tuning.target_modules is {tuning.target_modules}; expected some of "
             f"{', '.join(LORA_TARGETS)}"
         )
-    model = cfg.model
-    if model.pipeline_model_parallel_size > 1 or model.context_parallel_size > 1 or model.sequence_parallel:
-        yield (
-            f"model.peft.peft_scheme is {scheme!r} with pipeline_model_parallel_size="
-            f"{model.pipeline_model_parallel_size}, context_parallel_size={model.context_parallel_size} and "
-            f"sequence_parallel={str(model.sequence_parallel).lower()}; LoRA has been built for tensor and data "
-            "parallelism only"
-        )
     if cfg.model.reference_placement == "device":
         yield (
             "model.reference_placement is 'device', but with model.peft.peft_scheme=lora the reference is the frozen "
@@ -421,8 +413,8 @@ _CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
     _ranges,
     _algorithm,
     _batch_sizes,
-    _layout,
     _peft,
+    _layout,
     _lengths,
     _sampling,
     _files,

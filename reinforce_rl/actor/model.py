@@ -84,9 +84,9 @@ class MegatronGPTReinforceActorModel:
         generator: draws responses from the policy.
         settings: sampling and micro-batches.
         with_reference: False saves the copy where beta is 0.
-        data_parallel: how data-parallel ranks share their work.
         reference_on_device: where the copy lies; see `ReferencePolicy`.
         lora: what LoRA updates belong to, for checkpoints; None where the whole model is trained.
+        data_parallel: how data-parallel ranks share their work.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class MegatronGPTReinforceActorModel:
         settings: ActorSettings,
         *,
         with_reference: bool = True,
-        data_parallel: DataParallelSettings = DEFAULT_DATA_PARALLEL,
         reference_on_device: bool = False,
         lora: LoraIdentity | None = None,
+        data_parallel: DataParallelSettings = DEFAULT_DATA_PARALLEL,
     ):
         self.lm = lm
         self.tokenizer = tokenizer

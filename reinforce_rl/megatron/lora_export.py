@@ -37,7 +37,7 @@ def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
     if settings is None:
         raise ValueError("this model has no updates to export")
     tensors: dict[str, Any] = {}
-    if mesh.dp_rank == 0:
+    if mesh.dp_rank == mesh.cp_rank == 0:
         tensors = {PREFIX + name: tensor for name, tensor in hf_tensors(lm, rows=adapter_rows(lm))}
     failure: Exception | None = None
     if mesh.is_main:

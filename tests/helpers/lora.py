@@ -83,7 +83,9 @@ def computed_here(folder: Path, mesh: Mesh, settings: LoraSettings, out: Path) -
     loss = loss_in_float64(exact, tokens)
     loss.backward()
     found["loss"] = loss.item()
-    found["gradient"] = whole_updates(exact, {name: p.grad for name, p in parameters_of(exact).items()})
+    found["gradient"] = whole_updates(
+        exact, {name: p.grad for name, p in parameters_of(exact).items() if p.grad is not None}
+    )
 
     lm = lora_model(folder, mesh, settings)
     ddp = wrap_data_parallel(lm)

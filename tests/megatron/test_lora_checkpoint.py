@@ -28,6 +28,11 @@ from reinforce_rl.megatron.convert import to_hf
 from reinforce_rl.megatron.hf_folder import HFFolder
 
 DRIVER = Path(__file__).parents[1] / "helpers" / "train_tiny.py"
+RECOMPUTED = (
+    "model.activations_checkpoint_granularity=full",
+    "model.activations_checkpoint_method=uniform",
+    "model.activations_checkpoint_num_layers=1",
+)
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.peft.lora_tuning.alpha=8")
 LONG = (
     *LORA,
@@ -129,15 +134,29 @@ def test_a_checkpoint_of_all_weights_is_refused(mesh, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["data parallel", "tensor parallel"])
-def test_two_ranks_equal_one(tensor_parallel, mesh, tmp_path):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [],
+        ["model.tensor_model_parallel_size=2"],
+        ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
+        ["model.pipeline_model_parallel_size=2"],
+        ["model.context_parallel_size=2"],
+        ["model.optim.distributed=true"],
+        ["model.tensor_model_parallel_size=2", *RECOMPUTED],
+    ],
+    ids=["data", "tensor", "sequence", "pipeline", "context", "sharded optimizer", "recomputed"],
+)
+def test_two_ranks_equal_one(layout, mesh, tmp_path):
     short = [*LORA, "trainer.reinforce.max_steps=3", "trainer.reinforce.max_epochs=2"]
     more = [
         "trainer.devices=2",
-        f"model.tensor_model_parallel_size={tensor_parallel}",
+        *layout,
         "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
     ]
     one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        tiny_llama_folder(folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16)
     run_ranks(DRIVER, 2, *tiny_overrides(two), *short, *more, timeout=240)
     trainer = run(one, mesh, *short)
     for lines in zip(metrics_of(two), metrics_of(one), strict=True):
