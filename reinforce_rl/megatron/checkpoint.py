@@ -143,8 +143,9 @@ class Checkpointer:
         if self._ddp.ddp_config.use_distributed_optimizer:
             raise CheckpointError(
                 f"cannot go on from {checkpoint.folder} with model.optim.distributed=true: checkpoints do not hold "
-                "what that optimizer shares among ranks. The weights are there: turn them into a Hugging Face folder "
-                "with examples/convert_checkpoint.py and start a new run from it, in another exp_manager.explicit_log_dir"
+                "what that optimizer shares among ranks. The weights are there: turn them into a Hugging Face "
+                "folder with examples/convert_checkpoint.py, and start a new run from it with another "
+                "exp_manager.explicit_log_dir"
             )
         try:
             sharded = self._sharded_state(loading=True)
