@@ -137,9 +137,17 @@ class Checkpointer:
         """Load weights, optimizer, schedule and random state; a collective call.
 
         Raises:
-            CheckpointError: the checkpoint is damaged or belongs to another model.
+            CheckpointError: the checkpoint is damaged or belongs to another model, or the optimizer is distributed,
+                whose state is not saved.
         """
         failure: Exception | None = None
+        if self._ddp.ddp_config.use_distributed_optimizer:
+            raise CheckpointError(
+                f"cannot go on from {checkpoint.folder} with model.optim.distributed=true: checkpoints do not hold "
+                "what that optimizer shares among ranks. The weights are there: turn them into a Hugging Face "
+                "folder with examples/convert_checkpoint.py, and start a new run from it with another "
+                "exp_manager.explicit_log_dir"
+            )
         try:
             sharded = self._sharded_state(loading=True)
             loaded: Any = dist_checkpointing.load(sharded, str(checkpoint.folder / "model"))
@@ -164,11 +172,10 @@ class Checkpointer:
     def _sharded_state(self, *, loading: bool) -> dict[str, Any]:
         lm: Any = self._ddp.module
         model = trained_state(lm)
-        return {
-            "model": model,
-            "optimizer": self._optimizer.sharded_state_dict(model, is_loading=loading),
-            "scheduler": self._scheduler.state_dict(),
-        }
+        state = {"model": model, "scheduler": self._scheduler.state_dict()}
+        if not self._ddp.ddp_config.use_distributed_optimizer:
+            state["optimizer"] = self._optimizer.sharded_state_dict(model, is_loading=loading)
+        return state
 
     def _remove_old(self, newest: Path) -> None:
         complete = [p for p in self.folder.iterdir() if re.fullmatch(r"step_\d{8}", p.name)]

@@ -13,8 +13,8 @@ from helpers.policies import random_tokens, transformers_logits, transformers_mo
 from helpers.ranks import run_ranks
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/layouts.py"
-# Of layouts with four ranks; every one of two is in the quick tests.
-QUICK = ("TP2 PP2 SP", "PP2 CP2")
+# Two of four ranks, with which every kind of group has two ranks in some layout; the others are slow tests.
+QUICK_ON_FOUR = ("TP2 PP2 SP", "PP2 CP2")
 ON_TWO = tuple(name for name, layout in LAYOUTS.items() if layout.ranks == 2)
 ON_FOUR = tuple(name for name, layout in LAYOUTS.items() if layout.ranks == 4)
 
@@ -58,20 +58,23 @@ def check(name, folder, one, out):
     torch.testing.assert_close(transformers_logits(exported, tokens), theirs, atol=2e-3, rtol=0, msg=name)
 
 
+def run_and_check(names, folder, one_process, out):
+    run_ranks(SCRIPT, LAYOUTS[names[0]].ranks, out, folder, *names, timeout=600)
+    for name in names:
+        check(name, folder, one_process, out)
+
+
+@pytest.mark.parametrize("folder", ["tied"], indirect=True)
 def test_every_layout_of_two_ranks(folder, one_process, tmp_path):
-    run_ranks(SCRIPT, 2, tmp_path, folder, *ON_TWO, timeout=300)
-    for name in ON_TWO:
-        check(name, folder, one_process, tmp_path)
+    run_and_check(ON_TWO, folder, one_process, tmp_path)
 
 
+@pytest.mark.parametrize("folder", ["untied"], indirect=True)
 def test_layouts_of_four_ranks(folder, one_process, tmp_path):
-    run_ranks(SCRIPT, 4, tmp_path, folder, *QUICK, timeout=300)
-    for name in QUICK:
-        check(name, folder, one_process, tmp_path)
+    run_and_check(QUICK_ON_FOUR, folder, one_process, tmp_path)
 
 
 @pytest.mark.slow
-def test_every_layout_of_four_ranks(folder, one_process, tmp_path):
-    run_ranks(SCRIPT, 4, tmp_path, folder, *(set(ON_FOUR) - set(QUICK)), timeout=900)
-    for name in set(ON_FOUR) - set(QUICK):
-        check(name, folder, one_process, tmp_path)
+@pytest.mark.parametrize("names", [ON_TWO, ON_FOUR], ids=["two ranks", "four ranks"])
+def test_every_layout(names, folder, one_process, tmp_path):
+    run_and_check(names, folder, one_process, tmp_path)

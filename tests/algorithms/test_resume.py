@@ -264,8 +264,8 @@ def two_rank_settings(folder: Path) -> list[str]:
     [
         [],
         ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
-        ["model.pipeline_model_parallel_size=2"],
-        ["model.context_parallel_size=2"],
+        pytest.param(["model.pipeline_model_parallel_size=2"], marks=pytest.mark.slow),
+        pytest.param(["model.context_parallel_size=2"], marks=pytest.mark.slow),
     ],
     ids=["data parallel", "tensor and sequence parallel", "pipeline", "context parallel"],
 )

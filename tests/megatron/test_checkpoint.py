@@ -18,9 +18,11 @@ from helpers.policies import megatron_model
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron import checkpoint as subject
 from reinforce_rl.megatron.checkpoint import Checkpoint, Checkpointer, latest_checkpoint
+from reinforce_rl.megatron.convert import load_weights
 from reinforce_rl.megatron.log_probs import response_log_probs
 from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
+    DataParallelSettings,
     OptimizerSettings,
     build_optimizer,
     wrap_data_parallel,
@@ -44,8 +46,9 @@ class Run:
     """What a run has to save, on a random model."""
 
     def __init__(self, mesh, model_folder: Path, folder: Path, settings: OptimizerSettings = SETTINGS, **options):
+        data_parallel = options.pop("data_parallel", DataParallelSettings())
         self.lm = megatron_model(model_folder, mesh)
-        self.ddp = wrap_data_parallel(self.lm)
+        self.ddp = wrap_data_parallel(self.lm, data_parallel)
         parts = build_optimizer(self.ddp, settings)
         self.optimizer = ActorOptimizer(*parts)
         self.checkpointer = Checkpointer(folder, mesh, self.ddp, *parts, **options)
@@ -131,6 +134,20 @@ def test_changed_settings_have_an_effect(mesh, models, tmp_path):
     assert group["lr"] == pytest.approx(5e-3 * (20 - 4) / (20 - 2))  # linear, after 2 steps of warm-up
     assert group["betas"] == (0.8, 0.9)
     assert sorted({g["weight_decay"] for g in other.optimizer._optimizer.param_groups}) == [0.0, 0.3]
+
+
+def test_a_distributed_optimizer_saves_weights_and_refuses_to_go_on(mesh, models, tmp_path):
+    options = {"data_parallel": DataParallelSettings(distributed_optimizer=True)}
+    run = Run(mesh, models[0], tmp_path, **options)
+    run.train(1)
+    run.checkpointer.save(1, {"step": 1})
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    other = Run(mesh, models[1], tmp_path, **options)
+    with pytest.raises(CheckpointError, match=r"cannot go on .* model.optim.distributed=true"):
+        other.checkpointer.restore(found)
+    load_weights(other.lm, found.folder)
+    assert_equal(other.weights(), run.weights())
 
 
 def test_no_checkpoint(tmp_path):
