@@ -74,6 +74,12 @@ class Mesh:
         dist.all_gather_object(gathered, value, group=self.dp_group)
         return gathered
 
+    def gather_on_main(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, in rank order, on the first rank; an empty list on the others."""
+        gathered: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, gathered, dst=0)
+        return gathered or []
+
     def from_tp_rank_0(self, value: Any) -> Any:
         """The picklable value that the first tensor-parallel rank holds, on every rank of its group."""
         box = [value]
