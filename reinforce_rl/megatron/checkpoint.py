@@ -11,6 +11,7 @@ checkpoints/
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -32,6 +33,7 @@ from reinforce_rl.errors import CheckpointError
 from reinforce_rl.files import write_atomically
 from reinforce_rl.megatron.manifest import Records, check_files, record_files, write_manifest
 from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.optimizer import add_missing_step, fill_moments
 from reinforce_rl.megatron.random_state import random_state, set_random_state
 from reinforce_rl.megatron.resharding import allow_other_padding
 from reinforce_rl.megatron.sharded_writer import ShardedWriter
@@ -125,7 +127,12 @@ class _Save:
         """This rank's files, on any thread."""
         try:
             rng = self.part / "rng" / f"rank_{rank:05d}.pt"
-            torch.save(self.random_state, rng)
+            content = io.BytesIO()  # written directly, a full disk would be told as an assertion of torch's
+            torch.save(self.random_state, content)
+            try:
+                rng.write_bytes(content.getvalue())
+            except OSError as error:
+                raise OSError(f"{rng}: {error}") from error
             results, paths = self.writer.write()
             self.written = results, record_files(self.part, [rng, *paths])
         except Exception as error:
@@ -270,6 +277,7 @@ class Checkpointer:
         loaded: Any = dist_checkpointing.load(sharded, str(folder / "model"))
         lm.load_state_dict(loaded["model"], strict=False)
         configured = [{key: group[key] for key in HYPERPARAMETERS} for group in self._optimizer.param_groups]
+        add_missing_step(self._optimizer, loaded["optimizer"])
         self._optimizer.load_state_dict(loaded["optimizer"])
         for group, values in zip(self._optimizer.param_groups, configured, strict=True):
             group.update(values)
@@ -280,6 +288,7 @@ class Checkpointer:
             set_random_state(torch.load(rng, weights_only=True), self._mesh)
 
     def _sharded_state(self, *, loading: bool) -> dict[str, Any]:
+        fill_moments(self._optimizer)
         lm: Any = self._ddp.module
         model = lm.sharded_state_dict()
         return {

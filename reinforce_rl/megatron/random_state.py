@@ -16,12 +16,13 @@ from reinforce_rl.megatron.mesh import Mesh
 def random_state(mesh: Mesh) -> dict[str, Any]:
     """Of Python, NumPy, torch, this rank's GPU and megatron's tracker, in types that `torch.load` trusts."""
     name, keys, position, has_gauss, cached = np.random.get_state()
+    tracker: Any = get_cuda_rng_tracker()
     state = {
         "layout": _layout(mesh),
         "torch": torch.get_rng_state(),
         "python": json.dumps(random.getstate()),
         "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
-        "megatron": dict(get_cuda_rng_tracker().get_states()),
+        "megatron": dict(tracker.get_states()),
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -37,7 +38,8 @@ def set_random_state(state: dict[str, Any], mesh: Mesh) -> None:
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    get_cuda_rng_tracker().set_states(state["megatron"])
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.set_states(state["megatron"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 

@@ -43,15 +43,21 @@ class ShardedWriter:
 
     def __init__(self, state: dict[str, Any], folder: Path):
         self._folder = folder
+        self._sharded: Any
+        self._common: Any
+        self._writer: Any
         self._sharded, self._common = save_preprocess(state)
 
     def write_common(self) -> None:
         """What is not sharded; the first rank writes it.
 
         Raises:
-            OSError, RuntimeError: it cannot be written.
+            OSError: it cannot be written.
         """
-        serialization.get_default_save_common_strategy().save_common(self._common, str(self._folder))
+        try:
+            serialization.get_default_save_common_strategy().save_common(self._common, str(self._folder))
+        except Exception as error:  # torch turns a full disk into a RuntimeError
+            raise OSError(f"{self._folder / 'common.pt'}: {error}") from error
 
     def plan(self, *, copy: bool) -> None:
         """Settle which rank writes what, and bring it to host memory; a collective call.
@@ -59,7 +65,8 @@ class ShardedWriter:
         Args:
             copy: take a copy, so that the weights may change before `write` is done.
         """
-        self._writer, self._metadata = _Strategy().async_save(self._sharded, self._folder)
+        plan: Any = _Strategy().async_save(self._sharded, self._folder)
+        self._writer, self._metadata = plan
         self._buckets = [
             (path, name, (data, [(item, _on_host(tensor, copy)) for item, tensor in tensors]))
             for path, name, (data, tensors) in self._writer.write_buckets
