@@ -110,7 +110,9 @@ def fill_moments(optimizer: MegatronOptimizer) -> None:
     megatron saves no state that is not there, so that such a checkpoint could not be loaded.
     """
     adam = _torch_adam(optimizer)
-    for group in adam.param_groups if adam is not None else ():
+    if adam is None:
+        return
+    for group in adam.param_groups:
         for parameter in group["params"]:
             state = adam.state[parameter]
             state.setdefault("step", torch.zeros((), dtype=torch.float32))

@@ -9,6 +9,7 @@ import pytest
 from helpers.checkpoint_run import Run
 from helpers.families import family_folder
 from helpers.ranks import run_ranks
+from helpers.toy_server import free_port
 
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
 
@@ -26,7 +27,7 @@ def test_three_steps_after_a_load(mesh, tmp_path):
         run.train_on(0, 2)
         run.checkpointer.save(2, {"step": 2})
         uninterrupted[model.name] = run.train_on(2, 3)
-    run_ranks(SCRIPT, 2, tmp_path, *folders)
+    run_ranks(SCRIPT, 2, tmp_path, *(free_port() for _ in range(3)), *folders)
     for model in folders:
         losses = json.loads((tmp_path / model.name / "losses.json").read_text())
         for source in ("tp1", "tp2", "dp2"):

@@ -1,12 +1,14 @@
 """Two ranks: checkpoints of other layouts, and saves that fail on one rank.
 
-Usage: resharding.py OUT MODEL...   OUT/NAME/tp1 holds a checkpoint of one rank for each model folder. This writes
-tp2 and dp2 beside it, and OUT/NAME/losses.json with the losses of three steps: without interruption, and after a load.
+Usage: resharding.py OUT PORT PORT PORT MODEL...   OUT/NAME/tp1 holds a checkpoint of one rank for each model folder.
+This writes tp2 and dp2 beside it, and OUT/NAME/losses.json with the losses of three steps: without interruption, and
+after a load.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 from pathlib import Path
@@ -38,9 +40,13 @@ def save_on_a_full_disk(run: Run, mesh: Mesh, full_rank: int) -> None:
 
 
 def main() -> None:
-    out, *models = map(Path, sys.argv[1:])
+    out, ports, models = Path(sys.argv[1]), sys.argv[2:5], [Path(argument) for argument in sys.argv[5:]]
+    # torchrun's store serves one process group; each layout gets a store of its own.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     losses: dict[str, dict[str, list[float]]] = {model.name: {} for model in models}
-    for own, sources, tp_size in (("dp2", ["tp1"], 1), ("tp2", ["tp1", "dp2"], 2), ("dp2", ["tp2"], 1)):
+    layouts = (("dp2", ["tp1"], 1), ("tp2", ["tp1", "dp2"], 2), ("dp2", ["tp2"], 1))
+    for port, (own, sources, tp_size) in zip(ports, layouts, strict=True):
+        os.environ["MASTER_PORT"] = port
         with parallel_mesh(tp_size) as mesh:
             for model in models:
                 folder, found = out / model.name, losses[model.name]
