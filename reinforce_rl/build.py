@@ -28,7 +28,8 @@ from reinforce_rl.megatron.checkpoint import Checkpoint, Checkpointer, latest_ch
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
+from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, OptimizerSettings, build_optimizer
+from reinforce_rl.megatron.transformer_config import ModelOptions
 from reinforce_rl.monitoring.base import Loggers, MetricLogger
 from reinforce_rl.monitoring.jsonl import JsonlLogger
 from reinforce_rl.monitoring.progress import TrainingProgress
@@ -54,7 +55,13 @@ def train(cfg: TrainConfig) -> ReinforceTrainer:
     Raises:
         ReinforceError: see its subclasses; nothing is left half-written.
     """
-    with parallel_mesh(cfg.model.tensor_model_parallel_size, seed=cfg.model.seed) as mesh:
+    with parallel_mesh(
+        cfg.model.tensor_model_parallel_size,
+        cfg.model.pipeline_model_parallel_size,
+        cfg.model.context_parallel_size,
+        sequence_parallel=cfg.model.sequence_parallel,
+        seed=cfg.model.seed,
+    ) as mesh:
         folder = Path(cfg.exp_manager.explicit_log_dir)
         # Before anybody waits for the server: a model that is not supported, or that so many ranks cannot share.
         Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).padded(mesh.tp_size)
@@ -63,6 +70,8 @@ def train(cfg: TrainConfig) -> ReinforceTrainer:
         checkpoint = latest_checkpoint(folder / "checkpoints") if cfg.exp_manager.resume_if_exists else None
         monitor, wandb_run_id = build_monitor(cfg, mesh, datasets, checkpoint)
         with monitor.running():
+            if mesh.world_size > 1:
+                monitor.note(mesh.grid())
             rm = connect_to_reward_servers(cfg, mesh, tokenizer, monitor)
             try:
                 trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint)
@@ -268,7 +277,13 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             ]
         )
     dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
-    lm = CausalLM(architecture, mesh, dtype)
+    options = ModelOptions(
+        recompute_granularity=cfg.model.activations_checkpoint_granularity,
+        recompute_method=cfg.model.activations_checkpoint_method,
+        recompute_num_layers=cfg.model.activations_checkpoint_num_layers,
+        overrides=cfg.model.megatron_overrides,
+    )
+    lm = CausalLM(architecture, mesh, dtype, options)
     load_hf_weights(lm, HFFolder(folder))
     rollout = cfg.model.reinforce
     stop_ids = stop_token_ids(architecture, tokenizer)
@@ -288,6 +303,7 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             loss=loss_settings(cfg.trainer.reinforce),
         ),
         with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
+        data_parallel=DataParallelSettings(cfg.model.optim.distributed, cfg.model.optim.overlap_grad_sync),
     )
 
 

@@ -98,6 +98,42 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("dead interpolation", ["model.seed=${model.sed}"], ["model.seed", "cannot be resolved", "model.sed"]),
     ("batch size", ["model.global_batch_size=7"], ["global_batch_size is 7", "8 x 4 = 32", "a multiple of 4", "null"]),
     ("tensor parallel", ["model.tensor_model_parallel_size=2"], ["is 2", "does not divide the 1 ranks", "devices"]),
+    (
+        "product",
+        ["trainer.devices=6", "model.tensor_model_parallel_size=2", "model.context_parallel_size=2"],
+        ["tensor_model_parallel_size (2) x", "is 4", "the 6 ranks"],
+    ),
+    (
+        "sequence parallel",
+        ["model.sequence_parallel=true"],
+        ["sequence_parallel is true", "tensor_model_parallel_size=1"],
+    ),
+    (
+        "layers",
+        ["trainer.devices=2", "model.pipeline_model_parallel_size=2"],
+        ["pipeline_model_parallel_size is 2", "the 1 layers", "num_layers_in_first_pipeline_stage"],
+    ),
+    (
+        "granularity",
+        ["model.activations_checkpoint_granularity=some"],
+        ["granularity is 'some'", "selective or full"],
+    ),
+    (
+        "full without a method",
+        ["model.activations_checkpoint_granularity=full", "model.activations_checkpoint_num_layers=1"],
+        ["checkpoint_method is None", "uniform or block"],
+    ),
+    (
+        "full without layers",
+        ["model.activations_checkpoint_granularity=full", "model.activations_checkpoint_method=block"],
+        ["checkpoint_num_layers is null", "such as 1"],
+    ),
+    (
+        "method without full",
+        ["model.activations_checkpoint_method=block"],
+        ["method is 'block'", "only granularity=full reads"],
+    ),
+    ("overrides", ["model.megatron_overrides=3"], ["megatron_overrides is 3", "groups of keys"]),
     ("idle ranks", ["trainer.devices=16"], ["num_rollout_samples is 8", "16 data-parallel ranks"]),
     ("one sample", [f"{RL}.num_rollouts_per_prompt=1"], ["num_rollouts_per_prompt is 1", "=rloo", "at least 2"]),
     ("off-policy", [f"{RL}.reinforce_epochs=2"], ["reinforce_epochs is 2", "off-policy", "importance_ratio=token"]),

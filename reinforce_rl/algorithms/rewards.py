@@ -69,7 +69,8 @@ def shape_rewards(
         if past.count < 2:
             past = RunningMoments.of(rewards[valid])
         # Rewards that never differed are left at zero instead of blown up.
-        shaped = (shaped - past.mean) / past.deviation if past.deviation > 1e-8 else torch.zeros_like(shaped)
+        level = torch.where(valid, 0.0, shaped)
+        shaped = (shaped - past.mean) / past.deviation if past.deviation > 1e-8 else level
     shaped = shaped * shaping.scale
     if shaping.clip is not None:
         shaped = shaped.clamp(-shaping.clip, shaping.clip)

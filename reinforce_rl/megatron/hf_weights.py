@@ -1,4 +1,4 @@
-"""Weights between a Hugging Face folder and a tensor-parallel megatron model, both ways, one parameter at a time.
+"""Weights between a Hugging Face folder and a megatron model shared by ranks, both ways, one parameter at a time.
 
 Where each tensor lies is `weight_map`'s table. A rank reads its own slices only; on the way back rank 0 holds one file
 of weights at most, and the parameter that is being gathered.
@@ -13,6 +13,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from reinforce_rl.files import replace_folder
 from reinforce_rl.megatron.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, Row, weight_map
+from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, OUTPUT_PARAMETER, Row, weight_map
 
 T = TypeVar("T")
 # Runs through a sequence, as `iter` does, and may show how far it is.
@@ -63,6 +64,9 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
     shapes = {row.hf: row.shape for row in rows}
     folder.check({**shapes, OUTPUT_LAYER: shapes[EMBEDDING]} if also else shapes, _COMPUTED)
     own = parameters_of(lm)
+    if arch.tied_embeddings and OUTPUT_PARAMETER in own:
+        # The last stage of a pipeline has a copy of the first one's embedding.
+        rows = [*rows, *(replace(row, megatron=OUTPUT_PARAMETER) for row in rows if row.hf == EMBEDDING)]
     with torch.no_grad():
         for name, parts in track(_by_parameter(rows)):
             if name not in own:
@@ -98,7 +102,7 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor | None]]:
     """The model's weights in Hugging Face names and shapes, one at a time.
 
-    A collective call: every tensor-parallel rank must run the iterator to its end.
+    A collective call: every tensor-parallel rank of every stage must run the iterator to its end.
 
     Args:
         lm: the model.
@@ -107,17 +111,20 @@ def hf_tensors(
         track: runs through the parameters.
 
     Yields:
-        name and whole tensor, on the CPU and with memory of its own, on the first tensor-parallel rank; elsewhere
-        name and None.
+        name and whole tensor, on the CPU and with memory of its own, on the first tensor-parallel rank of the first
+        stage; elsewhere name and None.
     """
     mesh = lm.mesh
     own = parameters_of(lm) if values is None else values
+    dtype = dtype or next(iter(own.values())).dtype
+    stages = mesh.gather_over_pp(set(own))
     for name, rows in track(_by_parameter(weight_map(lm.architecture, mesh.tp_size))):
-        value = own[name].detach()
-        shared = rows[0].split is not None
-        parts = _on_first_rank(value.to(dtype or value.dtype), mesh, shared)
+        stage = next(i for i, names in enumerate(stages) if name in names)
+        parts = None
+        if stage == mesh.pp_rank:
+            parts = _on_first_rank(own[name].detach().to(dtype), mesh, rows[0].split is not None)
         for row in rows:
-            yield row.hf, None if parts is None else _assembled(row, parts)
+            yield row.hf, _on_first_stage(None if parts is None else _assembled(row, parts), row, dtype, stage, mesh)
 
 
 def _by_parameter(rows: list[Row]) -> list[tuple[str, list[Row]]]:
@@ -139,6 +146,19 @@ def _on_first_rank(value: Tensor, mesh: Mesh, shared: bool) -> list[Tensor] | No
     parts = [torch.empty_like(value) for _ in range(mesh.tp_size)] if mesh.tp_rank == 0 else None
     torch.distributed.gather(value.contiguous(), parts, group=mesh.tp_group, group_dst=0)
     return parts
+
+
+def _on_first_stage(whole: Tensor | None, row: Row, dtype: torch.dtype, stage: int, mesh: Mesh) -> Tensor | None:
+    """A tensor that the first tensor-parallel rank of a stage holds, on that of the first stage."""
+    if stage == 0 or mesh.tp_rank:
+        return whole
+    if whole is not None:
+        mesh.send_to_stage(whole.to(mesh.device), 0)
+    elif mesh.pp_rank == 0:
+        received = torch.empty(row.shape, dtype=dtype, device=mesh.device)
+        mesh.receive_from_stage(received, stage)
+        return received.cpu()
+    return None
 
 
 def _assembled(row: Row, parts: list[Tensor]) -> Tensor:
@@ -203,8 +223,9 @@ def export_hf_folder(
             (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     write(begin)
-    # The other data-parallel ranks hold the same weights: they wait at the end of each file only.
-    tensors = hf_tensors(lm, dtype=dtype, track=track) if mesh.dp_rank == 0 else iter(())
+    # The other data- and context-parallel ranks hold the same weights: they wait at the end of each file only.
+    first_copy = mesh.dp_rank == mesh.cp_rank == 0
+    tensors = hf_tensors(lm, dtype=dtype, track=track) if first_copy else iter(())
     for file, names in files.items():
         shard: Any = dict(itertools.islice(tensors, len(names)))  # tensors on the main rank, None elsewhere
         write(functools.partial(_save, shard, part / file))

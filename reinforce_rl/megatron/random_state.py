@@ -45,4 +45,5 @@ def set_random_state(state: dict[str, Any], mesh: Mesh) -> None:
 
 
 def _layout(mesh: Mesh) -> dict[str, int]:
-    return {"world_size": mesh.world_size, "tensor_parallel": mesh.tp_size}
+    sizes = {"tensor": mesh.tp_size, "pipeline": mesh.pp_size, "context": mesh.cp_size}
+    return {"world_size": mesh.world_size, **sizes}

@@ -14,6 +14,7 @@ from torch import Tensor
 from reinforce_rl.megatron.architecture import Architecture
 
 OUTPUT_LAYER = "lm_head.weight"
+OUTPUT_PARAMETER = "output_layer.weight"  # megatron's name for it
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -157,5 +158,5 @@ def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
             if present
         ),
         row("model.norm.weight", "decoder.final_layernorm.weight", hidden, None),
-        *([] if arch.tied_embeddings else [row(OUTPUT_LAYER, "output_layer.weight", hidden, vocabulary)]),
+        *([] if arch.tied_embeddings else [row(OUTPUT_LAYER, OUTPUT_PARAMETER, hidden, vocabulary)]),
     ]

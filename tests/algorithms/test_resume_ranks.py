@@ -105,7 +105,7 @@ def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
     for rank in (0, 1):
         rng = torch.load(newest / "rng" / f"rank_{rank:05d}.pt", weights_only=True)
         assert sorted(set(rng) - {"cuda"}) == ["layout", "megatron", "numpy", "python", "torch"]
-        assert rng["layout"] == {"world_size": 2, "tensor_parallel": 1}
+        assert rng["layout"] == {"world_size": 2, "tensor": 1, "pipeline": 1, "context": 1}
         assert "model-parallel-rng" in rng["megatron"]
     files = json.loads((newest / "manifest.json").read_text())["files"]
     on_disk = {path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file()}

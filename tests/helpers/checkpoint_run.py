@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.accumulate import accumulate_gradients
 from helpers.policies import megatron_model
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
     OptimizerSettings,
-    accumulate_gradients,
     build_optimizer,
     wrap_data_parallel,
 )
