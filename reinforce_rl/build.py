@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf
 
 from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.algorithms.best_checkpoints import BestCheckpoints
 from reinforce_rl.algorithms.loss import LossSettings
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
 from reinforce_rl.algorithms.updates import total_steps, total_updates
@@ -223,13 +224,15 @@ def build_trainer(
     monitor.phase("loading the model")
     model = build_actor(cfg, mesh, tokenizer)  # copies the reference, so it comes before the checkpoint
     megatron_optimizer, scheduler = build_optimizer(model.ddp, _optimizer_settings(cfg, updates))
+    saving = cfg.exp_manager.checkpoint_callback_params
     checkpointer = Checkpointer(
         Path(cfg.exp_manager.explicit_log_dir) / "checkpoints",
         mesh,
         model.ddp,
         megatron_optimizer,
         scheduler,
-        keep_last=cfg.exp_manager.checkpoint_callback_params.keep_last,
+        keep_last=saving.keep_last,
+        asynchronous=saving.async_save,
     )
     rollout = cfg.model.reinforce
     duration = cfg.exp_manager.max_time_per_run
@@ -253,6 +256,7 @@ def build_trainer(
         ckpt_callback=checkpointer,
         run_timer=RunTimer(None if duration is None else parse_duration(duration)),
         prompts_per_update=cfg.prompts_per_update,
+        best=BestCheckpoints(saving.keep_best, saving.best_metric, saving.best_mode),
     )
     if checkpoint is not None:
         check_lora_identity(model.lora, checkpoint.folder, checkpoint.trainer_state)

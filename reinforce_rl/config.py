@@ -112,6 +112,10 @@ class WandbConfig:
 @dataclass
 class CheckpointConfig:
     keep_last: int = 2
+    keep_best: int = 0
+    best_metric: str = "val/rewards"
+    best_mode: str = "max"
+    async_save: bool = False
     save_hf_on_train_end: bool = True
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from reinforce_rl.algorithms.choices import (
     ADVANTAGE_ESTIMATORS,
     ADVANTAGE_WHITENINGS,
+    BEST_MODES,
     CREDIT_ASSIGNMENTS,
     GENERATOR_CORRECTIONS,
     IMPORTANCE_RATIOS,
@@ -65,6 +66,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("remote_rm.pad_to_length", cfg.remote_rm.pad_to_length, 1),
         ("trainer.reinforce.max_failed_fraction", rl.max_failed_fraction, 0),
         ("exp_manager.checkpoint_callback_params.keep_last", cfg.exp_manager.checkpoint_callback_params.keep_last, 1),
+        ("exp_manager.checkpoint_callback_params.keep_best", cfg.exp_manager.checkpoint_callback_params.keep_best, 0),
         ("model.seed", cfg.model.seed, 0),
         ("model.tensor_model_parallel_size", cfg.model.tensor_model_parallel_size, 1),
         ("model.pipeline_model_parallel_size", cfg.model.pipeline_model_parallel_size, 1),
@@ -128,6 +130,11 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("model.reference_placement", cfg.model.reference_placement, REFERENCE_PLACEMENTS),
         ("model.optim.name", optim.name, OPTIMIZERS),
         ("model.optim.sched.name", optim.sched.name, SCHEDULES),
+        (
+            "exp_manager.checkpoint_callback_params.best_mode",
+            cfg.exp_manager.checkpoint_callback_params.best_mode,
+            BEST_MODES,
+        ),
         ("exp_manager.wandb_logger_kwargs.mode", cfg.exp_manager.wandb_logger_kwargs.mode, ("online", "offline")),
     ]
     for key, choice, known in choices:
@@ -362,6 +369,18 @@ def _sampling_ranges(key: str, sampling: SamplingConfig) -> Iterator[str]:
         yield f"{key}.repetition_penalty is {sampling.repetition_penalty}; expected above 0 (1 for none)"
 
 
+def _best_checkpoints(cfg: TrainConfig) -> Iterator[str]:
+    key, saving = "exp_manager.checkpoint_callback_params", cfg.exp_manager.checkpoint_callback_params
+    if not saving.best_metric.startswith("val/"):
+        yield f"{key}.best_metric is {saving.best_metric!r}; expected a metric of validation, such as val/rewards"
+    if saving.keep_best < 1:
+        return
+    if cfg.trainer.reinforce.val_check_interval == 0:
+        yield f"{key}.keep_best is {saving.keep_best}, but trainer.reinforce.val_check_interval is 0: no validation"
+    if cfg.model.data.data_prefix.validation is None:
+        yield f"{key}.keep_best is {saving.keep_best}, but model.data.data_prefix.validation is not set: no validation"
+
+
 def _files(cfg: TrainConfig) -> Iterator[str]:
     folder = Path(cfg.pretrained_checkpoint.restore_from_path)
     key = "pretrained_checkpoint.restore_from_path"
@@ -417,5 +436,6 @@ _CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
     _layout,
     _lengths,
     _sampling,
+    _best_checkpoints,
     _files,
 )

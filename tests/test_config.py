@@ -209,6 +209,21 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("share", [f"{RL}.max_failed_fraction=5"], ["max_failed_fraction is 5", "0 to 1"]),
     ("no time for the server", ["remote_rm.deadline_seconds=0"], ["remote_rm.deadline_seconds is 0", "above 0"]),
     ("no checkpoint kept", ["exp_manager.checkpoint_callback_params.keep_last=0"], ["keep_last is 0", "at least 1"]),
+    (
+        "best of training's numbers",
+        ["exp_manager.checkpoint_callback_params.best_metric=train/rewards"],
+        ["best_metric is 'train/rewards'", "such as val/rewards"],
+    ),
+    (
+        "best without validation",
+        ["exp_manager.checkpoint_callback_params.keep_best=1", "trainer.reinforce.val_check_interval=0"],
+        ["keep_best is 1", "no validation"],
+    ),
+    (
+        "best by nothing known",
+        ["exp_manager.checkpoint_callback_params.best_mode=highest"],
+        ["best_mode is 'highest'", "max, min"],
+    ),
     ("few tokens", ["model.tokens_per_micro_batch=63"], ["tokens_per_micro_batch is 63", "encoder_seq_length", "64"]),
     ("peft scheme", ["model.peft.peft_scheme=ptuning"], ["peft_scheme is 'ptuning'", "lora", "null"]),
     (

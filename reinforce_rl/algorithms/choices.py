@@ -47,3 +47,5 @@ GENERATOR_CORRECTIONS = ("none", "token", "sequence")  # see `loss.generator_wei
 
 REWARD_STANDARDISATIONS = ("none", "given", "running")  # see `rewards.shape_rewards`
 TRUNCATED_SAMPLES = ("keep", "drop", "mask", "penalise")
+
+BEST_MODES = ("max", "min")  # see `best_checkpoints.py`

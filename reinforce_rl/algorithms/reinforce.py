@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.algorithms.advantages import RewardGroups, estimator_of
+from reinforce_rl.algorithms.best_checkpoints import BestCheckpoints
 from reinforce_rl.algorithms.credit import assign_credit, whiten
 from reinforce_rl.algorithms.filtering import in_group_with_spread
 from reinforce_rl.algorithms.kl import KLCoefficient, reduce_over_tokens, token_kl
@@ -28,7 +29,7 @@ from reinforce_rl.algorithms.moments import RunningMoments
 from reinforce_rl.algorithms.rewards import RewardShaping, shape_rewards
 from reinforce_rl.algorithms.rollouts import PendingRollouts, RolloutMaker
 from reinforce_rl.algorithms.updates import mini_batches, total_steps
-from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
+from reinforce_rl.errors import CheckpointError, RewardServerError, TooManyFailedRewardsError
 from reinforce_rl.monitoring.memory import PeakMemory
 from reinforce_rl.monitoring.metrics import reinforce_means, rollout_means, take_means, update_metrics
 from reinforce_rl.monitoring.samples import sample_rows
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from reinforce_rl.megatron.checkpoint import Checkpointer
     from reinforce_rl.monitoring.run import RunMonitor
     from reinforce_rl.run_timer import RunTimer
+
+STATE_VERSION = 3
 
 Metrics = dict[str, float]
 Timings = dict[str, float]
@@ -64,6 +67,7 @@ class ReinforceTrainer:
         ckpt_callback: saves and restores.
         run_timer: says when the time is used up.
         prompts_per_update: prompts, over all ranks, that one optimizer step takes; None for the whole rollout batch.
+        best: which validations' checkpoints are kept; None keeps none.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class ReinforceTrainer:
         ckpt_callback: Checkpointer,
         run_timer: RunTimer,
         prompts_per_update: int | None = None,
+        best: BestCheckpoints | None = None,
     ):
         self.cfg = cfg
         self.model = model
@@ -99,6 +104,7 @@ class ReinforceTrainer:
         self._prompts_per_update = prompts_per_update
         self._data_position = self.train_dataloader.state_dict()
         self._saved_step: int | None = None
+        self._best = best or BestCheckpoints()
         self._prompts: list[Prompt] = []
         # Over the valid samples of all steps before this one: scores as they came, and rewards less their KL.
         self._past_scores = RunningMoments()
@@ -131,12 +137,13 @@ class ReinforceTrainer:
                 if self._is_due(self.cfg.val_check_interval):
                     self.validate()
                 self.logger.commit(self.step)
-                if self._is_due(self.cfg.save_interval):
+                self.ckpt_callback.poll()
+                if self._is_due(self.cfg.save_interval) or self.step in self._best.steps:
                     self.save()
-            self.save()
+            self.save(wait=True)
         except RewardServerError as error:
             self.logger.note(f"Stopping: {error}")
-            self.save()
+            self.save(wait=True)
             raise
 
     def generate_rollouts(self) -> tuple[RolloutBatch, Metrics, Timings]:
@@ -233,23 +240,29 @@ class ReinforceTrainer:
         self.logger.log_validation(self.step, metrics, rows)
         if self.step == 0:
             self.logger.commit(0)
+        else:
+            self._best.add(self.step, metrics)
 
-    def save(self) -> None:
-        """Write a checkpoint of the state after the last complete step, unless it is on disk already.
+    def save(self, *, wait: bool = False) -> None:
+        """Write a checkpoint of the state after the last complete step, unless that was done already.
 
-        Before the first step there is nothing to go on from, and the optimizer has no state yet that could be read.
+        Before the first step there is nothing to go on from.
+
+        Args:
+            wait: for what is written in the background.
         """
-        if self.step in (0, self._saved_step):
-            return
-        self.logger.phase("checkpoint")
-        self.ckpt_callback.save(self.step, self.state_dict())
-        self._saved_step = self.step
-        self.logger.report()
+        if self.step not in (0, self._saved_step):
+            self.logger.phase("checkpoint")
+            self.ckpt_callback.save(self.step, self.state_dict(), keep=self._best.steps)
+            self._saved_step = self.step
+            self.logger.report()
+        if wait:
+            self.ckpt_callback.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides weights, optimizer and random state."""
         return {
-            "version": 2,
+            "version": STATE_VERSION,
             "step": self.step,
             "epoch": self._data_position["epoch"],
             "data": self._data_position,
@@ -258,10 +271,20 @@ class ReinforceTrainer:
             "past_rewards": dataclasses.asdict(self._past_rewards),
             "kl_coefficient": self._beta.value,
             "lora": None if self.model.lora is None else self.model.lora.state(),
+            "best": self._best.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`. A beta that is not steered is the configuration's, so that it can be changed."""
+        """Inverse of `state_dict`. A beta that is not steered is the configuration's, so that it can be changed.
+
+        Raises:
+            CheckpointError: another version of this class made the state, or it is of other data.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise CheckpointError(
+                f"the trainer's state in the checkpoint has version {state.get('version')!r}; expected "
+                f"{STATE_VERSION}. Go on with the reinforce_rl that wrote it, or start a new run in another folder"
+            )
         self.step = self._saved_step = state["step"]
         self.train_dataloader.load_state_dict(state["data"])
         self._data_position = self.train_dataloader.state_dict()
@@ -270,6 +293,7 @@ class ReinforceTrainer:
         self._past_rewards = RunningMoments(**state["past_rewards"])
         if self.cfg.kl_target is not None:
             self._beta.value = state["kl_coefficient"]
+        self._best.load_state_dict(state["best"], self.ckpt_callback.holds)
 
     def _sample(self, prompts: Sequence[Prompt], timings: Timings) -> PendingRollouts:
         seed = self.model.settings.seed * 1_000_003 + self.step + 1  # another one every step; validation has 0

@@ -6,24 +6,24 @@ checkpoints/
     model/                    sharded weights, optimizer and schedule
     rng/rank_00000.pt         random state of each rank
     trainer_state.json        step, epoch, sampler position, ...
+    manifest.json             size and checksum of all these files
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import queue
-import random
 import re
 import shutil
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -32,11 +32,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.files import write_atomically
 from reinforce_rl.megatron.lora import trained_state
+from reinforce_rl.megatron.manifest import Records, check_files, record_files, write_manifest
 from reinforce_rl.megatron.mesh import Mesh
-
-# Writers hand their results back through this queue. Saves here are synchronous, so a plain one serves; megatron
-# would start a manager process for it, which outlives a run that is killed and needs an importable main module.
-filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
+from reinforce_rl.megatron.optimizer import add_missing_step, fill_moments
+from reinforce_rl.megatron.random_state import random_state, set_random_state
+from reinforce_rl.megatron.resharding import allow_other_padding
+from reinforce_rl.megatron.sharded_writer import ShardedWriter
 
 STATE_FILE = "trainer_state.json"
 LATEST_FILE = "latest"
@@ -67,10 +68,76 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(
-            f"{pointer} names {checkpoint.name}, whose {STATE_FILE} cannot be read: {error}. "
-            f"To go on from an older checkpoint, write its name into {pointer}"
+            f"{pointer} names {checkpoint.name}, whose {STATE_FILE} cannot be read: {error}. {_way_out(checkpoint)}"
         ) from error
     return Checkpoint(checkpoint, state)
+
+
+def _way_out(damaged: Path) -> str:
+    """What to do about a checkpoint that cannot be used; nothing older is taken unasked, since it costs steps."""
+    pointer = damaged.parent / LATEST_FILE
+    others = [path for path in _complete_checkpoints(damaged.parent) if path != damaged]
+    if not others:
+        return f"There is no other checkpoint in {damaged.parent}; delete {pointer} to begin again at step 0"
+    older = [path for path in others if path.name < damaged.name] or others
+    names = ", ".join(path.name for path in others)
+    return (
+        f"Other checkpoints there: {names}. To go on from one of them, write its name into {pointer}, such as "
+        f"`echo {older[-1].name} > {pointer}`"
+    )
+
+
+def _complete_checkpoints(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step_\d{8}", path.name))
+
+
+def folder_name(step: int) -> str:
+    """Of the checkpoint after a step."""
+    return f"step_{step:08d}"
+
+
+@dataclass
+class _Save:
+    """A save that has begun.
+
+    Attributes:
+        final: the folder it becomes.
+        trainer_state: to be written at the end.
+        keep: names of older checkpoints that stay.
+        writer: of the sharded state.
+        random_state: of this rank.
+        thread: writes in the background; None where nobody writes besides.
+        written: this rank's part of the index, and of the manifest; None until it is written.
+        error: why it could not be.
+    """
+
+    final: Path
+    trainer_state: dict[str, Any]
+    keep: set[str]
+    writer: ShardedWriter
+    random_state: dict[str, Any]
+    thread: threading.Thread | None = None
+    written: tuple[list[Any], Records] = field(default_factory=lambda: ([], {}))
+    error: BaseException | None = None
+
+    @property
+    def part(self) -> Path:
+        return self.final.with_name(self.final.name + ".part")
+
+    def write(self, rank: int) -> None:
+        """This rank's files, on any thread."""
+        try:
+            rng = self.part / "rng" / f"rank_{rank:05d}.pt"
+            content = io.BytesIO()  # written directly, a full disk would be told as an assertion of torch's
+            torch.save(self.random_state, content)
+            try:
+                rng.write_bytes(content.getvalue())
+            except OSError as error:
+                raise OSError(f"{rng}: {error}") from error
+            results, paths = self.writer.write()
+            self.written = results, record_files(self.part, [rng, *paths])
+        except Exception as error:
+            self.error = error
 
 
 class Checkpointer:
@@ -81,6 +148,7 @@ class Checkpointer:
         mesh: this rank's place.
         ddp, optimizer, scheduler: whose state is saved and restored.
         keep_last: how many complete checkpoints stay on disk; at least 1.
+        asynchronous: write while the training goes on; see `poll`.
     """
 
     def __init__(
@@ -92,55 +160,112 @@ class Checkpointer:
         scheduler: OptimizerParamScheduler,
         *,
         keep_last: int = 2,
+        asynchronous: bool = False,
     ):
         self.folder = Path(folder)
         self._mesh = mesh
         self._ddp, self._optimizer, self._scheduler = ddp, optimizer, scheduler
         self._keep_last = keep_last
+        self._asynchronous = asynchronous
+        self._running: _Save | None = None
 
-    def save(self, step: int, trainer_state: dict[str, Any]) -> Path:
+    def save(self, step: int, trainer_state: dict[str, Any], keep: Collection[int] = ()) -> Path:
         """Write a checkpoint; a collective call. `latest` moves only when everything is on disk.
+
+        An asynchronous one is complete after `finish`, or a `poll` that finds it written. Its content is the state at
+        this call. The one before it is finished first.
+
+        Args:
+            step: after which the state is saved.
+            trainer_state: what the trainer needs besides, for JSON.
+            keep: steps whose checkpoints stay besides the newest ones.
 
         Raises:
             CheckpointError: on every rank where one rank could not write; the previous checkpoint stays as it was.
         """
-        final = self.folder / f"step_{step:08d}"
-        part = self.folder / f"step_{step:08d}.part"
-        failure: Exception | None = None
-        if self._mesh.is_main:
-            try:
-                shutil.rmtree(part, ignore_errors=True)
-                (part / "model").mkdir(parents=True)
-                (part / "rng").mkdir()
-            except OSError as error:
-                failure = self._cannot_write(part, error)
-        self._mesh.check_together(failure)
-        try:
-            dist_checkpointing.save(self._sharded_state(loading=False), str(part / "model"))
-            torch.save(_rng_state(), part / "rng" / f"rank_{self._mesh.rank:05d}.pt")
-        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
-            failure = self._cannot_write(part, error)
-        self._mesh.check_together(failure)
-        if self._mesh.is_main:
-            try:
-                write_atomically(part / STATE_FILE, json.dumps(trainer_state, indent=2))
-                shutil.rmtree(final, ignore_errors=True)
-                os.replace(part, final)
-                write_atomically(self.folder / LATEST_FILE, final.name)
-                self._remove_old(final)
-            except OSError as error:
-                failure = self._cannot_write(part, error)
-        self._mesh.check_together(failure)
+        self.finish()
+        final = self.folder / folder_name(step)
+        part = self.folder / f"{final.name}.part"
+
+        def make_folders() -> None:
+            shutil.rmtree(part, ignore_errors=True)
+            (part / "model").mkdir(parents=True)
+            (part / "rng").mkdir()
+
+        self._together(part, make_folders, self._mesh.is_main)
+        writer = ShardedWriter(self._sharded_state(loading=False), part / "model")
+        self._together(part, writer.write_common)
+        self._together(part, lambda: writer.plan(copy=self._asynchronous))
+        keep_names = {folder_name(s) for s in keep}
+        save = self._running = _Save(final, trainer_state, keep_names, writer, random_state(self._mesh))
+        if self._asynchronous:
+            # A run that ends by an error does not wait for it.
+            save.thread = threading.Thread(target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True)
+            save.thread.start()
+        else:
+            save.write(self._mesh.rank)
+            self.finish()
         return final
 
+    def poll(self) -> None:
+        """Complete the save that runs in the background, if all ranks have written; a collective call.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        if self._running is None:  # on all ranks alike
+            return
+        thread = self._running.thread
+        if not self._mesh.any_rank(thread is not None and thread.is_alive()):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that runs in the background, if there is one, and complete it; a collective call.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        save, self._running = self._running, None
+        if save is None:
+            return
+        if save.thread is not None:
+            save.thread.join()
+
+        def raise_error() -> None:
+            if save.error is not None:
+                raise save.error
+
+        self._together(save.part, raise_error)
+        written = self._mesh.gather_on_main(save.written)
+
+        def complete() -> None:
+            part = save.part
+            save.writer.finish([results for results, _ in written])
+            write_atomically(part / STATE_FILE, json.dumps(save.trainer_state, indent=2))
+            records = {name: record for _, of_rank in written for name, record in of_rank.items()}
+            paths = [path for path in part.rglob("*") if path.is_file()]
+            rest = [path for path in paths if path.relative_to(part).as_posix() not in records]
+            write_manifest(part, records | record_files(part, rest))
+            shutil.rmtree(save.final, ignore_errors=True)
+            os.replace(part, save.final)
+            write_atomically(self.folder / LATEST_FILE, save.final.name)
+            self._remove_old(save.final, save.keep)
+
+        self._together(save.part, complete, self._mesh.is_main)
+
+    def holds(self, step: int) -> bool:
+        """True where there is a checkpoint of this step."""
+        return (self.folder / folder_name(step)).is_dir()
+
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Load weights, optimizer, schedule and random state; a collective call.
+        """Load weights, optimizer, schedule and random state, whatever the layout they were saved from.
+
+        A collective call.
 
         Raises:
             CheckpointError: the checkpoint is damaged or belongs to another model, or the optimizer is distributed,
                 whose state is not saved.
         """
-        failure: Exception | None = None
         if self._ddp.ddp_config.use_distributed_optimizer:
             raise CheckpointError(
                 f"cannot go on from {checkpoint.folder} with model.optim.distributed=true: checkpoints do not hold "
@@ -148,28 +273,31 @@ class Checkpointer:
                 "folder with examples/convert_checkpoint.py, and start a new run from it with another "
                 "exp_manager.explicit_log_dir"
             )
-        try:
-            sharded = self._sharded_state(loading=True)
-            loaded: Any = dist_checkpointing.load(sharded, str(checkpoint.folder / "model"))
-            self._ddp.module.load_state_dict(loaded["model"], strict=False)
-            configured = [{key: group[key] for key in HYPERPARAMETERS} for group in self._optimizer.param_groups]
-            self._optimizer.load_state_dict(loaded["optimizer"])
-            for group, values in zip(self._optimizer.param_groups, configured, strict=True):
-                group.update(values)
-            self._scheduler.num_steps = 0  # megatron adds the checkpoint's steps to those already taken
-            self._scheduler.load_state_dict(loaded["scheduler"])
-            rng = checkpoint.folder / "rng" / f"rank_{self._mesh.rank:05d}.pt"
-            if rng.is_file():  # absent where the run goes on with more ranks than it was saved with
-                _set_rng_state(torch.load(rng, weights_only=True))
-        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
-            failure = CheckpointError(
-                f"checkpoint {checkpoint.folder} cannot be loaded: {reason_of(error)}. "
-                f"To go on from an older one, write its name into {self.folder / LATEST_FILE}"
-            )
-            failure.__cause__ = error
-        self._mesh.check_together(failure)
+        folder = checkpoint.folder
+        self._check_loaded(folder, lambda: check_files(folder, self._mesh.rank, self._mesh.world_size))
+        self._check_loaded(folder, lambda: self._load(folder))
+
+    def _load(self, folder: Path) -> None:
+        lm: Any = self._ddp.module
+        sharded = self._sharded_state(loading=True)
+        faults = allow_other_padding(lm, sharded["model"], folder / "model", sharded["optimizer"])
+        if faults:
+            raise CheckpointError("\n".join(["it is another model's:", *(f"  {fault}" for fault in faults)]))
+        loaded: Any = dist_checkpointing.load(sharded, str(folder / "model"))
+        lm.load_state_dict(loaded["model"], strict=False)
+        configured = [{key: group[key] for key in HYPERPARAMETERS} for group in self._optimizer.param_groups]
+        add_missing_step(self._optimizer, loaded["optimizer"])
+        self._optimizer.load_state_dict(loaded["optimizer"])
+        for group, values in zip(self._optimizer.param_groups, configured, strict=True):
+            group.update(values)
+        self._scheduler.num_steps = 0  # megatron adds the checkpoint's steps to those already taken
+        self._scheduler.load_state_dict(loaded["scheduler"])
+        rng = folder / "rng" / f"rank_{self._mesh.rank:05d}.pt"
+        if rng.is_file():  # absent where the run goes on with more ranks than it was saved with
+            set_random_state(torch.load(rng, weights_only=True), self._mesh)
 
     def _sharded_state(self, *, loading: bool) -> dict[str, Any]:
+        fill_moments(self._optimizer)
         lm: Any = self._ddp.module
         model = trained_state(lm)
         state = {"model": model, "scheduler": self._scheduler.state_dict()}
@@ -177,22 +305,38 @@ class Checkpointer:
             state["optimizer"] = self._optimizer.sharded_state_dict(model, is_loading=loading)
         return state
 
-    def _remove_old(self, newest: Path) -> None:
-        complete = [p for p in self.folder.iterdir() if re.fullmatch(r"step_\d{8}", p.name)]
+    def _remove_old(self, newest: Path, keep: set[str]) -> None:
+        complete = _complete_checkpoints(self.folder)
         # Later steps than the newest's are left from before the run went on from an older one: they go first.
         complete.sort(key=lambda p: (p.name <= newest.name, p.name))
         for folder in complete[: -self._keep_last]:
-            shutil.rmtree(folder)
+            if folder.name not in keep:
+                shutil.rmtree(folder)
         for leftover in self.folder.glob("step_*.part"):
             shutil.rmtree(leftover)
 
-    def _cannot_write(self, part: Path, error: BaseException) -> CheckpointError:
-        failure = CheckpointError(
-            f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason_of(error)}. "
-            "The previous checkpoint is untouched; free some space and start the run again"
-        )
-        failure.__cause__ = error
-        return failure
+    def _together(self, part: Path, action: Callable[[], None], here: bool = True) -> None:
+        """Do it where it is to be done, and raise on every rank where one rank failed."""
+        failure: Exception | None = None
+        try:
+            if here:
+                action()
+        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
+            failure = CheckpointError(
+                f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason_of(error)}. "
+                "The previous checkpoint is untouched; free some space and start the run again"
+            )
+            failure.__cause__ = error
+        self._mesh.check_together(failure)
+
+    def _check_loaded(self, folder: Path, action: Callable[[], None]) -> None:
+        failure: Exception | None = None
+        try:
+            action()
+        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
+            failure = CheckpointError(f"checkpoint {folder} cannot be loaded: {reason_of(error)}. {_way_out(folder)}")
+            failure.__cause__ = error
+        self._mesh.check_together(failure)
 
 
 def reason_of(error: BaseException) -> str:
@@ -200,25 +344,3 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {inner[0]}" for rank, inner in error.failures.items())
     return str(error)
-
-
-def _rng_state() -> dict[str, Any]:
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": json.dumps(random.getstate()),
-        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    version, internal, gauss = json.loads(state["python"])
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from reinforce_rl.errors import CheckpointError, ConfigError
@@ -27,12 +26,14 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint import STATE_FILE, latest_checkpoint, reason_of
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import Track, carry_over, export_hf_folder, load_hf_weights
-from reinforce_rl.megatron.lora import MergedWeights, adapter_rows, add_lora, trained_state
+from reinforce_rl.megatron.lora import MergedWeights, add_lora, trained_state
 from reinforce_rl.megatron.lora_export import LoraIdentity, check_lora_identity
 from reinforce_rl.megatron.lora_map import LoraSettings
+from reinforce_rl.megatron.manifest import MANIFEST_FILE, check_files
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.weight_map import EMBEDDING, Split, weight_map
+from reinforce_rl.megatron.resharding import allow_other_padding
+from reinforce_rl.megatron.weight_map import EMBEDDING
 
 MODEL = "model"
 
@@ -127,8 +128,10 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
     """
     failure: Exception | None = None
     try:
+        if (checkpoint / MANIFEST_FILE).is_file():  # checkpoints of a run have one
+            check_files(checkpoint, lm.mesh.rank, lm.mesh.world_size)
         sharded = trained_state(lm)
-        faults = _allow_other_padding(lm, sharded, checkpoint)
+        faults = allow_other_padding(lm, sharded, checkpoint / MODEL)
         if faults:
             raise CheckpointError("\n".join(["it is another model's:", *(f"  {fault}" for fault in faults)]))
         loaded: Any = dist_checkpointing.load({"model": sharded}, str(checkpoint / MODEL))
@@ -137,35 +140,6 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
         failure = CheckpointError(f"checkpoint {checkpoint} cannot be loaded: {reason_of(error)}")
         failure.__cause__ = error
     lm.mesh.check_together(failure)
-
-
-def _allow_other_padding(lm: CausalLM, sharded: dict[str, Any], checkpoint: Path) -> list[str]:
-    """Mark what another tensor-parallel size pads otherwise, so that megatron cuts it or adds zeros; what differs."""
-    stored = dist_checkpointing.load_tensors_metadata(str(checkpoint / MODEL))
-    splits = {row.megatron: row.split for row in (*weight_map(lm.architecture, lm.mesh.tp_size), *adapter_rows(lm))}
-    faults = []
-    for name, tensor in sharded.items():
-        if not isinstance(tensor, ShardedTensor):
-            continue
-        expected, split = tuple(tensor.global_shape), splits[name]
-        if tensor.key not in stored:
-            faults.append(f"{tensor.key} is missing; expected shape {expected}")
-            continue
-        found = tuple(stored[tensor.key].global_shape)
-        if found != expected and not _differ_in_padding(found, expected, split, tensor):
-            faults.append(f"{tensor.key} has shape {found}; expected {expected}")
-        tensor.allow_shape_mismatch = found != expected
-    return faults
-
-
-def _differ_in_padding(
-    found: tuple[int, ...], expected: tuple[int, ...], split: Split | None, tensor: ShardedTensor
-) -> bool:
-    if split is None or len(found) != len(expected):
-        return False
-    axis = len(expected) - len(tensor.local_shape) + split.axis  # megatron puts the layers before
-    rest = [size for i, size in enumerate(found) if i != axis] == [s for i, s in enumerate(expected) if i != axis]
-    return rest and found[axis] >= split.units * split.width and found[axis] % split.width == 0
 
 
 def _add_lora_of(checkpoint: Path, lm: CausalLM, source: Path) -> MergedWeights | None:

@@ -135,6 +135,12 @@ class Mesh:
         dist.all_gather_object(gathered, value, group=self.dp_group)
         return gathered
 
+    def gather_on_main(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, in rank order, on the first rank; an empty list on the others."""
+        gathered: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, gathered, dst=0)
+        return gathered or []
+
     def gather_over_cp(self, value: Any) -> list[Any]:
         """Every context-parallel rank's picklable value, in rank order, on every rank of the group."""
         gathered: list[Any] = [None] * self.cp_size

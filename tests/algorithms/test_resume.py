@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -27,71 +26,22 @@ from helpers.tiny_run import (
     tiny_config,
     tiny_overrides,
     tiny_trainer,
-    without_times,
     write_prompts,
+)
+from helpers.trainer_processes import (
+    DRIVER,
+    NUM_PROMPTS,
+    RUN_SECONDS,
+    SETTINGS,
+    STEPS,
+    TrainerProcesses,
+    assert_equal_runs,
 )
 from safetensors.torch import load_file
 
 from reinforce_rl.errors import CheckpointError
 
-DRIVER = Path(__file__).parents[1] / "helpers" / "train_tiny.py"
 RL = "trainer.reinforce"
-NUM_PROMPTS = 10  # in steps of 4, so that the third step of an epoch has fewer
-STEPS = 12
-SETTINGS = [
-    f"{RL}.max_epochs=4",
-    f"{RL}.val_check_interval=5",
-    f"{RL}.save_interval=3",
-    "model.optim.sched.name=CosineAnnealing",
-    "model.optim.sched.warmup_steps=2",
-    "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
-]
-RUN_SECONDS = 60.0
-
-
-class TrainerProcesses:
-    """Makes runs in processes that can be killed, one after the other; see `train_tiny.py`."""
-
-    def __init__(self):
-        self._process = subprocess.Popen(
-            [sys.executable, str(DRIVER), "serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    def start(self, folder: Path, *overrides: str, die_before: str = "") -> int:
-        """Start a run and return its process's id."""
-        assert self._process.stdin is not None
-        command = [str(folder / "log"), die_before, *tiny_overrides(folder, num_prompts=NUM_PROMPTS), *overrides]
-        self._process.stdin.write(json.dumps(command) + "\n")
-        return self._answer()
-
-    def wait(self) -> int:
-        """The exit status of the run, negative for a signal."""
-        return self._answer()
-
-    def _answer(self) -> int:
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], RUN_SECONDS)
-        assert ready, "the run neither starts nor ends"
-        return int(self._process.stdout.readline())
-
-    def close(self) -> None:
-        kill_tree_of(self._process)
-
-
-def kill_tree_of(process: subprocess.Popen) -> None:
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        kill_tree(process.pid)
-        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +69,7 @@ def appears(folder: Path, name: str) -> Callable[[], bool]:
 
 
 def kill_when(processes: TrainerProcesses, folder: Path, condition: Callable[[], bool]) -> None:
-    process = processes.start(folder, *SETTINGS)
+    (process,) = processes.start(folder, *SETTINGS)
     deadline = time.monotonic() + RUN_SECONDS
     while not condition():
         assert time.monotonic() < deadline, (folder / "log").read_text()
@@ -133,26 +83,13 @@ def finish(processes: TrainerProcesses, folder: Path) -> None:
     assert processes.wait() == 0, (folder / "log").read_text()
 
 
-def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
-    found, expected = metrics_of(folder), metrics_of(uninterrupted)
-    assert [line["step"] for line in found] == list(range(STEPS + 1)), "each step once"
-    for line, other in zip(found, expected, strict=True):
-        assert without_times(line) == without_times(other)
-        assert line.keys() == other.keys()
-    for step in range(1, STEPS + 1):
-        assert rollouts_of(folder, step) == rollouts_of(uninterrupted, step)
-    weights, others = (load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, uninterrupted))
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-    kept = sorted(path.name for path in (folder / "run" / "checkpoints").glob("[!.]*"))
-    assert kept == ["latest", "step_00000009", "step_00000012"]
-
-
 def test_the_uninterrupted_run_learns_and_takes_every_prompt_once_an_epoch(uninterrupted):
     """So that what the others are compared with is worth it."""
     lines = metrics_of(uninterrupted)
     assert lines[STEPS]["val/rewards"] > lines[0]["val/rewards"] + 0.1
     assert all(line["train/init_policy_kl"] > 0.01 for line in lines[4:])
+    kept = sorted(path.name for path in (uninterrupted / "run" / "checkpoints").glob("[!.]*"))
+    assert kept == ["latest", "step_00000009", "step_00000012"]
     for epoch in range(4):
         rows = [row for step in (1, 2, 3) for row in rollouts_of(uninterrupted, 3 * epoch + step)]
         assert Counter(row["prompt_id"] for row in rows) == dict.fromkeys(range(NUM_PROMPTS), 4)
@@ -202,7 +139,7 @@ def latest(folder: Path) -> Path:
 @pytest.mark.parametrize("attempt", range(30))
 def test_killed_at_any_time(processes, uninterrupted, tmp_path, attempt):
     """At moments spread evenly over the first seconds of a run; a fast machine has ended some runs by then."""
-    process = processes.start(tmp_path, *SETTINGS)
+    (process,) = processes.start(tmp_path, *SETTINGS)
     time.sleep(0.1 * (attempt + 1))
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)

@@ -1,9 +1,10 @@
 """`examples/train_reinforce_actor.py` with a reward function in place of the server, for tests that kill it.
 
 `train_tiny.py OVERRIDE...` is one run. `train_tiny.py serve` imports everything once and then makes one run of each
-line of its input, a JSON list [log file, die before, override, ...], in a process that it forks: it prints the
-process's id at once and its exit status (negative: the signal) at its end. With "die before" set, the process kills
-itself in place of moving the first file or folder whose destination ends so.
+line of its input, a JSON list [log file, die before, ranks, override, ...], in one process a rank that it forks: it
+prints the processes' ids at once and the exit status (negative: the signal) at the end. As torchrun does, it ends the
+other ranks when one has failed; the status is then that of the one. With "die before" set, a process kills itself in
+place of moving the first file or folder whose destination ends so.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ def die_before(suffix: str) -> None:
     os.replace = replace  # type: ignore[assignment]
 
 
-def run_in_fork(log: str, suffix: str, overrides: list[str]) -> int:
+def run_in_fork(log: str, suffix: str, environment: dict[str, str], overrides: list[str]) -> int:
     process = os.fork()
     if process:
         return process
     status = 1
     try:
+        os.environ.update(environment)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -75,13 +77,29 @@ def run_in_fork(log: str, suffix: str, overrides: list[str]) -> int:
 def serve() -> None:
     import helpers.tiny_run  # noqa: F401  (so that the runs need not import)
     import transformers  # noqa: F401
+    from helpers.toy_server import free_port
 
     for line in sys.stdin:
-        log, suffix, *overrides = json.loads(line)
-        process = run_in_fork(log, suffix, overrides)
-        print(process, flush=True)
-        _, status = os.waitpid(process, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        log, suffix, ranks, *overrides = json.loads(line)
+        places = [{}]
+        if ranks > 1:
+            address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+            places = [{**address, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        processes = [run_in_fork(log, suffix, place, overrides) for place in places]
+        print(*processes, flush=True)
+        print(wait_for(processes), flush=True)
+
+
+def wait_for(processes: list[int]) -> int:
+    left, status = set(processes), 0
+    while left:
+        process, ended = os.wait()
+        left.discard(process)
+        if ended and not status:
+            status = os.waitstatus_to_exitcode(ended)
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+    return status
 
 
 if __name__ == "__main__":

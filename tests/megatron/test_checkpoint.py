@@ -5,71 +5,23 @@ from __future__ import annotations
 import os
 import random
 import resource
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.accumulate import accumulate_gradients
+from helpers.checkpoint_run import SETTINGS, Run
 from helpers.models import tiny_llama_folder
-from helpers.policies import megatron_model
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron import checkpoint as subject
-from reinforce_rl.megatron.checkpoint import Checkpoint, Checkpointer, latest_checkpoint
+from reinforce_rl.megatron.checkpoint import Checkpoint, latest_checkpoint
 from reinforce_rl.megatron.convert import load_weights
-from reinforce_rl.megatron.log_probs import response_log_probs
-from reinforce_rl.megatron.optimizer import (
-    ActorOptimizer,
-    DataParallelSettings,
-    OptimizerSettings,
-    build_optimizer,
-    wrap_data_parallel,
-)
-
-SETTINGS = OptimizerSettings(
-    lr=1e-2,
-    min_lr=1e-4,
-    weight_decay=0.1,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    schedule="linear",
-    warmup_steps=2,
-    constant_steps=0,
-    total_steps=10,
-    clip_grad=1.0,
-)
-
-
-class Run:
-    """What a run has to save, on a random model."""
-
-    def __init__(self, mesh, model_folder: Path, folder: Path, settings: OptimizerSettings = SETTINGS, **options):
-        data_parallel = options.pop("data_parallel", DataParallelSettings())
-        self.lm = megatron_model(model_folder, mesh)
-        self.ddp = wrap_data_parallel(self.lm, data_parallel)
-        parts = build_optimizer(self.ddp, settings)
-        self.optimizer = ActorOptimizer(*parts)
-        self.checkpointer = Checkpointer(folder, mesh, self.ddp, *parts, **options)
-
-    def train(self, steps: int) -> list[float]:
-        """Draws its data from torch's generator, so that random state matters; the gradient norms."""
-        norms = []
-        for _ in range(steps):
-            sequences = torch.randint(4, 64, (2, 12))
-            lengths = torch.tensor([5, 3]), torch.tensor([7, 6])
-
-            def loss_of(model, batch):
-                scores = response_log_probs(model, self.lm, *batch, temperature=1.0, width=7, chunk_tokens=4)
-                return -scores.log_probs.sum()
-
-            accumulate_gradients(self.ddp, [(sequences, *lengths)], loss_of)
-            norms.append(self.optimizer.step().grad_norm)
-        return norms
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone() for name, p in self.lm.named_parameters()}
+from reinforce_rl.megatron.optimizer import DataParallelSettings
+from reinforce_rl.megatron.sharded_writer import ShardedWriter
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +209,8 @@ class TestDamagedCheckpoint:
         for file in (tmp_path / "step_00000001" / "model").glob("*.distcp"):
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
         with pytest.raises(
-            CheckpointError, match=r"step_00000001 cannot be loaded: .*write its name into .*latest"
+            CheckpointError,
+            match=r"step_00000001 cannot be loaded: .*step_00000001/model/__0_\d\.distcp has \d+ bytes; expected",
         ) as e:
             run.checkpointer.restore(latest_checkpoint(tmp_path))
         assert "Traceback" not in str(e.value)
@@ -277,6 +230,27 @@ class TestDamagedCheckpoint:
         with pytest.raises(CheckpointError, match="step_00000001 cannot be loaded"):
             run.checkpointer.restore(latest_checkpoint(tmp_path))
 
+    def test_altered_bytes_are_found_by_their_checksum(self, run, tmp_path):
+        run.train(1)
+        run.checkpointer.save(2, {"step": 2})
+        weights = run.weights()
+        path = sorted((tmp_path / "step_00000002" / "model").glob("*.distcp"))[-1]
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"__0_1\.distcp is damaged: its checksum is \w{8}; exp") as raised:
+            run.checkpointer.restore(latest_checkpoint(tmp_path))
+        assert f"echo step_00000001 > {tmp_path / 'latest'}" in str(raised.value)
+        assert_equal(run.weights(), weights)  # nothing was loaded
+        (tmp_path / "latest").write_text("step_00000001\n")  # what the message says
+        run.checkpointer.restore(latest_checkpoint(tmp_path))
+
+    @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text('{"files": {"a": 1}}')])
+    def test_damaged_manifest(self, damage, run, tmp_path):
+        damage(tmp_path / "step_00000001" / "manifest.json")
+        with pytest.raises(CheckpointError, match=r"step_00000001/manifest\.json cannot be read.* no other"):
+            run.checkpointer.restore(latest_checkpoint(tmp_path))
+
     @pytest.mark.parametrize("text", ["", "{"])
     def test_damaged_trainer_state(self, text, run, tmp_path):
         (tmp_path / "step_00000001" / subject.STATE_FILE).write_text(text)
@@ -285,10 +259,102 @@ class TestDamagedCheckpoint:
 
     def test_latest_names_nothing_that_is_there(self, run, tmp_path):
         (tmp_path / "latest").write_text("step_00000077\n")
-        with pytest.raises(CheckpointError, match=r"latest names step_00000077, .*write its name into"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"latest names step_00000077, .*Other checkpoints there: step_00000001\. .*echo step_00000001 > ",
+        ):
             latest_checkpoint(tmp_path)
 
     def test_checkpoint_of_another_shape(self, run, mesh, models, tmp_path):
         other = Run(mesh, models[2], tmp_path)
-        with pytest.raises(CheckpointError, match=r"step_00000001 cannot be loaded: .*shape mismatch"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot be loaded: it is another model's:\n.* has shape .*; expected"
+        ):
             other.checkpointer.restore(latest_checkpoint(tmp_path))
+
+
+def test_a_run_whose_steps_were_all_skipped(mesh, models, tmp_path):
+    """Adam has no state yet, and what megatron makes in its place lacks the step."""
+    run = Run(mesh, models[0], tmp_path)
+    run.checkpointer.save(1, {"step": 1})
+    other = Run(mesh, models[1], tmp_path)
+    other.checkpointer.restore(latest_checkpoint(tmp_path))
+    fresh = Run(mesh, models[0], tmp_path)
+    assert other.train_on(0, 3) == fresh.train_on(0, 3) == run.train_on(0, 3)
+
+
+def test_keep(mesh, models, tmp_path):
+    """The best ones stay besides the newest; those that are no longer among them go."""
+    run = Run(mesh, models[0], tmp_path, keep_last=2)
+    for step, best in ((1, [1]), (2, [1]), (3, [1]), (4, [1, 4]), (5, [1, 4]), (6, [4, 6]), (7, [4, 6])):
+        run.checkpointer.save(step, {"step": step}, keep=best)
+    assert sorted(p.name[-1] for p in tmp_path.glob("step_*")) == ["4", "6", "7"]
+    assert run.checkpointer.holds(4)
+    assert not run.checkpointer.holds(1)
+
+
+class TestAsynchronous:
+    @pytest.fixture
+    def gate(self, monkeypatch):
+        """Writing waits until it is set."""
+        gate, write = threading.Event(), ShardedWriter.write
+
+        def wait_and_write(self):
+            assert gate.wait(60)
+            return write(self)
+
+        monkeypatch.setattr(ShardedWriter, "write", wait_and_write)
+        yield gate
+        gate.set()
+
+    @pytest.fixture
+    def run(self, mesh, models, tmp_path):
+        torch.manual_seed(7)
+        return Run(mesh, models[0], tmp_path, asynchronous=True)
+
+    def test_content_is_the_state_at_the_save(self, run, gate, mesh, models, tmp_path):
+        run.train(2)
+        run.checkpointer.save(2, {"step": 2})
+        norms, weights = run.train(3), run.weights()
+        run.checkpointer.poll()
+        assert latest_checkpoint(tmp_path) is None, "not written yet"
+        gate.set()
+        run.checkpointer.finish()
+        other = Run(mesh, models[1], tmp_path)
+        other.checkpointer.restore(latest_checkpoint(tmp_path))
+        assert other.train(3) == norms
+        assert_equal(other.weights(), weights)
+
+    def test_one_at_a_time(self, run, gate, tmp_path):
+        gate.set()
+        run.train(1)
+        run.checkpointer.save(1, {"step": 1})
+        run.checkpointer.save(2, {"step": 2})
+        assert latest_checkpoint(tmp_path).trainer_state == {"step": 1}
+        deadline = time.monotonic() + 30
+        while latest_checkpoint(tmp_path).trainer_state == {"step": 1}:
+            assert time.monotonic() < deadline
+            run.checkpointer.poll()
+
+    @pytest.mark.parametrize("surfaces_at", ["poll", "finish", "save"])
+    def test_an_error_surfaces_with_the_file(self, surfaces_at, run, gate, tmp_path):
+        run.train(1)
+        gate.set()
+        run.checkpointer.save(1, {"step": 1})
+        run.checkpointer.finish()
+        gate.clear()
+        run.checkpointer.save(2, {"step": 2})
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, limits[1]))
+        try:
+            gate.set()
+            run.checkpointer._running.thread.join()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        arguments = (3, {}) if surfaces_at == "save" else ()
+        with pytest.raises(CheckpointError, match=r"step_00000002\.part: .*\.(distcp|pt).*File too large"):
+            getattr(run.checkpointer, surfaces_at)(*arguments)
+        assert latest_checkpoint(tmp_path).trainer_state == {"step": 1}
+        run.checkpointer.save(3, {"step": 3})
+        run.checkpointer.finish()
+        assert latest_checkpoint(tmp_path).trainer_state == {"step": 3}

@@ -1,0 +1,127 @@
+"""Two data-parallel ranks, killed at random moments, with all that carries state; and another number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny_run import largest_difference, metrics_of, rollouts_of, without_times
+from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
+
+SAVING = "exp_manager.checkpoint_callback_params"
+STATEFUL = [
+    *SETTINGS,
+    "trainer.reinforce.advantage_estimator=running_mean",
+    "trainer.reinforce.reward_shaping.standardisation=running",
+    "trainer.reinforce.kl_target=0.05",
+    "trainer.reinforce.kl_horizon=50",
+    "trainer.reinforce.val_check_interval=2",
+    f"{SAVING}.keep_best=1",
+]
+ASYNC = f"{SAVING}.async_save=true"
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[TrainerProcesses]:
+    processes = TrainerProcesses()
+    yield processes
+    processes.close()
+
+
+def finish(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int = 2) -> None:
+    processes.start(folder, *STATEFUL, *overrides, ranks=ranks)
+    assert processes.wait() == 0, (folder / "log").read_text()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(processes, tmp_path_factory) -> Path:
+    """Saves are not asynchronous in it."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    finish(processes, folder)
+    return folder
+
+
+def seconds_of(folder: Path) -> float:
+    """From the first step's end to the last's."""
+    times = [line["time"] for line in metrics_of(folder)]
+    return times[-1] - times[0]
+
+
+def kill_at_random(
+    processes: TrainerProcesses, folder: Path, draw: random.Random, seconds: float, *overrides: str
+) -> None:
+    """One rank or both, once the run has said something and some of `seconds` more have gone by."""
+    metrics = folder / "run" / "metrics.jsonl"
+    before = metrics.stat().st_size if metrics.exists() else 0
+    ranks = processes.start(folder, *STATEFUL, *overrides, ranks=2)
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size != before) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(draw.uniform(0.0, seconds))
+    for rank in draw.choice([ranks, ranks[:1], ranks[1:]]):
+        with contextlib.suppress(ProcessLookupError):  # a fast one has ended
+            os.kill(rank, signal.SIGKILL)
+    processes.wait()
+
+
+@pytest.mark.parametrize("kills", [3, *(pytest.param(4, marks=pytest.mark.slow, id=f"4-{i}") for i in range(5))])
+def test_killed_at_random_moments(processes, uninterrupted, tmp_path, kills):
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed of the moments: {seed}")
+    draw = random.Random(seed)
+    for _ in range(kills):
+        # A part of the run each, so that the last ones are not left with nothing to kill.
+        kill_at_random(processes, tmp_path, draw, seconds_of(uninterrupted) / kills, ASYNC)
+    finish(processes, tmp_path, ASYNC)
+    assert_equal_runs(tmp_path, uninterrupted)
+
+
+def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
+    """And moves in this run, so that leaving it out would show in the others."""
+    folder = uninterrupted / "run" / "checkpoints"
+    newest = folder / (folder / "latest").read_text().strip()
+    state = json.loads((newest / "trainer_state.json").read_text())
+    assert sorted(state) == [
+        *("best", "data", "epoch", "kl_coefficient", "past_rewards", "past_scores", "step", "version", "wandb_run_id")
+    ]
+    assert (state["step"], state["epoch"], state["data"]["consumed_prompts"]) == (STEPS, 4, 4 * NUM_PROMPTS)
+    assert state["past_scores"]["count"] == 4 * 4 * NUM_PROMPTS
+    assert 0 < state["past_scores"]["mean"] < 1
+    assert state["past_rewards"]["mean"] != 0
+    assert state["kl_coefficient"] != 0.1
+    values = {line["step"]: line["val/rewards"] for line in metrics_of(uninterrupted) if "val/rewards" in line}
+    best = max((step for step in values if step > 0), key=lambda step: values[step])  # of equal ones the first
+    assert state["best"] == {"metric": "val/rewards", "mode": "max", "found": [[best, values[best]]]}
+    assert (folder / f"step_{best:08d}").is_dir()
+    for rank in (0, 1):
+        rng = torch.load(newest / "rng" / f"rank_{rank:05d}.pt", weights_only=True)
+        assert sorted(set(rng) - {"cuda"}) == ["layout", "megatron", "numpy", "python", "torch"]
+        assert rng["layout"] == {"world_size": 2, "tensor": 1, "pipeline": 1, "context": 1}
+        assert "model-parallel-rng" in rng["megatron"]
+    files = json.loads((newest / "manifest.json").read_text())["files"]
+    on_disk = {path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file()}
+    assert on_disk == {*files, "manifest.json"}
+
+
+def test_another_number_of_ranks_in_the_middle_of_an_epoch(processes, uninterrupted, tmp_path):
+    """One rank, then two: each prompt once an epoch, and the numbers of two ranks throughout."""
+    every_step = "trainer.reinforce.save_interval=1"
+    processes.start(tmp_path, *STATEFUL, every_step, die_before="rollouts/step_00006.jsonl")
+    assert processes.wait() == -signal.SIGKILL
+    finish(processes, tmp_path, every_step)
+    assert "after step 5 of 12" in (tmp_path / "log").read_text()
+    for epoch in range(4):
+        rows = [row for step in (1, 2, 3) for row in rollouts_of(tmp_path, 3 * epoch + step)]
+        assert Counter(row["prompt_id"] for row in rows) == dict.fromkeys(range(NUM_PROMPTS), 4)
+    for line, other in list(zip(metrics_of(tmp_path), metrics_of(uninterrupted), strict=True))[:9]:
+        pair = [{key: value for key, value in without_times(m).items() if "padding" not in key} for m in (line, other)]
+        assert largest_difference(*pair) < 1e-3, line["step"]

@@ -1,0 +1,78 @@
+"""What a run has to save, on a model of any folder, without the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.accumulate import accumulate_gradients
+from helpers.policies import megatron_model
+from torch import Tensor
+
+from reinforce_rl.megatron.checkpoint import Checkpointer
+from reinforce_rl.megatron.log_probs import response_log_probs
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.optimizer import (
+    DEFAULT_DATA_PARALLEL,
+    ActorOptimizer,
+    OptimizerSettings,
+    build_optimizer,
+    wrap_data_parallel,
+)
+
+SETTINGS = OptimizerSettings(
+    lr=1e-2,
+    min_lr=1e-4,
+    weight_decay=0.1,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    schedule="linear",
+    warmup_steps=2,
+    constant_steps=0,
+    total_steps=10,
+    clip_grad=1.0,
+)
+
+
+class Run:
+    """Model, optimizer and checkpointer."""
+
+    def __init__(
+        self, mesh: Mesh, model_folder: Path, folder: Path, settings: OptimizerSettings = SETTINGS, **options: Any
+    ):
+        data_parallel = options.pop("data_parallel", DEFAULT_DATA_PARALLEL)
+        self.mesh = mesh
+        self.lm = megatron_model(model_folder, mesh)
+        self.ddp = wrap_data_parallel(self.lm, data_parallel)
+        parts = build_optimizer(self.ddp, settings)
+        self.optimizer = ActorOptimizer(*parts)
+        self.adam: Any = getattr(parts[0], "optimizer", None)
+        self.checkpointer = Checkpointer(folder, mesh, self.ddp, *parts, **options)
+
+    def train(self, steps: int) -> list[float]:
+        """Draws its data from torch's generator, so that random state matters; the gradient norms."""
+        return [self.step(torch.randint(4, 64, (2, 12)))[1] for _ in range(steps)]
+
+    def train_on(self, first: int, count: int) -> list[float]:
+        """Steps that are the same on any layout: each has its own data, shared by the ranks; the losses."""
+        losses = []
+        for number in range(first, first + count):
+            tokens = torch.randint(4, 61, (4, 12), generator=torch.Generator().manual_seed(number))
+            own = tokens.chunk(self.mesh.dp_size)[self.mesh.dp_rank]
+            losses.append(sum(self.mesh.gather_over_dp(self.step(own)[0])))
+        return losses
+
+    def step(self, sequences: Tensor) -> tuple[float, float]:
+        """One step on [n, 12] tokens; this rank's loss before it, and the gradient's norm."""
+        lengths = torch.tensor([5, 3]).repeat(len(sequences) // 2), torch.tensor([7, 6]).repeat(len(sequences) // 2)
+
+        def loss_of(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+            scores = response_log_probs(model, self.lm, *batch, temperature=1.0, width=7, chunk_tokens=4)
+            return -scores.log_probs.sum()
+
+        loss = accumulate_gradients(self.ddp, [(sequences, *lengths)], loss_of)
+        return loss, self.optimizer.step().grad_norm
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.lm.named_parameters()}

@@ -1,0 +1,90 @@
+"""Whole runs on the tiny model in processes that can be killed, and what it means that two runs are equal."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from helpers.ranks import kill_tree
+from helpers.tiny_run import metrics_of, rollouts_of, tiny_overrides, without_times
+from safetensors.torch import load_file
+
+DRIVER = Path(__file__).with_name("train_tiny.py")
+RUN_SECONDS = 60.0
+NUM_PROMPTS = 10  # in steps of 4, so that the third step of an epoch has fewer
+STEPS = 12
+SETTINGS = [
+    "trainer.reinforce.max_epochs=4",
+    "trainer.reinforce.val_check_interval=5",
+    "trainer.reinforce.save_interval=3",
+    "model.optim.sched.name=CosineAnnealing",
+    "model.optim.sched.warmup_steps=2",
+    "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
+]
+
+
+class TrainerProcesses:
+    """Makes runs in processes that can be killed, one after the other; see `train_tiny.py`."""
+
+    def __init__(self):
+        self._process = subprocess.Popen(
+            [sys.executable, str(DRIVER), "serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def start(self, folder: Path, *overrides: str, die_before: str = "", ranks: int = 1) -> list[int]:
+        """Start a run and return the ids of its processes, a rank each."""
+        assert self._process.stdin is not None
+        base = [*tiny_overrides(folder, num_prompts=NUM_PROMPTS), f"trainer.devices={ranks}"]
+        command = [str(folder / "log"), die_before, ranks, *base, *overrides]
+        self._process.stdin.write(json.dumps(command) + "\n")
+        return [int(process) for process in self._answer().split()]
+
+    def wait(self) -> int:
+        """The exit status of the run, negative for a signal."""
+        return int(self._answer())
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], RUN_SECONDS)
+        assert ready, "the run neither starts nor ends"
+        return self._process.stdout.readline()
+
+    def close(self) -> None:
+        kill_tree_of(self._process)
+
+
+def kill_tree_of(process: subprocess.Popen) -> None:
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        kill_tree(process.pid)
+        process.wait()
+
+
+def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
+    """But for times: metrics, samples and weights bit for bit, and the checkpoints that are left."""
+    found, expected = metrics_of(folder), metrics_of(uninterrupted)
+    assert [line["step"] for line in found] == list(range(STEPS + 1)), "each step once"
+    for line, other in zip(found, expected, strict=True):
+        assert without_times(line) == without_times(other)
+        assert line.keys() == other.keys()
+    for step in range(1, STEPS + 1):
+        assert rollouts_of(folder, step) == rollouts_of(uninterrupted, step)
+    weights, others = (load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, uninterrupted))
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    kept, others = (sorted(p.name for p in (f / "run" / "checkpoints").glob("[!.]*")) for f in (folder, uninterrupted))
+    assert kept == others
