@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from reinforce_rl.algorithms.filtering import TOLERANCE
 from reinforce_rl.algorithms.moments import RunningMoments
 
 
@@ -68,8 +69,9 @@ def shape_rewards(
     elif shaping.standardisation == "running":
         if past.count < 2:
             past = RunningMoments.of(rewards[valid])
-        # Rewards that never differed are left at zero instead of blown up.
-        shaped = (shaped - past.mean) / past.deviation if past.deviation > 1e-8 else torch.zeros_like(shaped)
+        # Rewards that differed by rounding alone are left at zero instead of blown up.
+        differed = past.deviation > TOLERANCE * max(abs(past.mean), 1.0)
+        shaped = (shaped - past.mean) / past.deviation if differed else torch.zeros_like(shaped)
     shaped = shaped * shaping.scale
     if shaping.clip is not None:
         shaped = shaped.clamp(-shaping.clip, shaping.clip)
