@@ -136,8 +136,8 @@ def policy_terms(
             token: -min(rho A, clip(rho) A), rho = pi / pi_old a token (PPO, arXiv:1707.06347; GRPO).
             sequence: the same with rho = pi / pi_old of the whole response, as TRL's RLOO.
             sequence_geometric: rho to the power of 1 / length (GSPO, arXiv:2507.18071).
-        clip_low, clip_high: rho is clipped to 1 - clip_low .. 1 + clip_high (they differ in DAPO's clip-higher). Beyond
-            exp(`MAX_LOG_RATIO`) it is cut off for every advantage.
+        clip_low, clip_high: rho is clipped to 1 - clip_low .. 1 + clip_high (they differ in DAPO's clip-higher).
+            Beyond exp(`MAX_LOG_RATIO`) it is cut off for every advantage.
 
     Returns:
         terms [N, T] with gradient, rho [N, T] detached, and bool [N, T] where clipping stopped the gradient.

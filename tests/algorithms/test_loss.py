@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.batches import sequences
-from helpers.losses import reinforce_loss
+from helpers.losses import random_batch, reinforce_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,20 +35,10 @@ def test_the_worked_example(part):
     torch.testing.assert_close(log_probs.grad, (-advantages / count)[:, None].expand_as(log_probs))
 
 
-def batch(rows: int, width: int, seed: int):
-    generator = torch.Generator().manual_seed(seed)
-    log_probs = -torch.rand(rows, width, dtype=torch.float64, generator=generator) * 5
-    lengths = torch.randint(0, width + 1, (rows,), generator=generator)
-    mask = torch.arange(width)[None, :] < lengths[:, None]
-    advantages = torch.randn(rows, dtype=torch.float64, generator=generator)
-    valid = torch.rand(rows, generator=generator) < 0.7
-    return log_probs, mask, advantages, valid
-
-
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 12), st.integers(0, 10**6))
 def test_the_shares_of_micro_batches_sum_to_the_loss(rows, width, size, seed):
-    log_probs, mask, advantages, valid = batch(rows, width, seed)
+    log_probs, mask, advantages, valid = random_batch(rows, width, seed)
     whole = log_probs.clone().requires_grad_()
     num_valid = float(valid.sum())
     loss = reinforce_loss(whole, mask, advantages, valid, sequences(num_valid))
@@ -115,7 +105,7 @@ def test_lengths_are_not_normalised_away():
 
 @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
 def test_every_aggregation_is_its_formula_however_the_batch_is_cut(aggregation):
-    log_probs, mask, advantages, trains = batch(9, 5, seed=3)
+    log_probs, mask, advantages, trains = random_batch(9, 5, seed=3)
     lengths = mask.sum(1)
     tokens = float(lengths[trains].sum())
     count = float(trains.sum())
