@@ -217,7 +217,7 @@ class TestGeneratorWeights:
         )
         entropy = noise[1].abs()
         own = log_probs.clone().requires_grad_()
-        policy_loss(own, entropy, inputs, sequences(trains.sum()), settings_of, 0.3)[0].backward()
+        policy_loss(own, entropy, inputs, sequences(float(trains.sum())), settings_of, 0.3)[0].backward()
         kept = mask & trains[:, None]
         weights = generator_weights(
             torch.where(kept, log_probs, 0.0),

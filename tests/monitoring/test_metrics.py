@@ -17,6 +17,7 @@ from reinforce_rl.algorithms.moments import RunningMoments
 from reinforce_rl.megatron.optimizer import OptimizerUpdate
 from reinforce_rl.monitoring.metrics import (
     Mean,
+    Statistics,
     group_spread,
     reinforce_means,
     rollout_means,
@@ -147,9 +148,13 @@ class TestTakeMeans:
             for rank in range(ranks):
                 own = (torch.tensor(groups).long() % ranks == rank).nonzero()[:, 0]
                 rollouts = batch.rollouts.select(own)
-                vectors = (v[own] for v in (batch.kl, batch.rewards_with_kl, batch.baseline))
                 part = ReinforceBatch(
-                    rollouts, *vectors, batch.advantages[own, : rollouts.width], trains=batch.trains[own]
+                    rollouts,
+                    batch.kl[own],
+                    batch.rewards_with_kl[own],
+                    batch.baseline[own],
+                    batch.advantages[own, : rollouts.width],
+                    batch.trains[own],
                 )
                 parts.append({**rollout_means(part.rollouts), **reinforce_means(part)})
             found = [take_means(part, lambda _, parts=parts: parts) for part in parts]
@@ -157,11 +162,11 @@ class TestTakeMeans:
                 assert means == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True)
 
     def test_a_deviation_over_ranks_is_not_the_mean_of_theirs(self):
-        parts = [{"x": RunningMoments.of(torch.full((2,), value))} for value in (0.0, 10.0)]
+        parts: list[Statistics] = [{"x": RunningMoments.of(torch.full((2,), value))} for value in (0.0, 10.0)]
         assert take_means(parts[0], lambda _: parts)["x"] == pytest.approx(statistics.stdev([0, 0, 10, 10]))
 
     def test_ranks_count_by_their_samples(self):
-        parts = [{"x": Mean(3.0, 3.0)}, {"x": Mean(0.0, 0.0)}, {"x": Mean(5.0, 1.0)}]
+        parts: list[Statistics] = [{"x": Mean(3.0, 3.0)}, {"x": Mean(0.0, 0.0)}, {"x": Mean(5.0, 1.0)}]
         assert take_means(parts[0], lambda _: parts) == {"x": 2.0}
 
     def test_a_name_that_a_rank_lacks_is_of_the_others(self):
