@@ -25,9 +25,13 @@ from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint import Checkpoint, Checkpointer, latest_checkpoint
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.lora import add_lora
+from reinforce_rl.megatron.lora_export import LoraIdentity, check_lora_identity
+from reinforce_rl.megatron.lora_map import LoraSettings
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
+from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, OptimizerSettings, build_optimizer
+from reinforce_rl.megatron.transformer_config import ModelOptions
 from reinforce_rl.monitoring.base import Loggers, MetricLogger
 from reinforce_rl.monitoring.jsonl import JsonlLogger
 from reinforce_rl.monitoring.progress import TrainingProgress
@@ -53,7 +57,13 @@ def train(cfg: TrainConfig) -> ReinforceTrainer:
     Raises:
         ReinforceError: see its subclasses; nothing is left half-written.
     """
-    with parallel_mesh(cfg.model.tensor_model_parallel_size, seed=cfg.model.seed) as mesh:
+    with parallel_mesh(
+        cfg.model.tensor_model_parallel_size,
+        cfg.model.pipeline_model_parallel_size,
+        cfg.model.context_parallel_size,
+        sequence_parallel=cfg.model.sequence_parallel,
+        seed=cfg.model.seed,
+    ) as mesh:
         folder = Path(cfg.exp_manager.explicit_log_dir)
         # Before anybody waits for the server: a model that is not supported, or that so many ranks cannot share.
         Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).padded(mesh.tp_size)
@@ -62,6 +72,8 @@ def train(cfg: TrainConfig) -> ReinforceTrainer:
         checkpoint = latest_checkpoint(folder / "checkpoints") if cfg.exp_manager.resume_if_exists else None
         monitor, wandb_run_id = build_monitor(cfg, mesh, datasets, checkpoint)
         with monitor.running():
+            if mesh.world_size > 1:
+                monitor.note(mesh.grid())
             rm = connect_to_reward_servers(cfg, mesh, tokenizer, monitor)
             try:
                 trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint)
@@ -71,6 +83,8 @@ def train(cfg: TrainConfig) -> ReinforceTrainer:
                     monitor.phase("export")
                     source = cfg.pretrained_checkpoint.restore_from_path
                     monitor.note(f"Hugging Face folder: {trainer.model.export(source, folder / 'hf')}")
+                    if trainer.model.lora is not None:
+                        monitor.note(f"PEFT adapter: {trainer.model.export_adapter(source, folder / 'adapter')}")
                 monitor.note(f"Report: {monitor.report()}")
             finally:
                 rm.close()
@@ -241,6 +255,7 @@ def build_trainer(
         prompts_per_update=cfg.prompts_per_update,
     )
     if checkpoint is not None:
+        check_lora_identity(model.lora, checkpoint.folder, checkpoint.trainer_state)
         checkpointer.restore(checkpoint)
         trainer.load_state_dict(checkpoint.trainer_state)
     return trainer
@@ -264,8 +279,18 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             ]
         )
     dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
-    lm = CausalLM(architecture, mesh, dtype)
-    load_hf_weights(lm, HFFolder(folder))
+    options = ModelOptions(
+        recompute_granularity=cfg.model.activations_checkpoint_granularity,
+        recompute_method=cfg.model.activations_checkpoint_method,
+        recompute_num_layers=cfg.model.activations_checkpoint_num_layers,
+        overrides=cfg.model.megatron_overrides,
+    )
+    lm = CausalLM(architecture, mesh, dtype, options)
+    weights = HFFolder(folder)
+    load_hf_weights(lm, weights)
+    lora = lora_settings(cfg)
+    if lora is not None:
+        add_lora(lm, lora)
     rollout = cfg.model.reinforce
     stop_ids = stop_token_ids(architecture, tokenizer)
     return MegatronGPTReinforceActorModel(
@@ -284,6 +309,9 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             loss=loss_settings(cfg.trainer.reinforce),
         ),
         with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
+        data_parallel=DataParallelSettings(cfg.model.optim.distributed, cfg.model.optim.overlap_grad_sync),
+        reference_on_device=cfg.model.reference_placement == "device",
+        lora=None if lora is None else LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint()),
     )
 
 
@@ -326,6 +354,14 @@ def _sampling_params(cfg: TrainConfig, sampling: SamplingConfig, stop_ids: tuple
         stop_token_ids=stop_ids,
         end_strings=tuple(sampling.end_strings),
     )
+
+
+def lora_settings(cfg: TrainConfig) -> LoraSettings | None:
+    """Of `model.peft`; None where the whole model is trained."""
+    if cfg.model.peft.peft_scheme is None:
+        return None
+    tuning = cfg.model.peft.lora_tuning
+    return LoraSettings.of(tuning.adapter_dim, tuning.alpha, tuning.target_modules, cfg.model.seed)
 
 
 def loss_settings(cfg: ReinforceConfig) -> LossSettings:

@@ -176,6 +176,8 @@ class OptimConfig:
     weight_decay: float = 0.01
     betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
     eps: float = 1e-8
+    distributed: bool = False
+    overlap_grad_sync: bool = False
     sched: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
@@ -196,17 +198,44 @@ class DataConfig:
 
 
 @dataclass
+class LoraTuningConfig:
+    adapter_dim: int = 32
+    alpha: float = 32.0
+    target_modules: list[str] = field(default_factory=lambda: ["all"])
+
+
+@dataclass
+class PeftConfig:
+    peft_scheme: str | None = None
+    lora_tuning: LoraTuningConfig = field(default_factory=LoraTuningConfig)
+
+
+@dataclass
 class ModelConfig:
     data: DataConfig
     seed: int = 1234
     tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    activations_checkpoint_granularity: str | None = None
+    activations_checkpoint_method: str | None = None
+    activations_checkpoint_num_layers: int | None = None
+    megatron_overrides: dict[str, Any] = field(default_factory=dict)
     encoder_seq_length: int = 2048
     micro_batch_size: int = 4
     tokens_per_micro_batch: int | None = None
     logits_chunk_tokens: int = 1024
     global_batch_size: int | None = None
+    reference_placement: str = "host"
+    peft: PeftConfig = field(default_factory=PeftConfig)
     reinforce: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+
+    @property
+    def block_size(self) -> int:
+        """Ranks that share one copy of the model and work on the same prompts."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -299,8 +328,11 @@ def build(schema: type[T], node: DictConfig, path: str, faults: list[str]) -> T 
 
 
 def _build_groups(expected: Any, value: Any, key: str, faults: list[str]) -> dict[str, Any]:
-    """A dict of dataclasses, whose names the user chooses."""
+    """A dict of dataclasses, or of plain values, whose names the user chooses."""
     schema = typing.get_args(expected)[1]
+    if schema is Any and isinstance(value, DictConfig):
+        plain: Any = OmegaConf.to_container(value)
+        return {str(name): item for name, item in plain.items()}
     if not isinstance(value, DictConfig):
         faults.append(f"{key} is {value!r}; expected groups of keys, each under a name of your choice")
         return {}

@@ -23,15 +23,19 @@ from reinforce_rl.algorithms.choices import (
     TRUNCATED_SAMPLES,
     EstimatorEntry,
 )
-from reinforce_rl.config import RolloutConfig, SamplingConfig, TrainConfig
+from reinforce_rl.config import LoraTuningConfig, RolloutConfig, SamplingConfig, TrainConfig
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.layout import layout_faults, recomputation_faults
 from reinforce_rl.run_timer import parse_duration
 
 PRECISIONS = ("32", "bf16")
 TOO_LONG = ("refuse", "skip")
 OPTIMIZERS = ("adam",)
 SCHEDULES = ("constant", "linear", "CosineAnnealing")
+REFERENCE_PLACEMENTS = ("host", "device")
+PEFT_SCHEMES = ("lora",)
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all")
 
 
 def find_faults(cfg: TrainConfig) -> list[str]:
@@ -63,8 +67,12 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("exp_manager.checkpoint_callback_params.keep_last", cfg.exp_manager.checkpoint_callback_params.keep_last, 1),
         ("model.seed", cfg.model.seed, 0),
         ("model.tensor_model_parallel_size", cfg.model.tensor_model_parallel_size, 1),
+        ("model.pipeline_model_parallel_size", cfg.model.pipeline_model_parallel_size, 1),
+        ("model.context_parallel_size", cfg.model.context_parallel_size, 1),
+        ("model.activations_checkpoint_num_layers", cfg.model.activations_checkpoint_num_layers, 1),
         ("model.micro_batch_size", cfg.model.micro_batch_size, 1),
         ("model.logits_chunk_tokens", cfg.model.logits_chunk_tokens, 1),
+        ("model.peft.lora_tuning.adapter_dim", cfg.model.peft.lora_tuning.adapter_dim, 1),
         ("model.reinforce.num_rollout_samples", rollout.num_rollout_samples, 1),
         ("model.reinforce.rollout_micro_batch_size", rollout.rollout_micro_batch_size, 1),
         ("model.reinforce.forward_micro_batch_size", rollout.forward_micro_batch_size, 1),
@@ -91,6 +99,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("trainer.reinforce.reward_shaping.deviation", rl.reward_shaping.deviation),
         ("trainer.reinforce.reward_shaping.scale", rl.reward_shaping.scale),
         ("trainer.reinforce.reward_shaping.clip", rl.reward_shaping.clip),
+        ("model.peft.lora_tuning.alpha", cfg.model.peft.lora_tuning.alpha),
         ("model.optim.lr", optim.lr),
         ("model.optim.eps", optim.eps),
     ]
@@ -116,6 +125,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ),
         ("trainer.reinforce.truncated_samples", rl.truncated_samples, TRUNCATED_SAMPLES),
         ("model.data.too_long", cfg.model.data.too_long, TOO_LONG),
+        ("model.reference_placement", cfg.model.reference_placement, REFERENCE_PLACEMENTS),
         ("model.optim.name", optim.name, OPTIMIZERS),
         ("model.optim.sched.name", optim.sched.name, SCHEDULES),
         ("exp_manager.wandb_logger_kwargs.mode", cfg.exp_manager.wandb_logger_kwargs.mode, ("online", "offline")),
@@ -247,22 +257,60 @@ def _batch_sizes(cfg: TrainConfig) -> Iterator[str]:
             "several optimizer steps on one rollout batch are off-policy; set "
             "trainer.reinforce.importance_ratio=token, sequence or sequence_geometric"
         )
-    tp, world = model.tensor_model_parallel_size, cfg.trainer.world_size
-    if tp >= 1 and world % tp:
-        yield (
-            f"model.tensor_model_parallel_size is {tp}, which does not divide the {world} ranks of "
-            f"trainer.num_nodes x trainer.devices = {cfg.trainer.num_nodes} x {cfg.trainer.devices}"
-        )
-    elif tp >= 1 and model.reinforce.num_rollout_samples < world // tp:
-        yield (
-            f"model.reinforce.num_rollout_samples is {model.reinforce.num_rollout_samples}, fewer prompts a step than "
-            f"the {world // tp} data-parallel ranks; some would always be idle"
-        )
+
+
+def _layout(cfg: TrainConfig) -> Iterator[str]:
+    model, world = cfg.model, cfg.trainer.world_size
+    ranks = f"trainer.num_nodes x trainer.devices = {cfg.trainer.num_nodes} x {cfg.trainer.devices}"
+    sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
+    if min(sizes) >= 1:
+        faults = layout_faults(*sizes, model.sequence_parallel, world, ranks)
+        yield from faults
+        blocks = world // model.block_size
+        if not faults and model.reinforce.num_rollout_samples < blocks:
+            yield (
+                f"model.reinforce.num_rollout_samples is {model.reinforce.num_rollout_samples}, fewer prompts a step "
+                f"than the {blocks} data-parallel ranks; some would always be idle"
+            )
     started = os.environ.get("WORLD_SIZE")
     if started is not None and started != str(world):
+        yield f"{started} ranks were started (WORLD_SIZE), but {ranks} = {world}"
+    yield from recomputation_faults(
+        model.activations_checkpoint_granularity,
+        model.activations_checkpoint_method,
+        model.activations_checkpoint_num_layers,
+    )
+
+
+def _peft(cfg: TrainConfig) -> Iterator[str]:
+    scheme, tuning = cfg.model.peft.peft_scheme, cfg.model.peft.lora_tuning
+    if scheme is None:
+        if tuning != LoraTuningConfig():
+            yield (
+                "model.peft.lora_tuning is given, but model.peft.peft_scheme is null, so all weights are trained; set "
+                "model.peft.peft_scheme=lora"
+            )
+        return
+    if scheme not in PEFT_SCHEMES:
+        yield f"model.peft.peft_scheme is {scheme!r}; expected one of {', '.join(PEFT_SCHEMES)}, or null for none"
+    unknown = [name for name in tuning.target_modules if name not in LORA_TARGETS]
+    if unknown or not tuning.target_modules:
         yield (
-            f"{started} ranks were started (WORLD_SIZE), but trainer.num_nodes x trainer.devices = "
-            f"{cfg.trainer.num_nodes} x {cfg.trainer.devices} = {world}"
+            f"model.peft.lora_tuning.target_modules is {tuning.target_modules}; expected some of "
+            f"{', '.join(LORA_TARGETS)}"
+        )
+    model = cfg.model
+    if model.pipeline_model_parallel_size > 1 or model.context_parallel_size > 1 or model.sequence_parallel:
+        yield (
+            f"model.peft.peft_scheme is {scheme!r} with pipeline_model_parallel_size="
+            f"{model.pipeline_model_parallel_size}, context_parallel_size={model.context_parallel_size} and "
+            f"sequence_parallel={str(model.sequence_parallel).lower()}; LoRA has been built for tensor and data "
+            "parallelism only"
+        )
+    if cfg.model.reference_placement == "device":
+        yield (
+            "model.reference_placement is 'device', but with model.peft.peft_scheme=lora the reference is the frozen "
+            "model without its updates, and there is no copy to place; leave it at host"
         )
 
 
@@ -331,7 +379,7 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
         for name in ("config.json", "tokenizer_config.json"):
             if not (folder / name).is_file():
                 yield f"{key} is {folder}, which has no {name}; expected a Hugging Face model folder"
-        yield from _positions(cfg, folder / "config.json")
+        yield from _shape(cfg, folder / "config.json")
     prefix = cfg.model.data.data_prefix
     try:
         resolve_data_prefix({"train": prefix.train, "validation": prefix.validation, "test": prefix.test})
@@ -348,15 +396,24 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
         yield f"exp_manager.explicit_log_dir is {out}, but {existing} is not a folder that can be written to"
 
 
-def _positions(cfg: TrainConfig, config_file: Path) -> Iterator[str]:
+def _shape(cfg: TrainConfig, config_file: Path) -> Iterator[str]:
     try:
-        limit = json.loads(config_file.read_text(encoding="utf-8")).get("max_position_embeddings")
+        values = json.loads(config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return  # said where the architecture is read
+    limit, layers = values.get("max_position_embeddings"), values.get("num_hidden_layers")
     if isinstance(limit, int) and cfg.model.encoder_seq_length > limit:
         yield (
             f"model.encoder_seq_length is {cfg.model.encoder_seq_length}, above the {limit} positions "
             f"(max_position_embeddings) of {config_file}"
+        )
+    stages = cfg.model.pipeline_model_parallel_size
+    uneven = any("pipeline" in name for name in cfg.model.megatron_overrides)
+    if isinstance(layers, int) and stages > 1 and layers % stages and not uneven:
+        yield (
+            f"model.pipeline_model_parallel_size is {stages}, which does not divide the {layers} layers "
+            f"(num_hidden_layers) of {config_file}; choose another, or say how many the first stage has: "
+            "model.megatron_overrides={num_layers_in_first_pipeline_stage: N}"
         )
 
 
@@ -364,6 +421,8 @@ _CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
     _ranges,
     _algorithm,
     _batch_sizes,
+    _layout,
+    _peft,
     _lengths,
     _sampling,
     _files,

@@ -85,6 +85,8 @@ def test_a_right_configuration_loads(folder):
 
 RL, ROLLOUT = "trainer.reinforce", "model.reinforce"
 
+LORA = "model.peft.peft_scheme=lora"
+
 WRONG: list[tuple[str, list[str], list[str]]] = [
     ("unknown key", ["+trainer.reinforce.max_stps=5"], ["trainer.reinforce.max_stps", "did you mean", "max_steps"]),
     ("unknown group", ["+model.zzz.a=1"], ["model.zzz", "known here", "micro_batch_size"]),
@@ -98,6 +100,42 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("dead interpolation", ["model.seed=${model.sed}"], ["model.seed", "cannot be resolved", "model.sed"]),
     ("batch size", ["model.global_batch_size=7"], ["global_batch_size is 7", "8 x 4 = 32", "a multiple of 4", "null"]),
     ("tensor parallel", ["model.tensor_model_parallel_size=2"], ["is 2", "does not divide the 1 ranks", "devices"]),
+    (
+        "product",
+        ["trainer.devices=6", "model.tensor_model_parallel_size=2", "model.context_parallel_size=2"],
+        ["tensor_model_parallel_size (2) x", "is 4", "the 6 ranks"],
+    ),
+    (
+        "sequence parallel",
+        ["model.sequence_parallel=true"],
+        ["sequence_parallel is true", "tensor_model_parallel_size=1"],
+    ),
+    (
+        "layers",
+        ["trainer.devices=2", "model.pipeline_model_parallel_size=2"],
+        ["pipeline_model_parallel_size is 2", "the 1 layers", "num_layers_in_first_pipeline_stage"],
+    ),
+    (
+        "granularity",
+        ["model.activations_checkpoint_granularity=some"],
+        ["granularity is 'some'", "selective or full"],
+    ),
+    (
+        "full without a method",
+        ["model.activations_checkpoint_granularity=full", "model.activations_checkpoint_num_layers=1"],
+        ["checkpoint_method is None", "uniform or block"],
+    ),
+    (
+        "full without layers",
+        ["model.activations_checkpoint_granularity=full", "model.activations_checkpoint_method=block"],
+        ["checkpoint_num_layers is null", "such as 1"],
+    ),
+    (
+        "method without full",
+        ["model.activations_checkpoint_method=block"],
+        ["method is 'block'", "only granularity=full reads"],
+    ),
+    ("overrides", ["model.megatron_overrides=3"], ["megatron_overrides is 3", "groups of keys"]),
     ("idle ranks", ["trainer.devices=16"], ["num_rollout_samples is 8", "16 data-parallel ranks"]),
     ("one sample", [f"{RL}.num_rollouts_per_prompt=1"], ["num_rollouts_per_prompt is 1", "=rloo", "at least 2"]),
     ("off-policy", [f"{RL}.reinforce_epochs=2"], ["reinforce_epochs is 2", "off-policy", "importance_ratio=token"]),
@@ -172,6 +210,30 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("no time for the server", ["remote_rm.deadline_seconds=0"], ["remote_rm.deadline_seconds is 0", "above 0"]),
     ("no checkpoint kept", ["exp_manager.checkpoint_callback_params.keep_last=0"], ["keep_last is 0", "at least 1"]),
     ("few tokens", ["model.tokens_per_micro_batch=63"], ["tokens_per_micro_batch is 63", "encoder_seq_length", "64"]),
+    ("peft scheme", ["model.peft.peft_scheme=ptuning"], ["peft_scheme is 'ptuning'", "lora", "null"]),
+    (
+        "rank",
+        [LORA, "model.peft.lora_tuning.adapter_dim=0"],
+        ["adapter_dim is 0", "at least 1"],
+    ),
+    ("alpha", [LORA, "model.peft.lora_tuning.alpha=0"], ["alpha is 0", "above 0"]),
+    (
+        "lora target",
+        [LORA, "model.peft.lora_tuning.target_modules=[q_proj,lm_head]"],
+        ["target_modules is ['q_proj', 'lm_head']", "down_proj, all"],
+    ),
+    (
+        "no lora target",
+        [LORA, "model.peft.lora_tuning.target_modules=[]"],
+        ["target_modules is []", "expected some of"],
+    ),
+    ("lora unread", ["model.peft.lora_tuning.adapter_dim=8"], ["lora_tuning is given", "peft_scheme=lora"]),
+    ("reference", ["model.reference_placement=disk"], ["reference_placement is 'disk'", "host, device"]),
+    (
+        "reference and lora",
+        [LORA, "model.reference_placement=device"],
+        ["reference_placement is 'device'", "no copy"],
+    ),
     ("negative seed", ["model.seed=-1"], ["model.seed is -1", "at least 0"]),
 ]
 

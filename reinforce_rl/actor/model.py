@@ -5,6 +5,7 @@ Notation: N sequences on this data-parallel rank, S prompt plus response, T resp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +15,17 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.actor.micro_batches import micro_batches, padding
-from reinforce_rl.actor.reference import ReferencePolicy
+from reinforce_rl.actor.reference import FrozenBase, Reference, ReferencePolicy
 from reinforce_rl.algorithms.loss import Denominators, LossInputs, LossSettings, policy_loss
 from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.megatron.hf_weights import export_hf_folder
-from reinforce_rl.megatron.log_probs import TokenScores, response_log_probs
+from reinforce_rl.megatron.log_probs import TokenScores, response_scores, scored_length
+from reinforce_rl.megatron.lora import MergedWeights, lora_settings_of
+from reinforce_rl.megatron.lora_export import LoraIdentity, export_adapter
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.optimizer import accumulate_gradients, wrap_data_parallel
+from reinforce_rl.megatron.optimizer import DEFAULT_DATA_PARALLEL, DataParallelSettings, wrap_data_parallel
+from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
 from reinforce_rl.rollout import Completions, Prompt, ReinforceBatch, length_mask
 from reinforce_rl.tokenizer import pad_id_of
 
@@ -74,11 +78,15 @@ class MegatronGPTReinforceActorModel:
     """Policy and reference on one megatron model.
 
     Args:
-        lm: the policy, with the weights of step 0: the reference is copied from it here.
+        lm: the policy, with the weights of step 0: the reference is copied from it here. With LoRA updates they alone
+            are trained, and the reference is the model without them.
         tokenizer: of the policy.
         generator: draws responses from the policy.
         settings: sampling and micro-batches.
         with_reference: False saves the copy where beta is 0.
+        data_parallel: how data-parallel ranks share their work.
+        reference_on_device: where the copy lies; see `ReferencePolicy`.
+        lora: what LoRA updates belong to, for checkpoints; None where the whole model is trained.
     """
 
     def __init__(
@@ -89,13 +97,20 @@ class MegatronGPTReinforceActorModel:
         settings: ActorSettings,
         *,
         with_reference: bool = True,
+        data_parallel: DataParallelSettings = DEFAULT_DATA_PARALLEL,
+        reference_on_device: bool = False,
+        lora: LoraIdentity | None = None,
     ):
         self.lm = lm
         self.tokenizer = tokenizer
         self.generator = generator
         self.settings = settings
-        self.ddp = wrap_data_parallel(lm)
-        self._reference = ReferencePolicy(lm) if with_reference else None
+        self.ddp = wrap_data_parallel(lm, data_parallel)
+        self.lora = lora
+        self._reference: Reference | None = None
+        if with_reference:
+            frozen = lora_settings_of(lm) is not None
+            self._reference = FrozenBase(lm) if frozen else ReferencePolicy(lm, on_device=reference_on_device)
 
     @property
     def mesh(self) -> Mesh:
@@ -124,13 +139,24 @@ class MegatronGPTReinforceActorModel:
         """
         width = int(response_lengths.max()) if len(response_lengths) else 0
         out = torch.zeros((len(sequences), width))
+        cuts = self._cut(prompt_lengths + response_lengths, self.settings.forward_micro_batch_size)
+        if not cuts:
+            return out
+
+        def parts_of(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return sequences[rows], prompt_lengths[rows], response_lengths[rows]
+
         self.lm.eval()
-        with torch.no_grad():
-            for rows in self._cut(prompt_lengths + response_lengths, self.settings.forward_micro_batch_size):
-                scores = self._score(self.lm, sequences[rows], prompt_lengths[rows], response_lengths[rows], width)
-                out[rows] = scores.log_probs.cpu()
+        found = forward_passes(
+            self.lm,
+            cuts,
+            lambda model, rows: self._hidden(model, *parts_of(rows)),
+            lambda hidden, rows: self._score(hidden, *parts_of(rows), width).log_probs,
+        )
         self.lm.train()
-        return out
+        for rows, log_probs in zip(cuts, found, strict=False):  # there are none on other stages than the last
+            out[rows] = log_probs.float().cpu()
+        return self.mesh.from_last_stage(out)
 
     def get_init_policy_logprobs(self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
         """As `get_inference_log_probs`, under the reference policy at the same temperature."""
@@ -165,17 +191,20 @@ class MegatronGPTReinforceActorModel:
         cuts = self._cut(total_lengths, self.settings.micro_batch_size)
         # A rank with nothing to train on still runs one empty pass, or the others would wait for it.
         parts: list[Tensor | None] = [trained[cut] for cut in cuts] or [None]
-        found: list[dict[str, Tensor]] = []
 
-        def loss_of(model: torch.nn.Module, rows: Tensor | None) -> Tensor:
+        def parts_of(rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
             if rows is None:
                 nothing = torch.zeros(1, dtype=torch.long)
-                return self._score(model, torch.full((1, 1), self.pad_id), nothing + 1, nothing, 1).log_probs.sum()
+                return torch.full((1, 1), self.pad_id), nothing + 1, nothing
+            return rollouts.sequences[rows], rollouts.prompt_lengths[rows], rollouts.response_lengths[rows]
+
+        def loss_of(hidden: Tensor, rows: Tensor | None) -> tuple[Tensor, LossShare]:
+            if rows is None:
+                share = self._score(hidden, *parts_of(rows), 1).log_probs.sum()
+                return share, LossShare(0.0, {})
             lengths = rollouts.response_lengths[rows]
             width = int(lengths.max())
-            scores = self._score(
-                model, rollouts.sequences[rows], rollouts.prompt_lengths[rows], lengths, width, with_entropy=True
-            )
+            scores = self._score(hidden, *parts_of(rows), width, with_entropy=True)
             device = scores.log_probs.device
 
             def of_rows(values: Tensor | None) -> Tensor | None:
@@ -193,26 +222,39 @@ class MegatronGPTReinforceActorModel:
             share, sums = policy_loss(
                 scores.log_probs, scores.entropy, inputs, denominators, self.settings.loss, kl_coefficient
             )
-            found.append(sums)
-            return share
+            return share, LossShare(share.item(), {name: float(value) for name, value in sums.items()})
 
         self.lm.train()
-        loss = accumulate_gradients(self.ddp, parts, loss_of)
-        names = dict.fromkeys(name for sums in found for name in sums)
-        sums = {name: float(sum(part[name] for part in found)) for name in names}
+        found = accumulate_gradients(
+            self.ddp, parts, lambda model, rows: self._hidden(model, *parts_of(rows)), loss_of
+        )
+        shares = self.mesh.from_last_stage(found)
+        names = dict.fromkeys(name for share in shares for name in share.sums)
+        sums = {name: math.fsum(share.sums[name] for share in shares) for name in names}
         sums["sequence_tokens"], sums["padded_tokens"] = padding(total_lengths, cuts)
-        return LossShare(loss, sums)
+        return LossShare(math.fsum(share.loss for share in shares), sums)
 
     def export(self, source: str | Path, out: str | Path) -> Path:
-        """Write the policy as a Hugging Face folder; a collective call."""
-        return export_hf_folder(self.lm, source, out)
+        """Write the policy as a Hugging Face folder, LoRA updates merged into the weights; a collective call."""
+        merged = None if lora_settings_of(self.lm) is None else MergedWeights(self.lm)
+        return export_hf_folder(self.lm, source, out, values=merged)
+
+    def export_adapter(self, source: str | Path, out: str | Path) -> Path:
+        """Write the LoRA updates as a PEFT folder; a collective call."""
+        return export_adapter(self.lm, source, out)
+
+    def _hidden(
+        self, model: torch.nn.Module, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor
+    ) -> Tensor:
+        used = scored_length(prompt_lengths, response_lengths)
+        return model(sequences[:, :used].to(self.mesh.device))
 
     def _cut(self, lengths: Tensor, size: int) -> list[Tensor]:
         return micro_batches(lengths, size, self.settings.tokens_per_micro_batch)
 
     def _score(
         self,
-        model: torch.nn.Module,
+        hidden: Tensor,
         sequences: Tensor,
         prompt_lengths: Tensor,
         response_lengths: Tensor,
@@ -220,8 +262,8 @@ class MegatronGPTReinforceActorModel:
         *,
         with_entropy: bool = False,
     ) -> TokenScores:
-        return response_log_probs(
-            model,
+        return response_scores(
+            hidden,
             self.lm,
             sequences,
             prompt_lengths,

@@ -257,6 +257,7 @@ class ReinforceTrainer:
             "past_scores": dataclasses.asdict(self._past_scores),
             "past_rewards": dataclasses.asdict(self._past_rewards),
             "kl_coefficient": self._beta.value,
+            "lora": None if self.model.lora is None else self.model.lora.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

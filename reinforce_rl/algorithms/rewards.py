@@ -71,7 +71,8 @@ def shape_rewards(
             past = RunningMoments.of(rewards[valid])
         # Rewards that differed by rounding alone are left at zero instead of blown up.
         differed = past.deviation > TOLERANCE * max(abs(past.mean), 1.0)
-        shaped = (shaped - past.mean) / past.deviation if differed else torch.zeros_like(shaped)
+        level = torch.where(valid, 0.0, shaped)
+        shaped = (shaped - past.mean) / past.deviation if differed else level
     shaped = shaped * shaping.scale
     if shaping.clip is not None:
         shaped = shaped.clamp(-shaping.clip, shaping.clip)

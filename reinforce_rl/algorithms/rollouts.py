@@ -69,7 +69,7 @@ class RolloutMaker:
         for batch in self._batch_iterator_cls(prompts, validation):
             part = self._model.infer(batch, num_samples, seed, validation=validation)
             parts.append(part)
-            if self._model.mesh.tp_rank == 0:
+            if self._model.mesh.is_block_leader:
                 futures.append(self._rm.infer_rm(self._reward_request(batch, part)))
         completions = join_completions(parts, self._model.pad_id)
         return PendingRollouts(self._unscored(prompts, completions), tuple(futures))
@@ -98,7 +98,7 @@ class RolloutMaker:
         except RewardServerError as error:
             failure = error
         mesh.check_together(failure)
-        rewards, status, sources = mesh.from_tp_rank_0((rewards, status, sources))
+        rewards, status, sources = mesh.from_block_leader((rewards, status, sources))
         failed = [code for code in status.tolist() if code != STATUS_OK]
         valid = torch.isfinite(rewards) & (batch.response_lengths > 0)
         if self._drop_truncated:

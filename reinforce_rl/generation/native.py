@@ -1,4 +1,4 @@
-"""The native engine: decoding on the megatron actor itself, with a KV cache, at any tensor-parallel size.
+"""The native engine: decoding on the megatron actor itself, with a KV cache, on any layout of ranks.
 
 A batch of prompts is read once; the cache of each prompt then serves all its samples. Samples that have ended leave
 the batch at once. The engine reads the actor's own weights, so there is nothing to refit.
@@ -20,7 +20,7 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.sampling import choose_tokens, noise_keys, penalise_repetition, token_log_probs
 from reinforce_rl.megatron.attention import KVCache
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.rollout import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
+from reinforce_rl.rollout import FINISH_LENGTH, FINISH_STOP, Completions, Prompt, join_completions
 from reinforce_rl.tokenizer import pad_id_of
 
 if TYPE_CHECKING:
@@ -45,24 +45,37 @@ class NativeGenerator:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
-        """See `Generator.generate`. All prompts are decoded together; the result lies on the CPU."""
-        was_training = self._lm.training
+        """See `Generator.generate`. All prompts are decoded together; the result lies on the CPU.
+
+        Context-parallel ranks decode some of the prompts each: the keyed noise makes that the same.
+        """
+        self._check_lengths(prompts, params)
+        mesh, was_training = self._lm.mesh, self._lm.training
+        per_rank = -(-len(prompts) // mesh.cp_size)
+        own = prompts[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
         self._lm.eval()
         try:
-            return self._generate(prompts, num_samples, params, seed)
+            with self._lm.whole_sequences():
+                found = self._generate(own, num_samples, params, seed) if own else None
         finally:
             self._lm.train(was_training)
+        if mesh.cp_size == 1 and found is not None:
+            return found
+        return join_completions([part for part in mesh.gather_over_cp(found) if part is not None], self._pad_id)
+
+    def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        limit = self._lm.architecture.max_positions
+        if longest + params.max_length > limit:
+            raise DataError(
+                f"a prompt of {longest} tokens and {params.max_length} response tokens "
+                f"exceed the model's {limit} positions; lower model.reinforce.length_params.max_length "
+                "or model.encoder_seq_length"
+            )
 
     def _generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
         device = self._lm.mesh.device
         lengths = torch.tensor([len(p.tokens) for p in prompts], device=device)
-        limit = self._lm.architecture.max_positions
-        if int(lengths.max()) + params.max_length > limit:
-            raise DataError(
-                f"a prompt of {int(lengths.max())} tokens and {params.max_length} response tokens "
-                f"exceed the model's {limit} positions; lower model.reinforce.length_params.max_length "
-                "or model.encoder_seq_length"
-            )
         rows = len(prompts) * num_samples
         responses = _Responses(prompts, num_samples, params, self._tokenizer, self._pad_id, device)
         keys = noise_keys(
@@ -73,14 +86,22 @@ class NativeGenerator:
         ).to(device)
 
         cache = self._lm.new_cache(len(prompts), slots=int(lengths.max()) + params.max_length)
-        logits = self._read_prompts(prompts, lengths, cache).repeat_interleave(num_samples, dim=0)
+        logits = self._read_prompts(prompts, lengths, cache)
+        if logits is not None:
+            logits = logits.repeat_interleave(num_samples, dim=0)
         cache.begin_decoding(lengths, num_samples)
         positions = lengths.repeat_interleave(num_samples)
         active = torch.arange(rows, device=device)
         for step in range(params.max_length):
-            adjusted = responses.adjust(logits, active, step)
-            tokens = choose_tokens(adjusted, keys[active, step], params)
-            ended = responses.append(active, step, tokens, token_log_probs(logits, tokens, params.temperature))
+            tokens = torch.empty(len(active), dtype=torch.long, device=device)
+            log_probs = torch.empty(len(active), dtype=torch.float32, device=device)
+            if logits is not None:
+                adjusted = responses.adjust(logits, active, step)
+                tokens = choose_tokens(adjusted, keys[active, step], params)
+                log_probs = token_log_probs(logits, tokens, params.temperature).float()
+            self._lm.mesh.copy_from_last_stage(tokens)
+            self._lm.mesh.copy_from_last_stage(log_probs)
+            ended = responses.append(active, step, tokens, log_probs)
             if bool(ended.any()):
                 rest = (~ended).nonzero()[:, 0]
                 active, tokens, positions = active[rest], tokens[rest], positions[rest]
@@ -90,19 +111,34 @@ class NativeGenerator:
             if step + 1 == params.max_length:
                 break
             cache.at(positions)
-            hidden = self._lm(tokens[:, None], positions[:, None], cache)
-            logits = self._lm.full_logits(hidden[:, 0])
+            hidden = self._through_stages(tokens[:, None], positions[:, None], cache)
+            logits = None if hidden is None else self._lm.full_logits(hidden[:, 0])
             positions = positions + 1
         return responses.finish()
 
-    def _read_prompts(self, prompts: Sequence[Prompt], lengths: Tensor, cache: KVCache) -> Tensor:
-        """Prefill; logits float32 [P, V] of each prompt's last position."""
+    def _read_prompts(self, prompts: Sequence[Prompt], lengths: Tensor, cache: KVCache) -> Tensor | None:
+        """Prefill; logits float32 [P, V] of each prompt's last position, on the last stage."""
         tokens = torch.full((len(prompts), int(lengths.max())), self._pad_id, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt.tokens)] = torch.tensor(prompt.tokens)
-        hidden = self._lm(tokens.to(lengths.device), None, cache)
-        last = hidden[torch.arange(len(prompts), device=lengths.device), lengths - 1]
-        return self._lm.full_logits(last)
+        hidden = self._through_stages(tokens.to(lengths.device), None, cache)
+        if hidden is None:
+            return None
+        return self._lm.full_logits(hidden[torch.arange(len(prompts), device=lengths.device), lengths - 1])
+
+    def _through_stages(self, tokens: Tensor, positions: Tensor | None, cache: KVCache) -> Tensor | None:
+        """Hidden states [b, s, h] on the last stage, None on the others, which wait for each other in turn."""
+        lm, mesh = self._lm, self._lm.mesh
+        if mesh.pp_rank > 0:
+            shape = (tokens.shape[1], tokens.shape[0], lm.architecture.hidden_size)
+            received = torch.empty(shape, dtype=lm.config.pipeline_dtype, device=mesh.device)
+            mesh.receive_from_stage(received, mesh.pp_rank - 1)
+            lm.set_input_tensor(received)
+        hidden = lm(tokens, positions, cache)
+        if mesh.is_last_stage:
+            return hidden
+        mesh.send_to_stage(hidden.contiguous(), mesh.pp_rank + 1)
+        return None
 
 
 class _Responses:

@@ -2,7 +2,7 @@
 
 megatron hands whatever is given as `attention_mask` through to the core attention untouched. Here that is None for
 a plain causal pass over right-padded sequences (padding lies behind every real token, so causality alone hides it),
-or a `KVCache`.
+or a `KVCache`. With context parallelism, a pass without a cache is over a rank's share of the positions.
 
 Notation: s sequence, b batch, h query heads, g key-value groups, d head size, L cache slots.
 """
@@ -12,17 +12,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from reinforce_rl.errors import ReinforceError
+from reinforce_rl.megatron.context_parallel import gather_positions, zigzag_positions
 
 
 class KVCache:
     """Keys and values of b sequences, with slot p of a row holding its position p.
 
     Args:
-        num_layers: layers on this rank.
+        layers: numbers of this rank's layers, from 0 in the whole model.
         batch: rows.
         groups: key-value groups on this tensor-parallel rank.
         slots: the longest sequence, prompt and response.
@@ -32,7 +34,7 @@ class KVCache:
 
     def __init__(
         self,
-        num_layers: int,
+        layers: range,
         batch: int,
         groups: int,
         slots: int,
@@ -41,7 +43,8 @@ class KVCache:
         device: Any,
         window: int | None = None,
     ):
-        shape = (num_layers, 2, batch, groups, slots, head_size)
+        self._first_layer = layers.start
+        shape = (len(layers), 2, batch, groups, slots, head_size)
         self._store = torch.zeros(shape, dtype=dtype, device=device)
         # int64 [b]: the position that each row's next token takes; None while the prompts are read.
         self.positions: Tensor | None = None
@@ -74,13 +77,13 @@ class KVCache:
         """Store this step's keys and values and attend over all stored so far.
 
         Args:
-            layer: index on this rank, from 0.
+            layer: its number in the whole model, from 0.
             query: [b, h, s, d]; key, value: [b, g, s, d].
 
         Returns:
             [b, h, s, d].
         """
-        keys, values = self._store[layer]
+        keys, values = self._store[layer - self._first_layer]
         if self.positions is None:
             width = key.shape[2]
             keys[:, :, :width] = key
@@ -113,6 +116,36 @@ def causal_attention(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
+def causal_attention_of_share(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, group: dist.ProcessGroup
+) -> Tensor:
+    """As `causal_attention` of whole sequences, for the positions that this context-parallel rank holds.
+
+    A collective call, and so is its backward pass.
+
+    Args:
+        query: [b, h, s / n, d]; key, value: [b, g, s / n, d], at this rank's `zigzag_positions`.
+
+    Returns:
+        [b, h, s / n, d].
+    """
+    shares = torch.stack((key, value)).permute(0, 3, 1, 2, 4)  # [2, s / n, b, g, d]
+    keys, values = gather_positions(shares, group).permute(0, 2, 3, 1, 4)
+    grouped = key.shape[1] != query.shape[1]
+    own = zigzag_positions(keys.shape[2], group.size(), group.rank(), device=query.device)
+    others = torch.arange(keys.shape[2], device=query.device)
+    parts = []
+    for queries, positions in zip(query.chunk(2, dim=2), own.chunk(2), strict=True):
+        end = int(positions[-1]) + 1
+        mask = _visible(positions[:, None], others[None, :end], window)
+        parts.append(
+            F.scaled_dot_product_attention(
+                queries, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scale, enable_gqa=grouped
+            )
+        )
+    return torch.cat(parts, dim=2)
+
+
 def _visible(positions: Tensor, others: Tensor, window: int | None) -> Tensor:
     """Whether each position attends to each other one; the two broadcast."""
     mask = others <= positions
@@ -122,7 +155,9 @@ def _visible(positions: Tensor, others: Tensor, window: int | None) -> Tensor:
 class CoreAttention(torch.nn.Module):
     """megatron's core-attention slot, filled with torch's own kernel. Arguments are megatron's."""
 
-    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any):
+    def __init__(
+        self, config: Any, layer_number: int, pg_collection: Any, softmax_scale: float | None = None, **_: Any
+    ):
         super().__init__()
         if config.attention_dropout:
             raise ReinforceError(f"attention_dropout is {config.attention_dropout}; only 0 is supported")
@@ -130,12 +165,15 @@ class CoreAttention(torch.nn.Module):
         # megatron's (left, right) counts the tokens beside a position's own.
         self._window = None if config.window_size is None else config.window_size[0] + 1
         self._layer = layer_number - 1  # megatron counts from 1
+        self._cp_group: dist.ProcessGroup = pg_collection.cp
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: KVCache | None, **_: Any) -> Tensor:
         """query [s, b, h, d], key and value [s, b, g, d] to [s, b, h * d]."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        if attention_mask is None:
-            out = causal_attention(q, k, v, self._scale, self._window)
-        else:
+        if attention_mask is not None:
             out = attention_mask.attend(self._layer, q, k, v, self._scale)
+        elif self._cp_group.size() > 1:
+            out = causal_attention_of_share(q, k, v, self._scale, self._window, self._cp_group)
+        else:
+            out = causal_attention(q, k, v, self._scale, self._window)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)

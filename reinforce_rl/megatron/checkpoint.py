@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.files import write_atomically
+from reinforce_rl.megatron.lora import trained_state
 from reinforce_rl.megatron.mesh import Mesh
 
 # Writers hand their results back through this queue. Saves here are synchronous, so a plain one serves; megatron
@@ -162,7 +163,7 @@ class Checkpointer:
 
     def _sharded_state(self, *, loading: bool) -> dict[str, Any]:
         lm: Any = self._ddp.module
-        model = lm.sharded_state_dict()
+        model = trained_state(lm)
         return {
             "model": model,
             "optimizer": self._optimizer.sharded_state_dict(model, is_loading=loading),

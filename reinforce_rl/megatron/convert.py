@@ -9,8 +9,10 @@ FOLDER/
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.files import replace_folder
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.checkpoint import latest_checkpoint, reason_of
+from reinforce_rl.megatron.checkpoint import STATE_FILE, latest_checkpoint, reason_of
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import Track, carry_over, export_hf_folder, load_hf_weights
+from reinforce_rl.megatron.lora import MergedWeights, adapter_rows, add_lora, trained_state
+from reinforce_rl.megatron.lora_export import LoraIdentity, check_lora_identity
+from reinforce_rl.megatron.lora_map import LoraSettings
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.weight_map import EMBEDDING, Split, weight_map
@@ -92,7 +97,8 @@ def to_hf(
         checkpoint: what `to_megatron` wrote, a checkpoint of a run, or a folder of such whose newest is taken.
         out: the folder to write, whole or not at all; replaced where it exists.
         mesh: this rank's place. The checkpoint may have been written by another number of ranks.
-        model: the Hugging Face folder that gives config and tokenizer; None where the checkpoint has them.
+        model: the Hugging Face folder that gives config and tokenizer; None where the checkpoint has them. For a run
+            with LoRA, the one that it began with: it gives the weights too, and the updates are merged into them.
         dtype: of the weights in the folder; None for that in the checkpoint.
         max_shard_bytes: of one file of weights.
         track: runs through the parameters.
@@ -108,8 +114,9 @@ def to_hf(
             [f"{checkpoint} has no config.json, as checkpoints of a run have none; name the run's model with --model"]
         )
     lm = CausalLM(Architecture.from_folder(source), mesh, _dtype_of(checkpoint))
+    merged = _add_lora_of(checkpoint, lm, source)
     load_weights(lm, checkpoint)
-    return export_hf_folder(lm, source, out, dtype=dtype, max_shard_bytes=max_shard_bytes, track=track)
+    return export_hf_folder(lm, source, out, values=merged, dtype=dtype, max_shard_bytes=max_shard_bytes, track=track)
 
 
 def load_weights(lm: CausalLM, checkpoint: Path) -> None:
@@ -120,7 +127,7 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
     """
     failure: Exception | None = None
     try:
-        sharded: dict[str, Any] = lm.sharded_state_dict()
+        sharded = trained_state(lm)
         faults = _allow_other_padding(lm, sharded, checkpoint)
         if faults:
             raise CheckpointError("\n".join(["it is another model's:", *(f"  {fault}" for fault in faults)]))
@@ -135,7 +142,7 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
 def _allow_other_padding(lm: CausalLM, sharded: dict[str, Any], checkpoint: Path) -> list[str]:
     """Mark what another tensor-parallel size pads otherwise, so that megatron cuts it or adds zeros; what differs."""
     stored = dist_checkpointing.load_tensors_metadata(str(checkpoint / MODEL))
-    splits = {row.megatron: row.split for row in weight_map(lm.architecture, lm.mesh.tp_size)}
+    splits = {row.megatron: row.split for row in (*weight_map(lm.architecture, lm.mesh.tp_size), *adapter_rows(lm))}
     faults = []
     for name, tensor in sharded.items():
         if not isinstance(tensor, ShardedTensor):
@@ -161,6 +168,24 @@ def _differ_in_padding(
     return rest and found[axis] >= split.units * split.width and found[axis] % split.width == 0
 
 
+def _add_lora_of(checkpoint: Path, lm: CausalLM, source: Path) -> MergedWeights | None:
+    """Where a checkpoint holds LoRA updates alone, load the weights below them from the folder they began with.
+
+    Returns:
+        the merged weights, to be read when the updates are loaded; None for a checkpoint of all weights.
+    """
+    state = checkpoint / STATE_FILE
+    trainer_state = json.loads(state.read_text(encoding="utf-8")) if state.is_file() else {}
+    if trainer_state.get("lora") is None:
+        return None
+    weights = HFFolder(source)
+    stored = LoraIdentity.of_state(trainer_state["lora"])
+    check_lora_identity(replace(stored, base_weights=weights.fingerprint()), checkpoint, trainer_state)
+    load_hf_weights(lm, weights)
+    add_lora(lm, LoraSettings(stored.rank, stored.alpha, stored.targets))
+    return MergedWeights(lm)
+
+
 def _checkpoint_in(folder: Path) -> Path:
     """The folder itself where it is a checkpoint, else the newest one of a run.
 
@@ -181,7 +206,8 @@ def _checkpoint_in(folder: Path) -> Path:
 
 def _dtype_of(checkpoint: Path) -> torch.dtype:
     stored = dist_checkpointing.load_tensors_metadata(str(checkpoint / MODEL))
-    embedding: Any = stored.get("embedding.word_embeddings.weight")
-    if embedding is None:
+    updates = [tensor for name, tensor in stored.items() if name.endswith(".lora_A.weight")]
+    known: Any = stored.get("embedding.word_embeddings.weight", *updates[:1])
+    if known is None:
         raise CheckpointError(f"{checkpoint} holds no embedding.word_embeddings.weight; is it a language model's?")
-    return embedding.dtype
+    return known.dtype

@@ -1,4 +1,4 @@
-"""Weights between a Hugging Face folder and a tensor-parallel megatron model, both ways, one parameter at a time.
+"""Weights between a Hugging Face folder and a megatron model shared by ranks, both ways, one parameter at a time.
 
 Where each tensor lies is `weight_map`'s table. A rank reads its own slices only; on the way back rank 0 holds one file
 of weights at most, and the parameter that is being gathered.
@@ -13,6 +13,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from reinforce_rl.files import replace_folder
 from reinforce_rl.megatron.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, Row, weight_map
+from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, OUTPUT_PARAMETER, Row, weight_map
 
 T = TypeVar("T")
 # Runs through a sequence, as `iter` does, and may show how far it is.
@@ -63,6 +64,9 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
     shapes = {row.hf: row.shape for row in rows}
     folder.check({**shapes, OUTPUT_LAYER: shapes[EMBEDDING]} if also else shapes, _COMPUTED)
     own = parameters_of(lm)
+    if arch.tied_embeddings and OUTPUT_PARAMETER in own:
+        # The last stage of a pipeline has a copy of the first one's embedding.
+        rows = [*rows, *(replace(row, megatron=OUTPUT_PARAMETER) for row in rows if row.hf == EMBEDDING)]
     with torch.no_grad():
         for name, parts in track(_by_parameter(rows)):
             if name not in own:
@@ -93,31 +97,37 @@ def hf_tensors(
     lm: CausalLM,
     values: Mapping[str, Tensor] | None = None,
     *,
+    rows: list[Row] | None = None,
     dtype: torch.dtype | None = None,
     track: Track = iter,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """The model's weights in Hugging Face names and shapes, one at a time.
 
-    A collective call: every tensor-parallel rank must run the iterator to its end.
+    A collective call: every tensor-parallel rank of every stage must run the iterator to its end.
 
     Args:
         lm: the model.
         values: what to map in place of the weights, such as their gradients, by the names of `parameters_of`.
+        rows: which of them; None for all of `weight_map`.
         dtype: of the result; None for that of the weights.
         track: runs through the parameters.
 
     Yields:
-        name and whole tensor, on the CPU and with memory of its own, on the first tensor-parallel rank; elsewhere
-        name and None.
+        name and whole tensor, on the CPU and with memory of its own, on the first tensor-parallel rank of the first
+        stage; elsewhere name and None.
     """
     mesh = lm.mesh
     own = parameters_of(lm) if values is None else values
-    for name, rows in track(_by_parameter(weight_map(lm.architecture, mesh.tp_size))):
-        value = own[name].detach()
-        shared = rows[0].split is not None
-        parts = _on_first_rank(value.to(dtype or value.dtype), mesh, shared)
-        for row in rows:
-            yield row.hf, None if parts is None else _assembled(row, parts)
+    dtype = dtype or next(value.dtype for value in own.values() if value is not None)  # a frozen one has no gradient
+    stages = mesh.gather_over_pp(set(own))
+    rows = weight_map(lm.architecture, mesh.tp_size) if rows is None else rows
+    for name, of_parameter in track(_by_parameter(rows)):
+        stage = next(i for i, names in enumerate(stages) if name in names)
+        parts = None
+        if stage == mesh.pp_rank:
+            parts = _on_first_rank(own[name].detach().to(dtype), mesh, of_parameter[0].split is not None)
+        for row in of_parameter:
+            yield row.hf, _on_first_stage(None if parts is None else _assembled(row, parts), row, dtype, stage, mesh)
 
 
 def _by_parameter(rows: list[Row]) -> list[tuple[str, list[Row]]]:
@@ -141,6 +151,19 @@ def _on_first_rank(value: Tensor, mesh: Mesh, shared: bool) -> list[Tensor] | No
     return parts
 
 
+def _on_first_stage(whole: Tensor | None, row: Row, dtype: torch.dtype, stage: int, mesh: Mesh) -> Tensor | None:
+    """A tensor that the first tensor-parallel rank of a stage holds, on that of the first stage."""
+    if stage == 0 or mesh.tp_rank:
+        return whole
+    if whole is not None:
+        mesh.send_to_stage(whole.to(mesh.device), 0)
+    elif mesh.pp_rank == 0:
+        received = torch.empty(row.shape, dtype=dtype, device=mesh.device)
+        mesh.receive_from_stage(received, stage)
+        return received.cpu()
+    return None
+
+
 def _assembled(row: Row, parts: list[Tensor]) -> Tensor:
     whole = torch.empty(row.shape, dtype=parts[0].dtype)
     for rank, part in enumerate(parts):
@@ -155,6 +178,7 @@ def export_hf_folder(
     source: str | Path,
     out: str | Path,
     *,
+    values: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     track: Track = iter,
@@ -167,6 +191,7 @@ def export_hf_folder(
         lm: the model.
         source: the folder it came from, whose config and tokenizer files are carried over.
         out: the folder to write; replaced where it exists.
+        values: what to write in place of the weights, by the names of `parameters_of`.
         dtype: of the weights in the folder; None for the model's.
         max_shard_bytes: of one file of weights, which is also what the first rank holds of the model besides its own
             share. A larger tensor has a file of its own.
@@ -203,8 +228,9 @@ def export_hf_folder(
             (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     write(begin)
-    # The other data-parallel ranks hold the same weights: they wait at the end of each file only.
-    tensors = hf_tensors(lm, dtype=dtype, track=track) if mesh.dp_rank == 0 else iter(())
+    # The other data- and context-parallel ranks hold the same weights: they wait at the end of each file only.
+    first_copy = mesh.dp_rank == mesh.cp_rank == 0
+    tensors = hf_tensors(lm, values, dtype=dtype, track=track) if first_copy else iter(())
     for file, names in files.items():
         shard: Any = dict(itertools.islice(tensors, len(names)))  # tensors on the main rank, None elsewhere
         write(functools.partial(_save, shard, part / file))

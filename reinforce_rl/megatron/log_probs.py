@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.megatron.chunked_head import chunked_log_probs
+from reinforce_rl.megatron.context_parallel import sum_of_shares
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.rollout import length_mask
 
@@ -29,6 +30,14 @@ class TokenScores:
     entropy: Tensor | None
 
 
+def scored_length(prompt_lengths: Tensor, response_lengths: Tensor) -> int:
+    """How many columns of the sequences a model must read for `response_scores`: the longest row, less one token.
+
+    The last token of a sequence predicts nothing here, and columns past the longest row hold padding only.
+    """
+    return max(int((prompt_lengths + response_lengths).max()) - 1, 1)
+
+
 def response_log_probs(
     model: torch.nn.Module,
     lm: CausalLM,
@@ -41,10 +50,43 @@ def response_log_probs(
     chunk_tokens: int,
     with_entropy: bool = False,
 ) -> TokenScores:
-    """log pi(response token | everything before it) and the entropy of pi there, pi = softmax(logits / temperature).
+    """`response_scores` after a forward pass, for a model that is no pipeline.
 
     Args:
         model: what is called for the forward pass: `lm` itself, or the data-parallel wrapper around it.
+    """
+    hidden = model(sequences[:, : scored_length(prompt_lengths, response_lengths)].to(lm.mesh.device))
+    return response_scores(
+        hidden,
+        lm,
+        sequences,
+        prompt_lengths,
+        response_lengths,
+        temperature,
+        width,
+        chunk_tokens=chunk_tokens,
+        with_entropy=with_entropy,
+    )
+
+
+def response_scores(
+    hidden: Tensor,
+    lm: CausalLM,
+    sequences: Tensor,
+    prompt_lengths: Tensor,
+    response_lengths: Tensor,
+    temperature: float,
+    width: int,
+    *,
+    chunk_tokens: int,
+    with_entropy: bool = False,
+) -> TokenScores:
+    """log pi(response token | everything before it) and the entropy of pi there, pi = softmax(logits / temperature).
+
+    A collective call over tensor- and context-parallel ranks, and so is its backward pass.
+
+    Args:
+        hidden: [N, s', h], what `lm` gives for the first `scored_length` columns: at its `own_positions`.
         lm: gives the output layer.
         sequences: int64 [N, S], right-padded.
         prompt_lengths: int64 [N], at least 1.
@@ -55,28 +97,36 @@ def response_log_probs(
         with_entropy: whether the entropy is wanted.
 
     Returns:
-        float32, or float64 where the model is; with gradient where gradients are on.
+        float32, or float64 where the model is; with gradient where gradients are on; the same on every rank.
     """
     device = lm.mesh.device
     sequences, prompt_lengths, response_lengths = (t.to(device) for t in (sequences, prompt_lengths, response_lengths))
-    used = max(int((prompt_lengths + response_lengths).max()), 1)
-    # The last token of a sequence predicts nothing here, and columns past the longest row hold padding only.
-    hidden = model(sequences[:, : max(used - 1, 1)])
+    length = scored_length(prompt_lengths, response_lengths)
+    own = lm.own_positions(length)
+    column_of = torch.full((length,), -1, device=device).index_put((own,), torch.arange(len(own), device=device))
     mask = length_mask(response_lengths, width)  # [N, T]
     rows, columns = mask.nonzero(as_tuple=True)
+    held = column_of[prompt_lengths[rows] + columns - 1] >= 0
+    rows, columns = rows[held], columns[held]
     empty = torch.zeros(mask.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=device)
     if rows.numel() == 0:
-        # Keep the graph connected, so that a rank with nothing to train on still takes part in the collectives.
-        nothing = empty + 0.0 * hidden.to(empty.dtype).sum()
-        return TokenScores(nothing, nothing if with_entropy else None)
-    log_probs, entropy = chunked_log_probs(
-        hidden[rows, prompt_lengths[rows] + columns - 1],
-        lm.output_weight,
-        sequences[rows, prompt_lengths[rows] + columns],
-        lm.vocab_shard,
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        with_entropy=with_entropy,
-    )
-    log_probs = empty.index_put((rows, columns), log_probs)
-    return TokenScores(log_probs, None if entropy is None else empty.index_put((rows, columns), entropy))
+        # Keep the graph connected, so that a rank with nothing to train on still takes part in the collectives: those
+        # of the layers, and the one that starts when the output layer has its gradient.
+        log_probs = entropy = empty + 0.0 * (hidden.to(empty.dtype).sum() + lm.output_weight[0, 0])
+    else:
+        targets = prompt_lengths[rows] + columns
+        found, entropies = chunked_log_probs(
+            hidden[rows, column_of[targets - 1]],
+            lm.output_weight,
+            sequences[rows, targets],
+            lm.vocab_shard,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            with_entropy=with_entropy,
+        )
+        log_probs = empty.index_put((rows, columns), found)
+        entropy = log_probs if entropies is None else empty.index_put((rows, columns), entropies)
+    scores = torch.stack((log_probs, entropy)) if with_entropy else log_probs[None]
+    if lm.mesh.cp_size > 1:
+        scores = sum_of_shares(scores, lm.mesh.cp_group)
+    return TokenScores(scores[0], scores[1] if with_entropy else None)

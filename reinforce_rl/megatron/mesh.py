@@ -1,4 +1,7 @@
-"""Process groups: who this rank is in the grid of data- and tensor-parallel ranks.
+"""Process groups: who this rank is in the grid of data-, pipeline-, context- and tensor-parallel ranks.
+
+The ranks that share one copy of the model and work on the same prompts (tensor x context x pipeline) are a block;
+there are as many blocks as data-parallel ranks.
 
 The only file that reads megatron's global `parallel_state`. Everything else is handed a `Mesh`.
 """
@@ -6,6 +9,7 @@ The only file that reads megatron's global `parallel_state`. Everything else is 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +29,9 @@ from reinforce_rl.errors import (
     RewardServerError,
     TooManyFailedRewardsError,
 )
+from reinforce_rl.layout import layout_faults
 
+_LINES_OF_GRID = 16
 # Errors that mean the same on every rank, by the name under which they travel.
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, DataError, RewardServerError, TooManyFailedRewardsError)}
 
@@ -36,9 +42,14 @@ class Mesh:
 
     Attributes:
         rank, world_size: in the whole job.
-        dp_rank, dp_size: data parallel; ranks of one dp_rank hold the same prompts.
+        dp_rank, dp_size: data parallel; ranks of one dp_rank hold the same prompts. Context parallel ranks are not
+            counted here.
         tp_rank, tp_size: tensor parallel; ranks of one tp_rank hold the same slice of each weight.
+        pp_rank, pp_size: pipeline parallel; a pp_rank is one stage of the model's layers.
+        cp_rank, cp_size: context parallel; a cp_rank holds a part of each sequence.
+        sequence_parallel: tensor-parallel ranks also share the positions between their matrices.
         device: where this rank computes.
+        block_group: the ranks of this rank's block.
     """
 
     rank: int
@@ -47,7 +58,13 @@ class Mesh:
     dp_size: int
     tp_rank: int
     tp_size: int
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    sequence_parallel: bool
     device: torch.device
+    block_group: dist.ProcessGroup
 
     @property
     def is_main(self) -> bool:
@@ -55,12 +72,56 @@ class Mesh:
         return self.rank == 0
 
     @property
+    def is_block_leader(self) -> bool:
+        """True on one rank of each block: the one that asks for rewards and gathers weights."""
+        return self.tp_rank == self.pp_rank == self.cp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True where the pipeline's output layer is."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
     def tp_group(self) -> dist.ProcessGroup:
         return parallel_state.get_tensor_model_parallel_group()  # type: ignore[return-value]
 
     @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_pipeline_model_parallel_group()  # type: ignore[return-value]
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_context_parallel_group()  # type: ignore[return-value]
+
+    @property
     def dp_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)  # type: ignore[return-value]
+        return parallel_state.get_data_parallel_group()  # type: ignore[return-value]
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Positions of a batch are padded to a multiple of this, so that the ranks can share them evenly."""
+        return (2 * self.cp_size if self.cp_size > 1 else 1) * (self.tp_size if self.sequence_parallel else 1)
+
+    def grid(self) -> str:
+        """Which ranks form which block, one line a block."""
+        sizes = (self.tp_size, self.cp_size, self.dp_size, self.pp_size)
+        shared = " with sequence parallelism" if self.sequence_parallel else ""
+        lines = [
+            f"{self.world_size} ranks: {self.dp_size} data x {self.pp_size} pipeline x {self.cp_size} context x "
+            f"{self.tp_size} tensor parallel{shared}"
+        ]
+        for dp in range(min(self.dp_size, _LINES_OF_GRID)):
+            stages = [
+                " | ".join(
+                    " ".join(str(rank_at(tp, cp, dp, pp, sizes)) for tp in range(self.tp_size))
+                    for cp in range(self.cp_size)
+                )
+                for pp in range(self.pp_size)
+            ]
+            lines.append(f"  data {dp}: " + ", ".join(f"stage {pp} [{stage}]" for pp, stage in enumerate(stages)))
+        if self.dp_size > _LINES_OF_GRID:
+            lines.append(f"  and {self.dp_size - _LINES_OF_GRID} more")
+        return "\n".join(lines)
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
         """Sum over the data-parallel ranks; the input is left as it is."""
@@ -74,11 +135,38 @@ class Mesh:
         dist.all_gather_object(gathered, value, group=self.dp_group)
         return gathered
 
-    def from_tp_rank_0(self, value: Any) -> Any:
-        """The picklable value that the first tensor-parallel rank holds, on every rank of its group."""
-        box = [value]
-        dist.broadcast_object_list(box, src=parallel_state.get_tensor_model_parallel_src_rank(), group=self.tp_group)
-        return box[0]
+    def gather_over_cp(self, value: Any) -> list[Any]:
+        """Every context-parallel rank's picklable value, in rank order, on every rank of the group."""
+        gathered: list[Any] = [None] * self.cp_size
+        dist.all_gather_object(gathered, value, group=self.cp_group)
+        return gathered
+
+    def gather_over_pp(self, value: Any) -> list[Any]:
+        """Every stage's picklable value, in order, on every stage."""
+        gathered: list[Any] = [None] * self.pp_size
+        dist.all_gather_object(gathered, value, group=self.pp_group)
+        return gathered
+
+    def from_block_leader(self, value: Any) -> Any:
+        """The picklable value that the leader holds, on every rank of its block."""
+        return _from_rank(value, 0, self.block_group)
+
+    def from_last_stage(self, value: Any) -> Any:
+        """The picklable value that the last stage holds, on every stage."""
+        return value if self.pp_size == 1 else _from_rank(value, self.pp_size - 1, self.pp_group)
+
+    def copy_from_last_stage(self, tensor: Tensor) -> None:
+        """Fill a tensor of the same shape and dtype on every stage with the last one's."""
+        if self.pp_size > 1:
+            dist.broadcast(tensor, group=self.pp_group, group_src=self.pp_size - 1)
+
+    def send_to_stage(self, tensor: Tensor, stage: int) -> None:
+        """Hand a contiguous tensor to another stage, which calls `receive_from_stage`; waits."""
+        dist.send(tensor, group=self.pp_group, group_dst=stage)
+
+    def receive_from_stage(self, tensor: Tensor, stage: int) -> None:
+        """Fill a contiguous tensor with what another stage sends."""
+        dist.recv(tensor, group=self.pp_group, group_src=stage)
 
     def any_rank(self, flag: bool) -> bool:
         """True on every rank as soon as one rank says True."""
@@ -110,14 +198,35 @@ def world_size_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def rank_at(tp: int, cp: int, dp: int, pp: int, sizes: tuple[int, int, int, int]) -> int:
+    """The rank at these coordinates. Tensor-parallel ranks are neighbours, which talk most; stages lie farthest apart.
+
+    Args:
+        sizes: tensor, context, data, pipeline.
+    """
+    tp_size, cp_size, dp_size, _ = sizes
+    return tp + tp_size * (cp + cp_size * (dp + dp_size * pp))
+
+
 @contextlib.contextmanager
 def parallel_mesh(
-    tensor_model_parallel_size: int = 1, *, seed: int = 0, timeout_seconds: float = 1800
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    seed: int = 0,
+    timeout_seconds: float = 1800,
 ) -> Iterator[Mesh]:
     """Join the job's process group, lay out the ranks, and take both down again on leaving.
 
+    A process group that exists already is used, and left as it is.
+
     Args:
-        tensor_model_parallel_size: ranks that share one copy of the weights; must divide the number of ranks.
+        tensor_model_parallel_size: ranks that share each weight matrix.
+        pipeline_model_parallel_size: stages that share the layers.
+        context_parallel_size: ranks that share each sequence. The product of the three must divide the ranks.
+        sequence_parallel: share the positions among tensor-parallel ranks where no matrix is.
         seed: of megatron's RNG tracker.
         timeout_seconds: how long a collective may wait for a rank before the job fails.
 
@@ -125,25 +234,26 @@ def parallel_mesh(
         ConfigError: the ranks cannot be laid out so.
     """
     world_size, rank = world_size_from_environment(), int(os.environ.get("RANK", "0"))
-    if world_size % tensor_model_parallel_size:
-        raise ConfigError(
-            [
-                f"model.tensor_model_parallel_size is {tensor_model_parallel_size}, which does not divide "
-                f"the {world_size} ranks of this job (trainer.devices x trainer.num_nodes)"
-            ]
-        )
+    tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
+    faults = layout_faults(tp, pp, cp, sequence_parallel, world_size, "this job (trainer.devices x trainer.num_nodes)")
+    if faults:
+        raise ConfigError(faults)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        backend = "nccl"
     else:
-        device, backend = torch.device("cpu"), "gloo"
-    store = torch.distributed.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]
-    dist.init_process_group(
-        backend, rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout_seconds)
-    )
-    try:
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_model_parallel_size)
+        device = torch.device("cpu")
+    timeout = timedelta(seconds=timeout_seconds)
+    with contextlib.ExitStack() as stack:
+        if not dist.is_initialized():
+            store = torch.distributed.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
+            stack.callback(dist.destroy_process_group)
+        stack.callback(parallel_state.destroy_model_parallel)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
+        )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         yield Mesh(
             rank=rank,
@@ -151,9 +261,32 @@ def parallel_mesh(
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+            tp_size=tp,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_size=pp,
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            cp_size=cp,
+            sequence_parallel=sequence_parallel,
             device=device,
+            block_group=_block_group(rank, (tp, cp, world_size // (tp * pp * cp), pp), timeout),
         )
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+
+
+def _block_group(rank: int, sizes: tuple[int, int, int, int], timeout: timedelta) -> dist.ProcessGroup:
+    tp_size, cp_size, dp_size, pp_size = sizes
+    blocks = [
+        [
+            rank_at(tp, cp, dp, pp, sizes)
+            for pp, cp, tp in itertools.product(range(pp_size), range(cp_size), range(tp_size))
+        ]
+        for dp in range(dp_size)
+    ]
+    # Every rank takes part in making every group, in the same order.
+    groups = [dist.new_group(block, timeout=timeout) for block in blocks]
+    return next(group for group, block in zip(groups, blocks, strict=True) if rank in block)  # type: ignore
+
+
+def _from_rank(value: Any, source: int, group: dist.ProcessGroup) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=source)
+    return box[0]

@@ -5,22 +5,25 @@ Notation: b batch, s sequence, h hidden, d head size, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.attention import CoreAttention, KVCache
 from reinforce_rl.megatron.chunked_head import VocabShard
+from reinforce_rl.megatron.context_parallel import zigzag_positions
 from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions, transformer_config
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -52,44 +55,22 @@ class CausalLM(GPTModel):
         architecture: the shape.
         mesh: this rank's place.
         dtype: of the parameters.
+        options: how it computes.
+
+    Raises:
+        ConfigError: the model cannot be shared so, or megatron refuses an option.
     """
 
-    def __init__(self, architecture: Architecture, mesh: Mesh, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        architecture: Architecture,
+        mesh: Mesh,
+        dtype: torch.dtype = torch.float32,
+        options: ModelOptions = DEFAULT_OPTIONS,
+    ):
         sizes = architecture.padded(mesh.tp_size)
         inverse_frequencies, rope_scale = rope_parameters(architecture)
-        config = TransformerConfig(
-            num_layers=architecture.num_layers,
-            hidden_size=architecture.hidden_size,
-            num_attention_heads=sizes.num_heads,
-            num_query_groups=sizes.num_groups,
-            kv_channels=architecture.head_size,
-            ffn_hidden_size=architecture.ffn_size,
-            normalization="RMSNorm",
-            layernorm_epsilon=architecture.norm_eps,
-            gated_linear_unit=True,
-            activation_func=F.silu,
-            add_bias_linear=False,
-            add_qkv_bias=architecture.qkv_bias,
-            # With this, megatron also sums the gradients of these norms, which all heads share, over the ranks.
-            qk_layernorm=architecture.qk_norm,
-            window_size=None if architecture.window is None else (architecture.window - 1, 0),
-            softmax_scale=rope_scale**2 / architecture.head_size**0.5,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            tensor_model_parallel_size=mesh.tp_size,
-            params_dtype=dtype,
-            pipeline_dtype=dtype,
-            bf16=dtype == torch.bfloat16,
-            # Losses here carry their global denominators already: megatron must neither divide by micro-batches
-            # nor average over data-parallel ranks, only sum.
-            calculate_per_token_loss=True,
-            use_cpu_initialization=mesh.device.type == "cpu",
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            masked_softmax_fusion=False,
-            gradient_accumulation_fusion=False,
-            persist_layer_norm=False,
-        )
+        config = transformer_config(architecture, mesh, dtype, rope_scale, options)
         layer = get_gpt_layer_local_spec(normalization="RMSNorm")
         parts: Any = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -100,7 +81,7 @@ class CausalLM(GPTModel):
         if architecture.output_bias:
             attention.linear_proj = BiasedRowParallelLinear
         block = TransformerBlockSubmodules(
-            layer_specs=[layer] * architecture.num_layers,
+            layer_specs=[layer] * get_num_layers_to_build(config, pp_rank=mesh.pp_rank),
             layer_norm=RMSNorm,  # type: ignore[arg-type]
         )
         super().__init__(
@@ -108,6 +89,8 @@ class CausalLM(GPTModel):
             block,  # type: ignore[arg-type]
             vocab_size=sizes.vocab_size,
             max_sequence_length=architecture.max_positions,
+            pre_process=mesh.pp_rank == 0,
+            post_process=mesh.is_last_stage,
             parallel_output=True,
             position_embedding_type="rope",
             share_embeddings_and_output_weights=architecture.tied_embeddings,
@@ -119,23 +102,72 @@ class CausalLM(GPTModel):
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, position_ids: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        """Hidden states after the final norm.
+        """Hidden states after the final norm, or what the next stage of a pipeline goes on with.
+
+        On later stages `set_input_tensor` must have given what the stage before computed.
 
         Args:
-            input_ids: int64 [b, s], right-padded.
-            position_ids: int64 [b, s]; None means 0 .. s-1 in every row.
-            cache: keys and values of earlier positions, extended by this call.
+            input_ids: int64 [b, s], right-padded, the same on every rank of a block.
+            position_ids: int64 [b, s], with a cache; None means 0 .. s-1 in every row.
+            cache: keys and values of earlier positions, extended by this call. Only within `whole_sequences`, and
+                every context-parallel rank has sequences of its own.
 
         Returns:
-            [b, s, h], the same on every tensor-parallel rank.
+            [b, s', h] at the positions `own_positions(s)`, the same on every tensor-parallel rank. On stages before
+            the last one, megatron's layout of the rank's share: positions first, padding included.
         """
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None, :]
-        angles = position_ids.to(torch.float32).t()[:, :, None] * self._inv_freq  # [s, b or 1, d/2]
+        length = input_ids.shape[1]
+        if cache is None:
+            positions = self._padded_positions(length)
+            # Causality hides the padding, whatever token it is.
+            input_ids = input_ids[:, positions.clamp(max=length - 1)]
+            positions = positions[None, :]
+        elif position_ids is None:
+            positions = torch.arange(length, device=input_ids.device)[None, :]
+        else:
+            positions = position_ids
+        angles = positions.to(torch.float32).t()[:, :, None] * self._inv_freq  # [s, b or 1, d/2]
         rotary = torch.cat((angles, angles), dim=-1)[:, :, None, :]
-        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        embedded = self.embedding(input_ids=input_ids, position_ids=positions) if self.pre_process else None
         hidden = self.decoder(hidden_states=embedded, attention_mask=cache, rotary_pos_emb=rotary)
-        return hidden.transpose(0, 1)
+        if not self.post_process:
+            return hidden
+        if self.config.sequence_parallel:
+            # The output layer adds up the ranks' gradients already, so each rank takes its own positions' of these.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.mesh.tp_group
+            )
+        hidden = hidden.transpose(0, 1)
+        return hidden if cache is not None else hidden[:, : int((positions < length).sum())]
+
+    def own_positions(self, length: int) -> Tensor:
+        """int64: which of the positions 0 .. length-1 this context-parallel rank holds, ascending."""
+        positions = self._padded_positions(length)
+        return positions[positions < length]
+
+    def _padded_positions(self, length: int) -> Tensor:
+        multiple = self.mesh.sequence_multiple
+        padded = -(-length // multiple) * multiple
+        if self.mesh.cp_size == 1:
+            return torch.arange(padded, device=self.mesh.device)
+        return zigzag_positions(padded, self.mesh.cp_size, self.mesh.cp_rank, self.mesh.device)
+
+    @contextlib.contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Inside the block there is no sequence parallelism: a single token cannot be shared. No gradient may flow."""
+        switches = [
+            (module, name)
+            for module in (self.config, *self.modules())
+            for name in ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+            if getattr(module, name, False)
+        ]
+        for module, name in switches:
+            setattr(module, name, False)
+        try:
+            yield
+        finally:
+            for module, name in switches:
+                setattr(module, name, True)
 
     @property
     def output_weight(self) -> Tensor:
@@ -172,9 +204,11 @@ class CausalLM(GPTModel):
         return gathered[:, : self.architecture.vocab_size]
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
-        """An empty cache for `batch` sequences of at most `slots` tokens."""
+        """An empty cache for `batch` sequences of at most `slots` tokens, of this stage's layers."""
+        layers: Any = self.decoder.layers
+        first = layers[0].layer_number - 1 if len(layers) else 0  # megatron counts from 1
         return KVCache(
-            num_layers=len(self.decoder.layers),
+            layers=range(first, first + len(layers)),
             batch=batch,
             groups=self._sizes.num_groups // self.mesh.tp_size,
             slots=slots,

@@ -1,24 +1,21 @@
-"""Megatron's data-parallel wrapper, optimizer and schedule, and one accumulation of gradients over micro-batches."""
+"""Megatron's data-parallel wrapper, optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from reinforce_rl.megatron.model import CausalLM
-
-MicroBatch = TypeVar("MicroBatch")
 
 # NeMo's scheduler names -> megatron's decay styles.
 SCHEDULES = {"constant": "constant", "linear": "linear", "CosineAnnealing": "cosine"}
@@ -49,10 +46,35 @@ class OptimizerSettings:
     clip_grad: float
 
 
-def wrap_data_parallel(lm: CausalLM) -> DistributedDataParallel:
-    """Gradients are accumulated in fp32 and summed, not averaged, over data-parallel ranks."""
+@dataclass(frozen=True)
+class DataParallelSettings:
+    """How data-parallel ranks share their work.
+
+    Attributes:
+        distributed_optimizer: each rank holds and updates a part of the main weights and moments only (ZeRO stage 1).
+        overlap_grad_sync: sum gradients over the ranks while the last backward pass still runs.
+    """
+
+    distributed_optimizer: bool = False
+    overlap_grad_sync: bool = False
+
+
+DEFAULT_DATA_PARALLEL = DataParallelSettings()
+
+
+def wrap_data_parallel(
+    lm: CausalLM, settings: DataParallelSettings = DEFAULT_DATA_PARALLEL
+) -> DistributedDataParallel:
+    """Gradients are accumulated in fp32 and summed, not averaged, over data- and context-parallel ranks."""
     ddp = DistributedDataParallel(
-        lm.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=False), lm
+        lm.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            check_for_nan_in_grad=False,
+            use_distributed_optimizer=settings.distributed_optimizer,
+            overlap_grad_reduce=settings.overlap_grad_sync,
+        ),
+        lm,
     )
     ddp.broadcast_params()
     return ddp
@@ -77,6 +99,7 @@ def build_optimizer(
             clip_grad=settings.clip_grad,
             bf16=ddp.config.bf16,
             params_dtype=ddp.config.params_dtype,
+            use_distributed_optimizer=ddp.ddp_config.use_distributed_optimizer,
         ),
         [ddp],
     )
@@ -109,44 +132,6 @@ def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -
     megatron_finalize(model, None, **kwargs)
 
 
-def accumulate_gradients(
-    ddp: DistributedDataParallel,
-    micro_batches: Sequence[MicroBatch],
-    loss_of: Callable[[DistributedDataParallel, MicroBatch], Tensor],
-) -> float:
-    """Sum the gradients of all micro-batches on all data-parallel ranks into the gradient buffers.
-
-    Args:
-        ddp: the wrapped model; its gradients are zeroed first.
-        micro_batches: at least one on every rank, or the ranks' collectives would not meet.
-        loss_of: each micro-batch's share of the global loss, a scalar with gradient.
-
-    Returns:
-        the sum of this rank's shares.
-    """
-    ddp.zero_grad_buffer()
-    for parameter in ddp.parameters():
-        # The fp32 optimizer leaves the buffer itself here. Autograd would add to it, and megatron's hook once more,
-        # so that the first micro-batch counted twice from the second step on.
-        parameter.grad = None
-
-    def forward_step(iterator: Any, model: DistributedDataParallel) -> tuple[Tensor, Callable]:
-        loss = loss_of(model, next(iterator))
-        no_tokens = torch.zeros((), dtype=torch.int, device=loss.device)
-        return loss, lambda output: (output, no_tokens, output.detach().clone())
-
-    shares = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
-        model=[ddp],
-        num_microbatches=len(micro_batches),
-        seq_length=1,  # of pipeline buffers only
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    return float(sum(share.item() for share in shares))
-
-
 @dataclass(frozen=True)
 class OptimizerUpdate:
     """What one optimizer step did.
@@ -163,7 +148,7 @@ class OptimizerUpdate:
 
 
 class ActorOptimizer:
-    """Applies the gradient that `accumulate_gradients` left in the buffers."""
+    """Applies the gradient that `schedule.accumulate_gradients` left in the buffers."""
 
     def __init__(self, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler):
         self._optimizer = optimizer

@@ -14,6 +14,7 @@ from torch import Tensor
 from reinforce_rl.megatron.architecture import Architecture
 
 OUTPUT_LAYER = "lm_head.weight"
+OUTPUT_PARAMETER = "output_layer.weight"  # megatron's name for it
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -62,6 +63,14 @@ class Row:
     def axis(self) -> int:
         """The axis of `part`."""
         return self.split.axis if self.split else 0
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of what a rank holds where no other tensor shares its parameter, padding included."""
+        if self.split is None:
+            return self.shape
+        size = self.split.padded_units // self.tp_size * self.split.width
+        return (*self.shape[: self.axis], size, *self.shape[self.axis + 1 :])
 
     def part(self, tp_rank: int) -> tuple[int, int]:
         """Start and end, along `axis`, of what a rank holds of the tensor. Empty where it holds padding only."""
@@ -157,5 +166,5 @@ def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
             if present
         ),
         row("model.norm.weight", "decoder.final_layernorm.weight", hidden, None),
-        *([] if arch.tied_embeddings else [row(OUTPUT_LAYER, "output_layer.weight", hidden, vocabulary)]),
+        *([] if arch.tied_embeddings else [row(OUTPUT_LAYER, OUTPUT_PARAMETER, hidden, vocabulary)]),
     ]

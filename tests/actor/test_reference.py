@@ -1,4 +1,4 @@
-"""The reference policy: the weights of step 0, whatever becomes of the actor's."""
+"""The reference policy: the weights of step 0, whatever becomes of the actor's. In each of its three forms."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import brute_force_log_probs, transformers_model
 
 from reinforce_rl.actor.reference import ReferencePolicy
+from reinforce_rl.megatron.lora_map import PROJECTIONS, LoraSettings
 from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
 
 
@@ -17,9 +18,16 @@ def folder(tmp_path_factory):
     return tiny_llama_folder(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE)
 
 
-@pytest.fixture
-def actor(folder, mesh):
-    return actor_of(folder, mesh)
+FORMS = {
+    "host": {},
+    "device": {"reference_on_device": True},
+    "lora": {"updates": LoraSettings(rank=4, alpha=8.0, targets=PROJECTIONS)},
+}
+
+
+@pytest.fixture(params=FORMS)
+def actor(request, folder, mesh):
+    return actor_of(folder, mesh, **FORMS[request.param])
 
 
 @pytest.fixture
@@ -69,16 +77,19 @@ def test_the_reference_stays_when_the_actor_learns(actor, where):
 def test_swapping_leaves_weights_gradients_and_mode(actor, where):
     train_a_step(actor)
     actor.get_loss_and_metrics(whole_batch(), sequences(10))
-    weights, gradients = weights_of(actor), [p.main_grad.clone() for p in actor.lm.parameters()]
+    trained = [p for p in actor.lm.parameters() if p.requires_grad]
+    weights, gradients = weights_of(actor), [p.main_grad.clone() for p in trained]
     pointers = [p.data_ptr() for p in actor.lm.parameters()]
     actor.get_init_policy_logprobs(*where)
     assert equal(weights_of(actor), weights)
-    assert equal([p.main_grad for p in actor.lm.parameters()], gradients)
+    assert equal([p.main_grad for p in trained], gradients)
     assert [p.data_ptr() for p in actor.lm.parameters()] == pointers
 
 
-def test_weights_come_back_after_an_exception(actor):
-    reference = ReferencePolicy(actor.lm)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_weights_come_back_after_an_exception(on_device, folder, mesh):
+    actor = actor_of(folder, mesh)
+    reference = ReferencePolicy(actor.lm, on_device=on_device)
     train_a_step(actor)
     weights = weights_of(actor)
     with pytest.raises(RuntimeError, match="inside"), reference.swapped_in():

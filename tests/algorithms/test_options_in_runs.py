@@ -113,6 +113,18 @@ class TestTokenCredit:
         assert lines[1]["train/grad_norm"] != pytest.approx(other[1]["train/grad_norm"], rel=1e-3)
 
 
+def test_an_entropy_bonus_is_all_that_acts_where_no_reward_differs(tmp_path, mesh):
+    options = [f"{RL}.initial_policy_kl_penalty=0", f"{RL}.max_epochs=4", "model.optim.weight_decay=0"]
+    found = {}
+    for bonus in (0.0, 1.0):
+        lines = run(tmp_path / str(bonus), mesh, *options, f"{RL}.entropy_bonus={bonus}", rm=lambda ids: 0.5)
+        found[bonus] = [line["train/entropy"] for line in lines]
+        assert all((line["train/grad_norm"] > 0) == (bonus > 0) for line in lines)
+    assert 0 < found[0.0][0] == pytest.approx(found[1.0][0], rel=1e-5)
+    assert found[1.0][-1] > found[0.0][-1] + 0.1
+    assert found[1.0][-1] < math.log(32)
+
+
 class TestTruncatedSamples:
     def test_mask(self, tmp_path, mesh):
         """Out of the loss, but in the baseline of the others."""

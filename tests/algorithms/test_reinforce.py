@@ -14,6 +14,7 @@ from helpers.rewards import FunctionReward
 from helpers.tiny_run import (
     MAX_LENGTH,
     PROMPT_TOKENS,
+    however_cut,
     largest_difference,
     metrics_of,
     odd_share,
@@ -84,8 +85,7 @@ class TestAStep:
                 f"model.reinforce.rollout_micro_batch_size={generated}",
             ]
             (tmp_path / str(i)).mkdir()
-            cut = [without_times(line) for line in run(tmp_path / str(i), mesh, *sizes)]
-            lines.append([{k: v for k, v in line.items() if k != "train/padding_fraction"} for line in cut])
+            lines.append(list(map(however_cut, run(tmp_path / str(i), mesh, *sizes))))
         assert len(lines[0]) == 2
         for other in lines[1:]:
             assert max(map(largest_difference, lines[0], other)) < 2e-5

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.models import tiny_llama_folder
 from helpers.ranks import kill_tree
 from helpers.tiny_run import (
+    however_cut,
     largest_difference,
     metrics_of,
     rollouts_of,
@@ -235,9 +237,15 @@ class TestRefused:
 @pytest.fixture(scope="module")
 def one_process(processes, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("one")
+    write_model_of_two_layers(folder)
     processes.start(folder, *two_rank_settings(folder))
     assert processes.wait() == 0, (folder / "log").read_text()
     return folder
+
+
+def write_model_of_two_layers(folder: Path) -> None:
+    """One for each stage of a pipeline."""
+    tiny_llama_folder(folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16)
 
 
 def two_rank_settings(folder: Path) -> list[str]:
@@ -251,13 +259,23 @@ def two_rank_settings(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["data parallel", "tensor parallel"])
-def test_two_ranks_started_by_plain_python_equal_one(one_process, tmp_path, tensor_parallel):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [],
+        ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
+        ["model.pipeline_model_parallel_size=2"],
+        ["model.context_parallel_size=2"],
+    ],
+    ids=["data parallel", "tensor and sequence parallel", "pipeline", "context parallel"],
+)
+def test_two_ranks_started_by_plain_python_equal_one(one_process, tmp_path, layout):
+    write_model_of_two_layers(tmp_path)
     overrides = [
         *tiny_overrides(tmp_path, num_prompts=NUM_PROMPTS),
         *two_rank_settings(tmp_path),
         "trainer.devices=2",
-        f"model.tensor_model_parallel_size={tensor_parallel}",
+        *layout,
     ]
     process = subprocess.Popen(
         [sys.executable, str(DRIVER), *overrides],
@@ -271,7 +289,7 @@ def test_two_ranks_started_by_plain_python_equal_one(one_process, tmp_path, tens
     finally:
         kill_tree(process.pid)
     assert process.returncode == 0, said
-    found, expected = ([without_times(line) for line in metrics_of(f)] for f in (tmp_path, one_process))
+    found, expected = (list(map(however_cut, metrics_of(f))) for f in (tmp_path, one_process))
     assert [line["step"] for line in found] == [0, 1, 2, 3]
     for line, other, bound in zip(found, expected, (1e-6, 1e-5, 1e-4, 1e-3), strict=True):
         assert largest_difference(line, other) < bound

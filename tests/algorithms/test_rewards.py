@@ -75,7 +75,8 @@ class TestStandardisation:
         assert shaped([reward, reward + 1.0], RewardShaping("running"), past=past) == [0.0, 0.0]
 
     def test_of_a_single_valid_sample_nothing_is_left(self):
-        assert shaped([7.0, math.nan], RewardShaping("running"), valid=[True, False])[0] == 0.0
+        found = shaped([7.0, math.nan], RewardShaping("running"), valid=[True, False])
+        assert found[0] == 0.0 and math.isnan(found[1]), "what was not scored stays so"
 
 
 class TestOverlongResponses:

@@ -14,7 +14,10 @@ from reinforce_rl.algorithms.loss import Denominators
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
+from reinforce_rl.megatron.lora import add_lora
+from reinforce_rl.megatron.lora_map import LoraSettings
 from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions
 from reinforce_rl.rollout import ReinforceBatch, RolloutBatch
 from reinforce_rl.tokenizer import load_tokenizer
 
@@ -71,10 +74,15 @@ def actor_of(
     *,
     micro_batch_size: int = 2,
     forward_micro_batch_size: int = 4,
+    model: ModelOptions = DEFAULT_OPTIONS,
     tokens_per_micro_batch: int | None = None,
+    updates: LoraSettings | None = None,
     **options: Any,
 ) -> MegatronGPTReinforceActorModel:
-    lm = megatron_model(folder, mesh)
+    """With LoRA updates where their settings are given."""
+    lm = megatron_model(folder, mesh, options=model)
+    if updates is not None:
+        add_lora(lm, updates)
     tokenizer = load_tokenizer(folder)
     sampling = SamplingParams(max_length=8, temperature=TEMPERATURE)
     settings = ActorSettings(
@@ -95,7 +103,7 @@ def gradient_of(actor: MegatronGPTReinforceActorModel) -> Tensor:
     """
     gradients = {name: parameter.main_grad for name, parameter in parameters_of(actor.lm).items()}  # type: ignore
     tensors = dict(hf_tensors(actor.lm, gradients))
-    return actor.mesh.from_tp_rank_0(flat(tensors) if actor.mesh.tp_rank == 0 else None)  # type: ignore[arg-type]
+    return actor.mesh.from_block_leader(flat(tensors) if actor.mesh.is_block_leader else None)  # type: ignore[arg-type]
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:

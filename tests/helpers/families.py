@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.accumulate import accumulate_gradients
 from helpers.models import tiny_family_folder
 from helpers.policies import all_logits, megatron_model, random_tokens, transformers_logits, transformers_model
 from megatron.core import tensor_parallel
@@ -18,7 +19,6 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
     OptimizerSettings,
-    accumulate_gradients,
     build_optimizer,
     wrap_data_parallel,
 )

@@ -12,10 +12,13 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions
 
 
-def megatron_model(folder: str | Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> CausalLM:
-    lm = CausalLM(Architecture.from_folder(folder), mesh, dtype)
+def megatron_model(
+    folder: str | Path, mesh: Mesh, dtype: torch.dtype = torch.float32, options: ModelOptions = DEFAULT_OPTIONS
+) -> CausalLM:
+    lm = CausalLM(Architecture.from_folder(folder), mesh, dtype, options)
     load_hf_weights(lm, HFFolder(folder))
     return lm.eval()
 

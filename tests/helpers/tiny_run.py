@@ -142,6 +142,11 @@ def without_times(line: dict) -> dict:
     return {key: value for key, value in line.items() if key != "time" and not key.startswith(("timers/", "memory/"))}
 
 
+def however_cut(line: dict) -> dict:
+    """`without_times`, less what depends on micro-batches and ranks."""
+    return {key: value for key, value in without_times(line).items() if key != "train/padding_fraction"}
+
+
 def largest_difference(left: dict, right: dict) -> float:
     """Over the numbers of two lines with the same keys; infinite where one is null and the other is not."""
     assert left.keys() == right.keys()

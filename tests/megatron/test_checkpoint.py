@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.accumulate import accumulate_gradients
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
 
@@ -21,7 +22,6 @@ from reinforce_rl.megatron.log_probs import response_log_probs
 from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
     OptimizerSettings,
-    accumulate_gradients,
     build_optimizer,
     wrap_data_parallel,
 )

@@ -23,7 +23,7 @@ def test_one_rank_without_a_launcher():
             values = torch.tensor([1.5, 2.0])
             assert torch.equal(mesh.sum_over_dp(values), values)
             assert mesh.sum_over_dp(values) is not values
-            assert mesh.from_tp_rank_0([1]) == [1]
+            assert mesh.from_block_leader([1]) == [1]
             assert (mesh.any_rank(True), mesh.any_rank(False)) == (True, False)
             mesh.check_together(None)
             with pytest.raises(CheckpointError, match=r"^gone$"):
@@ -52,3 +52,14 @@ def test_ranks_that_do_not_divide(monkeypatch):
 def test_two_ranks(tp_size):
     output = run_ranks(SCRIPT, 2, tp_size)
     assert output.count("all checks passed") == 2
+
+
+def test_four_ranks_in_several_layouts():
+    output = run_ranks(SCRIPT.with_name("mesh_of_four.py"), 4)
+    assert output.count("all checks passed") == 4
+    assert (
+        "4 ranks: 1 data x 2 pipeline x 1 context x 2 tensor parallel\n  data 0: stage 0 [0 1], stage 1 [2 3]"
+        in output
+    )
+    assert "4 ranks: 1 data x 2 pipeline x 2 context x 1 tensor parallel\n  data 0: stage 0 [0 | 1]" in output
+    assert "4 ranks: 2 data x 2 pipeline x 1 context x 1 tensor parallel\n  data 0: stage 0 [0], stage 1 [2]" in output

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.accumulate import accumulate_gradients
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
 
@@ -14,7 +15,6 @@ from reinforce_rl.megatron.optimizer import (
     SCHEDULES,
     ActorOptimizer,
     OptimizerSettings,
-    accumulate_gradients,
     build_optimizer,
     wrap_data_parallel,
 )

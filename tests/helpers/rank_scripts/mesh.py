@@ -27,7 +27,7 @@ def check(mesh: Mesh, tp_size: int) -> None:
     own = torch.tensor([1.0, 10.0 * mesh.dp_rank])
     assert mesh.sum_over_dp(own).tolist() == ([2.0, 10.0] if dp_size == 2 else [1.0, 0.0])
     assert own.tolist() == [1.0, 10.0 * mesh.dp_rank]
-    assert mesh.from_tp_rank_0(mesh.rank) == (0 if tp_size == 2 else mesh.rank)
+    assert mesh.from_block_leader(mesh.rank) == (0 if tp_size == 2 else mesh.rank)
     assert mesh.any_rank(mesh.rank == 1)
     assert not mesh.any_rank(False)
 

@@ -1,0 +1,150 @@
+"""Layouts of ranks, and what an actor computes on one: from the same weights and rollouts, the same everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.batches import actor_of, flat, gradient_of, rows_of, sequences, whole_batch
+from helpers.policies import random_tokens
+
+from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.megatron.hf_weights import hf_tensors
+from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
+from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, OptimizerSettings, build_optimizer
+from reinforce_rl.megatron.transformer_config import ModelOptions
+from reinforce_rl.rollout import Completions, Prompt
+
+NUM_VALID = 10
+NUM_STEPS = 3
+SETTINGS = OptimizerSettings(
+    lr=1e-2,
+    min_lr=1e-2,
+    weight_decay=0.0,
+    betas=(0.9, 0.95),
+    eps=1e-3,  # else the sign of a gradient that is nearly 0 would decide where a weight goes
+    schedule="constant",
+    warmup_steps=0,
+    constant_steps=0,
+    total_steps=10,
+    clip_grad=1.0,
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    sp: bool = False
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data_parallel: DataParallelSettings = field(default_factory=DataParallelSettings)
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @contextlib.contextmanager
+    def mesh(self) -> Iterator[Mesh]:
+        with parallel_mesh(self.tp, self.pp, self.cp, sequence_parallel=self.sp) as mesh:
+            yield mesh
+
+
+FULL = ModelOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+BLOCK = ModelOptions(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
+SELECTIVE = ModelOptions(recompute_granularity="selective")
+DISTRIBUTED = DataParallelSettings(distributed_optimizer=True, overlap_grad_sync=True)
+LAYOUTS = {
+    "TP2": Layout(tp=2),
+    "TP2 SP": Layout(tp=2, sp=True),
+    "PP2": Layout(pp=2),
+    "CP2": Layout(cp=2),
+    "DP2": Layout(dp=2),
+    "DP2 distributed optimizer": Layout(dp=2, data_parallel=DISTRIBUTED),
+    "CP2 distributed optimizer": Layout(cp=2, data_parallel=DISTRIBUTED),
+    "TP2 SP full recompute": Layout(tp=2, sp=True, model=FULL),
+    "PP2 block recompute": Layout(pp=2, model=BLOCK),
+    "CP2 selective recompute": Layout(cp=2, model=SELECTIVE),
+    "PP2 uneven": Layout(pp=2, model=ModelOptions(overrides={"num_layers_in_first_pipeline_stage": 3})),
+    "TP2 DP2": Layout(tp=2, dp=2),
+    "TP2 PP2 SP": Layout(tp=2, pp=2, sp=True),
+    "TP2 PP2": Layout(tp=2, pp=2),
+    "PP2 DP2": Layout(pp=2, dp=2),
+    "TP2 CP2": Layout(tp=2, cp=2),
+    "TP2 CP2 SP": Layout(tp=2, cp=2, sp=True),
+    "CP2 DP2": Layout(cp=2, dp=2),
+    "PP2 CP2": Layout(pp=2, cp=2),
+    "PP4": Layout(pp=4),
+    "TP4 SP": Layout(tp=4, sp=True),
+    "CP4": Layout(cp=4),
+    "DP4": Layout(dp=4),
+    "PP2 DP2 distributed optimizer": Layout(pp=2, dp=2, data_parallel=DISTRIBUTED),
+}
+
+
+def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = None) -> dict[str, Any]:
+    """Everything that must not depend on the layout, the same on every rank; a collective call.
+
+    Args:
+        out: where the policy is exported to after the optimizer steps; None for nowhere.
+    """
+    actor = actor_of(folder, mesh, with_reference=True, model=layout.model, data_parallel=layout.data_parallel)
+    batch = whole_batch()
+    per_rank = len(batch.trains) // mesh.dp_size
+    rows = list(range(mesh.dp_rank * per_rank, (mesh.dp_rank + 1) * per_rank))
+    mine = rows_of(batch, rows)
+    where = (mine.rollouts.sequences, mine.rollouts.prompt_lengths, mine.rollouts.response_lengths)
+
+    sampled = SamplingParams(max_length=12, stop_token_ids=(2, 5, 6, 7), repetition_penalty=1.2)
+    found: dict[str, Any] = {
+        "greedy": generated(actor, SamplingParams(max_length=12, use_greedy=True)),
+        "sampled": generated(actor, sampled),
+        "log_probs": over_dp(actor, actor.get_inference_log_probs(*where)),
+        "weights_before": weights(actor),
+        "losses": [],
+        "norms": [],
+    }
+    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, SETTINGS))
+    for step in range(NUM_STEPS):
+        share = actor.get_loss_and_metrics(mine, sequences(NUM_VALID))
+        found["losses"].append(float(mesh.sum_over_dp(torch.tensor(share.loss, dtype=torch.float64))))
+        # With the distributed optimizer no rank has the whole gradient; its steps are compared.
+        if step == 0 and not layout.data_parallel.distributed_optimizer:
+            found["gradient"] = gradient_of(actor)
+        found["norms"].append(optimizer.step().grad_norm)
+    found["weights"] = weights(actor)
+    found["log_probs_after"] = over_dp(actor, actor.get_inference_log_probs(*where))
+    found["reference_log_probs"] = over_dp(actor, actor.get_init_policy_logprobs(*where))
+    if out is not None:
+        actor.export(folder, out)
+    return found
+
+
+def generated(actor: MegatronGPTReinforceActorModel, params: SamplingParams) -> dict[str, Any]:
+    """Completions of four prompts, three samples each; prompt by prompt over the data-parallel ranks."""
+    prompts = [Prompt(i, "", tuple(row[: 2 + 2 * i])) for i, row in enumerate(random_tokens(61, 4, 9).tolist())]
+    per_rank = len(prompts) // actor.mesh.dp_size
+    own = prompts[actor.mesh.dp_rank * per_rank : (actor.mesh.dp_rank + 1) * per_rank]
+    done: Completions = actor.generator.generate(own, 3, params, seed=3)
+    assert done.log_probs is not None
+    rows = zip(done.tokens, done.log_probs, done.lengths.tolist(), strict=True)
+    mine = [(tokens[:length].tolist(), log_probs[:length]) for tokens, log_probs, length in rows]
+    every = [row for part in actor.mesh.gather_over_dp(mine) for row in part]
+    return {"tokens": [row[0] for row in every], "log_probs": torch.cat([row[1] for row in every])}
+
+
+def over_dp(actor: MegatronGPTReinforceActorModel, values: torch.Tensor) -> torch.Tensor:
+    parts = actor.mesh.gather_over_dp(values)
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+
+
+def weights(actor: MegatronGPTReinforceActorModel) -> torch.Tensor:
+    tensors: Any = dict(hf_tensors(actor.lm))
+    return actor.mesh.from_block_leader(flat(tensors) if actor.mesh.is_block_leader else None)

@@ -1,0 +1,30 @@
+"""Several layouts of the same ranks, one after the other. Usage: layouts.py OUT FOLDER LAYOUT...
+
+Writes OUT/LAYOUT.RANK for each, and the exported policy to OUT/LAYOUT.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from helpers.layouts import LAYOUTS, computed
+
+
+def main() -> None:
+    out, folder, *names = sys.argv[1:]
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for name in names:
+        with LAYOUTS[name].mesh() as mesh:
+            if mesh.is_main:
+                print(mesh.grid(), flush=True)
+            found = computed(LAYOUTS[name], folder, mesh, Path(out) / name)
+            torch.save(found, Path(out) / f"{name}.{os.environ['RANK']}")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

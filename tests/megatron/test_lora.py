@@ -1,0 +1,241 @@
+"""LoRA against PEFT on one rank and on two tensor-parallel ones: logits, loss, gradients, norms, exported folders."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.families import NEW_TOKENS, prompts_of, tokens_of
+from helpers.lora import (
+    CASES,
+    EVERY,
+    case_folder,
+    computed_by_peft,
+    computed_here,
+    lora_model,
+    loss_in_float64,
+    whole_updates,
+)
+from helpers.policies import all_logits, megatron_model, transformers_logits, transformers_model
+from helpers.ranks import run_ranks
+from safetensors.torch import load_file
+
+from reinforce_rl.config_checks import LORA_TARGETS
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.convert import load_weights
+from reinforce_rl.megatron.hf_weights import export_hf_folder
+from reinforce_rl.megatron.lora import MergedWeights, add_lora, initial_a, updates_off
+from reinforce_rl.megatron.lora_map import ALL, PROJECTIONS, LoraSettings, lora_map
+from reinforce_rl.rollout import Prompt
+from reinforce_rl.tokenizer import load_tokenizer
+
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.fixture(scope="module")
+def folders(root):
+    return {name: case_folder(root, name) for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def by_peft(folders):
+    return {name: computed_by_peft(folders[name], settings) for name, settings in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def one_rank(folders, mesh, root):
+    return {name: computed_here(folders[name], mesh, CASES[name], root / "one" / name) for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folders, root):
+    out = root / "two"
+    out.mkdir()
+    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/lora_tp2.py", 2, out, root, timeout=240)
+    return {name: torch.load(out / f"{name}.pt") for name in CASES}
+
+
+@pytest.fixture(params=["one", "two"])
+def found(request):
+    """(name of the folder, results) of each number of ranks."""
+    return request.param, request.getfixturevalue(f"{request.param}_rank{'s' if request.param == 'two' else ''}")
+
+
+@every_case
+def test_equals_peft(name, found, by_peft):
+    """In float64, but transformers has its norms and RoPE in float32 even then."""
+    ranks, results = found
+    mine, expected = results[name], by_peft[name]
+    assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    torch.testing.assert_close(mine["logits"], expected["logits"], atol=1e-5, rtol=0)
+    assert mine["gradient"].keys() == expected["gradient"].keys()
+    for key, gradient in expected["gradient"].items():
+        assert gradient.abs().max() > 1e-5, key
+        difference = (mine["gradient"][key] - gradient).norm() / gradient.norm()
+        assert difference < 1e-5, f"{key} on {ranks}: {difference}"
+
+
+@every_case
+def test_the_updates_change_the_logits(name, folders, by_peft):
+    """Else the test above would say nothing."""
+    base = transformers_model(folders[name], torch.float64)
+    difference = transformers_logits(base, tokens_of(base.config.vocab_size)) - by_peft[name]["logits"]
+    assert difference.abs().mean() > 0.2
+
+
+@every_case
+def test_a_step_changes_the_updates_alone(name, found, by_peft):
+    results = found[1][name]
+    assert results["changed"]
+    assert all(".lora." in parameter for parameter in results["changed"])
+    # Padding, and what several ranks hold, must count once or not at all.
+    expected = math.sqrt(sum(float(g.square().sum()) for g in by_peft[name]["gradient"].values()))
+    assert results["norm"] == pytest.approx(expected, rel=1e-5)
+
+
+@every_case
+def test_two_ranks_start_and_step_as_one(name, one_rank, two_ranks):
+    for key, value in one_rank[name]["initial"].items():
+        assert torch.equal(two_ranks[name]["initial"][key], value), key
+        assert bool(value.any()) == ("lora_A" in key)
+    assert two_ranks[name]["loss"] == pytest.approx(one_rank[name]["loss"], rel=1e-12)
+    for key, gradient in one_rank[name]["gradient"].items():
+        torch.testing.assert_close(two_ranks[name]["gradient"][key], gradient, atol=1e-12, rtol=1e-9, msg=key)
+    for key, value in one_rank[name]["after"].items():
+        torch.testing.assert_close(two_ranks[name]["after"][key], value, atol=1e-5, rtol=0, msg=key)
+
+
+@every_case
+def test_exported_folders(name, found, folders, root):
+    """Both are the model after a step: merged, and as an adapter that PEFT adds to the base model."""
+    from peft import PeftModel
+
+    ranks, results = found
+    out, expected = root / ranks / name, results[name]["logits after"]
+    tokens = tokens_of(expected.shape[-1])
+    merged = transformers_logits(transformers_model(out / "merged"), tokens)
+    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=0)
+    peft = PeftModel.from_pretrained(transformers_model(folders[name]), out / "adapter").eval()
+    torch.testing.assert_close(transformers_logits(peft, tokens), expected, atol=1e-5, rtol=0)
+    assert not list(out.glob("*.part"))
+
+
+@every_case
+def test_merged_folder_differs_in_its_targets_only(name, found, folders, root):
+    base = load_file(folders[name] / "model.safetensors")
+    merged = load_file(root / found[0] / name / "merged" / "model.safetensors")
+    assert merged.keys() == base.keys()
+    changed = {key for key in base if not torch.equal(base[key], merged[key])}
+    targets = {row.base.hf for row in lora_map(Architecture.from_folder(folders[name]), 1, CASES[name])}
+    assert changed == targets
+
+
+def test_at_the_start_the_logits_are_those_of_the_base(folders, mesh):
+    lm = megatron_model(folders["qwen3"], mesh)
+    tokens = tokens_of(lm.architecture.vocab_size)
+    before = all_logits(lm, tokens)
+    add_lora(lm, EVERY)
+    assert torch.equal(all_logits(lm, tokens), before)
+
+
+def test_updates_off_is_the_base(folders, mesh):
+    base = megatron_model(folders["qwen3"], mesh)
+    lm = lora_model(folders["qwen3"], mesh, EVERY)
+    tokens = tokens_of(base.architecture.vocab_size)
+    adapted = all_logits(lm, tokens)
+    with pytest.raises(RuntimeError, match="inside"), updates_off(lm):
+        assert torch.equal(all_logits(lm, tokens), all_logits(base, tokens))
+        raise RuntimeError("inside")
+    assert torch.equal(all_logits(lm, tokens), adapted)
+    assert not torch.equal(adapted, all_logits(base, tokens))
+
+
+def test_generation_uses_the_updates(folders, mesh, tmp_path):
+    """Greedy responses, with the KV cache, against those of the merged model in transformers."""
+    name = "qwen3"
+    lm = lora_model(folders[name], mesh, CASES[name], torch.float64)
+    export_hf_folder(lm, folders[name], tmp_path / "merged", values=MergedWeights(lm))
+    prompts = prompts_of(lm.architecture.vocab_size)
+    asked = [Prompt(i, "", tuple(prompt)) for i, prompt in enumerate(prompts)]
+    params = SamplingParams(max_length=NEW_TOKENS, use_greedy=True)
+    tokenizer = load_tokenizer(folders[name])
+
+    def responses(model) -> list[list[int]]:
+        return NativeGenerator(model, tokenizer).generate(asked, 1, params, seed=0).tokens.tolist()
+
+    merged = transformers_model(tmp_path / "merged", torch.float64)
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": NEW_TOKENS}
+    expected = [
+        merged.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **options)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    assert responses(lm) == expected
+    assert responses(megatron_model(folders[name], mesh, torch.float64)) != expected
+
+
+@every_case
+def test_a_checkpoint_of_two_ranks_on_one(name, two_ranks, folders, mesh, root):
+    """Padding is cut."""
+    lm = megatron_model(folders[name], mesh)
+    add_lora(lm, CASES[name])
+    load_weights(lm, root / "two" / name / "checkpoints" / "step_00000001")
+    for key, value in whole_updates(lm).items():
+        assert torch.equal(value, two_ranks[name]["after"][key]), key
+
+
+def test_initial_a_has_pefts_distribution():
+    row = lora_map(wide_architecture(), 1, LoraSettings(64, 1.0, ("q_proj",), seed=1))[0].a
+    a = initial_a(row, seed=1)
+    assert a.shape == (64, 1024)
+    bound = 1 / math.sqrt(1024)  # sqrt(6 / ((1 + 5) in)), as kaiming_uniform_(a=sqrt(5)) has it
+    assert bound * 0.999 < a.abs().max() <= bound
+    assert a.std() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+    assert torch.equal(a, initial_a(row, seed=1))
+    assert not torch.equal(a, initial_a(row, seed=2))
+
+
+def wide_architecture() -> Architecture:
+    return Architecture.from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": 8,
+            "hidden_size": 1024,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 8,
+        }
+    )
+
+
+def test_layers_and_projections_start_differently(one_rank):
+    matrices = [value for key, value in one_rank["llama_bias_padded"]["initial"].items() if "lora_A" in key]
+    assert len({float(matrix.sum()) for matrix in matrices}) == len(matrices) == 2 * len(PROJECTIONS)
+
+
+def test_recomputed_layers_have_the_same_gradients(folders, mesh):
+    gradients = []
+    for recompute in (False, True):
+        lm = lora_model(folders["qwen3"], mesh, EVERY, torch.float64).train()
+        if recompute:
+            lm.config.recompute_granularity, lm.config.recompute_method = "full", "uniform"
+            lm.config.recompute_num_layers = 1
+        loss_in_float64(lm, tokens_of(lm.architecture.vocab_size)).backward()
+        gradients.append([p.grad for p in lm.parameters() if p.requires_grad])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+def test_names_of_the_configuration():
+    assert (*PROJECTIONS, ALL) == LORA_TARGETS
+    assert LoraSettings.of(4, 2.0, ["all"], 0).targets == PROJECTIONS
+    some = LoraSettings.of(4, 2.0, ["down_proj", "q_proj"], 0)
+    assert (some.targets, some.scale) == (("q_proj", "down_proj"), 0.5)

@@ -1,0 +1,191 @@
+"""Runs with LoRA: they learn; their checkpoints hold the updates alone and go on bit for bit, on their base only."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.models import tiny_llama_folder
+from helpers.policies import megatron_model
+from helpers.ranks import run_ranks
+from helpers.tiny_run import (
+    largest_difference,
+    metrics_of,
+    tiny_config,
+    tiny_overrides,
+    tiny_trainer,
+    without_times,
+)
+from megatron.core import dist_checkpointing
+from safetensors.torch import load_file
+
+from reinforce_rl.errors import CheckpointError
+from reinforce_rl.megatron.checkpoint import latest_checkpoint
+from reinforce_rl.megatron.convert import to_hf
+from reinforce_rl.megatron.hf_folder import HFFolder
+
+DRIVER = Path(__file__).parents[1] / "helpers" / "train_tiny.py"
+LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.peft.lora_tuning.alpha=8")
+LONG = (
+    *LORA,
+    "trainer.reinforce.max_epochs=12",
+    "trainer.reinforce.max_steps=24",
+    "trainer.reinforce.save_interval=12",
+    "trainer.reinforce.num_rollouts_per_prompt=8",
+    "trainer.reinforce.initial_policy_kl_penalty=0.01",
+    "model.optim.lr=0.02",
+)
+
+
+def run(folder: Path, mesh, *overrides: str):
+    with tiny_trainer(tiny_config(folder, *overrides), mesh) as trainer:
+        trainer.fit()
+    return trainer
+
+
+def parameters(trainer, trained: bool) -> dict[str, torch.Tensor]:
+    named = trainer.model.lm.named_parameters()
+    return {name: p.detach().clone() for name, p in named if p.requires_grad == trained}
+
+
+@pytest.fixture(scope="module")
+def whole_run(mesh, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder, mesh, *LONG)
+
+
+def test_learns_and_leaves_the_base(whole_run, mesh):
+    folder, trainer = whole_run
+    lines = [line for line in metrics_of(folder) if "train/rewards" in line]
+    rewards = [line["train/rewards"] for line in lines]
+    assert statistics.fmean(rewards[-6:]) > statistics.fmean(rewards[:6]) + 0.15
+    # The reference is the base, so the KL grows from exactly nothing.
+    assert lines[0]["train/init_policy_kl"] == 0
+    assert lines[-1]["train/init_policy_kl"] > 0.05
+    base = dict(megatron_model(folder / "model", mesh).named_parameters())
+    frozen = parameters(trainer, trained=False)
+    assert frozen.keys() == base.keys()
+    assert all(torch.equal(frozen[name], base[name]) for name in base)
+
+
+def test_checkpoint_holds_the_updates_alone(whole_run):
+    folder, trainer = whole_run
+    checkpoint = latest_checkpoint(folder / "run" / "checkpoints")
+    stored = dist_checkpointing.load_tensors_metadata(str(checkpoint.folder / "model"))
+    assert all("lora_A" in name or "lora_B" in name for name in stored)
+    updates = sum(p.numel() for p in parameters(trainer, trained=True).values())
+    # Themselves and Adam's two moments of them.
+    assert sum(tensor.local_shape[0] * tensor.local_shape[1] for tensor in stored.values()) == 3 * updates
+
+
+def test_goes_on_bit_for_bit(whole_run, mesh, tmp_path):
+    run(tmp_path, mesh, *LONG, "trainer.reinforce.max_steps=12")
+    again = run(tmp_path, mesh, *LONG)
+    found, expected = metrics_of(tmp_path), metrics_of(whole_run[0])
+    assert [without_times(line) for line in found] == [without_times(line) for line in expected]
+    mine, others = parameters(again, trained=True), parameters(whole_run[1], trained=True)
+    assert all(torch.equal(mine[name], others[name]) for name in others)
+
+
+@pytest.fixture(scope="module")
+def short_run(mesh, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("short")
+    run(folder, mesh, *LORA, "trainer.reinforce.max_steps=1")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], ["holds LoRA updates only, but this run has all weights", "model.peft.peft_scheme"]),
+        ([*LORA, "model.peft.lora_tuning.alpha=9"], ["lora_tuning.alpha: 8.0 there, 9.0 here"]),
+        ([*LORA, "model.peft.lora_tuning.adapter_dim=5"], ["adapter_dim: 4 there, 5 here"]),
+        ([*LORA, "model.peft.lora_tuning.target_modules=[q_proj]"], ["target_modules", "['q_proj'] here"]),
+    ],
+)
+def test_another_shape_is_refused(short_run, mesh, overrides, words):
+    with pytest.raises(CheckpointError) as raised, tiny_trainer(tiny_config(short_run, *overrides), mesh):
+        pass
+    assert [word for word in [*words, "explicit_log_dir"] if word not in str(raised.value)] == [], raised.value
+
+
+def test_another_base_is_refused(short_run, mesh, tmp_path):
+    other = tiny_llama_folder(tmp_path / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=1)
+    config = tiny_config(short_run, *LORA, f"pretrained_checkpoint.restore_from_path={other}")
+    with pytest.raises(CheckpointError, match=r"restore_from_path \(fingerprint\)"), tiny_trainer(config, mesh):
+        pass
+
+
+def test_a_checkpoint_of_all_weights_is_refused(mesh, tmp_path):
+    run(tmp_path, mesh, "trainer.reinforce.max_steps=1")
+    with (
+        pytest.raises(CheckpointError, match="holds all weights, but this run has LoRA updates only"),
+        tiny_trainer(tiny_config(tmp_path, *LORA), mesh),
+    ):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["data parallel", "tensor parallel"])
+def test_two_ranks_equal_one(tensor_parallel, mesh, tmp_path):
+    short = [*LORA, "trainer.reinforce.max_steps=3", "trainer.reinforce.max_epochs=2"]
+    more = [
+        "trainer.devices=2",
+        f"model.tensor_model_parallel_size={tensor_parallel}",
+        "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
+    ]
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_ranks(DRIVER, 2, *tiny_overrides(two), *short, *more, timeout=240)
+    trainer = run(one, mesh, *short)
+    for lines in zip(metrics_of(two), metrics_of(one), strict=True):
+        found, expected = map(without_times, lines)
+        # Micro-batches of half the samples are padded otherwise.
+        assert found.pop("train/padding_fraction") >= 0 <= expected.pop("train/padding_fraction")
+        assert largest_difference(found, expected) < 1e-3
+    trainer.model.export(one / "model", one / "run" / "hf")
+    trainer.model.export_adapter(one / "model", one / "run" / "adapter")
+    for file in ("hf/model.safetensors", "adapter/adapter_model.safetensors"):
+        found, expected = (load_file(folder / "run" / file) for folder in (two, one))
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-3, rtol=0)
+
+
+def test_fingerprint(tmp_path):
+    """The same for other files of the same weights, another one for other weights."""
+    one = HFFolder(tiny_llama_folder(tmp_path / "one"))
+    many = HFFolder(tiny_llama_folder(tmp_path / "many", max_shard_size="20KB"))
+    assert len({entry.name for entry in many.folder.glob("*.safetensors")}) > 1
+    assert one.fingerprint() == many.fingerprint()
+    others = [tiny_llama_folder(tmp_path / "seed", seed=1), tiny_llama_folder(tmp_path / "wide", ffn=96)]
+    assert len({one.fingerprint(), *(HFFolder(folder).fingerprint() for folder in others)}) == 3
+
+
+def test_exports_at_the_end(whole_run, tmp_path):
+    folder, trainer = whole_run
+    merged = load_file(trainer.model.export(folder / "model", tmp_path / "hf") / "model.safetensors")
+    adapter = trainer.model.export_adapter(folder / "model", tmp_path / "adapter")
+    values = load_file(adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    base = load_file(folder / "model" / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj"
+    a, b = (values[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+    update = config["lora_alpha"] / config["r"] * b @ a
+    torch.testing.assert_close(merged[f"{name}.weight"], base[f"{name}.weight"] + update, atol=1e-6, rtol=0)
+    assert update.abs().max() > 1e-2
+    assert config["base_model_name_or_path"] == str(folder / "model")
+
+
+def test_a_checkpoint_as_a_hugging_face_folder(whole_run, mesh, tmp_path):
+    """`convert_checkpoint.py to-hf` merges what the run itself would."""
+    folder, trainer = whole_run
+    expected = load_file(trainer.model.export(folder / "model", tmp_path / "hf") / "model.safetensors")
+    found = load_file(to_hf(folder / "run", tmp_path / "again", mesh, model=folder / "model") / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    other = tiny_llama_folder(tmp_path / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=1)
+    with pytest.raises(CheckpointError, match="fingerprint"):
+        to_hf(folder / "run", tmp_path / "wrong", mesh, model=other)
