@@ -209,6 +209,8 @@ def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
 
 def join_rollouts(parts: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
     """Rollouts of several rounds as one batch, padded to the widest; at least one part."""
+    # A round in which this rank had no prompt knows neither the generator's log-probs nor the names of sources.
+    parts = [part for part in parts if len(part.rewards)] or parts[:1]
     if len(parts) == 1:
         return parts[0]
     width, used = max(part.width for part in parts), max(part.sequences.shape[1] for part in parts)

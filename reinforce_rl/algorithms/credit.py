@@ -122,12 +122,14 @@ def whiten(
     Returns:
         [N, T], 0 outside the mask. Fewer than two units, or none that differ, give 0.
     """
-    weights = mask.double()
+    weights = units = mask.double()
     if unit == "sequence":
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)
+        weights, units = weights / weights.sum(-1, keepdim=True).clamp(min=1), mask.any(-1).double()
     exact = torch.where(mask, values, 0.0).double()
-    count, sum_of_values = total(torch.stack((weights.sum(), (weights * exact).sum()))).cpu()
+    count, sum_of_values = total(torch.stack((units.sum(), (weights * exact).sum()))).cpu()
     mean = sum_of_values / count.clamp(min=1)
     (squares,) = total((weights * (exact - mean) ** 2).sum()[None]).cpu()
     variance = squares / (count - 1).clamp(min=1)
-    return torch.where(mask, (exact - mean) * (variance + VARIANCE_EPSILON).rsqrt(), 0.0).to(values.dtype)
+    # The tokens of a single response may differ, but there is nothing to compare them with.
+    counted = mask & (count.item() > 1)
+    return torch.where(counted, (exact - mean) * (variance + VARIANCE_EPSILON).rsqrt(), 0.0).to(values.dtype)

@@ -111,7 +111,7 @@ class KLCoefficient:
     Attributes:
         value: beta now.
         target: nats a response to hold the measured KL at; None leaves beta alone.
-        horizon: responses in which an error of 20 % or more changes beta by 20 %.
+        horizon: responses in which an error of 20 % or more changes beta by 20 %. One step never changes it by more.
     """
 
     value: float
@@ -123,4 +123,5 @@ class KLCoefficient:
         if self.target is None or not math.isfinite(measured):
             return
         error = min(max(measured / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * responses / self.horizon
+        # A step of more responses than five horizons would else turn beta negative.
+        self.value *= 1.0 + error * min(responses / self.horizon, 1.0)

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from reinforce_rl.algorithms.kl import kl_loss_terms
 
+# Above it a ratio has no meaning left. Without a bound it would become infinite, and infinity times an advantage or a
+# gradient of 0 is NaN. verl has the same bound.
+MAX_LOG_RATIO = 20.0
+
 
 @dataclass(frozen=True)
 class LossSettings:
@@ -133,6 +137,7 @@ def policy_terms(
             sequence: the same with rho = pi / pi_old of the whole response, as TRL's RLOO.
             sequence_geometric: rho to the power of 1 / length (GSPO, arXiv:2507.18071).
         clip_low, clip_high: rho is clipped to 1 - clip_low .. 1 + clip_high (they differ in DAPO's clip-higher).
+            Beyond exp(`MAX_LOG_RATIO`) it is cut off for every advantage.
 
     Returns:
         terms [N, T] with gradient, rho [N, T] detached, and bool [N, T] where clipping stopped the gradient.
@@ -146,13 +151,14 @@ def policy_terms(
         if ratio == "sequence_geometric":
             difference = difference / lengths
         difference = difference.expand_as(log_probs)
-    rho = difference.exp()
+    rho = difference.clamp(max=MAX_LOG_RATIO).exp()
     free, bounded = rho * advantages, rho.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     terms = -torch.minimum(free, bounded)
     if ratio == "sequence":
         # The ratio's gradient is already the sum over the response's tokens: each carries its share of the term.
         terms = terms / lengths
-    return terms, rho.detach(), (bounded < free) & mask
+    cut_off = (difference > MAX_LOG_RATIO) & (advantages < 0)
+    return terms, rho.detach(), ((bounded < free) | cut_off) & mask
 
 
 def generator_weights(

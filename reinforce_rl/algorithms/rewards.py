@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from reinforce_rl.algorithms.filtering import TOLERANCE
 from reinforce_rl.algorithms.moments import RunningMoments
 
 
@@ -68,9 +69,10 @@ def shape_rewards(
     elif shaping.standardisation == "running":
         if past.count < 2:
             past = RunningMoments.of(rewards[valid])
-        # Rewards that never differed are left at zero instead of blown up.
+        # Rewards that differed by rounding alone are left at zero instead of blown up.
+        differed = past.deviation > TOLERANCE * max(abs(past.mean), 1.0)
         level = torch.where(valid, 0.0, shaped)
-        shaped = (shaped - past.mean) / past.deviation if past.deviation > 1e-8 else level
+        shaped = (shaped - past.mean) / past.deviation if differed else level
     shaped = shaped * shaping.scale
     if shaping.clip is not None:
         shaped = shaped.clamp(-shaping.clip, shaping.clip)

@@ -152,7 +152,9 @@ def update_metrics(
 
     if tokens:
         metrics["clip_fraction"] = of_tokens("clipped")
-        metrics["effective_sample_size"] = total["weights"] ** 2 / (tokens * total["squares"])
+        # Weights that all underflow to 0 leave nothing to learn from.
+        squares = total["squares"]
+        metrics["effective_sample_size"] = total["weights"] ** 2 / (tokens * squares) if squares else 0.0
     if total.get("padded_tokens"):
         metrics["padding_fraction"] = 1.0 - total["sequence_tokens"] / total["padded_tokens"]
     for name in ("entropy", "generator_gap", "generator_kl", "generator_capped"):

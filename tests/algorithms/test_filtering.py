@@ -1,36 +1,57 @@
-"""Which groups have rewards that differ."""
+"""Which groups teach something."""
 
 from __future__ import annotations
 
 import math
 
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from reinforce_rl.algorithms.filtering import in_group_with_spread
-
-
-def test_groups_with_and_without_spread():
-    rewards = torch.tensor([1.0, 1.0, 2.0, 2.0 + 1e-8, 5.0, 7.0, math.nan, 0.0, 1.0])
-    groups = torch.tensor([3, 3, 8, 8, 4, 4, 4, 9, 1])
-    valid = torch.tensor([True, True, True, True, True, True, False, True, False])
-    # Equal; equal but for rounding; different, the unscored member of that group too; alone; none valid.
-    expected = [False, False, False, False, True, True, True, False, False]
-    assert in_group_with_spread(rewards, groups, valid).tolist() == expected
+from reinforce_rl.algorithms.filtering import TOLERANCE, in_group_with_spread
 
 
-def test_an_invalid_sample_makes_no_spread():
-    groups = torch.zeros(3, dtype=torch.long)
-    valid = torch.tensor([True, True, False])
-    assert not in_group_with_spread(torch.tensor([1.0, 1.0, 9.0]), groups, valid).any()
+def differs(rewards: list[float], groups: list[int], valid: list[bool] | None = None, dtype=torch.float64):
+    valid = [True] * len(rewards) if valid is None else valid
+    found = in_group_with_spread(
+        torch.tensor(rewards, dtype=dtype), torch.tensor(groups).long(), torch.tensor(valid).bool()
+    )
+    assert found.dtype == torch.bool
+    return found.tolist()
 
 
-def test_spread_is_measured_against_the_rewards_size():
-    groups = torch.zeros(2, dtype=torch.long)
-    valid = torch.ones(2, dtype=torch.bool)
-    assert in_group_with_spread(torch.tensor([0.0, 1e-5]), groups, valid).all()
-    assert not in_group_with_spread(torch.tensor([1e6, 1e6 + 0.06]), groups, valid).any()
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 1e6]), st.sampled_from([-(2**62), 0, 3]), st.booleans()),
+        max_size=12,
+    ),
+    st.sampled_from([math.nan, math.inf, -math.inf]),
+)
+def test_by_brute_force_whatever_the_invalid_hold(rows, anything):
+    expected = [len({r for r, other, ok in rows if ok and other == group}) > 1 for _, group, _ in rows]
+    rewards = [reward if ok else anything for reward, _, ok in rows]
+    assert differs(rewards, [row[1] for row in rows], [row[2] for row in rows]) == expected
 
 
-def test_no_samples():
-    nothing = torch.zeros(0)
-    assert in_group_with_spread(nothing, nothing.long(), nothing.bool()).tolist() == []
+def test_every_sample_of_a_group_has_the_answer_of_the_group():
+    assert differs([1.0, 1.0, 2.0, 3.0, 3.0], [7, 7, 7, 9, 9]) == [True] * 3 + [False] * 2
+
+
+def test_fewer_than_two_valid_samples_have_no_spread():
+    assert differs([1.0, 5.0, math.nan], [0, 1, 1], [True, True, False]) == [False] * 3
+    assert differs([1.0, 5.0], [0, 0], [False, False]) == [False] * 2
+
+
+def test_a_group_of_equal_rewards_and_a_failed_one_has_none():
+    assert differs([1.0, 1.0, 1.0, 0.0], [0] * 4, [True, True, True, False]) == [False] * 4
+
+
+@pytest.mark.parametrize("size", [0.0, 1.0, -0.3, 1e3, -1e6])
+def test_rounding_is_no_spread_at_any_size(size):
+    step = TOLERANCE * max(abs(size), 1.0)
+    assert differs([size, size + 0.5 * step], [0, 0]) == [False] * 2
+    assert differs([size, size + 2 * step], [0, 0]) == [True] * 2
+    noisy = torch.tensor([size, size]) * torch.tensor([1.0, 1.0 + 2**-23])
+    assert differs(noisy.tolist(), [0, 0], dtype=torch.float32) == [False] * 2

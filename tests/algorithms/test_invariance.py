@@ -271,3 +271,50 @@ def test_nearly_equal_others_do_not_blow_up():
     for estimator in ADVANTAGE_ESTIMATORS:
         found = estimator_of(estimator)(RewardGroups.of(rewards, torch.zeros(8).long()))
         assert found.values.abs().max() < 3
+
+
+def hard_batches() -> dict[str, Batch]:
+    """In float32, as in a run: what has made peers divide by zero or exceed the range of a float."""
+    groups = torch.arange(7).repeat_interleave(2)
+    generator = torch.Generator().manual_seed(0)
+    log_probs = -3 * torch.rand(len(groups), 4, generator=generator)
+    largest = 0.99 * MAX_REWARD
+    far = torch.where(torch.arange(len(groups))[:, None] % 2 == 0, 150.0, -150.0)
+    near = (groups < 4)[:, None]
+    easy = Batch(
+        rewards=torch.randn(len(groups), generator=generator),
+        group_ids=groups,
+        valid=torch.ones(len(groups), dtype=torch.bool),
+        lengths=torch.tensor([4, 1, 2, 3, 4, 1, 2] * 2),
+        log_probs=log_probs,
+        old=torch.where(near, log_probs + 0.1, log_probs - far),
+        generator=torch.where(near, log_probs - 0.1, log_probs - far.roll(1, 0)),
+        reference=log_probs - 0.2,
+    )
+    one = torch.arange(len(groups)) == 4
+    rewards = torch.tensor([1 / 3, 1 / 3, largest, -largest, largest - 1 / 3, largest - 1 / 3] + [0.5, -0.5] * 4)
+    lengths = torch.where(torch.arange(len(groups)) % 4 == 1, 0, easy.lengths)
+    return {
+        "everything": replace(easy, rewards=rewards, lengths=lengths, valid=torch.arange(len(groups)) != 7),
+        "equal rewards": replace(easy, rewards=torch.full((len(groups),), 1 / 3), reference=log_probs),
+        "one valid token": replace(easy, valid=one, lengths=torch.ones_like(groups)),
+        "nothing valid": replace(easy, valid=~one & one),
+    }
+
+
+HARD = hard_batches()
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("whitening", ADVANTAGE_WHITENINGS)
+@pytest.mark.parametrize("name", HARD)
+def test_no_choice_gives_a_nan_or_an_infinity(estimator, whitening, name):
+    """For every credit, aggregation and ratio that the configuration lets through."""
+    for credit in CREDIT_ASSIGNMENTS:
+        for aggregation in LOSS_AGGREGATIONS:
+            for ratio in IMPORTANCE_RATIOS:
+                if credit == "sequence" or not ratio.startswith("sequence"):
+                    loss = LossSettings(aggregation, ratio, generator_correction="sequence")
+                    choice = Choice(estimator, credit, whitening, loss)
+                    found = chain(HARD[name], choice)
+                    assert found.dtype == torch.float32 and torch.isfinite(found).all(), str(choice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from reinforce_rl.algorithms.loss import Denominators, LossInputs, LossSettings, policy_loss
@@ -18,3 +19,14 @@ def reinforce_loss(
     """REINFORCE with one advantage a response: [N]."""
     inputs = LossInputs(mask, advantages[:, None].expand(mask.shape), trains)
     return policy_loss(log_probs, None, inputs, denominators, LossSettings(aggregation))[0]
+
+
+def random_batch(rows: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs [rows, width], mask, advantages [rows] and which of them train; responses may be empty."""
+    generator = torch.Generator().manual_seed(seed)
+    log_probs = -torch.rand(rows, width, dtype=torch.float64, generator=generator) * 5
+    lengths = torch.randint(0, width + 1, (rows,), generator=generator)
+    mask = torch.arange(width)[None, :] < lengths[:, None]
+    advantages = torch.randn(rows, dtype=torch.float64, generator=generator)
+    valid = torch.rand(rows, generator=generator) < 0.7
+    return log_probs, mask, advantages, valid
