@@ -245,8 +245,6 @@ def trained_state(lm: CausalLM) -> dict[str, Any]:
         if name not in own:
             continue  # of another rank's layers
         axes = {} if row.split is None else {row.hf: row.split.axis}
-        sharded = make_sharded_tensors_for_checkpoint(
-            {row.hf: own[name]}, "", axes, tp_group=lm.mesh.tp_group, dp_cp_group=lm.mesh.dp_group
-        )
+        sharded = make_sharded_tensors_for_checkpoint({row.hf: own[name]}, "", axes)
         found[local_names[id(own[name])]] = sharded[row.hf]
     return found

@@ -142,10 +142,9 @@ def test_a_checkpoint_of_all_weights_is_refused(mesh, tmp_path):
         ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
         ["model.pipeline_model_parallel_size=2"],
         ["model.context_parallel_size=2"],
-        ["model.optim.distributed=true"],
         ["model.tensor_model_parallel_size=2", *RECOMPUTED],
     ],
-    ids=["data", "tensor", "sequence", "pipeline", "context", "sharded optimizer", "recomputed"],
+    ids=["data", "tensor", "sequence", "pipeline", "context", "recomputed"],
 )
 def test_two_ranks_equal_one(layout, mesh, tmp_path):
     short = [*LORA, "trainer.reinforce.max_steps=3", "trainer.reinforce.max_epochs=2"]
