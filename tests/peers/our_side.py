@@ -41,6 +41,7 @@ class OneRank:
     """In place of a mesh."""
 
     dp_rank = 0
+    device = torch.device("cpu")
 
     def gather_over_dp(self, value: Any) -> list[Any]:
         return [value]
@@ -58,6 +59,7 @@ class GivenLogProbs:
     def __init__(self, config: TrainConfig, batch: Batch):
         sampling = SimpleNamespace(max_length=config.model.reinforce.length_params.max_length)
         self.mesh = OneRank()
+        self.lora = None
         self.settings = SimpleNamespace(sampling=sampling, seed=0)
         self.generator = SimpleNamespace(refit=lambda: None)
         self._loss = loss_settings(config.trainer.reinforce)
