@@ -190,7 +190,12 @@ class Recorder(SilentMonitor):
         self.kl: list[float] = []
 
     def log_step(
-        self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float], rows: Sequence[RolloutRow]
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        timings: Mapping[str, float],
+        rows: Sequence[RolloutRow],
+        memory: Mapping[str, float],
     ) -> None:
         self.training.append(true_mean(rows))
         self.kl.append(metrics["init_policy_kl"])
@@ -202,7 +207,13 @@ class Recorder(SilentMonitor):
 class NoCheckpoints:
     """In place of the checkpointer: the trainer saves once at its end, which takes longer than a step."""
 
-    def save(self, step: int, state: dict) -> None:
+    def save(self, step: int, state: dict, *, keep: Sequence[int]) -> None:
+        pass
+
+    def poll(self) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
 
