@@ -375,10 +375,10 @@ def _best_checkpoints(cfg: TrainConfig) -> Iterator[str]:
         yield f"{key}.best_metric is {saving.best_metric!r}; expected a metric of validation, such as val/rewards"
     if saving.keep_best < 1:
         return
-    if cfg.trainer.reinforce.val_check_interval == 0:
-        yield f"{key}.keep_best is {saving.keep_best}, but trainer.reinforce.val_check_interval is 0: no validation"
     if cfg.model.data.data_prefix.validation is None:
         yield f"{key}.keep_best is {saving.keep_best}, but model.data.data_prefix.validation is not set: no validation"
+    elif cfg.trainer.reinforce.val_check_interval == 0:
+        yield f"{key}.keep_best is {saving.keep_best}, but trainer.reinforce.val_check_interval is 0: no validation"
 
 
 def _files(cfg: TrainConfig) -> Iterator[str]:
