@@ -143,6 +143,8 @@ def build_monitor(
     monitor = RunMonitor(folder, Loggers(loggers), RolloutWriter(folder, resume_step), progress)
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
+    if datasets.train.blend is not None:
+        monitor.note(str(datasets.train.blend))
     monitor.note(f"Everything of this run goes to {folder.absolute()}")
     return monitor, wandb_run_id
 
@@ -206,6 +208,7 @@ def build_sampler(cfg: TrainConfig, train_set: PromptDataset) -> PromptSampler:
         seed=cfg.model.seed,
         shuffle=cfg.model.data.shuffle,
         max_epochs=cfg.trainer.reinforce.max_epochs,
+        blend=train_set.blend,
     )
 
 

@@ -187,7 +187,7 @@ class OptimConfig:
 
 @dataclass
 class DataPrefixConfig:
-    train: str | list[str]
+    train: str | list[float | str]  # `data_prefix.py` says which lists mean something
     validation: str | list[str] | None = None
     test: str | list[str] | None = None
 

@@ -26,7 +26,8 @@ class Prompt:
     """One prompt of a data set.
 
     Attributes:
-        id: its index in the data set, unique there; it keys sampling noise and names the group of its samples.
+        id: its index in the data set, unique there; it keys sampling noise and names the group of its samples. With
+            weighted blending, the index plus the size of the data set for each pass over its file before this one.
         text: as given to the tokenizer, chat template applied.
         tokens: its token ids, never padded.
         metadata: every other field of its JSON line, untouched.

@@ -25,7 +25,7 @@ class RolloutRow:
 
     Attributes:
         step: the optimizer step that it was sampled before, or the step after which it was validated.
-        prompt_id: `Prompt.id`, the index in the data set.
+        prompt_id: `Prompt.id`, with weighted blending modulo the size of the data set its index there.
         sample_id: 0 .. G-1 among the samples of the prompt.
         prompt: its text.
         response: its text.
