@@ -224,6 +224,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["exp_manager.checkpoint_callback_params.best_mode=highest"],
         ["best_mode is 'highest'", "max, min"],
     ),
+    ("padding", [f"{RL}.rollout_batch_seq_length=65"], ["rollout_batch_seq_length is 65", "encoder_seq_length", "64"]),
     ("few tokens", ["model.tokens_per_micro_batch=63"], ["tokens_per_micro_batch is 63", "encoder_seq_length", "64"]),
     ("peft scheme", ["model.peft.peft_scheme=ptuning"], ["peft_scheme is 'ptuning'", "lora", "null"]),
     (
