@@ -177,7 +177,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
 
 
 def _reward_names(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Where each source of rewards is configured, and the name that its scores are logged under; none of a single one."""
+    """Where each source is configured, and the name that its scores are logged under; none of a single one."""
     remote = cfg.remote_rm
     if remote.more_reward_models or remote.reward_model.weight != 1.0:
         yield "remote_rm.reward_model", remote.reward_model.name

@@ -128,7 +128,8 @@ class MegatronGPTReinforceActorModel:
     ) -> Completions:
         """`num_samples` responses to each prompt, prompt-major, with training's or validation's sampling."""
         params = self.settings.val_sampling if validation else self.settings.sampling
-        return self.generator.generate(prompts, num_samples, params, seed)
+        found = self.generator.generate(prompts, num_samples, params, seed)
+        return found.within_vocabulary(self.lm.architecture.vocab_size, self.pad_id)
 
     def get_inference_log_probs(self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
         """Log-probs of the response tokens under the policy, without gradient.

@@ -14,8 +14,8 @@ from reinforce_rl.monitoring.base import SUCCESS
 class TensorboardLogger:
     """One event file with every number of the run, each once. tensorboard itself is imported here and nowhere else.
 
-    Event files can only be appended to. So a run that goes on writes a new one, from the lines of `metrics.jsonl` up to
-    its checkpoint, and removes the old ones: no reader finds the steps that are made again twice.
+    Event files can only be appended to. So a run that goes on writes a new one, from the lines of `metrics.jsonl` up
+    to its checkpoint, and removes the old ones: no reader finds the steps that are made again twice.
 
     Args:
         folder: of the event files, and of nothing else.
