@@ -349,7 +349,7 @@ def _shape(cfg: TrainConfig, config_file: Path) -> Iterator[str]:
         yield (
             f"model.pipeline_model_parallel_size is {stages}, which does not divide the {layers} layers "
             f"(num_hidden_layers) of {config_file}; choose another, or say how many the first stage has: "
-            "model.megatron_overrides={num_layers_in_first_pipeline_stage: N}"
+            "+model.megatron_overrides.num_layers_in_first_pipeline_stage=N"
         )
 
 

@@ -95,8 +95,8 @@ class RolloutBatch:
         sample_ids: int64 [N], 0 .. G-1 within a group.
         finish_reasons: N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`.
         rewards: float32 [N] from the reward source; NaN where scoring failed.
-        valid: bool [N]; False leaves a sample out of every sum and every count (scoring failed, dropped, empty, outside
-            the vocabulary).
+        valid: bool [N]; False leaves a sample out of every sum and every count (scoring failed, dropped, empty,
+            outside the vocabulary).
         generator_log_probs: float32 [N, T] as the generator reported them, or None where it reports none.
         log_probs: float32 [N, T] of the response tokens under the actor at the sampling temperature, before any
             optimizer step on this batch; 0 on padding; None where nobody reads them.

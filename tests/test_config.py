@@ -360,6 +360,11 @@ def test_the_script_finds_a_key_in_another_group(folder):
     assert "trainer.max_steps is not a key" in said and "trainer.reinforce.max_steps" in said
 
 
+def test_the_script_says_how_to_fill_a_group_of_free_names(folder):
+    said = run_script(*right(folder), "model.megatron_overrides={layernorm_epsilon: 0.5}")
+    assert "give each as +model.megatron_overrides.NAME=VALUE" in said
+
+
 def test_the_script_says_what_must_be_set_and_what_is_missing(folder):
     said = run_script("model.optim.lr=0", f"model.data.data_prefix.train={folder}/none.jsonl")
     assert "pretrained_checkpoint.restore_from_path is not set" in said

@@ -19,8 +19,8 @@ class PromptSampler:
     Each epoch is a permutation that depends on (seed, epoch) alone. With a blend, an epoch has as many draws but gives
     each file its share of them instead; see `Blend`, also for the numbers of prompts that come again.
 
-    The last batch of an epoch is smaller where the
-    number of prompts does not divide; it is never filled with prompts of this or the next epoch.
+    The last batch of an epoch is smaller where the number of prompts does not divide; it is never filled with prompts
+    of this or the next epoch.
 
     Args:
         num_prompts: size of the data set.

@@ -34,7 +34,7 @@ class RolloutRow:
         reward_with_kl: reward minus beta times kl.
         baseline: what was subtracted.
         advantage: what multiplied the log-probs.
-        finish_reason: `FINISH_STOP` or `FINISH_LENGTH`.
+        finish_reason: of `rollout.py`: `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`.
         response_length: tokens, the stop token included.
         valid: False where the sample was left out of the loss.
     """
