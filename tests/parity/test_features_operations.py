@@ -81,8 +81,9 @@ class TestRewardClient:
         with tiny_trainer(tiny_config(tmp_path, ONE_STEP), mesh, Source()) as trainer:
             model = trainer.model
             for name in ("infer", "get_inference_log_probs", "get_init_policy_logprobs"):
+                call = getattr(model, name)
 
-                def spy(*args, name=name, call=getattr(model, name), **options):
+                def spy(*args, name=name, call=call, **options):
                     log.append(name)
                     return call(*args, **options)
 
