@@ -7,11 +7,24 @@ import torch
 from helpers.public_configs import CONFIGS, PARAMETERS
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-SHAPE = (
-    "hidden_act hidden_size intermediate_size max_position_embeddings num_attention_heads num_hidden_layers "
-    "num_key_value_heads head_dim rms_norm_eps tie_word_embeddings vocab_size sliding_window use_sliding_window "
-    "attention_bias attention_dropout rope_theta"
-).split()
+SHAPE = [
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "vocab_size",
+    "sliding_window",
+    "use_sliding_window",
+    "attention_bias",
+    "attention_dropout",
+    "rope_theta",
+]
 
 # Where a class without arguments is another model than ours: its predecessor, or none that was published.
 OTHERWISE = {

@@ -236,7 +236,7 @@ def test_defect_12_misconfigurations_are_told_at_the_start_and_together(tmp_path
 
 
 def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tmp_path):
-    """Readiness is asked for, bad samples fail alone, tokenizers are compared, a stop is clean, calls have deadlines."""
+    """Readiness is asked for, bad samples fail alone, tokenizers are compared, stops are clean, deadlines hold."""
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     server = ToyServer(tmp_path).start()
     client = RemoteGPTRMClient(port=server.port, deadline_seconds=20, first_backoff_seconds=0.02)
