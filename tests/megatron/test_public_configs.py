@@ -1,4 +1,4 @@
-"""The shapes in `helpers/public_configs.py`, which come from no model hub, against what transformers knows by itself."""
+"""The shapes in `helpers/public_configs.py`, which come from no model hub, against what transformers knows."""
 
 from __future__ import annotations
 

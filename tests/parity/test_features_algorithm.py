@@ -346,3 +346,21 @@ class TestLoad:
         assert same_as(plain, lines)
         used = sum(3 + row["response_length"] for row in rollouts_of(tmp_path, 1))
         assert lines[0]["train/padding_fraction"] == pytest.approx(1 - used / (16 * 15))
+
+    @pytest.mark.slow
+    def test_feature_padding_to_a_fixed_length_on_context_parallel_ranks(self, tmp_path, plain):
+        """Which positions a rank has depends on the padded length."""
+        processes = TrainerProcesses()
+        try:
+            keys = ["model.context_parallel_size=2", f"{RL}.rollout_batch_seq_length=15", f"{RL}.max_epochs=2"]
+            processes.start(
+                tmp_path,
+                "trainer.devices=2",
+                "model.data.data_prefix.train=" + str(plain / "train.jsonl"),
+                *keys,
+                ranks=2,
+            )
+            assert processes.wait() == 0, (tmp_path / "log").read_text()
+        finally:
+            processes.close()
+        assert same_as(plain, metrics_of(tmp_path))
