@@ -34,7 +34,7 @@ from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, OptimizerSettings, build_optimizer
 from reinforce_rl.megatron.transformer_config import ModelOptions
 from reinforce_rl.monitoring.base import Loggers, MetricLogger
-from reinforce_rl.monitoring.jsonl import JsonlLogger
+from reinforce_rl.monitoring.jsonl import JsonlLogger, read_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
@@ -123,6 +123,11 @@ def build_monitor(
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "config.yaml", OmegaConf.to_yaml(plain_config))
     loggers: list[MetricLogger] = [JsonlLogger(folder / "metrics.jsonl", resume_step=resume_step)]
+    if cfg.exp_manager.create_tensorboard_logger:
+        from reinforce_rl.monitoring.tensorboard_logger import TensorboardLogger
+
+        past = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+        loggers.append(TensorboardLogger(folder / "tensorboard", past))
     wandb_run_id = checkpoint.trainer_state["wandb_run_id"] if checkpoint else None
     if cfg.exp_manager.create_wandb_logger:
         from reinforce_rl.monitoring.wandb_logger import WandbLogger
@@ -143,6 +148,8 @@ def build_monitor(
     monitor = RunMonitor(folder, Loggers(loggers), RolloutWriter(folder, resume_step), progress)
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
+    if datasets.train.blend is not None:
+        monitor.note(str(datasets.train.blend))
     monitor.note(f"Everything of this run goes to {folder.absolute()}")
     return monitor, wandb_run_id
 
@@ -206,6 +213,7 @@ def build_sampler(cfg: TrainConfig, train_set: PromptDataset) -> PromptSampler:
         seed=cfg.model.seed,
         shuffle=cfg.model.data.shuffle,
         max_epochs=cfg.trainer.reinforce.max_epochs,
+        blend=train_set.blend,
     )
 
 
@@ -257,6 +265,9 @@ def build_trainer(
         run_timer=RunTimer(None if duration is None else parse_duration(duration)),
         prompts_per_update=cfg.prompts_per_update,
         best=BestCheckpoints(saving.keep_best, saving.best_metric, saving.best_mode),
+        test_dataloader_builder=partial(FixedPrompts, datasets.test, None, mesh.dp_rank, mesh.dp_size)
+        if datasets.test is not None
+        else None,
     )
     if checkpoint is not None:
         check_lora_identity(model.lora, checkpoint.folder, checkpoint.trainer_state)
@@ -308,6 +319,7 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             forward_micro_batch_size=rollout.forward_micro_batch_size,
             seed=cfg.model.seed,
             tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
+            pad_to=cfg.trainer.reinforce.rollout_batch_seq_length or 0,
             logits_chunk_tokens=cfg.model.logits_chunk_tokens,
             offload_optimizer=rollout.offload_adam_states,
             loss=loss_settings(cfg.trainer.reinforce),

@@ -82,6 +82,8 @@ def _explain(error: Exception, config_file: Path) -> str:
         return text
     known = _dotted_keys(OmegaConf.to_container(OmegaConf.load(config_file)))
     wanted = unknown.group(1)
+    if wanted in known:  # an empty group, into which Hydra lets nothing without a plus
+        return f"{wanted} has entries of your own names; give each as +{wanted}.NAME=VALUE"
     close = difflib.get_close_matches(wanted, known, n=3)
     last_part = [key for key in known if key.split(".")[-1] == wanted.split(".")[-1]]
     suggestions = list(dict.fromkeys([*last_part, *close]))[:3]
@@ -90,6 +92,6 @@ def _explain(error: Exception, config_file: Path) -> str:
 
 
 def _dotted_keys(node: object, prefix: str = "") -> list[str]:
-    if not isinstance(node, dict):
+    if not isinstance(node, dict) or not node:
         return [prefix[:-1]]
     return [key for name, child in node.items() for key in _dotted_keys(child, f"{prefix}{name}.")]

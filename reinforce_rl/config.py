@@ -64,6 +64,7 @@ class ReinforceConfig:
     dynamic_filtering: bool = False
     max_resampling_rounds: int = 3
     max_failed_fraction: float = 0.1
+    rollout_batch_seq_length: int | None = None
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
 
     @property
@@ -125,6 +126,7 @@ class ExpManagerConfig:
     name: str = "reinforce"
     resume_if_exists: bool = True
     max_time_per_run: str | None = None
+    create_tensorboard_logger: bool = False
     create_wandb_logger: bool = False
     wandb_logger_kwargs: WandbConfig = field(default_factory=WandbConfig)
     checkpoint_callback_params: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -187,7 +189,7 @@ class OptimConfig:
 
 @dataclass
 class DataPrefixConfig:
-    train: str | list[str]
+    train: str | list[float | str]  # `data_prefix.py` says which lists mean something
     validation: str | list[str] | None = None
     test: str | list[str] | None = None
 

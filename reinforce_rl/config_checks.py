@@ -31,6 +31,7 @@ from reinforce_rl.layout import layout_faults, recomputation_faults
 from reinforce_rl.run_timer import parse_duration
 
 PRECISIONS = ("32", "bf16")
+REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
 TOO_LONG = ("refuse", "skip")
 OPTIMIZERS = ("adam",)
 SCHEDULES = ("constant", "linear", "CosineAnnealing")
@@ -65,6 +66,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("trainer.reinforce.reward_shaping.length_penalty", rl.reward_shaping.length_penalty, 0),
         ("remote_rm.pad_to_length", cfg.remote_rm.pad_to_length, 1),
         ("trainer.reinforce.max_failed_fraction", rl.max_failed_fraction, 0),
+        ("trainer.reinforce.rollout_batch_seq_length", rl.rollout_batch_seq_length, 1),
         ("exp_manager.checkpoint_callback_params.keep_last", cfg.exp_manager.checkpoint_callback_params.keep_last, 1),
         ("exp_manager.checkpoint_callback_params.keep_best", cfg.exp_manager.checkpoint_callback_params.keep_best, 0),
         ("model.seed", cfg.model.seed, 0),
@@ -151,6 +153,12 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
             yield f"{key}.port is {server.port}; expected 1 to 65535"
         if not math.isfinite(server.weight) or server.weight == 0:
             yield f"{key}.weight is {server.weight}; expected a number other than 0"
+    for key, name in _reward_names(cfg):
+        if f"rewards_{name}" in REWARD_METRICS:
+            yield (
+                f"{key} is named {name!r}, and its scores are logged as rewards_{name}, which is a metric already; "
+                "give it another name"
+            )
     if cfg.remote_rm.reward_model.name in cfg.remote_rm.more_reward_models:
         yield (
             f"remote_rm.more_reward_models.{cfg.remote_rm.reward_model.name} is named as remote_rm.reward_model is; "
@@ -166,6 +174,15 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         yield f"model.optim.betas is {optim.betas}; expected two numbers, each at least 0 and below 1"
     if optim.sched.min_lr > optim.lr:
         yield f"model.optim.sched.min_lr is {optim.sched.min_lr}, above model.optim.lr, which is {optim.lr}"
+
+
+def _reward_names(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Where each source is configured, and the name that its scores are logged under; none of a single one."""
+    remote = cfg.remote_rm
+    if remote.more_reward_models or remote.reward_model.weight != 1.0:
+        yield "remote_rm.reward_model", remote.reward_model.name
+    for name in remote.more_reward_models:
+        yield f"remote_rm.more_reward_models.{name}", name
 
 
 def _layout(cfg: TrainConfig) -> Iterator[str]:
@@ -221,6 +238,12 @@ def _lengths(cfg: TrainConfig) -> Iterator[str]:
         yield (
             f"model.reinforce.length_params.max_length is {lengths.max_length}, which leaves no room for a prompt in "
             f"model.encoder_seq_length, which is {model.encoder_seq_length}"
+        )
+    padded = cfg.trainer.reinforce.rollout_batch_seq_length
+    if padded is not None and padded > model.encoder_seq_length:
+        yield (
+            f"trainer.reinforce.rollout_batch_seq_length is {padded}, above model.encoder_seq_length, which is "
+            f"{model.encoder_seq_length}; no sequence is that long"
         )
     tokens = model.tokens_per_micro_batch
     if tokens is not None and tokens < model.encoder_seq_length:
@@ -326,7 +349,7 @@ def _shape(cfg: TrainConfig, config_file: Path) -> Iterator[str]:
         yield (
             f"model.pipeline_model_parallel_size is {stages}, which does not divide the {layers} layers "
             f"(num_hidden_layers) of {config_file}; choose another, or say how many the first stage has: "
-            "model.megatron_overrides={num_layers_in_first_pipeline_stage: N}"
+            "+model.megatron_overrides.num_layers_in_first_pipeline_stage=N"
         )
 
 

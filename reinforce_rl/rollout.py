@@ -11,7 +11,7 @@ Notation used for tensor shapes:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 FINISH_STOP = "stop"  # a stop token or a stop string was produced
 FINISH_LENGTH = "length"  # max_length was reached first: the response is truncated
+FINISH_OUTSIDE = "outside_vocabulary"  # the engine gave a token id that the model does not have
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Prompt:
     """One prompt of a data set.
 
     Attributes:
-        id: its index in the data set, unique there; it keys sampling noise and names the group of its samples.
+        id: its index in the data set, unique there; it keys sampling noise and names the group of its samples. With
+            weighted blending, the index plus the size of the data set for each pass over its file before this one.
         text: as given to the tokenizer, chat template applied.
         tokens: its token ids, never padded.
         metadata: every other field of its JSON line, untouched.
@@ -45,7 +47,7 @@ class Completions:
     Attributes:
         tokens: int64 [N, T], response tokens, the stop token included where one was produced; right-padded.
         lengths: int64 [N], response tokens of each row; 0 is allowed.
-        finish_reasons: N times `FINISH_STOP` or `FINISH_LENGTH`.
+        finish_reasons: N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`.
         log_probs: float32 [N, T] of the sampled tokens under the sampling temperature, 0 on padding;
             None from an engine that does not report them.
     """
@@ -60,6 +62,26 @@ class Completions:
         samples = len(self.lengths) // len(prompts) if prompts else 0
         return [prompt for prompt in prompts for _ in range(samples)]
 
+    def within_vocabulary(self, size: int, pad_id: int) -> Completions:
+        """Ids that the model has no embedding for become padding, and their responses are marked `FINISH_OUTSIDE`.
+
+        Engines with a padded vocabulary have been seen to draw such ids.
+
+        Args:
+            size: ids are 0 .. size - 1.
+            pad_id: in their place.
+        """
+        outside = (self.tokens < 0) | (self.tokens >= size)
+        if not bool(outside.any()):
+            return self
+        marked = (outside & length_mask(self.lengths, self.tokens.shape[1])).any(dim=1).tolist()
+        reasons = zip(self.finish_reasons, marked, strict=True)
+        return replace(
+            self,
+            tokens=self.tokens.masked_fill(outside, pad_id),
+            finish_reasons=tuple(FINISH_OUTSIDE if row_is_marked else reason for reason, row_is_marked in reasons),
+        )
+
 
 @dataclass(frozen=True)
 class RolloutBatch:
@@ -71,9 +93,10 @@ class RolloutBatch:
         response_lengths: int64 [N], the stop token included.
         group_ids: int64 [N], equal for the samples of one prompt, unique over ranks (never derived from tokens).
         sample_ids: int64 [N], 0 .. G-1 within a group.
-        finish_reasons: N times `FINISH_STOP` or `FINISH_LENGTH`.
+        finish_reasons: N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`.
         rewards: float32 [N] from the reward source; NaN where scoring failed.
-        valid: bool [N]; False leaves a sample out of every sum and every count (scoring failed, dropped, empty).
+        valid: bool [N]; False leaves a sample out of every sum and every count (scoring failed, dropped, empty,
+            outside the vocabulary).
         generator_log_probs: float32 [N, T] as the generator reported them, or None where it reports none.
         log_probs: float32 [N, T] of the response tokens under the actor at the sampling temperature, before any
             optimizer step on this batch; 0 on padding; None where nobody reads them.

@@ -114,3 +114,20 @@ def test_two_of_one_name_are_refused_before_anything_is_asked(tmp_path, name):
     names = [f"{RM}.reward_model.name={name}", f"+{RM}.more_reward_models.{name}.port=1"]
     with pytest.raises(ConfigError, match=rf"more_reward_models\.{name} is named as"):
         load_config(compose(*tiny_overrides(tmp_path), *names))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"+{RM}.more_reward_models.with_kl.port=1"],
+        [f"{RM}.reward_model.name=with_kl", f"{RM}.reward_model.weight=2"],
+    ],
+    ids=["second", "weighted"],
+)
+def test_a_name_that_would_log_over_a_metric_is_refused(tmp_path, names):
+    with pytest.raises(ConfigError, match=r"is named 'with_kl'.*logged as rewards_with_kl, which is a metric already"):
+        load_config(compose(*tiny_overrides(tmp_path), *names))
+
+
+def test_a_single_one_is_not_logged_under_its_name_and_may_have_any(tmp_path):
+    load_config(compose(*tiny_overrides(tmp_path), f"{RM}.reward_model.name=with_kl"))

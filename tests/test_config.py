@@ -224,6 +224,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["exp_manager.checkpoint_callback_params.best_mode=highest"],
         ["best_mode is 'highest'", "max, min"],
     ),
+    ("padding", [f"{RL}.rollout_batch_seq_length=65"], ["rollout_batch_seq_length is 65", "encoder_seq_length", "64"]),
     ("few tokens", ["model.tokens_per_micro_batch=63"], ["tokens_per_micro_batch is 63", "encoder_seq_length", "64"]),
     ("peft scheme", ["model.peft.peft_scheme=ptuning"], ["peft_scheme is 'ptuning'", "lora", "null"]),
     (
@@ -357,6 +358,11 @@ def test_the_script_says_an_unknown_override(folder):
 def test_the_script_finds_a_key_in_another_group(folder):
     said = run_script(*right(folder), "trainer.max_steps=5")
     assert "trainer.max_steps is not a key" in said and "trainer.reinforce.max_steps" in said
+
+
+def test_the_script_says_how_to_fill_a_group_of_free_names(folder):
+    said = run_script(*right(folder), "model.megatron_overrides={layernorm_epsilon: 0.5}")
+    assert "give each as +model.megatron_overrides.NAME=VALUE" in said
 
 
 def test_the_script_says_what_must_be_set_and_what_is_missing(folder):

@@ -17,6 +17,7 @@ OPTIONAL = (
     "tritonclient",
     "tensorrt_llm",
     "wandb",
+    "tensorboard",
     "matplotlib",
     "vaderSentiment",
     "gguf",

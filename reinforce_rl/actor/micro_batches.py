@@ -33,12 +33,13 @@ def micro_batches(lengths: Tensor, size: int, max_tokens: int | None = None) -> 
     return [torch.tensor(group, dtype=torch.long) for group in groups]
 
 
-def padding(lengths: Tensor, groups: list[Tensor]) -> tuple[int, int]:
+def padding(lengths: Tensor, groups: list[Tensor], pad_to: int = 0) -> tuple[int, int]:
     """Tokens of the sequences, and tokens of the passes with their padding.
 
     Args:
         lengths: int64 [N].
         groups: of `micro_batches`.
+        pad_to: tokens that each row has at least.
     """
-    padded = sum(len(rows) * int(lengths[rows].max()) for rows in groups)
+    padded = sum(len(rows) * max(int(lengths[rows].max()), pad_to) for rows in groups)
     return int(lengths[torch.cat(groups)].sum()) if groups else 0, padded

@@ -44,6 +44,8 @@ class ActorSettings:
         forward_micro_batch_size: sequences in one pass without gradient.
         tokens_per_micro_batch: tokens in a pass of either kind, padding included, instead of a number of sequences;
             None for those.
+        pad_to: tokens that every sequence is padded to in a pass, so that all passes have one shape; 0 for the longest
+            of each micro-batch. Longer sequences are not cut.
         logits_chunk_tokens: response tokens whose logits exist at a time; the memory of a log-prob pass follows it.
         offload_optimizer: the optimizer's states wait in host memory while responses are generated.
         seed: of the run; keys the sampling noise together with step, prompt and sample.
@@ -56,6 +58,7 @@ class ActorSettings:
     forward_micro_batch_size: int
     seed: int
     tokens_per_micro_batch: int | None = None
+    pad_to: int = 0
     logits_chunk_tokens: int = 1024
     offload_optimizer: bool = False
     loss: LossSettings = field(default_factory=LossSettings)
@@ -125,7 +128,8 @@ class MegatronGPTReinforceActorModel:
     ) -> Completions:
         """`num_samples` responses to each prompt, prompt-major, with training's or validation's sampling."""
         params = self.settings.val_sampling if validation else self.settings.sampling
-        return self.generator.generate(prompts, num_samples, params, seed)
+        found = self.generator.generate(prompts, num_samples, params, seed)
+        return found.within_vocabulary(self.lm.architecture.vocab_size, self.pad_id)
 
     def get_inference_log_probs(self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
         """Log-probs of the response tokens under the policy, without gradient.
@@ -231,7 +235,7 @@ class MegatronGPTReinforceActorModel:
         shares = self.mesh.from_last_stage(found)
         names = dict.fromkeys(name for share in shares for name in share.sums)
         sums = {name: math.fsum(share.sums[name] for share in shares) for name in names}
-        sums["sequence_tokens"], sums["padded_tokens"] = padding(total_lengths, cuts)
+        sums["sequence_tokens"], sums["padded_tokens"] = padding(total_lengths, cuts, self.settings.pad_to)
         return LossShare(math.fsum(share.loss for share in shares), sums)
 
     def export(self, source: str | Path, out: str | Path) -> Path:
@@ -246,11 +250,13 @@ class MegatronGPTReinforceActorModel:
     def _hidden(
         self, model: torch.nn.Module, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor
     ) -> Tensor:
-        used = scored_length(prompt_lengths, response_lengths)
-        return model(sequences[:, :used].to(self.mesh.device))
+        used = scored_length(prompt_lengths, response_lengths, self.settings.pad_to)
+        missing = max(used - sequences.shape[1], 0)
+        tokens = torch.nn.functional.pad(sequences[:, :used], (0, missing), value=self.pad_id)
+        return model(tokens.to(self.mesh.device))
 
     def _cut(self, lengths: Tensor, size: int) -> list[Tensor]:
-        return micro_batches(lengths, size, self.settings.tokens_per_micro_batch)
+        return micro_batches(lengths.clamp(min=self.settings.pad_to), size, self.settings.tokens_per_micro_batch)
 
     def _score(
         self,
@@ -272,4 +278,5 @@ class MegatronGPTReinforceActorModel:
             width=width,
             chunk_tokens=self.settings.logits_chunk_tokens,
             with_entropy=with_entropy,
+            pad_to=self.settings.pad_to,
         )

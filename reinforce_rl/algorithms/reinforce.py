@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from reinforce_rl.config import ReinforceConfig
     from reinforce_rl.data.loader import FixedPrompts, PromptLoader
     from reinforce_rl.megatron.checkpoint import Checkpointer
+    from reinforce_rl.monitoring.rollouts import RolloutRow
     from reinforce_rl.monitoring.run import RunMonitor
     from reinforce_rl.run_timer import RunTimer
 
@@ -68,6 +69,7 @@ class ReinforceTrainer:
         run_timer: says when the time is used up.
         prompts_per_update: prompts, over all ranks, that one optimizer step takes; None for the whole rollout batch.
         best: which validations' checkpoints are kept; None keeps none.
+        test_dataloader_builder: as `val_dataloader_builder`, for prompts that the trained policy answers at the end.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class ReinforceTrainer:
         run_timer: RunTimer,
         prompts_per_update: int | None = None,
         best: BestCheckpoints | None = None,
+        test_dataloader_builder: Callable[..., FixedPrompts] | None = None,
     ):
         self.cfg = cfg
         self.model = model
@@ -93,6 +96,7 @@ class ReinforceTrainer:
         self.scheduler = scheduler
         self.train_dataloader = train_dataloader_builder(collate_fn=collate_fn)
         self.val_dataloader = val_dataloader_builder(collate_fn=collate_fn) if val_dataloader_builder else None
+        self.test_dataloader = test_dataloader_builder(collate_fn=collate_fn) if test_dataloader_builder else None
         self.rm = rm
         self.logger = logger
         self.ckpt_callback = ckpt_callback
@@ -104,6 +108,7 @@ class ReinforceTrainer:
         self._prompts_per_update = prompts_per_update
         self._data_position = self.train_dataloader.state_dict()
         self._saved_step: int | None = None
+        self._validated_step: int | None = None
         self._best = best or BestCheckpoints()
         self._prompts: list[Prompt] = []
         # Over the valid samples of all steps before this one: scores as they came, and rewards less their KL.
@@ -141,6 +146,7 @@ class ReinforceTrainer:
                 if self._is_due(self.cfg.save_interval) or self.step in self._best.steps:
                     self.save()
             self.save(wait=True)
+            self._evaluate_at_end()
         except RewardServerError as error:
             self.logger.note(f"Stopping: {error}")
             self.save(wait=True)
@@ -231,17 +237,21 @@ class ReinforceTrainer:
         if self.val_dataloader is None or self.cfg.val_check_interval == 0:
             return
         self.logger.phase("validation")
-        prompts = [prompt for part in self.val_dataloader for prompt in part]
-        # One seed for all of validation, so that only the weights make a difference.
-        seed = self.model.settings.seed * 1_000_003
-        batch, _ = self._rollouts.score(self._rollouts.sample(prompts, 1, seed, validation=True))
-        metrics = take_means(rollout_means(batch), self.model.mesh.gather_over_dp)
-        rows = self._gather_rows(sample_rows(self.step, prompts, batch, self.model.tokenizer))
+        metrics, rows = self._evaluate(self.val_dataloader)
+        self._validated_step = self.step
         self.logger.log_validation(self.step, metrics, rows)
         if self.step == 0:
             self.logger.commit(0)
         else:
             self._best.add(self.step, metrics)
+
+    def test(self) -> None:
+        """Score one response to each prompt of the test set, as `validate` does."""
+        if self.test_dataloader is None:
+            return
+        self.logger.phase("test")
+        self.logger.log_test(self.step, *self._evaluate(self.test_dataloader))
+        self.logger.commit(self.step)
 
     def save(self, *, wait: bool = False) -> None:
         """Write a checkpoint of the state after the last complete step, unless that was done already.
@@ -294,6 +304,25 @@ class ReinforceTrainer:
         if self.cfg.kl_target is not None:
             self._beta.value = state["kl_coefficient"]
         self._best.load_state_dict(state["best"], self.ckpt_callback.holds)
+
+    def _evaluate(self, dataloader: FixedPrompts) -> tuple[Metrics, list[RolloutRow]]:
+        prompts = [prompt for part in dataloader for prompt in part]
+        # One seed for all of validation, so that only the weights make a difference.
+        seed = self.model.settings.seed * 1_000_003
+        batch, _ = self._rollouts.score(self._rollouts.sample(prompts, 1, seed, validation=True))
+        metrics = take_means(rollout_means(batch), self.model.mesh.gather_over_dp)
+        return metrics, self._gather_rows(sample_rows(self.step, prompts, batch, self.model.tokenizer))
+
+    def _evaluate_at_end(self) -> None:
+        """The test set after the last step; else, where the time is used up, the validation that is not done yet.
+
+        It comes after the last save, so that a run that is killed here has lost nothing.
+        """
+        if self.step >= self.max_steps or self.train_dataloader.finished:
+            self.test()
+        elif self._validated_step != self.step and self.model.mesh.any_rank(self.run_timer.is_finished()):
+            self.validate()
+            self.logger.commit(self.step)
 
     def _sample(self, prompts: Sequence[Prompt], timings: Timings) -> PendingRollouts:
         seed = self.model.settings.seed * 1_000_003 + self.step + 1  # another one every step; validation has 0

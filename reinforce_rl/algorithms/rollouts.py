@@ -13,6 +13,7 @@ from reinforce_rl.errors import RewardServerError
 from reinforce_rl.monitoring.samples import decode_responses
 from reinforce_rl.reward.base import STATUS_OK, STATUS_TEXT, RewardFuture, RewardRequest, RewardSource
 from reinforce_rl.rollout import (
+    FINISH_OUTSIDE,
     Completions,
     Prompt,
     RolloutBatch,
@@ -101,6 +102,7 @@ class RolloutMaker:
         rewards, status, sources = mesh.from_block_leader((rewards, status, sources))
         failed = [code for code in status.tolist() if code != STATUS_OK]
         valid = torch.isfinite(rewards) & (batch.response_lengths > 0)
+        valid &= torch.tensor([reason != FINISH_OUTSIDE for reason in batch.finish_reasons], dtype=torch.bool)
         if self._drop_truncated:
             valid &= batch.is_end
         scored = replace(batch, rewards=rewards, valid=valid, source_rewards=sources)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from reinforce_rl.data.blending import weight_faults
 from reinforce_rl.data.jsonl import describe_type
 from reinforce_rl.errors import ConfigError
 
@@ -16,8 +17,22 @@ def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> dict[str, list[Path]]
     """The files of each split, all of them seen to exist; cheap, so a run can check it before it loads a model.
 
     Raises:
-        ConfigError: an unknown key, no train file, a value that is no path, missing files; all together.
+        ConfigError: an unknown key, no train file, a value that is neither path nor weight, missing files; all
+            together.
     """
+    return _resolve(data_prefix)[0]
+
+
+def blending_weights(data_prefix: Mapping[str, Any]) -> tuple[float, ...] | None:
+    """The weight of each train file; None where the files are given without weights.
+
+    Raises:
+        ConfigError: as `resolve_data_prefix`.
+    """
+    return _resolve(data_prefix)[1]
+
+
+def _resolve(data_prefix: Mapping[str, Any]) -> tuple[dict[str, list[Path]], tuple[float, ...] | None]:
     if not isinstance(data_prefix, Mapping):
         raise ConfigError(
             [f"model.data.data_prefix is {describe_type(data_prefix)}; expected keys train, validation and test"]
@@ -28,6 +43,7 @@ def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> dict[str, list[Path]]
         if key not in SPLITS
     ]
     files: dict[str, list[Path]] = {}
+    weights: tuple[float, ...] | None = None
     for split in SPLITS:
         value = data_prefix.get(split)
         entries = [] if value is None else [value] if isinstance(value, (str, Path)) else value
@@ -35,12 +51,12 @@ def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> dict[str, list[Path]]
             faults.append(f"model.data.data_prefix.{split} is {value!r}; expected a path or a list of paths")
             continue
         files[split] = []
+        if split == "train" and any(_is_weight(entry) for entry in entries):
+            weights, entries = _split_weights(entries, faults)
         for entry in entries:
             if not isinstance(entry, (str, Path)) or not str(entry):
-                faults.append(
-                    f"model.data.data_prefix.{split} holds {entry!r}; expected a path "
-                    "(weights for blending files are not known)"
-                )
+                hint = " (only train can be blended by weights)" if _is_weight(entry) else ""
+                faults.append(f"model.data.data_prefix.{split} holds {entry!r}; expected a path{hint}")
                 continue
             path = Path(entry).expanduser()
             files[split].append(path)
@@ -51,4 +67,26 @@ def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> dict[str, list[Path]]
             faults.append("model.data.data_prefix.train is empty; expected one or more JSONL files of prompts")
     if faults:
         raise ConfigError(faults)
-    return files
+    return files, weights
+
+
+def _is_weight(entry: object) -> bool:
+    return isinstance(entry, (int, float)) and not isinstance(entry, bool)
+
+
+def _split_weights(entries: Sequence[Any], faults: list[str]) -> tuple[tuple[float, ...], list[Any]]:
+    """Weights and paths of `[0.3, a.jsonl, 0.7, b.jsonl]`."""
+    weights, paths = list(entries[::2]), list(entries[1::2])
+    if len(weights) != len(paths) or not all(map(_is_weight, weights)) or any(map(_is_weight, paths)):
+        faults.append(
+            f"model.data.data_prefix.train is {list(entries)}; expected paths alone, each of whose prompts comes once "
+            "an epoch, or a weight before every path: [0.3, a.jsonl, 0.7, b.jsonl]"
+        )
+        return (), [entry for entry in entries if not _is_weight(entry)]
+    faults += weight_faults(weights)
+    faults += [
+        f"model.data.data_prefix.train gives {path} two weights; expected each file once"
+        for path in dict.fromkeys(paths)
+        if paths.count(path) > 1
+    ]
+    return tuple(map(float, weights)), paths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from reinforce_rl.data.prompts import PromptDataset
@@ -65,8 +66,12 @@ class PromptLoader:
 
     def __next__(self) -> Any:
         """This rank's next batch; StopIteration after the sampler's last epoch."""
-        indices = shard(self.sampler.next_batch(), self.dp_rank, self.dp_size)
-        return self.collate_fn([self.dataset[index] for index in indices])
+        numbers = shard(self.sampler.next_batch(), self.dp_rank, self.dp_size)
+        return self.collate_fn([self._prompt(number) for number in numbers])
+
+    def _prompt(self, number: int) -> Prompt:
+        prompt = self.dataset[number % len(self.dataset)]
+        return prompt if prompt.id == number else replace(prompt, id=number)  # of a blend, in a later pass
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state and the data's fingerprint; the same on every rank."""

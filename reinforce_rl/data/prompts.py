@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.utils.data import Dataset
 
-from reinforce_rl.data.data_prefix import resolve_data_prefix
+from reinforce_rl.data.blending import Blend
+from reinforce_rl.data.data_prefix import blending_weights, resolve_data_prefix
 from reinforce_rl.data.jsonl import JsonLine, LineFaults, describe_type, read_jsonl
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.rollout import Prompt
@@ -40,12 +42,13 @@ class PromptDataset(Dataset[Prompt]):
     Args:
         prompts: the prompts, their ids running from 0.
         skipped: how many over-long prompts were left out when they were loaded.
+        blend: how often an epoch draws from each file; None for each prompt once.
 
     Raises:
         DataError: there is no prompt, or an id is not its index.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, skipped: int = 0):
+    def __init__(self, prompts: Sequence[Prompt], *, skipped: int = 0, blend: Blend | None = None):
         if not prompts:
             left_out = f" ({skipped} over-long ones were skipped; raise model.encoder_seq_length)" if skipped else ""
             raise DataError(f"the data set holds no prompt{left_out}")
@@ -54,6 +57,7 @@ class PromptDataset(Dataset[Prompt]):
                 raise DataError(f"the prompt at index {index} has id {prompt.id}; expected {index}")
         self._prompts = list(prompts)
         self.skipped = skipped
+        self.blend = blend
         self._fingerprint: str | None = None
 
     def __len__(self) -> int:
@@ -84,6 +88,7 @@ class PromptDataset(Dataset[Prompt]):
         too_long: TooLong = "refuse",
         apply_chat_template: bool = False,
         add_bos: bool = False,
+        weights: Sequence[float] | None = None,
     ) -> PromptDataset:
         """Load prompts from one or several JSONL files.
 
@@ -101,6 +106,7 @@ class PromptDataset(Dataset[Prompt]):
             apply_chat_template: render a `prompt` or `text` as a single user message by the chat template.
             add_bos: put the begin-of-sequence id before prompts that no chat template rendered. `Prompt.text` stays
                 without it.
+            weights: of each file, see `Blend`; None gives each prompt once an epoch.
 
         Raises:
             ConfigError: an option is wrong or a file cannot be read.
@@ -118,6 +124,7 @@ class PromptDataset(Dataset[Prompt]):
                     faults.add(path, line.number, str(fault))
 
         prompts: list[Prompt] = []
+        path_of: list[Path] = []
         skipped: list[tuple[JsonLine, int]] = []
         refused = False
         for item, tokens in zip(rendered, _tokenise(rendered, tokenizer, add_bos), strict=True):
@@ -126,6 +133,7 @@ class PromptDataset(Dataset[Prompt]):
             elif max_prompt_tokens is None or len(tokens) <= max_prompt_tokens:
                 metadata = {key: value for key, value in _value(item.line).items() if key not in PROMPT_KEYS}
                 prompts.append(Prompt(len(prompts), item.text, tokens, metadata))
+                path_of.append(item.line.path)
             elif too_long == "skip":
                 skipped.append((item.line, len(tokens)))
             else:
@@ -149,7 +157,11 @@ class PromptDataset(Dataset[Prompt]):
             )
         if not prompts and not skipped:
             raise DataError(f"no prompt in {', '.join(map(str, paths))}: every line is blank")
-        return cls(prompts, skipped=len(skipped))
+        if weights is None:
+            return cls(prompts, skipped=len(skipped))
+        sizes = Counter(path_of)
+        blend = Blend(tuple(sizes[path] for path in paths), tuple(weights))
+        return cls(prompts, skipped=len(skipped), blend=blend)
 
 
 @dataclass(frozen=True)
@@ -175,13 +187,13 @@ def build_train_valid_test_rlhf_datasets(
     Args:
         tokenizer: see `PromptDataset.from_jsonl`, as for the remaining arguments.
         data_prefix: `{"train": files, "validation": files, "test": files}`, each a path or a list of paths;
-            validation and test may be missing, null or empty.
+            validation and test may be missing, null or empty. Train may have a weight before each path.
 
     Raises:
         ConfigError: keys or files are wrong; all faults together, before any file is read.
         DataError: as `PromptDataset.from_jsonl`.
     """
-    files = resolve_data_prefix(data_prefix)
+    files, weights = resolve_data_prefix(data_prefix), blending_weights(data_prefix)
     datasets = {
         split: PromptDataset.from_jsonl(
             tokenizer,
@@ -190,6 +202,7 @@ def build_train_valid_test_rlhf_datasets(
             too_long=too_long,
             apply_chat_template=apply_chat_template,
             add_bos=add_bos,
+            weights=weights if split == "train" else None,
         )
         for split, paths in files.items()
         if paths

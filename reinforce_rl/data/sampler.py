@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from reinforce_rl.data.blending import Blend
 from reinforce_rl.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
@@ -15,8 +16,11 @@ T = TypeVar("T")
 class PromptSampler:
     """Gives every prompt exactly once an epoch, in global batches that all data-parallel ranks agree on.
 
-    Each epoch is a permutation that depends on (seed, epoch) alone. The last batch of an epoch is smaller where the
-    number of prompts does not divide; it is never filled with prompts of this or the next epoch.
+    Each epoch is a permutation that depends on (seed, epoch) alone. With a blend, an epoch has as many draws but gives
+    each file its share of them instead; see `Blend`, also for the numbers of prompts that come again.
+
+    The last batch of an epoch is smaller where the number of prompts does not divide; it is never filled with prompts
+    of this or the next epoch.
 
     Args:
         num_prompts: size of the data set.
@@ -25,6 +29,7 @@ class PromptSampler:
         shuffle: False gives the data set's order in every epoch.
         drop_last: leave out the smaller last batch of an epoch.
         max_epochs: end after so many epochs; None never ends.
+        blend: the share of each file; None for every prompt once.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -39,6 +44,7 @@ class PromptSampler:
         shuffle: bool = True,
         drop_last: bool = False,
         max_epochs: int | None = None,
+        blend: Blend | None = None,
     ):
         faults = []
         if num_prompts < 1:
@@ -52,6 +58,8 @@ class PromptSampler:
             )
         if seed < 0:
             faults.append(f"seed is {seed}; expected at least 0")
+        if blend is not None and blend.num_prompts != num_prompts:
+            faults.append(f"num_prompts is {num_prompts}, and the files of the blend have {blend.num_prompts}")
         if max_epochs is not None and max_epochs < 1:
             faults.append(f"max_epochs is {max_epochs}; expected at least 1, or null for no limit")
         if faults:
@@ -62,6 +70,7 @@ class PromptSampler:
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.max_epochs = max_epochs
+        self.blend = blend
         self._epoch = 0
         self._position = 0
         self._consumed = 0
@@ -99,7 +108,7 @@ class PromptSampler:
         return self.max_epochs is not None and self._epoch >= self.max_epochs
 
     def next_batch(self) -> list[int]:
-        """The indices of the next global batch, never empty.
+        """The indices of the next global batch, never empty; of a blend, its numbers.
 
         Raises:
             StopIteration: `finished`.
@@ -126,24 +135,31 @@ class PromptSampler:
             "epoch": self._epoch,
             "position": self._position,
             "consumed_prompts": self._consumed,
-            "num_prompts": self.num_prompts,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
+            **self._identity(),
         }
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change for a position to mean the same."""
+        identity = {"num_prompts": self.num_prompts, "seed": self.seed, "shuffle": self.shuffle}
+        if self.blend is None:
+            return identity
+        return {**identity, "file_sizes": list(self.blend.sizes), "weights": list(self.blend.weights)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved position. `prompts_per_step` may differ from the saved run's: positions count prompts.
 
         Raises:
-            CheckpointError: the state is of another data set size, seed or order, or is no sampler state.
+            CheckpointError: the state is of another data set size, seed, order or blend, or is no sampler state.
         """
-        missing = [key for key in self.state_dict() if key not in state]
+        missing = [key for key in self.state_dict() if key not in state and key not in ("file_sizes", "weights")]
         if missing:
             raise CheckpointError(
                 f"the saved sampler state lacks {', '.join(missing)}; it was not saved by this sampler"
             )
-        own = {"num_prompts": self.num_prompts, "seed": self.seed, "shuffle": self.shuffle}
-        differences = [f"{key} was {state[key]}, now is {value}" for key, value in own.items() if state[key] != value]
+        own: dict[str, Any] = {"file_sizes": None, "weights": None, **self._identity()}
+        differences = [
+            f"{key} was {state.get(key)}, now is {value}" for key, value in own.items() if state.get(key) != value
+        ]
         if differences:
             raise CheckpointError(
                 f"the saved sampler state is of another run: {'; '.join(differences)}. Its position means nothing in "
@@ -166,6 +182,8 @@ class PromptSampler:
             self._position = 0
 
     def _permutation(self, epoch: int) -> list[int]:
+        if self.blend is not None:
+            return self.blend.epoch(self.seed, epoch, shuffle=self.shuffle)
         if not self.shuffle:
             return list(range(self.num_prompts))
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts).tolist()

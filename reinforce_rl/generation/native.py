@@ -64,7 +64,7 @@ class NativeGenerator:
         return join_completions([part for part in mesh.gather_over_cp(found) if part is not None], self._pad_id)
 
     def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        longest = max(len(prompt.tokens) for prompt in prompts)
+        longest = max((len(prompt.tokens) for prompt in prompts), default=0)
         limit = self._lm.architecture.max_positions
         if longest + params.max_length > limit:
             raise DataError(

@@ -30,12 +30,13 @@ class TokenScores:
     entropy: Tensor | None
 
 
-def scored_length(prompt_lengths: Tensor, response_lengths: Tensor) -> int:
-    """How many columns of the sequences a model must read for `response_scores`: the longest row, less one token.
+def scored_length(prompt_lengths: Tensor, response_lengths: Tensor, pad_to: int = 0) -> int:
+    """How many columns of the sequences a model reads for `response_scores`: the longest row, less one token.
 
-    The last token of a sequence predicts nothing here, and columns past the longest row hold padding only.
+    The last token of a sequence predicts nothing here, and columns past the longest row hold padding only. They are
+    read too where a row shall have `pad_to` tokens.
     """
-    return max(int((prompt_lengths + response_lengths).max()) - 1, 1)
+    return max(int((prompt_lengths + response_lengths).max()) - 1, pad_to - 1, 1)
 
 
 def response_log_probs(
@@ -80,6 +81,7 @@ def response_scores(
     *,
     chunk_tokens: int,
     with_entropy: bool = False,
+    pad_to: int = 0,
 ) -> TokenScores:
     """log pi(response token | everything before it) and the entropy of pi there, pi = softmax(logits / temperature).
 
@@ -95,13 +97,14 @@ def response_scores(
         width: T, columns of the result.
         chunk_tokens: response tokens whose logits exist at a time.
         with_entropy: whether the entropy is wanted.
+        pad_to: of `scored_length`.
 
     Returns:
         float32, or float64 where the model is; with gradient where gradients are on; the same on every rank.
     """
     device = lm.mesh.device
     sequences, prompt_lengths, response_lengths = (t.to(device) for t in (sequences, prompt_lengths, response_lengths))
-    length = scored_length(prompt_lengths, response_lengths)
+    length = scored_length(prompt_lengths, response_lengths, pad_to)
     own = lm.own_positions(length)
     column_of = torch.full((length,), -1, device=device).index_put((own,), torch.arange(len(own), device=device))
     mask = length_mask(response_lengths, width)  # [N, T]

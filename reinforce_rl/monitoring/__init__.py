@@ -6,6 +6,7 @@ from reinforce_rl.monitoring.jsonl import JsonlLogger, read_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter, read_rollouts, rollout_files
 from reinforce_rl.monitoring.summary import run_summary
+from reinforce_rl.monitoring.tensorboard_logger import TensorboardLogger
 from reinforce_rl.monitoring.wandb_logger import WandbLogger
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "PairedComparison",
     "RolloutRow",
     "RolloutWriter",
+    "TensorboardLogger",
     "TrainingProgress",
     "WandbLogger",
     "compare_validation",

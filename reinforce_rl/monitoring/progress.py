@@ -105,9 +105,9 @@ class TrainingProgress:
         if self.enabled and self._live is None:
             self._print(self._line())
 
-    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A validation is done; the metrics' names are those of `update`."""
-        parts = [f"validation after step {step}:"]
+    def validation(self, step: int, metrics: Mapping[str, float], kind: str = "validation") -> None:
+        """A validation is done, or a test; the metrics' names are those of `update`."""
+        parts = [f"{kind} after step {step}:"]
         parts += [f"{short} {_form(form, float(metrics[name]))}" for name, _, short, form in _SHOWN if name in metrics]
         self.note("  ".join(parts))
 

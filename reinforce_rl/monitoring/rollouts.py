@@ -8,13 +8,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.files import read_json_lines, write_json_lines
 from reinforce_rl.rollout import FINISH_STOP
 
-Kind = Literal["rollouts", "validation"]
+Kind = Literal["rollouts", "validation", "test"]
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 _FLOATS = ("reward", "kl", "reward_with_kl", "baseline", "advantage")
 
@@ -25,7 +25,7 @@ class RolloutRow:
 
     Attributes:
         step: the optimizer step that it was sampled before, or the step after which it was validated.
-        prompt_id: `Prompt.id`, the index in the data set.
+        prompt_id: `Prompt.id`, with weighted blending modulo the size of the data set its index there.
         sample_id: 0 .. G-1 among the samples of the prompt.
         prompt: its text.
         response: its text.
@@ -34,7 +34,7 @@ class RolloutRow:
         reward_with_kl: reward minus beta times kl.
         baseline: what was subtracted.
         advantage: what multiplied the log-probs.
-        finish_reason: `FINISH_STOP` or `FINISH_LENGTH`.
+        finish_reason: of `rollout.py`: `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`.
         response_length: tokens, the stop token included.
         valid: False where the sample was left out of the loss.
     """
@@ -63,7 +63,7 @@ class RolloutWriter:
     """Writes the samples of each step below a run's folder. Writing a step again replaces its file.
 
     Args:
-        folder: the run's folder; `rollouts/` and `validation/` are made in it.
+        folder: the run's folder; `rollouts/`, `validation/` and `test/` are made in it.
         resume_step: the step of the checkpoint that the run goes on from: files of later steps are removed,
             since those steps are made again. None removes nothing.
     """
@@ -71,7 +71,7 @@ class RolloutWriter:
     def __init__(self, folder: str | Path, resume_step: int | None = None):
         self.folder = Path(folder)
         if resume_step is not None:
-            for kind in ("rollouts", "validation"):
+            for kind in get_args(Kind):
                 for step, path in rollout_files(self.folder, kind).items():
                     if step > resume_step:
                         path.unlink()

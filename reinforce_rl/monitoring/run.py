@@ -63,6 +63,12 @@ class RunMonitor:
         self._metrics.log_table("validation", [dict(vars(row)) for row in rows[:TABLE_ROWS]], step)
         self._progress.validation(step, metrics)
 
+    def log_test(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
+        """The test set, after the last step."""
+        self._metrics.log_metrics(metrics, step, "test/")
+        self._rollouts.write(step, rows, "test")
+        self._progress.validation(step, metrics, "test")
+
     def commit(self, step: int) -> None:
         """Everything of this step is known: force it to disk."""
         self._metrics.commit(step)
@@ -100,6 +106,9 @@ class SilentMonitor(RunMonitor):
         pass
 
     def log_validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
+        pass
+
+    def log_test(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
         pass
 
     def report(self) -> Path:

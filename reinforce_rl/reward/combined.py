@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,7 @@ class CombinedRewards:
         return _CombinedFuture(self._sources, tuple(source.source.infer_rm(request) for source in self._sources))
 
     def close(self) -> None:
-        """Close every source."""
-        for source in self._sources:
-            source.source.close()
+        """Close every source, also after one of them failed to; a failure is raised at the end."""
+        with ExitStack() as stack:
+            for source in reversed(self._sources):
+                stack.callback(source.source.close)

@@ -11,6 +11,8 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 from omegaconf import OmegaConf
 from tokenizers.processors import TemplateProcessing
 
+from reinforce_rl.data.blending import Blend
+from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.data.prompts import PromptDataset, build_train_valid_test_rlhf_datasets
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.rollout import Prompt
@@ -228,3 +230,32 @@ def test_the_demo_prompts_are_distinct_short_and_disjoint():
     everything = [" ".join(text.casefold().split()) for text in texts["train"] + texts["validation"]]
     assert len(set(everything)) == len(everything)
     assert max(len(text.split()) for text in everything) <= 25
+
+
+def test_weights_before_paths_make_a_blend(tokenizer, tmp_path):
+    one = str(write(tmp_path / "1.jsonl", {"prompt": "one"}, {"prompt": "far too long"}, {"prompt": "uno"}))
+    two = str(write(tmp_path / "2.jsonl", {"prompt": "two"}))
+    prefix = OmegaConf.create({"train": [3, one, 1.0, two], "validation": [one, two]})
+    datasets = build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=4, too_long="skip")
+    assert [p.text for p in datasets.train] == ["one", "uno", "two"]
+    assert datasets.train.blend == Blend((2, 1), (3.0, 1.0)), "skipped prompts are not of it"
+    assert datasets.validation is not None and datasets.validation.blend is None
+    plain = build_train_valid_test_rlhf_datasets(tokenizer, {"train": [one, two]}, max_prompt_tokens=20)
+    assert plain.train.blend is None
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        ([0.5, "A", "B"], "or a weight before every path"),
+        (["A", 0.5, "B", 0.5], "or a weight before every path"),
+        ([0.5, 0.5, "A", "B"], "or a weight before every path"),
+        ([0.5, "A", -1, "B"], "has the weight -1; expected a number above 0"),
+        ([0.5, "A", 0.5, "A"], "two weights; expected each file once"),
+    ],
+)
+def test_weights_that_are_not_before_each_path(tmp_path, entries, text):
+    names = {name: str(write(tmp_path / name, {"prompt": name})) for name in "AB"}
+    with pytest.raises(ConfigError) as raised:
+        resolve_data_prefix({"train": [names.get(entry, entry) for entry in entries]})
+    assert len(raised.value.faults) == 1 and text in raised.value.faults[0]

@@ -353,3 +353,9 @@ def test_two_tensor_parallel_ranks_draw_the_same_tokens(mesh, tmp_path):
             assert torch.equal(found["tokens"], expected.tokens)
             assert torch.equal(found["lengths"], expected.lengths)
             torch.testing.assert_close(found["log_probs"], expected.log_probs, atol=1e-6, rtol=0)
+
+
+def test_no_prompts_no_responses(engine):
+    found = engine.generate([], 4, SamplingParams(max_length=5), seed=0)
+    assert found.tokens.shape[0] == found.lengths.numel() == len(found.finish_reasons) == 0
+    assert found.tokens.dtype == found.lengths.dtype == torch.int64

@@ -103,3 +103,17 @@ def test_they_nest():
         [WeightedSource("inner", inner, 3.0), WeightedSource("two", Known("two", [1.0] * 3, log), 1.0)]
     )
     assert rm.infer_rm(REQUEST).result().values.tolist() == [7.0, 13.0, 19.0]
+
+
+def test_all_are_closed_also_after_one_that_cannot_be():
+    log: list[str] = []
+
+    class Stuck(Known):
+        def close(self) -> None:
+            super().close()
+            raise OSError("cannot be closed")
+
+    rm = combined((Known("one", [], log), 1.0), (Stuck("two", [], log), 1.0), (Known("three", [], log), 1.0))
+    with pytest.raises(OSError, match="cannot be closed"):
+        rm.close()
+    assert log == ["close one", "close two", "close three"]
