@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from helpers.accumulate import accumulate_gradients
+from helpers.log_probs import response_log_probs
 from helpers.policies import megatron_model
 from torch import Tensor
 
 from reinforce_rl.megatron.checkpoint import Checkpointer
-from reinforce_rl.megatron.log_probs import response_log_probs
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import (
     DEFAULT_DATA_PARALLEL,

@@ -103,7 +103,7 @@ def computed_here(folder: Path, mesh: Mesh, settings: LoraSettings, out: Path) -
 
 
 def loss_in_float64(lm: CausalLM, tokens: Tensor) -> Tensor:
-    from reinforce_rl.megatron.log_probs import response_log_probs
+    from helpers.log_probs import response_log_probs
 
     ones = torch.ones(len(tokens), dtype=torch.long)
     width = tokens.shape[1] - 1
