@@ -11,9 +11,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from reinforce_rl.megatron.lora import adapter_rows
 from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.optimizer_state import PREFIX
 from reinforce_rl.megatron.weight_map import Split, weight_map
-
-OPTIMIZER_PREFIX = "optimizer.state."  # then exp_avg, exp_avg_sq or fp32_param, then the parameter's key
 
 
 def allow_other_padding(
@@ -36,7 +35,8 @@ def allow_other_padding(
     for name, tensor in model.items():
         if not isinstance(tensor, ShardedTensor):
             continue
-        expected, split = tuple(tensor.global_shape), splits[name]
+        # The last stage's copy of tied embeddings goes by their key.
+        expected, split = tuple(tensor.global_shape), splits[name if name in splits else tensor.key]
         if tensor.key not in stored:
             faults.append(f"{tensor.key} is missing; expected shape {expected}")
             continue
@@ -45,7 +45,7 @@ def allow_other_padding(
             faults.append(f"{tensor.key} has shape {found}; expected {expected}")
         padded[tensor.key] = tensor.allow_shape_mismatch = found != expected
     for tensor in _sharded_tensors(optimizer):
-        _, _, parameter = tensor.key.removeprefix(OPTIMIZER_PREFIX).partition(".")
+        _, _, parameter = tensor.key.removeprefix(PREFIX).partition(".")
         tensor.allow_shape_mismatch = padded.get(parameter, False)
     return list(dict.fromkeys(faults))  # megatron gives all layers one key
 
