@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Layout:
     sp: bool = False
     model: ModelOptions = field(default_factory=ModelOptions)
     data_parallel: DataParallelSettings = field(default_factory=DataParallelSettings)
+    dtype: torch.dtype = torch.float32
 
     @property
     def ranks(self) -> int:
@@ -87,6 +88,12 @@ LAYOUTS = {
     "PP2 DP2 distributed optimizer": Layout(pp=2, dp=2, data_parallel=DISTRIBUTED),
 }
 
+BF16_LAYOUTS = {
+    f"{name} bf16": replace(LAYOUTS[name], dtype=torch.bfloat16)
+    for name in ("TP2 SP", "PP2", "CP2", "DP2 distributed optimizer")
+}
+ALL_LAYOUTS = LAYOUTS | BF16_LAYOUTS
+
 
 def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = None) -> dict[str, Any]:
     """Everything that must not depend on the layout, the same on every rank; a collective call.
@@ -94,7 +101,8 @@ def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = 
     Args:
         out: where the policy is exported to after the optimizer steps; None for nowhere.
     """
-    actor = actor_of(folder, mesh, with_reference=True, model=layout.model, data_parallel=layout.data_parallel)
+    options: dict[str, Any] = {"model": layout.model, "data_parallel": layout.data_parallel, "dtype": layout.dtype}
+    actor = actor_of(folder, mesh, with_reference=True, **options)
     batch = whole_batch()
     per_rank = len(batch.trains) // mesh.dp_size
     rows = list(range(mesh.dp_rank * per_rank, (mesh.dp_rank + 1) * per_rank))

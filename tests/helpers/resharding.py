@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.checkpoint_run import Run
+from helpers.checkpoint_run import SETTINGS, Run
 from helpers.families import MODELS
 from helpers.layouts import LAYOUTS, Layout
 from helpers.lora import EVERY
@@ -22,6 +22,7 @@ from reinforce_rl.megatron.mesh import Mesh
 SAVED_AFTER, STEPS = 2, 3
 ONE = "one process"
 ALL_LAYOUTS = {ONE: Layout(), **LAYOUTS}
+ADAM = replace(SETTINGS, eps=1e-3)  # else the sign of a gradient that is nearly 0 would decide where a weight goes
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def run_of(out: Path, case: str, layout: str, folder: str, mesh: Mesh) -> Run:
         mesh,
         out / case / "model",
         out / case / folder,
+        ADAM,
         dtype=settings.dtype,
         updates=settings.updates,
         model=where.model,
