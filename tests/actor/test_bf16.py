@@ -92,6 +92,7 @@ def test_the_gradient_is_near_that_of_fp32(folder, mesh):
         assert relative_difference(gradients[BF16, size], gradients[torch.float32, 12]) < GRADIENT_BOUND
 
 
+@pytest.mark.slow
 def test_layouts_of_two_ranks(folder, mesh, tmp_path):
     """No further from fp32 than one process in bf16 is, within a factor of two."""
     exact, one = computed(Layout(), folder, mesh), computed(Layout(dtype=BF16), folder, mesh)
