@@ -31,7 +31,7 @@ def allow_other_padding(
     """
     stored = dist_checkpointing.load_tensors_metadata(str(folder))
     splits = {row.megatron: row.split for row in (*weight_map(lm.architecture, lm.mesh.tp_size), *adapter_rows(lm))}
-    faults, padded = [], {}
+    faults, padded, dtypes = [], {}, {}
     for name, tensor in model.items():
         if not isinstance(tensor, ShardedTensor):
             continue
@@ -40,10 +40,17 @@ def allow_other_padding(
         if tensor.key not in stored:
             faults.append(f"{tensor.key} is missing; expected shape {expected}")
             continue
+        dtypes[stored[tensor.key].dtype] = tensor.dtype
         found = tuple(stored[tensor.key].global_shape)
         if found != expected and not _differ_in_padding(found, expected, split, tensor):
             faults.append(f"{tensor.key} has shape {found}; expected {expected}")
         padded[tensor.key] = tensor.allow_shape_mismatch = found != expected
+    if optimizer is not None:  # Adam updates fp32 weights: these themselves, or ones of its own
+        faults += [
+            f"its weights are {there}, those of this run {here}; trainer.precision must be as it was"
+            for there, here in dtypes.items()
+            if there != here
+        ]
     for tensor in _sharded_tensors(optimizer):
         _, _, parameter = tensor.key.removeprefix(PREFIX).partition(".")
         tensor.allow_shape_mismatch = padded.get(parameter, False)
