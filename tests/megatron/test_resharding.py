@@ -14,6 +14,7 @@ from helpers.resharding import (
     ONE,
     assert_equal_but_for_padding,
     load_and_go_on,
+    run_of,
     save_and_go_on,
     stored_tensors,
     write_model,
@@ -49,6 +50,8 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
     }
     run_ranks(SCRIPT, LAYOUTS[layouts[0]].ranks, out, json.dumps(plan), timeout=600)
     for case in cases:
+        if case == "bf16":
+            check_main_weights(mesh, out, layouts)
         losses = json.loads((out / case / "losses.json").read_text())
         for source in (*layouts, ONE):
             losses[f"{source} to {ONE}"], _ = load_and_go_on(out, case, source, ONE, mesh)
@@ -67,6 +70,25 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
                 assert again.keys() == saved.keys()
                 for name, tensor in saved.items():
                     assert_equal_but_for_padding(again[name], tensor)
+
+
+def check_main_weights(mesh, out: Path, layouts: list[str]) -> None:
+    """Those in fp32 of one process and of each layout, after two steps from the same start."""
+    fresh = run_of(out, "bf16", ONE, "start", mesh).checkpointer
+    fresh.save(1, {"step": 1})
+    fresh.finish()
+
+    def main_weights(folder: str) -> dict[str, torch.Tensor]:
+        stored = stored_tensors(out / "bf16" / folder)
+        return {name: tensor for name, tensor in stored.items() if name.startswith("optimizer.state.fp32_param.")}
+
+    start, one = main_weights("start"), main_weights(ONE)
+    moved = torch.stack([(one[name] - start[name]).norm() for name in one]).norm()
+    for layout in layouts:
+        other = main_weights(layout)
+        pairs = [(one[name], other[name][tuple(map(slice, one[name].shape))]) for name in one]  # less the padding
+        distance = torch.stack([(a - b).norm() for a, b in pairs]).norm()
+        assert float(distance / moved) < 5e-2, layout
 
 
 def test_three_steps_after_a_load(mesh, tmp_path):
