@@ -140,7 +140,7 @@ def _parts(
         flat: [n].
         main: says which range it is.
     """
-    pieces = [entry]
+    pieces: Any = [entry]
     if isinstance(entry, ShardedTensorFactory):  # of several tensors, one after the other
         pieces = entry.build_fn(entry.key, entry.data, entry.replica_id, None)
     end, before = main.start + len(flat), 0

@@ -29,7 +29,7 @@ def allow_other_padding(
     Returns:
         what differs in more than padding, a sentence each; then the checkpoint is another model's.
     """
-    stored = dist_checkpointing.load_tensors_metadata(str(folder))
+    stored: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
     splits = {row.megatron: row.split for row in (*weight_map(lm.architecture, lm.mesh.tp_size), *adapter_rows(lm))}
     faults, padded, dtypes = [], {}, {}
     for name, tensor in model.items():
