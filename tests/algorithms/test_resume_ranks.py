@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import largest_difference, metrics_of, rollouts_of, without_times
-from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
+from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
 
 SAVING = "exp_manager.checkpoint_callback_params"
 STATEFUL = [
@@ -59,7 +59,7 @@ def kill_at_random(
     metrics = folder / "run" / "metrics.jsonl"
     before = metrics.stat().st_size if metrics.exists() else 0
     started = processes.start(folder, *STATEFUL, *overrides, ranks=ranks)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + RUN_SECONDS
     while not (metrics.exists() and metrics.stat().st_size != before) and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(draw.uniform(0.0, seconds))
@@ -69,38 +69,37 @@ def kill_at_random(
     processes.wait()
 
 
-class TestKilledAtRandomMoments:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, FILTERING), id="one rank"),
+        pytest.param((2, (*FILTERING, *DISTRIBUTED)), id="two ranks, distributed optimizer"),
+        pytest.param((2, FILTERING), id="two ranks", marks=pytest.mark.slow),
+    ],
+)
+def whole(request, processes, tmp_path_factory) -> tuple[Path, int, tuple[str, ...], float]:
+    """A run without interruption, in which saves are not asynchronous; ranks, overrides, seconds of its steps."""
+    ranks, overrides = request.param
+    folder = tmp_path_factory.mktemp("whole")
+    finish(processes, folder, *overrides, ranks=ranks)
+    lines = metrics_of(folder)
+    assert any(line.get("train/groups_without_spread") for line in lines)
+    assert any(line.get("train/resampling_rounds") for line in lines)
+    return folder, ranks, overrides, lines[-1]["time"] - lines[0]["time"]
+
+
+@pytest.mark.parametrize("kills", [3, *(pytest.param(4, marks=pytest.mark.slow, id=f"4-{i}") for i in range(5))])
+def test_killed_at_random_moments(kills, whole, processes, tmp_path):
     """Three kills a run; twenty in the slow tier, four each in five runs."""
-
-    @pytest.fixture(
-        scope="class",
-        params=[
-            pytest.param((1, FILTERING), id="one rank"),
-            pytest.param((2, (*FILTERING, *DISTRIBUTED)), id="two ranks, distributed optimizer"),
-            pytest.param((2, FILTERING), id="two ranks", marks=pytest.mark.slow),
-        ],
-    )
-    def whole(self, request, processes, tmp_path_factory) -> tuple[Path, int, tuple[str, ...], float]:
-        """A run without interruption, in which saves are not asynchronous; ranks, overrides, seconds of its steps."""
-        ranks, overrides = request.param
-        folder = tmp_path_factory.mktemp("whole")
-        finish(processes, folder, *overrides, ranks=ranks)
-        lines = metrics_of(folder)
-        assert any(line.get("train/groups_without_spread") for line in lines)
-        assert any(line.get("train/resampling_rounds") for line in lines)
-        return folder, ranks, overrides, lines[-1]["time"] - lines[0]["time"]
-
-    @pytest.mark.parametrize("kills", [3, *(pytest.param(4, marks=pytest.mark.slow, id=f"4-{i}") for i in range(5))])
-    def test_equals_the_uninterrupted_run(self, kills, whole, processes, tmp_path):
-        seed = random.SystemRandom().randrange(2**32)
-        print(f"seed of the moments: {seed}")
-        draw = random.Random(seed)
-        folder, ranks, overrides, seconds = whole
-        for _ in range(kills):
-            # A part of the run each, so that the last ones are not left with nothing to kill.
-            kill_at_random(processes, tmp_path, draw, seconds / kills, *overrides, ASYNC, ranks=ranks)
-        finish(processes, tmp_path, *overrides, ASYNC, ranks=ranks)
-        assert_equal_runs(tmp_path, folder)
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed of the moments: {seed}")
+    draw = random.Random(seed)
+    folder, ranks, overrides, seconds = whole
+    for _ in range(kills):
+        # A part of the run each, so that the last ones are not left with nothing to kill.
+        kill_at_random(processes, tmp_path, draw, seconds / kills, *overrides, ASYNC, ranks=ranks)
+    finish(processes, tmp_path, *overrides, ASYNC, ranks=ranks)
+    assert_equal_runs(tmp_path, folder)
 
 
 def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
