@@ -21,18 +21,15 @@ from helpers.resharding import (
 )
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/resharding.py"
-ON_TWO = (
-    *("TP2 SP", "PP2", "PP2 uneven", "CP2", "DP2"),
-    *("DP2 distributed optimizer", "CP2 distributed optimizer"),
-)
+SHARED = "DP2 distributed optimizer"
+ON_TWO = ("TP2 SP", "PP2", "PP2 uneven", "CP2", "DP2", SHARED, "CP2 distributed optimizer")
 ON_FOUR = ("TP2 PP2 SP", "PP2 DP2 distributed optimizer", "PP4", "CP2 DP2")
 # Each kind of layout to another kind, the shared optimizer to the plain one and back.
 QUICK = {
     "TP2 SP": [ONE, "PP2 uneven"],
-    "PP2 uneven": ["DP2 distributed optimizer"],
+    "PP2 uneven": [SHARED],
     "CP2": ["TP2 SP"],
-    "DP2": ["PP2 uneven"],
-    "DP2 distributed optimizer": ["DP2 distributed optimizer", "TP2 SP"],
+    SHARED: [SHARED, "TP2 SP"],
 }
 
 
@@ -46,7 +43,7 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
         "cases": cases,
         "saves": layouts,
         "loads": loads,
-        "full_disk": "DP2" if "DP2" in layouts else None,
+        "full_disk": SHARED if SHARED in layouts else None,
     }
     run_ranks(SCRIPT, LAYOUTS[layouts[0]].ranks, out, json.dumps(plan), timeout=600)
     for case in cases:
