@@ -34,16 +34,13 @@ from reinforce_rl.files import write_atomically
 from reinforce_rl.megatron.lora import trained_state
 from reinforce_rl.megatron.manifest import Records, check_files, record_files, write_manifest
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.optimizer import add_missing_step, fill_moments
+from reinforce_rl.megatron.optimizer_state import STEP, adam_state, set_adam_step
 from reinforce_rl.megatron.random_state import random_state, set_random_state
 from reinforce_rl.megatron.resharding import allow_other_padding
 from reinforce_rl.megatron.sharded_writer import ShardedWriter
 
 STATE_FILE = "trainer_state.json"
 LATEST_FILE = "latest"
-# Of a parameter group; a resumed run takes them from its configuration, so that a changed one has an effect. The rate
-# and the weight decay themselves are the scheduler's.
-HYPERPARAMETERS = ("max_lr", "min_lr", "betas", "eps")
 
 
 @dataclass(frozen=True)
@@ -193,7 +190,7 @@ class Checkpointer:
             (part / "rng").mkdir()
 
         self._together(part, make_folders, self._mesh.is_main)
-        writer = ShardedWriter(self._sharded_state(loading=False), part / "model")
+        writer = ShardedWriter(self._sharded_state(), part / "model")
         self._together(part, writer.write_common)
         self._together(part, lambda: writer.plan(copy=self._asynchronous))
         keep_names = {folder_name(s) for s in keep}
@@ -263,47 +260,33 @@ class Checkpointer:
         A collective call.
 
         Raises:
-            CheckpointError: the checkpoint is damaged or belongs to another model, or the optimizer is distributed,
-                whose state is not saved.
+            CheckpointError: the checkpoint is damaged, or of another model or precision.
         """
-        if self._ddp.ddp_config.use_distributed_optimizer:
-            raise CheckpointError(
-                f"cannot go on from {checkpoint.folder} with model.optim.distributed=true: checkpoints do not hold "
-                "what that optimizer shares among ranks. The weights are there: turn them into a Hugging Face "
-                "folder with examples/convert_checkpoint.py, and start a new run from it with another "
-                "exp_manager.explicit_log_dir"
-            )
         folder = checkpoint.folder
         self._check_loaded(folder, lambda: check_files(folder, self._mesh.rank, self._mesh.world_size))
         self._check_loaded(folder, lambda: self._load(folder))
 
     def _load(self, folder: Path) -> None:
         lm: Any = self._ddp.module
-        sharded = self._sharded_state(loading=True)
+        sharded = self._sharded_state()
         faults = allow_other_padding(lm, sharded["model"], folder / "model", sharded["optimizer"])
         if faults:
             raise CheckpointError("\n".join(["it is another model's:", *(f"  {fault}" for fault in faults)]))
         loaded: Any = dist_checkpointing.load(sharded, str(folder / "model"))
         lm.load_state_dict(loaded["model"], strict=False)
-        configured = [{key: group[key] for key in HYPERPARAMETERS} for group in self._optimizer.param_groups]
-        add_missing_step(self._optimizer, loaded["optimizer"])
-        self._optimizer.load_state_dict(loaded["optimizer"])
-        for group, values in zip(self._optimizer.param_groups, configured, strict=True):
-            group.update(values)
+        # The tensors are filled. Rates and such come from the configuration, so that a changed one has an effect.
+        set_adam_step(self._optimizer, loaded["optimizer"][STEP])
         self._scheduler.num_steps = 0  # megatron adds the checkpoint's steps to those already taken
         self._scheduler.load_state_dict(loaded["scheduler"])
         rng = folder / "rng" / f"rank_{self._mesh.rank:05d}.pt"
         if rng.is_file():  # absent where the run goes on with more ranks than it was saved with
             set_random_state(torch.load(rng, weights_only=True), self._mesh)
 
-    def _sharded_state(self, *, loading: bool) -> dict[str, Any]:
-        fill_moments(self._optimizer)
+    def _sharded_state(self) -> dict[str, Any]:
         lm: Any = self._ddp.module
         model = trained_state(lm)
-        state = {"model": model, "scheduler": self._scheduler.state_dict()}
-        if not self._ddp.ddp_config.use_distributed_optimizer:
-            state["optimizer"] = self._optimizer.sharded_state_dict(model, is_loading=loading)
-        return state
+        optimizer = adam_state(self._optimizer, model)
+        return {"model": model, "scheduler": self._scheduler.state_dict(), "optimizer": optimizer}
 
     def _remove_old(self, newest: Path, keep: set[str]) -> None:
         complete = _complete_checkpoints(self.folder)

@@ -39,37 +39,6 @@ def scored_length(prompt_lengths: Tensor, response_lengths: Tensor, pad_to: int 
     return max(int((prompt_lengths + response_lengths).max()) - 1, pad_to - 1, 1)
 
 
-def response_log_probs(
-    model: torch.nn.Module,
-    lm: CausalLM,
-    sequences: Tensor,
-    prompt_lengths: Tensor,
-    response_lengths: Tensor,
-    temperature: float,
-    width: int,
-    *,
-    chunk_tokens: int,
-    with_entropy: bool = False,
-) -> TokenScores:
-    """`response_scores` after a forward pass, for a model that is no pipeline.
-
-    Args:
-        model: what is called for the forward pass: `lm` itself, or the data-parallel wrapper around it.
-    """
-    hidden = model(sequences[:, : scored_length(prompt_lengths, response_lengths)].to(lm.mesh.device))
-    return response_scores(
-        hidden,
-        lm,
-        sequences,
-        prompt_lengths,
-        response_lengths,
-        temperature,
-        width,
-        chunk_tokens=chunk_tokens,
-        with_entropy=with_entropy,
-    )
-
-
 def response_scores(
     hidden: Tensor,
     lm: CausalLM,

@@ -12,7 +12,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -126,37 +125,6 @@ def build_optimizer(
     ddp.config.grad_scale_func = optimizer.scale_loss
     ddp.config.no_sync_func = ddp.no_sync
     return optimizer, scheduler
-
-
-def fill_moments(optimizer: MegatronOptimizer) -> None:
-    """Give torch's Adam the state of step 0 where it has none: before its first step, or where all were skipped.
-
-    megatron saves no state that is not there, so that such a checkpoint could not be loaded.
-    """
-    adam = _torch_adam(optimizer)
-    if adam is None:
-        return
-    for group in adam.param_groups:
-        for parameter in group["params"]:
-            state = adam.state[parameter]
-            state.setdefault("step", torch.zeros((), dtype=torch.float32))
-            for name in ("exp_avg", "exp_avg_sq"):
-                if name not in state:
-                    state[name] = torch.zeros_like(parameter)
-
-
-def add_missing_step(optimizer: MegatronOptimizer, saved: dict[str, Any]) -> None:
-    """Put torch's Adam's step into a state that was loaded; megatron leaves it out where it is 0."""
-    if _torch_adam(optimizer) is not None:
-        state = saved.get("optimizer", saved)["state"]
-        state.setdefault("common_step", torch.zeros((), dtype=torch.float32))
-
-
-def _torch_adam(optimizer: MegatronOptimizer) -> Any:
-    if isinstance(optimizer, DistributedOptimizer):  # keeps its state in another form
-        return None
-    adam = getattr(optimizer, "optimizer", None)
-    return adam if isinstance(adam, torch.optim.Adam | torch.optim.AdamW) else None
 
 
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:

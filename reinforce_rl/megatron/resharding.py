@@ -11,9 +11,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from reinforce_rl.megatron.lora import adapter_rows
 from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.optimizer_state import PREFIX
 from reinforce_rl.megatron.weight_map import Split, weight_map
-
-OPTIMIZER_PREFIX = "optimizer.state."  # then exp_avg, exp_avg_sq or fp32_param, then the parameter's key
 
 
 def allow_other_padding(
@@ -30,22 +29,30 @@ def allow_other_padding(
     Returns:
         what differs in more than padding, a sentence each; then the checkpoint is another model's.
     """
-    stored = dist_checkpointing.load_tensors_metadata(str(folder))
+    stored: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
     splits = {row.megatron: row.split for row in (*weight_map(lm.architecture, lm.mesh.tp_size), *adapter_rows(lm))}
-    faults, padded = [], {}
+    faults, padded, dtypes = [], {}, {}
     for name, tensor in model.items():
         if not isinstance(tensor, ShardedTensor):
             continue
-        expected, split = tuple(tensor.global_shape), splits[name]
+        # The last stage's copy of tied embeddings goes by their key.
+        expected, split = tuple(tensor.global_shape), splits[name if name in splits else tensor.key]
         if tensor.key not in stored:
             faults.append(f"{tensor.key} is missing; expected shape {expected}")
             continue
+        dtypes[stored[tensor.key].dtype] = tensor.dtype
         found = tuple(stored[tensor.key].global_shape)
         if found != expected and not _differ_in_padding(found, expected, split, tensor):
             faults.append(f"{tensor.key} has shape {found}; expected {expected}")
         padded[tensor.key] = tensor.allow_shape_mismatch = found != expected
+    if optimizer is not None:  # Adam updates fp32 weights: these themselves, or ones of its own
+        faults += [
+            f"its weights are {there}, those of this run {here}; trainer.precision must be as it was"
+            for there, here in dtypes.items()
+            if there != here
+        ]
     for tensor in _sharded_tensors(optimizer):
-        _, _, parameter = tensor.key.removeprefix(OPTIMIZER_PREFIX).partition(".")
+        _, _, parameter = tensor.key.removeprefix(PREFIX).partition(".")
         tensor.allow_shape_mismatch = padded.get(parameter, False)
     return list(dict.fromkeys(faults))  # megatron gives all layers one key
 

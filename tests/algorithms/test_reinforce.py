@@ -78,15 +78,17 @@ class TestAStep:
 
     def test_the_update_does_not_depend_on_how_the_batch_is_cut(self, tmp_path, mesh):
         lines = []
-        for i, (micro, forward, generated) in enumerate([(16, 16, 4), (1, 3, 1), (5, 2, 3)]):
+        for i, (micro, forward, generated, validated) in enumerate([(16, 16, 4, 3), (1, 3, 1, 1), (5, 2, 3, 2)]):
             sizes = [
+                f"{RL}.val_check_interval=1",
+                f"model.reinforce.val_rollout_micro_batch_size={validated}",
                 f"model.micro_batch_size={micro}",
                 f"model.reinforce.forward_micro_batch_size={forward}",
                 f"model.reinforce.rollout_micro_batch_size={generated}",
             ]
             (tmp_path / str(i)).mkdir()
             lines.append(list(map(however_cut, run(tmp_path / str(i), mesh, *sizes))))
-        assert len(lines[0]) == 2
+        assert ["val/rewards" in line for line in lines[0]] == [True] * 3
         for other in lines[1:]:
             assert max(map(largest_difference, lines[0], other)) < 2e-5
 

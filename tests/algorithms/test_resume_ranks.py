@@ -1,4 +1,4 @@
-"""Two data-parallel ranks, killed at random moments, with all that carries state; and another number of ranks."""
+"""One rank and two, killed at random moments, with all that carries state; and other layouts in one run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.models import tiny_llama_folder
 from helpers.tiny_run import largest_difference, metrics_of, rollouts_of, without_times
-from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
+from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
 
 SAVING = "exp_manager.checkpoint_callback_params"
 STATEFUL = [
@@ -28,6 +29,8 @@ STATEFUL = [
     f"{SAVING}.keep_best=1",
 ]
 ASYNC = f"{SAVING}.async_save=true"
+FILTERING = ("trainer.reinforce.dynamic_filtering=true", "trainer.reinforce.max_resampling_rounds=1")
+DISTRIBUTED = ("model.optim.distributed=true", "model.optim.overlap_grad_sync=true")
 
 
 @pytest.fixture(scope="module")
@@ -44,45 +47,59 @@ def finish(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: in
 
 @pytest.fixture(scope="module")
 def uninterrupted(processes, tmp_path_factory) -> Path:
-    """Saves are not asynchronous in it."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     finish(processes, folder)
     return folder
 
 
-def seconds_of(folder: Path) -> float:
-    """From the first step's end to the last's."""
-    times = [line["time"] for line in metrics_of(folder)]
-    return times[-1] - times[0]
-
-
 def kill_at_random(
-    processes: TrainerProcesses, folder: Path, draw: random.Random, seconds: float, *overrides: str
+    processes: TrainerProcesses, folder: Path, draw: random.Random, seconds: float, *overrides: str, ranks: int
 ) -> None:
-    """One rank or both, once the run has said something and some of `seconds` more have gone by."""
+    """One rank or all, once the run has said something and some of `seconds` more have gone by."""
     metrics = folder / "run" / "metrics.jsonl"
     before = metrics.stat().st_size if metrics.exists() else 0
-    ranks = processes.start(folder, *STATEFUL, *overrides, ranks=2)
-    deadline = time.monotonic() + 60
+    started = processes.start(folder, *STATEFUL, *overrides, ranks=ranks)
+    deadline = time.monotonic() + RUN_SECONDS
     while not (metrics.exists() and metrics.stat().st_size != before) and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(draw.uniform(0.0, seconds))
-    for rank in draw.choice([ranks, ranks[:1], ranks[1:]]):
+    for rank in draw.choice([started, started[:1], started[-1:]]):
         with contextlib.suppress(ProcessLookupError):  # a fast one has ended
             os.kill(rank, signal.SIGKILL)
     processes.wait()
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, FILTERING), id="one rank"),
+        pytest.param((2, (*FILTERING, *DISTRIBUTED)), id="two ranks, distributed optimizer"),
+        pytest.param((2, FILTERING), id="two ranks", marks=pytest.mark.slow),
+    ],
+)
+def whole(request, processes, tmp_path_factory) -> tuple[Path, int, tuple[str, ...], float]:
+    """A run without interruption, in which saves are not asynchronous; ranks, overrides, seconds of its steps."""
+    ranks, overrides = request.param
+    folder = tmp_path_factory.mktemp("whole")
+    finish(processes, folder, *overrides, ranks=ranks)
+    lines = metrics_of(folder)
+    assert any(line.get("train/groups_without_spread") for line in lines)
+    assert any(line.get("train/resampling_rounds") for line in lines)
+    return folder, ranks, overrides, lines[-1]["time"] - lines[0]["time"]
+
+
 @pytest.mark.parametrize("kills", [3, *(pytest.param(4, marks=pytest.mark.slow, id=f"4-{i}") for i in range(5))])
-def test_killed_at_random_moments(processes, uninterrupted, tmp_path, kills):
+def test_killed_at_random_moments(kills, whole, processes, tmp_path):
+    """Three kills a run; twenty in the slow tier, four each in five runs."""
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed of the moments: {seed}")
     draw = random.Random(seed)
+    folder, ranks, overrides, seconds = whole
     for _ in range(kills):
         # A part of the run each, so that the last ones are not left with nothing to kill.
-        kill_at_random(processes, tmp_path, draw, seconds_of(uninterrupted) / kills, ASYNC)
-    finish(processes, tmp_path, ASYNC)
-    assert_equal_runs(tmp_path, uninterrupted)
+        kill_at_random(processes, tmp_path, draw, seconds / kills, *overrides, ASYNC, ranks=ranks)
+    finish(processes, tmp_path, *overrides, ASYNC, ranks=ranks)
+    assert_equal_runs(tmp_path, folder)
 
 
 def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
@@ -113,16 +130,46 @@ def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
     assert on_disk == {*files, "manifest.json"}
 
 
+TP2 = (2, ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true"))
+PP2 = (2, ("model.pipeline_model_parallel_size=2",))
+DP2 = (2, DISTRIBUTED)
+ONE = (1, ())
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [ONE, PP2, DP2],
+        pytest.param([ONE, ONE, TP2, TP2, DP2, DP2, PP2, PP2, ONE], marks=pytest.mark.slow),
+    ],
+    ids=["three", "nine"],
+)
+def test_every_prompt_once_an_epoch_through_kills_and_layouts(layouts, processes, tmp_path):
+    """Each is killed within some step, but the last one, which ends the run."""
+    tiny_llama_folder(tmp_path / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16)
+    settings = [*STATEFUL, "trainer.reinforce.save_interval=1"]
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed of the moments: {seed}")
+    draw = random.Random(seed)
+    moments = [f"rollouts/step_{step:05d}.jsonl" for step in sorted(draw.sample(range(2, STEPS), len(layouts) - 1))]
+    for (ranks, overrides), moment in zip(layouts, [*moments, ""], strict=True):
+        processes.start(tmp_path, *settings, *overrides, die_before=moment, ranks=ranks)
+        assert processes.wait() == (-signal.SIGKILL if moment else 0), (tmp_path / "log").read_text()
+    lines = metrics_of(tmp_path)
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    assert lines[-1]["train/consumed_prompts"] == 4 * NUM_PROMPTS
+    for epoch in range(4):
+        rows = [row for step in (1, 2, 3) for row in rollouts_of(tmp_path, 3 * epoch + step)]
+        assert Counter(row["prompt_id"] for row in rows) == dict.fromkeys(range(NUM_PROMPTS), 4)
+
+
 def test_another_number_of_ranks_in_the_middle_of_an_epoch(processes, uninterrupted, tmp_path):
-    """One rank, then two: each prompt once an epoch, and the numbers of two ranks throughout."""
+    """One rank, then two: the numbers of two ranks throughout."""
     every_step = "trainer.reinforce.save_interval=1"
     processes.start(tmp_path, *STATEFUL, every_step, die_before="rollouts/step_00006.jsonl")
     assert processes.wait() == -signal.SIGKILL
     finish(processes, tmp_path, every_step)
     assert "after step 5 of 12" in (tmp_path / "log").read_text()
-    for epoch in range(4):
-        rows = [row for step in (1, 2, 3) for row in rollouts_of(tmp_path, 3 * epoch + step)]
-        assert Counter(row["prompt_id"] for row in rows) == dict.fromkeys(range(NUM_PROMPTS), 4)
     for line, other in list(zip(metrics_of(tmp_path), metrics_of(uninterrupted), strict=True))[:9]:
         pair = [{key: value for key, value in without_times(m).items() if "padding" not in key} for m in (line, other)]
         assert largest_difference(*pair) < 1e-3, line["step"]

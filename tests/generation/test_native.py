@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.log_probs import response_log_probs
 from helpers.models import smollm2_folder, tiny_llama_folder
 from helpers.policies import megatron_model, random_tokens, transformers_model
 from helpers.ranks import run_ranks
@@ -14,7 +15,6 @@ from helpers.ranks import run_ranks
 from reinforce_rl.errors import DataError
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
-from reinforce_rl.megatron.log_probs import response_log_probs
 from reinforce_rl.rollout import Prompt, join_prompts_and_responses
 from reinforce_rl.tokenizer import load_tokenizer
 

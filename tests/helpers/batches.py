@@ -77,10 +77,11 @@ def actor_of(
     model: ModelOptions = DEFAULT_OPTIONS,
     tokens_per_micro_batch: int | None = None,
     updates: LoraSettings | None = None,
+    dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> MegatronGPTReinforceActorModel:
     """With LoRA updates where their settings are given."""
-    lm = megatron_model(folder, mesh, options=model)
+    lm = megatron_model(folder, mesh, dtype, options=model)
     if updates is not None:
         add_lora(lm, updates)
     tokenizer = load_tokenizer(folder)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.accumulate import accumulate_gradients
 from helpers.policies import megatron_model
 from torch import Tensor
 
 from reinforce_rl.megatron.checkpoint import Checkpointer
-from reinforce_rl.megatron.log_probs import response_log_probs
+from reinforce_rl.megatron.log_probs import response_scores, scored_length
+from reinforce_rl.megatron.lora import add_lora
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import (
     DEFAULT_DATA_PARALLEL,
@@ -20,6 +20,8 @@ from reinforce_rl.megatron.optimizer import (
     build_optimizer,
     wrap_data_parallel,
 )
+from reinforce_rl.megatron.schedule import accumulate_gradients
+from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS
 
 SETTINGS = OptimizerSettings(
     lr=1e-2,
@@ -43,11 +45,16 @@ class Run:
     ):
         data_parallel = options.pop("data_parallel", DEFAULT_DATA_PARALLEL)
         self.mesh = mesh
-        self.lm = megatron_model(model_folder, mesh)
+        self.lm = megatron_model(
+            model_folder, mesh, options.pop("dtype", torch.float32), options.pop("model", DEFAULT_OPTIONS)
+        )
+        updates = options.pop("updates", None)
+        if updates is not None:
+            add_lora(self.lm, updates)
         self.ddp = wrap_data_parallel(self.lm, data_parallel)
         parts = build_optimizer(self.ddp, settings)
         self.optimizer = ActorOptimizer(*parts)
-        self.adam: Any = getattr(parts[0], "optimizer", None)
+        self.inner: Any = parts[0].optimizer  # type: ignore[attr-defined]
         self.checkpointer = Checkpointer(folder, mesh, self.ddp, *parts, **options)
 
     def train(self, steps: int) -> list[float]:
@@ -67,12 +74,21 @@ class Run:
         """One step on [n, 12] tokens; this rank's loss before it, and the gradient's norm."""
         lengths = torch.tensor([5, 3]).repeat(len(sequences) // 2), torch.tensor([7, 6]).repeat(len(sequences) // 2)
 
-        def loss_of(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-            scores = response_log_probs(model, self.lm, *batch, temperature=1.0, width=7, chunk_tokens=4)
-            return -scores.log_probs.sum()
+        def hidden_of(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+            return model(batch[0][:, : scored_length(*batch[1:])])
 
-        loss = accumulate_gradients(self.ddp, [(sequences, *lengths)], loss_of)
+        def loss_of(hidden: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:
+            scores = response_scores(hidden, self.lm, *batch, temperature=1.0, width=7, chunk_tokens=4)
+            loss = -scores.log_probs.sum()
+            return loss, loss.item()
+
+        found = accumulate_gradients(self.ddp, [(sequences, *lengths)], hidden_of, loss_of)
+        (loss,) = self.mesh.from_last_stage(found)
         return loss, self.optimizer.step().grad_norm
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.lm.named_parameters()}
+        """This rank's, and what the optimizer updates of them."""
+        named = dict(self.lm.named_parameters())
+        mains = (p for group in self.inner.param_groups for p in group["params"])
+        named |= {f"main {number}": main for number, main in enumerate(mains)}
+        return {name: p.detach().clone() for name, p in named.items()}

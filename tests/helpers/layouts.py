@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from helpers.batches import actor_of, flat, gradient_of, rows_of, sequences, whole_batch
+from helpers.lora import load_updates, random_updates
 from helpers.policies import random_tokens
 
 from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.megatron.hf_weights import hf_tensors
+from reinforce_rl.megatron.lora import MergedWeights, lora_settings_of
+from reinforce_rl.megatron.lora_map import PROJECTIONS, LoraSettings
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, OptimizerSettings, build_optimizer
 from reinforce_rl.megatron.transformer_config import ModelOptions
@@ -45,6 +48,8 @@ class Layout:
     sp: bool = False
     model: ModelOptions = field(default_factory=ModelOptions)
     data_parallel: DataParallelSettings = field(default_factory=DataParallelSettings)
+    dtype: torch.dtype = torch.float32
+    updates: LoraSettings | None = None
 
     @property
     def ranks(self) -> int:
@@ -87,6 +92,17 @@ LAYOUTS = {
     "PP2 DP2 distributed optimizer": Layout(pp=2, dp=2, data_parallel=DISTRIBUTED),
 }
 
+BF16_LAYOUTS = {
+    f"{name} bf16": replace(LAYOUTS[name], dtype=torch.bfloat16)
+    for name in ("TP2 SP", "PP2", "CP2", "DP2 distributed optimizer")
+}
+LORA = LoraSettings(rank=3, alpha=7.0, targets=PROJECTIONS, seed=5)
+LORA_LAYOUTS = {
+    f"{name} LoRA": replace(LAYOUTS[name], updates=LORA)
+    for name in ("TP2 SP", "PP2", "CP2", "DP2 distributed optimizer", "TP2 PP2 SP", "PP2 DP2 distributed optimizer")
+}
+ALL_LAYOUTS = LAYOUTS | BF16_LAYOUTS | LORA_LAYOUTS
+
 
 def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = None) -> dict[str, Any]:
     """Everything that must not depend on the layout, the same on every rank; a collective call.
@@ -94,7 +110,10 @@ def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = 
     Args:
         out: where the policy is exported to after the optimizer steps; None for nowhere.
     """
-    actor = actor_of(folder, mesh, with_reference=True, model=layout.model, data_parallel=layout.data_parallel)
+    options: dict[str, Any] = {"model": layout.model, "data_parallel": layout.data_parallel, "dtype": layout.dtype}
+    actor = actor_of(folder, mesh, with_reference=True, updates=layout.updates, **options)
+    if layout.updates is not None:
+        load_updates(actor.lm, random_updates(Path(folder), layout.updates))
     batch = whole_batch()
     per_rank = len(batch.trains) // mesh.dp_size
     rows = list(range(mesh.dp_rank * per_rank, (mesh.dp_rank + 1) * per_rank))
@@ -114,8 +133,8 @@ def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = 
     for step in range(NUM_STEPS):
         share = actor.get_loss_and_metrics(mine, sequences(NUM_VALID))
         found["losses"].append(float(mesh.sum_over_dp(torch.tensor(share.loss, dtype=torch.float64))))
-        # With the distributed optimizer no rank has the whole gradient; its steps are compared.
-        if step == 0 and not layout.data_parallel.distributed_optimizer:
+        # With the distributed optimizer no rank has the whole gradient, and what is frozen has none: compare steps.
+        if step == 0 and not layout.data_parallel.distributed_optimizer and layout.updates is None:
             found["gradient"] = gradient_of(actor)
         found["norms"].append(optimizer.step().grad_norm)
     found["weights"] = weights(actor)
@@ -146,5 +165,6 @@ def over_dp(actor: MegatronGPTReinforceActorModel, values: torch.Tensor) -> torc
 
 
 def weights(actor: MegatronGPTReinforceActorModel) -> torch.Tensor:
-    tensors: Any = dict(hf_tensors(actor.lm))
+    merged = None if lora_settings_of(actor.lm) is None else MergedWeights(actor.lm)
+    tensors: Any = dict(hf_tensors(actor.lm, merged))
     return actor.mesh.from_block_leader(flat(tensors) if actor.mesh.is_block_leader else None)

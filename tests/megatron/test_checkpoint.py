@@ -37,18 +37,25 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_goes_on_bit_for_bit(mesh, models, tmp_path):
+SHARED = {"data_parallel": DataParallelSettings(distributed_optimizer=True)}
+BF16 = {"dtype": torch.bfloat16}
+# Of Adam's states; the first two have the same files.
+FORMS = {"plain": {}, "shared": SHARED, "bf16": BF16, "bf16 shared": BF16 | SHARED}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_goes_on_bit_for_bit(form, mesh, models, tmp_path):
     """Three steps after it: a restored step counter or moment that is wrong shows at the third at the latest."""
     torch.manual_seed(7)
     random.seed(8)
     np.random.seed(9)
-    run = Run(mesh, models[0], tmp_path)
+    run = Run(mesh, models[0], tmp_path, **FORMS[form])
     run.train(3)
     written = run.checkpointer.save(3, {"step": 3, "data_position": {"epoch": 0}})
     norms, weights = run.train(3), run.weights()
     draws = random.random(), np.random.rand()
 
-    other = Run(mesh, models[1], tmp_path)
+    other = Run(mesh, models[1], tmp_path, **FORMS[form])
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
@@ -88,18 +95,52 @@ def test_changed_settings_have_an_effect(mesh, models, tmp_path):
     assert sorted({g["weight_decay"] for g in other.optimizer._optimizer.param_groups}) == [0.0, 0.3]
 
 
-def test_a_distributed_optimizer_saves_weights_and_refuses_to_go_on(mesh, models, tmp_path):
-    options = {"data_parallel": DataParallelSettings(distributed_optimizer=True)}
-    run = Run(mesh, models[0], tmp_path, **options)
-    run.train(1)
+@pytest.mark.parametrize("forms", [("plain", "shared"), ("shared", "plain"), ("bf16", "bf16 shared")])
+def test_the_optimizer_may_become_a_shared_one_and_back(forms, mesh, models, tmp_path):
+    runs = [Run(mesh, models[number], tmp_path, **FORMS[form]) for number, form in enumerate(forms)]
+    runs[0].train_on(0, 2)
+    runs[0].checkpointer.save(2, {"step": 2})
+    runs[1].train_on(7, 1)
+    runs[1].checkpointer.restore(latest_checkpoint(tmp_path))
+    assert runs[1].train_on(2, 3) == runs[0].train_on(2, 3)
+    weights = [dict(run.lm.named_parameters()) for run in runs]
+    assert_equal(*weights)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_states_that_were_moved_are_those_that_are_saved(form, mesh, models, tmp_path, monkeypatch):
+    """As on a GPU, where the moments are other storages after each generation."""
+    runs = []
+    for moved in (True, False):
+        folder = tmp_path / str(moved)
+        run = Run(mesh, models[0], folder, **FORMS[form])
+        for step in range(2):
+            run.train_on(step, 1)
+            if moved:
+                with run.optimizer.offloaded():
+                    for tensor in run.optimizer._states():
+                        tensor.data = tensor.data.clone()
+        run.checkpointer.save(2, {"step": 2})
+        again = Run(mesh, models[1], folder, **FORMS[form])
+        again.checkpointer.restore(latest_checkpoint(folder))
+        runs += [again.train_on(2, 3), run.train_on(2, 3)]
+    assert all(losses == runs[0] for losses in runs)
+
+
+def test_another_precision_is_refused(mesh, models, tmp_path):
+    run = Run(mesh, models[0], tmp_path)
     run.checkpointer.save(1, {"step": 1})
-    found = latest_checkpoint(tmp_path)
-    assert found is not None
-    other = Run(mesh, models[1], tmp_path, **options)
-    with pytest.raises(CheckpointError, match=r"cannot go on .* model.optim.distributed=true"):
-        other.checkpointer.restore(found)
-    load_weights(other.lm, found.folder)
-    assert_equal(other.weights(), run.weights())
+    with pytest.raises(CheckpointError, match=r"weights are torch.float32, .* torch.bfloat16; trainer.precision must"):
+        Run(mesh, models[0], tmp_path, **BF16).checkpointer.restore(latest_checkpoint(tmp_path))
+
+
+def test_weights_alone_of_a_shared_optimizer(mesh, models, tmp_path):
+    run = Run(mesh, models[0], tmp_path, **SHARED)
+    run.train(1)
+    saved = run.checkpointer.save(1, {"step": 1})
+    other = Run(mesh, models[1], tmp_path)
+    load_weights(other.lm, saved)
+    assert_equal(dict(other.lm.named_parameters()), dict(run.lm.named_parameters()))
 
 
 def test_no_checkpoint(tmp_path):
@@ -273,13 +314,14 @@ class TestDamagedCheckpoint:
             other.checkpointer.restore(latest_checkpoint(tmp_path))
 
 
-def test_a_run_whose_steps_were_all_skipped(mesh, models, tmp_path):
-    """Adam has no state yet, and what megatron makes in its place lacks the step."""
-    run = Run(mesh, models[0], tmp_path)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_whose_steps_were_all_skipped(form, mesh, models, tmp_path):
+    """Adam has no state yet."""
+    run = Run(mesh, models[0], tmp_path, **FORMS[form])
     run.checkpointer.save(1, {"step": 1})
-    other = Run(mesh, models[1], tmp_path)
+    other = Run(mesh, models[1], tmp_path, **FORMS[form])
     other.checkpointer.restore(latest_checkpoint(tmp_path))
-    fresh = Run(mesh, models[0], tmp_path)
+    fresh = Run(mesh, models[0], tmp_path, **FORMS[form])
     assert other.train_on(0, 3) == fresh.train_on(0, 3) == run.train_on(0, 3)
 
 

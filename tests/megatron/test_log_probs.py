@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.log_probs import response_log_probs
 from helpers.models import tiny_llama_folder
 from helpers.policies import (
     brute_force_entropies,
@@ -16,8 +17,6 @@ from helpers.policies import (
 )
 from helpers.ranks import run_ranks
 from helpers.token_scores import PROMPT_LENGTHS, RESPONSE_LENGTHS, scores_and_gradients
-
-from reinforce_rl.megatron.log_probs import response_log_probs
 
 CHUNK = 5  # of the 12 response tokens
 

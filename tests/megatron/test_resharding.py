@@ -1,4 +1,4 @@
-"""A checkpoint goes on at another layout as at its own, for three steps, with padding."""
+"""A checkpoint goes on at another layout as at its own, for three steps, with padding; at its own bit for bit."""
 
 from __future__ import annotations
 
@@ -6,36 +6,94 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.checkpoint_run import Run
-from helpers.families import family_folder
+import torch
+from helpers.layouts import LAYOUTS
 from helpers.ranks import run_ranks
-from helpers.toy_server import free_port
-
-from reinforce_rl.megatron.checkpoint import latest_checkpoint
+from helpers.resharding import (
+    CASES,
+    ONE,
+    assert_equal_but_for_padding,
+    load_and_go_on,
+    run_of,
+    save_and_go_on,
+    stored_tensors,
+    write_model,
+)
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/resharding.py"
-# Tied and untied embeddings; padded at TP=2 in heads, groups and vocabulary.
-MODELS = ("llama_bias_padded", "qwen3_padded")
-RUNS = ["dp2", "dp2 to tp1", "dp2 to tp2", "tp1 to dp2", "tp1 to tp2", "tp2", "tp2 to dp2", "tp2 to tp1"]
+SHARED = "DP2 distributed optimizer"
+ON_TWO = ("TP2 SP", "PP2", "PP2 uneven", "CP2", "DP2", SHARED, "CP2 distributed optimizer")
+ON_FOUR = ("TP2 PP2 SP", "PP2 DP2 distributed optimizer", "PP4", "CP2 DP2")
+# Each kind of layout to another kind, the shared optimizer to the plain one and back.
+QUICK = {
+    "TP2 SP": [ONE, "PP2 uneven"],
+    "PP2 uneven": [SHARED],
+    "CP2": ["TP2 SP"],
+    SHARED: [SHARED, "TP2 SP"],
+}
+
+
+def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]) -> None:
+    layouts = list(loads)
+    uninterrupted = {}
+    for case in cases:
+        write_model(out, case)
+        uninterrupted[case], _ = save_and_go_on(out, case, ONE, mesh)
+    plan = {
+        "cases": cases,
+        "saves": layouts,
+        "loads": loads,
+        "full_disk": SHARED if SHARED in layouts else None,
+    }
+    run_ranks(SCRIPT, LAYOUTS[layouts[0]].ranks, out, json.dumps(plan), timeout=600)
+    for case in cases:
+        if case == "bf16":
+            check_main_weights(mesh, out, layouts)
+        losses = json.loads((out / case / "losses.json").read_text())
+        for source in (*layouts, ONE):
+            losses[f"{source} to {ONE}"], _ = load_and_go_on(out, case, source, ONE, mesh)
+        assert losses[f"{ONE} to {ONE}"] == uninterrupted[case]
+        exact = CASES[case].dtype == torch.float32
+        for runs, found in losses.items():
+            assert found == pytest.approx(uninterrupted[case], rel=1e-5 if exact else 2e-2, abs=0.0), (case, runs)
+        for source in (*layouts, ONE):
+            saved = stored_tensors(out / case / source)
+            kinds = ("exp_avg.", "exp_avg_sq.", *(() if exact else ("fp32_param.",)))
+            assert all(any(name.startswith(f"optimizer.state.{kind}") for name in saved) for kind in kinds)
+            for target in (*layouts, ONE):
+                if f"{source} to {target}" not in losses:
+                    continue
+                again = stored_tensors(out / case / f"{source} to {target}")
+                assert again.keys() == saved.keys()
+                for name, tensor in saved.items():
+                    assert_equal_but_for_padding(again[name], tensor)
+
+
+def check_main_weights(mesh, out: Path, layouts: list[str]) -> None:
+    """Those in fp32 of one process and of each layout, after two steps from the same start."""
+    fresh = run_of(out, "bf16", ONE, "start", mesh).checkpointer
+    fresh.save(1, {"step": 1})
+    fresh.finish()
+
+    def main_weights(folder: str) -> dict[str, torch.Tensor]:
+        stored = stored_tensors(out / "bf16" / folder)
+        return {name: tensor for name, tensor in stored.items() if name.startswith("optimizer.state.fp32_param.")}
+
+    start, one = main_weights("start"), main_weights(ONE)
+    moved = torch.stack([(one[name] - start[name]).norm() for name in one]).norm()
+    for layout in layouts:
+        other = main_weights(layout)
+        pairs = [(one[name], other[name][tuple(map(slice, one[name].shape))]) for name in one]  # less the padding
+        distance = torch.stack([(a - b).norm() for a, b in pairs]).norm()
+        assert float(distance / moved) < 5e-2, layout
 
 
 def test_three_steps_after_a_load(mesh, tmp_path):
-    folders = [family_folder(tmp_path / "models", name) for name in MODELS]
-    uninterrupted = {}
-    for model in folders:
-        run = Run(mesh, model, tmp_path / model.name / "tp1")
-        run.train_on(0, 2)
-        run.checkpointer.save(2, {"step": 2})
-        uninterrupted[model.name] = run.train_on(2, 3)
-    run_ranks(SCRIPT, 2, tmp_path, *(free_port() for _ in range(3)), *folders)
-    for model in folders:
-        losses = json.loads((tmp_path / model.name / "losses.json").read_text())
-        for source in ("tp1", "tp2", "dp2"):
-            run = Run(mesh, model, tmp_path / model.name)
-            run.train_on(50, 1)
-            run.checkpointer.restore(latest_checkpoint(tmp_path / model.name / source))
-            losses[f"{source} to tp1"] = run.train_on(2, 3)
-        assert losses.pop("tp1 to tp1") == uninterrupted[model.name]
-        assert sorted(losses) == RUNS
-        for found in losses.values():
-            assert found == pytest.approx(uninterrupted[model.name], rel=1e-5, abs=0.0), losses
+    run_and_check(mesh, tmp_path, ["tied"], QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layouts", [ON_TWO, ON_FOUR], ids=["two ranks", "four ranks"])
+def test_every_layout_to_every_other(case, layouts, mesh, tmp_path):
+    run_and_check(mesh, tmp_path, [case], {target: [*layouts, ONE] for target in layouts})

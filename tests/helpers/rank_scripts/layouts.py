@@ -11,17 +11,17 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from helpers.layouts import LAYOUTS, computed
+from helpers.layouts import ALL_LAYOUTS, computed
 
 
 def main() -> None:
     out, folder, *names = sys.argv[1:]
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     for name in names:
-        with LAYOUTS[name].mesh() as mesh:
+        with ALL_LAYOUTS[name].mesh() as mesh:
             if mesh.is_main:
                 print(mesh.grid(), flush=True)
-            found = computed(LAYOUTS[name], folder, mesh, Path(out) / name)
+            found = computed(ALL_LAYOUTS[name], folder, mesh, Path(out) / name)
             torch.save(found, Path(out) / f"{name}.{os.environ['RANK']}")
     torch.distributed.destroy_process_group()
 

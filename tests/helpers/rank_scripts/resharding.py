@@ -1,23 +1,25 @@
-"""Two ranks: checkpoints of other layouts, and saves that fail on one rank.
+"""Several ranks: checkpoints of each layout, loads at others, and saves that fail on one rank.
 
-Usage: resharding.py OUT PORT PORT PORT MODEL...   OUT/NAME/tp1 holds a checkpoint of one rank for each model folder.
-This writes tp2 and dp2 beside it, and OUT/NAME/losses.json with the losses of three steps: without interruption, and
-after a load.
+Usage: resharding.py OUT PLAN, the plan in JSON: cases, saves (layouts), loads (of each layout: from where), full_disk
+(a layout or null). Writes OUT/CASE/losses.json: the losses of three steps without interruption and after each load. A
+load at the layout of its checkpoint is compared here, bit for bit.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
+from datetime import timedelta
 from pathlib import Path
 
+import torch
 from helpers.checkpoint_run import Run
+from helpers.resharding import ALL_LAYOUTS, SAVED_AFTER, load_and_go_on, run_of, save_and_go_on
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
-from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
+from reinforce_rl.megatron.mesh import Mesh
 
 
 def save_on_a_full_disk(run: Run, mesh: Mesh, full_rank: int) -> None:
@@ -26,7 +28,7 @@ def save_on_a_full_disk(run: Run, mesh: Mesh, full_rank: int) -> None:
     if mesh.rank == full_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
     try:
-        run.checkpointer.save(3, {"step": 3})
+        run.checkpointer.save(SAVED_AFTER + 1, {"step": SAVED_AFTER + 1})
         run.checkpointer.finish()
     except CheckpointError as error:
         assert f"rank {full_rank} cannot write the checkpoint" in str(error), error
@@ -36,39 +38,37 @@ def save_on_a_full_disk(run: Run, mesh: Mesh, full_rank: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     newest = latest_checkpoint(run.checkpointer.folder)
     assert newest is not None
-    assert newest.trainer_state == {"step": 2}
+    assert newest.trainer_state == {"step": SAVED_AFTER}
 
 
 def main() -> None:
-    out, ports, models = Path(sys.argv[1]), sys.argv[2:5], [Path(argument) for argument in sys.argv[5:]]
-    # torchrun's store serves one process group; each layout gets a store of its own.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    losses: dict[str, dict[str, list[float]]] = {model.name: {} for model in models}
-    layouts = (("dp2", ["tp1"], 1), ("tp2", ["tp1", "dp2"], 2), ("dp2", ["tp2"], 1))
-    for port, (own, sources, tp_size) in zip(ports, layouts, strict=True):
-        os.environ["MASTER_PORT"] = port
-        with parallel_mesh(tp_size) as mesh:
-            for model in models:
-                folder, found = out / model.name, losses[model.name]
-                if own not in found:
-                    run = Run(mesh, model, folder / own, asynchronous=own == "dp2")
-                    run.train_on(0, 2)
-                    run.checkpointer.save(2, {"step": 2})
-                    found[own] = run.train_on(2, 3)
-                    run.checkpointer.finish()
-                    if model is models[0]:
-                        for full_rank in (0, 1):
-                            save_on_a_full_disk(run, mesh, full_rank)
+    out, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    losses = {case: {} for case in plan["cases"]}
+    uninterrupted = {}
+    for layout in plan["saves"]:
+        with ALL_LAYOUTS[layout].mesh() as mesh:
+            for case in plan["cases"]:
+                losses[case][layout], uninterrupted[case, layout] = save_and_go_on(out, case, layout, mesh)
+            if layout == plan["full_disk"]:
+                for full_rank in (0, 1):
+                    save_on_a_full_disk(run_of(out, plan["cases"][0], layout, layout, mesh), mesh, full_rank)
+    for layout, sources in plan["loads"].items():
+        with ALL_LAYOUTS[layout].mesh() as mesh:
+            for case in plan["cases"]:
                 for source in sources:
-                    run = Run(mesh, model, folder / own)
-                    run.train_on(50, 1)
-                    newest = latest_checkpoint(folder / source)
-                    assert newest is not None
-                    run.checkpointer.restore(newest)
-                    found[f"{source} to {own}"] = run.train_on(2, 3)
-    if mesh.is_main:
-        for name, found in losses.items():
-            (out / name / "losses.json").write_text(json.dumps(found))
+                    found, weights = load_and_go_on(out, case, source, layout, mesh)
+                    losses[case][f"{source} to {layout}"] = found
+                    if source == layout:
+                        expected = uninterrupted[case, layout]
+                        assert found == losses[case][layout], (case, layout, found, losses[case][layout])
+                        assert weights.keys() == expected.keys()
+                        for name, weight in weights.items():
+                            assert torch.equal(weight, expected[name]), (case, layout, name)
+    if torch.distributed.get_rank() == 0:
+        for case, found in losses.items():
+            (out / case / "losses.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,195 @@
+"""Adam's state in a checkpoint: the same tensors on disk whether data-parallel ranks share them or not.
+
+megatron's own form does not serve. For the distributed optimizer it gathers weights and moments, 12 bytes a
+parameter, on each rank; and with torch's Adam it fails before the first step, and a load gives all parameters one
+counter of steps. Here every rank writes and reads the part that it holds, as rectangles of the whole tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor
+
+PREFIX = "optimizer.state."  # then what it is, then the parameter's key
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN = "fp32_param"
+STEP = "step"
+
+
+def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds of Adam, for megatron's `dist_checkpointing`. A load writes into the tensors themselves.
+
+    Where Adam has no state yet, before its first step or where all were skipped, it gets that of step 0.
+
+    Args:
+        optimizer: whose state it is.
+        model: the sharded state of the parameters that it updates.
+
+    Returns:
+        the number of steps, and for each parameter both moments and, where the model's dtype is a lower one, the fp32
+        weights.
+    """
+    sharded = {id(entry.data): (name, entry) for name, entry in model.items() if hasattr(entry, "data")}
+    found: dict[str, Any] = {STEP: _step_of(optimizer)}
+    for main in _main_parameters(optimizer):
+        name, entry = sharded[id(main.parameter)]
+        tensors = {key: main.moment(key) for key in MOMENTS}
+        if main.tensor.dtype != main.parameter.dtype:
+            tensors[MAIN] = main.tensor.detach()
+        for kind, tensor in tensors.items():
+            for number, part in enumerate(_parts(entry, f"{PREFIX}{kind}.", tensor.view(-1), main)):
+                found[f"{kind}.{name}.{number}"] = part
+    return found
+
+
+def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
+    """Give every parameter its number of steps: after a load, which fills the tensors."""
+    for inner in _inner_optimizers(optimizer):
+        if _counts_by_parameter(inner):
+            for state in inner.state.values():
+                # One of its own each: they are counted up in place.
+                state[STEP] = torch.tensor(float(step), dtype=torch.float32)
+        else:
+            for group in inner.param_groups:
+                group[STEP] = int(step)
+
+
+@dataclass(frozen=True)
+class _Main:
+    """What Adam updates on this rank of one parameter.
+
+    Attributes:
+        parameter: the model's.
+        tensor: itself, its copy in fp32, or a flat range of one of them.
+        start: of the range within the flattened parameter.
+        shared: the data- and context-parallel ranks have a range each; else all have the same.
+        inner: torch's optimizer.
+    """
+
+    parameter: Tensor
+    tensor: Tensor
+    start: int
+    shared: bool
+    inner: Any
+
+    def moment(self, name: str) -> Tensor:
+        state = self.inner.state[self.tensor]
+        if _counts_by_parameter(self.inner):
+            state.setdefault(STEP, torch.zeros((), dtype=torch.float32))
+        if name not in state:
+            state[name] = torch.zeros_like(self.tensor)
+        return state[name]
+
+
+def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[_Main]:
+    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    for part in parts:
+        inner = part.optimizer
+        if isinstance(part, DistributedOptimizer):
+            for parameter, (group, place) in part.model_param_group_index_map.items():
+                start = part._get_model_param_range_map(parameter)["param"].start
+                yield _Main(parameter, inner.param_groups[group]["params"][place], start, True, inner)
+        elif isinstance(part, Float16OptimizerWithFloat16Params):
+            pairs = zip(chain(*part.float16_groups), chain(*part.fp32_from_float16_groups), strict=True)
+            for parameter, tensor in pairs:
+                yield _Main(parameter, tensor, 0, False, inner)
+            for parameter in chain(*part.fp32_from_fp32_groups):
+                yield _Main(parameter, parameter, 0, False, inner)
+        else:
+            for parameter in chain(*(group["params"] for group in inner.param_groups)):
+                yield _Main(parameter, parameter, 0, False, inner)
+
+
+def _inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts]
+
+
+def _counts_by_parameter(inner: Any) -> bool:
+    # The fused ones of Apex and Transformer Engine, which megatron prefers where they are installed, count by group.
+    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _step_of(optimizer: MegatronOptimizer) -> float:
+    """The same for all parameters, since a step is made of all or of none; 0 on a rank that holds none."""
+    for inner in _inner_optimizers(optimizer):
+        holders = inner.state.values() if _counts_by_parameter(inner) else inner.param_groups
+        for holder in holders:
+            return float(holder.get(STEP, 0.0))
+    return 0.0
+
+
+def _parts(
+    entry: ShardedTensor | ShardedTensorFactory, prefix: str, flat: Tensor, main: _Main
+) -> Iterator[ShardedTensor]:
+    """A tensor like a parameter, or its range, as rectangles of whole tensors; each a view.
+
+    Args:
+        entry: of the parameter.
+        prefix: of the keys.
+        flat: [n].
+        main: says which range it is.
+    """
+    pieces: Any = [entry]
+    if isinstance(entry, ShardedTensorFactory):  # of several tensors, one after the other
+        pieces = entry.build_fn(entry.key, entry.data, entry.replica_id, None)
+    end, before = main.start + len(flat), 0
+    for piece in pieces:
+        size = math.prod(piece.local_shape)
+        own = max(main.start - before, 0), min(end - before, size)
+        axes = piece.prepend_axis_num
+        for offset, shape in rectangles(piece.local_shape, *own):
+            first = before + _flat_index(offset, piece.local_shape) - main.start
+            yield replace(
+                piece,
+                key=prefix + piece.key,
+                data=flat[first : first + math.prod(shape)].view((1,) * axes + shape),
+                dtype=flat.dtype,
+                local_shape=(1,) * axes + shape,
+                global_offset=tuple(a + b for a, b in zip(piece.global_offset, (0,) * axes + offset, strict=True)),
+                axis_fragmentations=None,  # of no regular grid
+                prepend_axis_num=0,
+                # The last number is the data- and context-parallel rank; each writes its own range.
+                replica_id=(*piece.replica_id[:-1], 0) if main.shared else piece.replica_id,
+            )
+        before += size
+
+
+def rectangles(shape: Sequence[int], start: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The elements start .. end-1 of a flattened tensor as rectangles, in order.
+
+    Returns:
+        offset and shape of each; at most two more a dimension after the first, and one.
+    """
+    if start >= end:
+        return []
+    if len(shape) == 1:
+        return [((start,), (end - start,))]
+    row = math.prod(shape[1:])
+
+    def within(number: int, first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return [((number, *offset), (1, *size)) for offset, size in rectangles(shape[1:], first, last)]
+
+    first, last = -(-start // row), end // row  # whole rows
+    if first > last:
+        return within(last, start - last * row, end - last * row)
+    whole = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
+    head = within(first - 1, start - (first - 1) * row, row) if start < first * row else []
+    return [*head, *whole, *within(last, 0, end - last * row)]
+
+
+def _flat_index(offset: Sequence[int], shape: Sequence[int]) -> int:
+    index = 0
+    for place, size in zip(offset, shape, strict=True):
+        index = index * size + place
+    return index

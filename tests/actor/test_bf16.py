@@ -1,0 +1,151 @@
+"""bf16: what is kept and computed in fp32 besides it, on one process and on layouts of two ranks; and whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.batches import TEMPERATURE, VOCAB_SIZE, actor_of, gradient_of, relative_difference, sequences, whole_batch
+from helpers.layouts import BF16_LAYOUTS, SETTINGS, Layout, computed
+from helpers.models import tiny_llama_folder
+from helpers.ranks import run_ranks
+from helpers.tiny_run import metrics_of, tiny_config, tiny_trainer, weights, without_times
+
+from reinforce_rl.megatron.log_probs import response_scores, scored_length
+from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, build_optimizer
+
+SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/layouts.py"
+BF16 = torch.bfloat16
+# bf16 has 8 bits, so each of a dozen roundings is wrong by up to 0.4 %. Per token, on average, of the gradient's norm.
+TOKEN_BOUND, MEAN_BOUND, GRADIENT_BOUND = 1e-1, 1e-2, 5e-2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Heads, groups and vocabulary need padding at TP=2."""
+    root = tmp_path_factory.mktemp("model")
+    return tiny_llama_folder(root, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36, layers=4, seed=5)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_gradients_and_main_weights_are_fp32(distributed, folder, mesh):
+    actor = actor_of(folder, mesh, dtype=BF16, data_parallel=DataParallelSettings(distributed_optimizer=distributed))
+    megatron, scheduler = build_optimizer(actor.ddp, SETTINGS)
+    optimizer = ActorOptimizer(megatron, scheduler)
+    parameters = list(actor.lm.parameters())
+    assert {p.dtype for p in parameters} == {BF16}
+    before = [p.detach().clone() for p in parameters]
+    for _ in range(2):
+        actor.get_loss_and_metrics(whole_batch(), sequences(10))
+        assert {p.main_grad.dtype for p in parameters} == {torch.float32}  # type: ignore[attr-defined]
+        optimizer.step()
+    inner = megatron.optimizer  # type: ignore[attr-defined]
+    mains = [main for group in inner.param_groups for main in group["params"]]
+    assert {main.dtype for main in mains} == {torch.float32}
+    assert {value.dtype for state in inner.state.values() for value in state.values()} == {torch.float32}
+    # They keep what bf16 rounds away, and the model has them rounded.
+    own = torch.cat([main.detach().flatten() for main in mains]).sort().values
+    rounded = torch.cat([p.detach().flatten() for p in parameters]).sort().values
+    assert not torch.equal(own, rounded.float())
+    assert torch.equal(own.to(BF16), rounded)
+    assert not any(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+
+
+def test_log_probs_and_entropy_are_fp32_from_the_logits(folder, mesh):
+    actor = actor_of(folder, mesh, dtype=BF16)
+    rollouts = whole_batch().rollouts
+    where = (rollouts.prompt_lengths, rollouts.response_lengths)
+    with torch.no_grad():
+        hidden = actor.lm(rollouts.sequences[:, : scored_length(*where)])
+        assert hidden.dtype == BF16
+        found = response_scores(
+            hidden,
+            actor.lm,
+            rollouts.sequences,
+            *where,
+            temperature=TEMPERATURE,
+            width=rollouts.width,
+            chunk_tokens=5,
+            with_entropy=True,
+        )
+        table = torch.log_softmax(actor.lm.full_logits(hidden.flatten(0, 1)).double() / TEMPERATURE, dim=-1)
+    table = table.view(*hidden.shape[:2], -1)
+    assert found.entropy is not None
+    assert found.log_probs.dtype == found.entropy.dtype == torch.float32
+    for row, (prompt, response) in enumerate(zip(*(lengths.tolist() for lengths in where), strict=True)):
+        for column in range(response):
+            log_p = table[row, prompt + column - 1]
+            token = rollouts.sequences[row, prompt + column]
+            assert float(found.log_probs[row, column]) == pytest.approx(float(log_p[token]), abs=2e-6)
+            assert float(found.entropy[row, column]) == pytest.approx(float(-(log_p.exp() * log_p).sum()), abs=5e-6)
+
+
+def test_the_gradient_is_near_that_of_fp32(folder, mesh):
+    """Accumulated in fp32: many small micro-batches lose nothing against one."""
+    gradients = {}
+    for dtype, size in ((torch.float32, 12), (BF16, 12), (BF16, 1)):
+        actor = actor_of(folder, mesh, dtype=dtype, micro_batch_size=size)
+        actor.get_loss_and_metrics(whole_batch(), sequences(10))
+        gradients[dtype, size] = gradient_of(actor)
+    for size in (12, 1):
+        assert relative_difference(gradients[BF16, size], gradients[torch.float32, 12]) < GRADIENT_BOUND
+
+
+@pytest.mark.slow
+def test_layouts_of_two_ranks(folder, mesh, tmp_path):
+    """No further from fp32 than one process in bf16 is, within a factor of two."""
+    exact, one = computed(Layout(), folder, mesh), computed(Layout(dtype=BF16), folder, mesh)
+    run_ranks(SCRIPT, 2, tmp_path, folder, *BF16_LAYOUTS, timeout=600)
+    assert torch.equal(one["reference_log_probs"], one["log_probs"]), "the reference is the policy of step 0"
+
+    def errors(found: dict) -> list[float]:
+        differences = [(found[kind] - exact[kind]).abs() for kind in ("log_probs", "log_probs_after")]
+        values = [float(measure) for difference in differences for measure in (difference.max(), difference.mean())]
+        gradient = [relative_difference(found["gradient"], exact["gradient"])] if "gradient" in found else []
+        moved = one["weights"] - one["weights_before"]
+        return [*values, float((found["weights"] - exact["weights"]).norm() / moved.norm()), *gradient]
+
+    # After three large steps the log-probs have grown to several nats.
+    bounds = [TOKEN_BOUND, MEAN_BOUND, 4 * TOKEN_BOUND, 4 * MEAN_BOUND, 1e-1, GRADIENT_BOUND]
+    print("one process", errors(one))
+    assert all(error <= bound for error, bound in zip(errors(one), bounds, strict=True))
+    for name in BF16_LAYOUTS:
+        ranks = [torch.load(tmp_path / f"{name}.{rank}", weights_only=False) for rank in (0, 1)]
+        print(name, errors(ranks[0]))
+        for found in ranks:
+            assert torch.equal(found["weights_before"], one["weights_before"]), name
+            assert torch.equal(found["reference_log_probs"], found["log_probs"]), name
+            assert all(mine <= 2 * theirs for mine, theirs in zip(errors(found), errors(one), strict=False)), name
+            for kind in ("log_probs", "log_probs_after"):
+                assert found[kind].dtype == torch.float32
+                assert torch.equal(found[kind], ranks[0][kind]), (name, kind)
+            assert found["losses"] == pytest.approx(one["losses"], rel=2e-2), name
+            assert found["norms"] == pytest.approx(one["norms"], rel=2e-2), name
+            for kind in ("greedy", "sampled"):
+                assert all(found[kind]["tokens"]) and bool((found[kind]["log_probs"] <= 0).all()), name
+
+
+LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
+DISTRIBUTED = ("model.optim.distributed=true", "model.optim.overlap_grad_sync=true")
+
+
+@pytest.mark.parametrize("options", [DISTRIBUTED, LORA], ids=["distributed optimizer", "lora"])
+def test_a_run_goes_on_bit_for_bit(options, mesh, tmp_path):
+    settings = ("trainer.precision=bf16", "trainer.reinforce.max_epochs=8", "model.optim.lr=0.02", *options)
+    results = []
+    for name, cuts in (("whole", (None,)), ("cut", (6, None))):
+        folder = tmp_path / name
+        folder.mkdir()
+        for steps in cuts:
+            bound = () if steps is None else (f"trainer.reinforce.max_steps={steps}",)
+            with tiny_trainer(tiny_config(folder, *settings, *bound), mesh) as trainer:
+                trainer.fit()
+        lm = trainer.model.lm
+        assert {p.dtype for p in lm.parameters()} == {BF16}
+        results.append((weights(trainer), [without_times(line) for line in metrics_of(folder)]))
+    lines = results[0][1]
+    assert lines[0]["train/init_policy_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert lines[-1]["train/init_policy_kl"] > 0.01
+    assert results[1][1] == lines
+    assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))

@@ -1,0 +1,112 @@
+"""Checkpoints that go on at other layouts: what is run, and what is compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.checkpoint_run import SETTINGS, Run
+from helpers.families import MODELS
+from helpers.layouts import LAYOUTS, Layout
+from helpers.lora import EVERY
+from helpers.models import tiny_family_folder
+from megatron.core import dist_checkpointing
+from torch import Tensor
+
+from reinforce_rl.megatron.checkpoint import latest_checkpoint
+from reinforce_rl.megatron.lora_map import LoraSettings
+from reinforce_rl.megatron.mesh import Mesh
+
+SAVED_AFTER, STEPS = 2, 3
+ONE = "one process"
+ALL_LAYOUTS = {ONE: Layout(), **LAYOUTS}
+ADAM = replace(SETTINGS, eps=1e-3)  # else the sign of a gradient that is nearly 0 would decide where a weight goes
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained.
+
+    Attributes:
+        model: one of `helpers.families`; with four layers, so that stages can be uneven.
+        updates: LoRA's, or None for all weights.
+        dtype: of the model.
+    """
+
+    model: str
+    updates: LoraSettings | None = None
+    dtype: torch.dtype = torch.float32
+
+
+# Tied and untied embeddings; padded at TP=2 in heads, groups and vocabulary.
+CASES = {
+    "tied": Case("llama_bias_padded"),
+    "untied": Case("qwen3_padded"),
+    "lora": Case("llama_bias_padded", EVERY),
+    "bf16": Case("llama_bias_padded", dtype=torch.bfloat16),
+    "bf16 lora": Case("qwen3_padded", EVERY, torch.bfloat16),
+}
+
+
+def write_model(out: Path, case: str) -> Path:
+    family, keys = MODELS[CASES[case].model]
+    return tiny_family_folder(out / case / "model", family, **{**keys, "num_hidden_layers": 4})
+
+
+def run_of(out: Path, case: str, layout: str, folder: str, mesh: Mesh) -> Run:
+    """A fresh run, whose checkpoints lie in OUT/CASE/FOLDER."""
+    settings, where = CASES[case], ALL_LAYOUTS[layout]
+    return Run(
+        mesh,
+        out / case / "model",
+        out / case / folder,
+        ADAM,
+        dtype=settings.dtype,
+        updates=settings.updates,
+        model=where.model,
+        data_parallel=where.data_parallel,
+        asynchronous=True,
+    )
+
+
+def save_and_go_on(out: Path, case: str, layout: str, mesh: Mesh) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of the three steps after the save, without interruption, and this rank's weights then."""
+    run = run_of(out, case, layout, layout, mesh)
+    run.train_on(0, SAVED_AFTER)
+    run.checkpointer.save(SAVED_AFTER, {"step": SAVED_AFTER})
+    losses = run.train_on(SAVED_AFTER, STEPS)
+    run.checkpointer.finish()
+    return losses, run.weights()
+
+
+def load_and_go_on(
+    out: Path, case: str, source: str, layout: str, mesh: Mesh
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The same after a load. What was loaded is saved again, to OUT/CASE/SOURCE to LAYOUT."""
+    run = run_of(out, case, layout, f"{source} to {layout}", mesh)
+    run.train_on(50, 1)
+    newest = latest_checkpoint(out / case / source)
+    assert newest is not None
+    run.checkpointer.restore(newest)
+    run.checkpointer.save(SAVED_AFTER, {"step": SAVED_AFTER})
+    losses = run.train_on(SAVED_AFTER, STEPS)
+    run.checkpointer.finish()
+    return losses, run.weights()
+
+
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the newest checkpoint in a folder, whole: weights, moments and fp32 weights."""
+    newest = latest_checkpoint(folder)
+    assert newest is not None
+    stored: dict[str, Any] = dist_checkpointing.load_plain_tensors(str(newest.folder / "model"))
+    return {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
+
+
+def assert_equal_but_for_padding(one: Tensor, other: Tensor) -> None:
+    """Bit for bit where both have something, and zero where one has more."""
+    common = tuple(slice(0, min(sizes)) for sizes in zip(one.shape, other.shape, strict=True))
+    assert torch.equal(one[common], other[common])
+    for tensor in (one, other):
+        assert int(tensor.count_nonzero()) == int(tensor[common].count_nonzero())
