@@ -80,7 +80,9 @@ class _Stage:
     device: torch.device
 
 
-def layers_of_stages(architecture: Architecture, layout: Layout, dtype: torch.dtype, options: ModelOptions) -> list[int]:
+def layers_of_stages(
+    architecture: Architecture, layout: Layout, dtype: torch.dtype, options: ModelOptions
+) -> list[int]:
     """Layers of each pipeline stage, by the checks that every rank makes at its start; no process group is needed.
 
     Raises:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 FP32 = 4
 ADAM_MOMENTS = 2 * FP32
+WEIGHT_BYTES = {"32": 4, "bf16": 2}  # by trainer.precision
 LORA_QKV, LORA_FC1 = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
 
 
@@ -301,7 +302,9 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
         moments.append(
             Phase(
                 "training",
-                activations=saved + 2 * FP32 * t * shape.hidden // shared + 2 * micro.scored * shape.hidden * kept
+                activations=saved
+                + 2 * FP32 * t * shape.hidden // shared
+                + 2 * micro.scored * shape.hidden * kept
                 # Summed over the chunks in fp32, then in the model's own type besides.
                 + table * (FP32 + narrow),
                 logits=rows * shape.vocab * (2 * FP32 + narrow),

@@ -55,7 +55,10 @@ def stage_shapes(
         first, last = stage == 0, stage == len(layers) - 1
         numbers = range(first_layer, first_layer + count)
         own = [row for row in rows if _is_on(row, numbers, first, last)]
-        weights = [*rank_numbers(own).values(), *(table.values() if last and not first and arch.tied_embeddings else ())]
+        weights = [
+            *rank_numbers(own).values(),
+            *(table.values() if last and not first and arch.tied_embeddings else ()),
+        ]
         low_rank = list(rank_numbers([row for row in updates if _is_on(row, numbers, first, last)]).values())
         trained = weights if lora is None else low_rank
         shapes.append(

@@ -1,0 +1,24 @@
+"""Writes what each configuration takes on each rank: OUT FOLDER NAME..."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+from helpers.memory_cases import CASES
+from helpers.memory_use import measured, overrides_of
+
+
+def main(out: Path, folder: Path, names: list[str]) -> None:
+    for name in names:
+        case = CASES[name]
+        use = measured(overrides_of(folder, case.ranks, *case.overrides))
+        path = out / f"{name}.{os.environ.get('RANK', '0')}"
+        path.write_text(json.dumps(dataclasses.asdict(use)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
