@@ -47,7 +47,7 @@ class DiskNeed:
             return None
         return (
             f"exp_manager.explicit_log_dir is {self.folder}, where {gigabytes(self.free)} are free; the run needs "
-            f"{gigabytes(self.needed)}: at most {self.checkpoints} x {gigabytes(self.checkpoint)} of checkpoints at a time"
+            f"{gigabytes(self.needed)}: at most {self.checkpoints} x {gigabytes(self.checkpoint)} for checkpoints"
             f"{f', less {gigabytes(self.held)} there already' if self.held else ''}"
             f"{f', and {gigabytes(self.export)} for the Hugging Face folder' if self.export else ''}. Free some "
             "space, choose another disk, or lower exp_manager.checkpoint_callback_params.keep_last or keep_best"

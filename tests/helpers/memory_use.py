@@ -1,7 +1,7 @@
 """What a real actor takes of memory, and what the preflight says of the same configuration.
 
-Bytes are counted by torch's own allocator, whose every allocation and release the profiler records: kernels' scratch is
-in it, the interpreter and the C library's reserve are not.
+Bytes are counted by torch's own allocator, whose every allocation and release the profiler records: kernels' scratch
+is in it, the interpreter and the C library's reserve are not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from reinforce_rl.preflight.plan import plan_batches, plan_memory
 from reinforce_rl.rollout import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.tokenizer import load_tokenizer
 
-PROMPT, RESPONSE = 96, 96
+PROMPT, RESPONSE = 144, 48
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def measured(overrides: list[str]) -> Use:
         rollouts = batch.rollouts
         where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
         prompts = [Prompt(i, "", tuple([5 + i] * PROMPT)) for i in range(len(set(rollouts.group_ids.tolist())))]
-        many_stops = dataclasses.replace(actor.settings.sampling, stop_token_ids=tuple(range(0, 400, 5)))
+        soon_ending = dataclasses.replace(actor.settings.sampling, stop_token_ids=tuple(range(0, 2000, 5)))
         size = model.reinforce.rollout_micro_batch_size
 
         def train() -> None:
@@ -107,7 +107,7 @@ def measured(overrides: list[str]) -> Use:
                 "log-probs": peak_of(lambda: actor.get_inference_log_probs(*where)),
                 "generation": peak_of(
                     lambda: actor.generator.generate(
-                        prompts[:size], cfg.trainer.reinforce.num_rollouts_per_prompt, many_stops, 0
+                        prompts[:size], cfg.trainer.reinforce.num_rollouts_per_prompt, soon_ending, 0
                     )
                 ),
             },

@@ -53,7 +53,9 @@ def compare(names, folder: Path, out: Path) -> None:
                     continue  # the reference's pass is the policy's
                 there = found["weights"] + found["gradients"] + found["optimizer"] + found["phases"][phase.name]
                 own = f"{phase.total / 1e6:.2f} MB said, {found['phases'][phase.name] / 1e6:.2f} found"
-                print(f"{name}, rank {rank}, {phase.name}: {own}, ratio {phase.total / found['phases'][phase.name]:.3f}")
+                print(
+                    f"{name}, rank {rank}, {phase.name}: {own}, ratio {phase.total / found['phases'][phase.name]:.3f}"
+                )
                 said = of_stage.states.weights + of_stage.states.gradients + of_stage.states.optimizer + phase.total
                 if abs(said - there) > 0.25 * there:
                     wrong.append(f"{name}, rank {rank}, {phase.name}: {said} said, {there} found")
