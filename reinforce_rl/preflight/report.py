@@ -75,7 +75,7 @@ def _batches(plan: BatchPlan) -> Group:
             "an epoch",
             _UNKNOWN
             if plan.steps_per_epoch is None
-            else f"{plan.train_prompts} prompts = {plan.steps_per_epoch} steps, the last of {plan.last_batch} prompts",
+            else f"{plan.train_prompts} prompts = {plan.steps_per_epoch} steps, the last of {_count(plan.last_batch or 0, 'prompt')}",
         ),
         (
             "the run",
