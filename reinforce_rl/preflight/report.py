@@ -75,11 +75,12 @@ def _batches(plan: BatchPlan) -> Group:
             "an epoch",
             _UNKNOWN
             if plan.steps_per_epoch is None
-            else f"{plan.train_prompts} prompts = {plan.steps_per_epoch} steps, the last of {_count(plan.last_batch or 0, 'prompt')}",
+            else f"{plan.train_prompts} prompts = {_count(plan.steps_per_epoch, 'step')}, "
+            f"the last of {_count(plan.last_batch or 0, 'prompt')}",
         ),
         (
             "the run",
-            _UNKNOWN if plan.steps is None else f"{plan.steps} steps = {plan.total_updates} optimizer steps",
+            _UNKNOWN if plan.steps is None else f"{_count(plan.steps, 'step')} = {plan.total_updates} optimizer steps",
         ),
     ]
     return _lines("Batches", rows)

@@ -80,7 +80,7 @@ def faults_of(*overrides: str) -> list[str]:
 def test_the_plan_of_a_right_configuration(files):
     with FakeRewardServer() as server:
         text = printed(*right(files), f"remote_rm.reward_model.port={server.port}")
-    for words in ("8 prompts x 4 samples = 32 sequences", "1 steps", "KV cache", "peak:", "No fault"):
+    for words in ("8 prompts x 4 samples = 32 sequences", "1 step, the last of 8", "KV cache", "peak:", "No fault"):
         assert words in text
     assert "warning" not in text
     assert not (files / "run").exists()
