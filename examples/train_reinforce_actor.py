@@ -2,6 +2,8 @@
 
 python examples/train_reinforce_actor.py pretrained_checkpoint.restore_from_path=SFT \
     model.data.data_prefix.train=prompts.jsonl remote_rm.reward_model.ip=HOST trainer.devices=2
+
+With preflight=true it prints the plan of the run and everything that is wrong with it, and starts nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +17,11 @@ from reinforce_rl.cli import start_ranks, with_config
 def main(cfg: DictConfig) -> None:
     from reinforce_rl.config import load_config
 
+    if cfg.preflight is True:
+        from reinforce_rl.preflight.run import preflight
+
+        preflight(cfg)
+        return
     config = load_config(cfg)
     start_ranks(config.trainer.devices, config.trainer.num_nodes)
     # Only now: torch and megatron take seconds to import, and a wrong configuration should not cost them.

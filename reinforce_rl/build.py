@@ -19,7 +19,6 @@ from reinforce_rl.config import ReinforceConfig, RewardServerConfig, SamplingCon
 from reinforce_rl.data.loader import FixedPrompts, PromptLoader
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
 from reinforce_rl.data.sampler import PromptSampler
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.files import write_atomically
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
@@ -43,7 +42,7 @@ from reinforce_rl.reward.client import RemoteGPTRMClient
 from reinforce_rl.reward.combined import CombinedRewards, WeightedSource
 from reinforce_rl.rollout import Prompt
 from reinforce_rl.run_timer import RunTimer, parse_duration
-from reinforce_rl.tokenizer import TokenizerInfo, load_tokenizer, pad_id_of
+from reinforce_rl.tokenizer import TokenizerInfo, pad_id_of
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +57,8 @@ def train(cfg: TrainConfig) -> ReinforceTrainer:
     Raises:
         ReinforceError: see its subclasses; nothing is left half-written.
     """
+    from reinforce_rl.preflight.inputs import read_inputs  # which is made of this file's parts
+
     with parallel_mesh(
         cfg.model.tensor_model_parallel_size,
         cfg.model.pipeline_model_parallel_size,
@@ -66,10 +67,8 @@ def train(cfg: TrainConfig) -> ReinforceTrainer:
         seed=cfg.model.seed,
     ) as mesh:
         folder = Path(cfg.exp_manager.explicit_log_dir)
-        # Before anybody waits for the server: a model that is not supported, or that so many ranks cannot share.
-        Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).padded(mesh.tp_size)
-        tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
-        datasets = build_datasets(cfg, tokenizer)
+        # Before anybody waits for the server: all that is wrong with model, layout, tokenizer, prompts and disk.
+        tokenizer, datasets = read_inputs(cfg).checked()
         checkpoint = latest_checkpoint(folder / "checkpoints") if cfg.exp_manager.resume_if_exists else None
         monitor, wandb_run_id = build_monitor(cfg, mesh, datasets, checkpoint)
         with monitor.running():
@@ -277,30 +276,13 @@ def build_trainer(
 
 
 def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase) -> MegatronGPTReinforceActorModel:
-    """The policy of `pretrained_checkpoint.restore_from_path`, and the reference where beta asks for one.
-
-    Raises:
-        ConfigError: the tokenizer has ids that the model has no embedding for.
-    """
+    """The policy of `pretrained_checkpoint.restore_from_path`, and the reference where beta asks for one."""
     import torch
 
     folder = cfg.pretrained_checkpoint.restore_from_path
     architecture = Architecture.from_folder(folder)
-    if len(tokenizer) > architecture.vocab_size:
-        raise ConfigError(
-            [
-                f"the tokenizer of {folder} has {len(tokenizer)} tokens, its model only {architecture.vocab_size} "
-                "embeddings; is this the tokenizer of another model?"
-            ]
-        )
     dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
-    options = ModelOptions(
-        recompute_granularity=cfg.model.activations_checkpoint_granularity,
-        recompute_method=cfg.model.activations_checkpoint_method,
-        recompute_num_layers=cfg.model.activations_checkpoint_num_layers,
-        overrides=cfg.model.megatron_overrides,
-    )
-    lm = CausalLM(architecture, mesh, dtype, options)
+    lm = CausalLM(architecture, mesh, dtype, model_options(cfg))
     weights = HFFolder(folder)
     load_hf_weights(lm, weights)
     lora = lora_settings(cfg)
@@ -328,6 +310,16 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
         reference_on_device=cfg.model.reference_placement == "device",
         lora=None if lora is None else LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint()),
         data_parallel=DataParallelSettings(cfg.model.optim.distributed, cfg.model.optim.overlap_grad_sync),
+    )
+
+
+def model_options(cfg: TrainConfig) -> ModelOptions:
+    """How the model computes, from `model`."""
+    return ModelOptions(
+        recompute_granularity=cfg.model.activations_checkpoint_granularity,
+        recompute_method=cfg.model.activations_checkpoint_method,
+        recompute_num_layers=cfg.model.activations_checkpoint_num_layers,
+        overrides=cfg.model.megatron_overrides,
     )
 
 

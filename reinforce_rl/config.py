@@ -256,6 +256,7 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     remote_rm: RemoteRMConfig = field(default_factory=RemoteRMConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+    preflight: bool = False
 
     @property
     def prompts_per_update(self) -> int | None:
@@ -271,15 +272,21 @@ def load_config(cfg: DictConfig) -> TrainConfig:
     Raises:
         ConfigError: unknown or missing keys, wrong types, and values that cannot work, all in one message.
     """
+    config, faults = read_config(cfg)
+    if faults or config is None:
+        raise ConfigError(faults)
+    return config
+
+
+def read_config(cfg: DictConfig) -> tuple[TrainConfig | None, list[str]]:
+    """As `load_config`, with the faults beside the configuration, which is None where a required key is not set."""
     from reinforce_rl.config_checks import find_faults
 
     faults: list[str] = []
     config = build(TrainConfig, cfg, "", faults)
     if config is not None:
         faults += find_faults(config)
-    if faults or config is None:
-        raise ConfigError(faults)
-    return config
+    return config, faults
 
 
 def build(schema: type[T], node: DictConfig, path: str, faults: list[str]) -> T | None:

@@ -315,7 +315,7 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
         for name in ("config.json", "tokenizer_config.json"):
             if not (folder / name).is_file():
                 yield f"{key} is {folder}, which has no {name}; expected a Hugging Face model folder"
-        yield from _shape(cfg, folder / "config.json")
+        yield from shape_faults(cfg)
     prefix = cfg.model.data.data_prefix
     try:
         resolve_data_prefix({"train": prefix.train, "validation": prefix.validation, "test": prefix.test})
@@ -332,7 +332,9 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
         yield f"exp_manager.explicit_log_dir is {out}, but {existing} is not a folder that can be written to"
 
 
-def _shape(cfg: TrainConfig, config_file: Path) -> Iterator[str]:
+def shape_faults(cfg: TrainConfig) -> Iterator[str]:
+    """What of the model's `config.json` does not go with the configuration."""
+    config_file = Path(cfg.pretrained_checkpoint.restore_from_path) / "config.json"
     try:
         values = json.loads(config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -191,22 +191,28 @@ def build_train_valid_test_rlhf_datasets(
 
     Raises:
         ConfigError: keys or files are wrong; all faults together, before any file is read.
-        DataError: as `PromptDataset.from_jsonl`.
+        DataError: as `PromptDataset.from_jsonl`, of all splits together.
     """
     files, weights = resolve_data_prefix(data_prefix), blending_weights(data_prefix)
-    datasets = {
-        split: PromptDataset.from_jsonl(
-            tokenizer,
-            paths,
-            max_prompt_tokens=max_prompt_tokens,
-            too_long=too_long,
-            apply_chat_template=apply_chat_template,
-            add_bos=add_bos,
-            weights=weights if split == "train" else None,
-        )
-        for split, paths in files.items()
-        if paths
-    }
+    datasets: dict[str, PromptDataset] = {}
+    errors: list[DataError] = []
+    for split, paths in files.items():
+        if not paths:
+            continue
+        try:
+            datasets[split] = PromptDataset.from_jsonl(
+                tokenizer,
+                paths,
+                max_prompt_tokens=max_prompt_tokens,
+                too_long=too_long,
+                apply_chat_template=apply_chat_template,
+                add_bos=add_bos,
+                weights=weights if split == "train" else None,
+            )
+        except DataError as error:  # the next split may have faults of its own
+            errors.append(error)
+    if errors:
+        raise DataError("\n".join(map(str, errors)))
     return RLHFDatasets(datasets["train"], datasets.get("validation"), datasets.get("test"))
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.files import replace_folder
+from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
@@ -59,10 +60,8 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
     """
     arch, rank = lm.architecture, lm.mesh.tp_rank
     rows = weight_map(arch, lm.mesh.tp_size)
-    # Some folders hold the output layer as well, though it is the embedding.
-    also = arch.tied_embeddings and OUTPUT_LAYER in folder
-    shapes = {row.hf: row.shape for row in rows}
-    folder.check({**shapes, OUTPUT_LAYER: shapes[EMBEDDING]} if also else shapes, _COMPUTED)
+    check_headers(arch, folder)
+    also = _holds_tied_output(arch, folder)
     own = parameters_of(lm)
     if arch.tied_embeddings and OUTPUT_PARAMETER in own:
         # The last stage of a pipeline has a copy of the first one's embedding.
@@ -81,6 +80,22 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
                         _check_tied(folder, part, start, end)
     if own:
         raise RuntimeError(f"the weight map does not fill {', '.join(sorted(own))}")
+
+
+def check_headers(arch: Architecture, folder: HFFolder) -> None:
+    """Whether a folder's tensors are those of a model, by their names, shapes and types; no weight is read.
+
+    Raises:
+        CheckpointError: they are not; all that differ in one message.
+    """
+    shapes = {row.hf: row.shape for row in weight_map(arch, 1)}
+    also = {OUTPUT_LAYER: shapes[EMBEDDING]} if _holds_tied_output(arch, folder) else {}
+    folder.check({**shapes, **also}, _COMPUTED)
+
+
+def _holds_tied_output(arch: Architecture, folder: HFFolder) -> bool:
+    """Some folders hold the output layer as well, though it is the embedding."""
+    return arch.tied_embeddings and OUTPUT_LAYER in folder
 
 
 def parameters_of(lm: CausalLM) -> dict[str, Tensor]:

@@ -29,9 +29,8 @@ from reinforce_rl.errors import (
     RewardServerError,
     TooManyFailedRewardsError,
 )
-from reinforce_rl.layout import layout_faults
+from reinforce_rl.layout import Layout, layout_faults, rank_at
 
-_LINES_OF_GRID = 16
 # Errors that mean the same on every rank, by the name under which they travel.
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, DataError, RewardServerError, TooManyFailedRewardsError)}
 
@@ -98,30 +97,17 @@ class Mesh:
         return parallel_state.get_data_parallel_group()  # type: ignore[return-value]
 
     @property
+    def layout(self) -> Layout:
+        return Layout(self.tp_size, self.pp_size, self.cp_size, self.dp_size, self.sequence_parallel)
+
+    @property
     def sequence_multiple(self) -> int:
-        """Positions of a batch are padded to a multiple of this, so that the ranks can share them evenly."""
-        return (2 * self.cp_size if self.cp_size > 1 else 1) * (self.tp_size if self.sequence_parallel else 1)
+        """See `Layout`."""
+        return self.layout.sequence_multiple
 
     def grid(self) -> str:
         """Which ranks form which block, one line a block."""
-        sizes = (self.tp_size, self.cp_size, self.dp_size, self.pp_size)
-        shared = " with sequence parallelism" if self.sequence_parallel else ""
-        lines = [
-            f"{self.world_size} ranks: {self.dp_size} data x {self.pp_size} pipeline x {self.cp_size} context x "
-            f"{self.tp_size} tensor parallel{shared}"
-        ]
-        for dp in range(min(self.dp_size, _LINES_OF_GRID)):
-            stages = [
-                " | ".join(
-                    " ".join(str(rank_at(tp, cp, dp, pp, sizes)) for tp in range(self.tp_size))
-                    for cp in range(self.cp_size)
-                )
-                for pp in range(self.pp_size)
-            ]
-            lines.append(f"  data {dp}: " + ", ".join(f"stage {pp} [{stage}]" for pp, stage in enumerate(stages)))
-        if self.dp_size > _LINES_OF_GRID:
-            lines.append(f"  and {self.dp_size - _LINES_OF_GRID} more")
-        return "\n".join(lines)
+        return self.layout.grid()
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
         """Sum over the data-parallel ranks; the input is left as it is."""
@@ -202,16 +188,6 @@ class Mesh:
 def world_size_from_environment() -> int:
     """Ranks of this job as torchrun says; 1 for a plain `python`."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def rank_at(tp: int, cp: int, dp: int, pp: int, sizes: tuple[int, int, int, int]) -> int:
-    """The rank at these coordinates. Tensor-parallel ranks are neighbours, which talk most; stages lie farthest apart.
-
-    Args:
-        sizes: tensor, context, data, pipeline.
-    """
-    tp_size, cp_size, dp_size, _ = sizes
-    return tp + tp_size * (cp + cp_size * (dp + dp_size * pp))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.layout import Layout
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.mesh import Mesh
 
 # The mesh is laid out by these, so a value of its own here would contradict it.
 _SET_BY_OTHER_KEYS = {
@@ -51,8 +51,60 @@ class ModelOptions:
 DEFAULT_OPTIONS = ModelOptions()
 
 
+class Place(Protocol):
+    """A rank's place as far as its configuration depends on it; a `Mesh` is one."""
+
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def pp_size(self) -> int: ...
+    @property
+    def pp_rank(self) -> int: ...
+    @property
+    def cp_size(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A `Place` of a job that was not started."""
+
+    tp_size: int
+    pp_size: int
+    pp_rank: int
+    cp_size: int
+    sequence_parallel: bool
+    device: torch.device
+
+
+def layers_of_stages(
+    architecture: Architecture, layout: Layout, dtype: torch.dtype, options: ModelOptions
+) -> list[int]:
+    """Layers of each pipeline stage, by the checks that every rank makes at its start; no process group is needed.
+
+    Raises:
+        ConfigError: as `transformer_config`, for all stages together.
+    """
+    layers, faults = [], []
+    for stage in range(layout.pipeline):
+        place = _Stage(
+            layout.tensor, layout.pipeline, stage, layout.context, layout.sequence_parallel, torch.device("cpu")
+        )
+        try:
+            config = transformer_config(architecture, place, dtype, 1.0, options)
+            layers.append(get_num_layers_to_build(config, pp_rank=stage))
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(list(dict.fromkeys(faults)))
+    return layers
+
+
 def transformer_config(
-    architecture: Architecture, mesh: Mesh, dtype: torch.dtype, rope_scale: float, options: ModelOptions
+    architecture: Architecture, mesh: Place, dtype: torch.dtype, rope_scale: float, options: ModelOptions
 ) -> TransformerConfig:
     """The configuration of this rank's part of the model.
 

@@ -1,0 +1,361 @@
+"""How many bytes a rank needs, from the shape of its part of the model: arithmetic only, without torch.
+
+What a layer keeps for its backward pass was read off torch's own record of saved tensors, and what exists for a moment
+besides off its allocator (see tests/preflight/test_memory.py). Where a GPU has fused kernels it keeps less.
+
+Notation: t positions of a micro-batch on this rank, n response tokens of it, h hidden, f feed-forward, d head size,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FP32 = 4
+ADAM_MOMENTS = 2 * FP32
+WEIGHT_BYTES = {"32": 4, "bf16": 2}  # by trainer.precision
+LORA_QKV, LORA_FC1 = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
+
+
+@dataclass(frozen=True)
+class StageShape:
+    """What one rank holds of the model: a stage's layers, a tensor-parallel rank's slices, with their padding.
+
+    Attributes:
+        layers: of the stage.
+        first, last: whether the embedding and the output layer are there.
+        hidden: h.
+        heads, groups: query heads and key-value groups on the rank.
+        head_size: d.
+        ffn: f on the rank.
+        vocab: rows of the output weight on the rank, without padding at most so many.
+        whole_vocab: of all ranks together.
+        parameters, trained: numbers on the rank, a tied embedding's copy included; equal without LoRA.
+        largest: numbers of the largest trained parameter.
+        tied: the output layer is the embedding.
+    """
+
+    layers: int
+    first: bool
+    last: bool
+    hidden: int
+    heads: int
+    groups: int
+    head_size: int
+    ffn: int
+    vocab: int
+    whole_vocab: int
+    parameters: int
+    trained: int
+    largest: int
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch as it is on a rank.
+
+    Attributes:
+        rows: sequences.
+        positions: of each, on this context-parallel rank.
+        scored: response tokens of all of them on this rank, whose logits are taken.
+        in_flight: micro-batches that this stage has under way at a time.
+    """
+
+    rows: int
+    positions: int
+    scored: int
+    in_flight: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.positions
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One generation call of a rank: prompts, samples of each, tokens of the longest prompt and of a response."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    response_tokens: int
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def slots(self) -> int:
+        return self.prompt_tokens + self.response_tokens
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How memory is used.
+
+    Attributes:
+        weight_bytes: of a weight or an activation: 4 in fp32, 2 in bf16.
+        tensor, sequence_parallel, context: the layout, as far as it changes what a rank keeps.
+        optimizer_shards: ranks that share the optimizer's states; 1 where each holds all of them.
+        reference: "host", "device" or "none".
+        lora: Hugging Face's names of the projections with updates; None where all weights are trained.
+        lora_rank: of them.
+        recompute: layers of a stage that keep their input only, at most.
+        recompute_group: of those, layers between two kept inputs.
+        chunk_tokens: response tokens whose logits exist at a time.
+        offload_optimizer: the moments wait on the host during generation.
+        gpu: device and host memory are two; else they are one, and moving a tensor copies nothing.
+    """
+
+    weight_bytes: int
+    tensor: int
+    sequence_parallel: bool
+    context: int
+    optimizer_shards: int
+    reference: str
+    lora: frozenset[str] | None
+    lora_rank: int
+    recompute: int
+    recompute_group: int
+    chunk_tokens: int
+    offload_optimizer: bool
+    gpu: bool
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes that are there all the time. The reference's are on the device or on the host."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference_on_device: int
+    reference_on_host: int
+
+    @property
+    def on_device(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.reference_on_device
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes of a phase at its worst moment, besides the states.
+
+    Attributes:
+        activations: of the layers, and what a backward pass or an optimizer step has for a moment.
+        logits: with what is computed from them.
+        cache: keys and values.
+        moved: weights that come onto the device (above 0), optimizer states that leave it (below 0).
+    """
+
+    name: str
+    activations: int = 0
+    logits: int = 0
+    cache: int = 0
+    moved: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.logits + self.cache + self.moved
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What a rank needs."""
+
+    stage: int
+    shape: StageShape
+    states: States
+    phases: tuple[Phase, ...]
+
+    def total(self, phase: Phase) -> int:
+        """Bytes on the device in a phase."""
+        return self.states.on_device + phase.total
+
+    @property
+    def peak_phase(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def peak(self) -> int:
+        return self.total(self.peak_phase)
+
+    @property
+    def on_host(self) -> int:
+        """Bytes in host memory at most, where that is not the device's."""
+        offloaded = max((-phase.moved for phase in self.phases), default=0)
+        return self.states.reference_on_host + max(offloaded, 0)
+
+
+def states(shape: StageShape, policy: Policy) -> States:
+    """Weights, fp32 gradient buffers, optimizer and reference."""
+    weights = shape.parameters * policy.weight_bytes
+    # In fp32 the optimizer's main weights are the weights themselves.
+    main = 0 if policy.weight_bytes == FP32 else FP32
+    optimizer = -(-shape.trained // policy.optimizer_shards) * (main + ADAM_MOMENTS)
+    return States(
+        weights=weights,
+        gradients=shape.trained * FP32,
+        optimizer=optimizer,
+        reference_on_device=weights if policy.reference == "device" else 0,
+        reference_on_host=weights if policy.reference == "host" else 0,
+    )
+
+
+def rank_memory(
+    stage: int,
+    shape: StageShape,
+    policy: Policy,
+    train: Pass,
+    forward: Pass,
+    decoding: Decoding,
+    validation: Decoding | None,
+) -> RankMemory:
+    """States and phases of a rank of one stage.
+
+    Args:
+        stage: its number.
+        shape: what it holds.
+        policy: how memory is used.
+        train, forward: a micro-batch of each kind.
+        decoding, validation: a generation call of each kind; None for no validation.
+    """
+    fixed = states(shape, policy)
+    phases = [_generation("generation", shape, policy, decoding)]
+    if validation is not None:
+        phases.append(_generation("validation", shape, policy, validation))
+    phases.append(_log_probs("log-probs", shape, policy, forward, moved=0))
+    if policy.reference != "none":
+        # The actor's own weights stay where they are meanwhile.
+        moved = fixed.weights if policy.gpu and policy.reference == "host" else 0
+        phases.append(_log_probs("reference log-probs", shape, policy, forward, moved))
+    phases += [_training(shape, policy, train), _optimizer_step(shape, policy)]
+    return RankMemory(stage, shape, fixed, tuple(phases))
+
+
+def kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:
+    """Bytes that one layer keeps of a micro-batch for its backward pass, its own input included."""
+    kept, t = policy.weight_bytes, micro.tokens
+    lora = policy.lora
+    # A norm keeps its input and its output before the weight in fp32; without a gradient of its weight only the input.
+    inside = FP32 * (2 if lora is None else 1)
+    outputs = sum(kept for projections in (LORA_QKV, LORA_FC1) if lora is None or lora & projections)
+    norms = shape.hidden * (2 * inside + outputs)
+    if policy.sequence_parallel:
+        norms //= policy.tensor
+    d = shape.head_size
+    query = shape.heads * d
+    # The fused projection (its view is the values), rotated queries and keys, the kernel's output and its log-sums.
+    attention = kept * (query + 2 * shape.groups * d + query + shape.groups * d + query) + FP32 * shape.heads
+    # Gate and up, their copies after the activation, and their product, which the down projection needs.
+    ffn = kept * shape.ffn * (5 if lora is None or "down_proj" in lora else 4)
+    low_rank = 0 if lora is None else kept * policy.lora_rank * len(lora)
+    rotary = 4 * kept * d * micro.positions
+    gathered = _gathered_keys(shape, policy, micro) if policy.context > 1 else 0
+    return t * (norms + attention + ffn + low_rank) + rotary + gathered
+
+
+def _gathered_keys(shape: StageShape, policy: Policy, micro: Pass) -> int:
+    """Keys and values of all context-parallel ranks, and the masks of this rank's two chunks in the weights' type."""
+    whole = micro.positions * policy.context
+    keys = 2 * micro.rows * whole * shape.groups * shape.head_size * policy.weight_bytes
+    return keys + micro.positions * whole * policy.weight_bytes
+
+
+def _hidden(shape: StageShape, policy: Policy, micro: Pass) -> int:
+    """Bytes of one micro-batch's hidden states at a layer's border."""
+    shared = policy.tensor if policy.sequence_parallel else 1
+    return micro.tokens * shape.hidden * policy.weight_bytes // shared
+
+
+def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
+    """The worst of four moments of the backward pass, which comes when everything that is kept is there."""
+    t, kept, all_trained = micro.tokens, policy.weight_bytes, policy.lora is None
+    layer, border = kept_by_layer(shape, policy, micro), _hidden(shape, policy, micro)
+    again = min(policy.recompute, shape.layers)
+    stored = again // policy.recompute_group * border + (shape.layers - again) * layer
+    saved = micro.in_flight * (stored + (0 if shape.last else border))
+    # Of recomputed layers a group comes alive at a time. Where others are kept, those go backward first and are freed.
+    alive = policy.recompute_group * layer if again == shape.layers else 0
+    # megatron does not keep what it gathered for a layer's matrices, and gathers it once more.
+    gathered = 2 * t * shape.hidden * kept if policy.sequence_parallel else 0
+    columns = 2 * t * shape.ffn * kept
+    in_layer = saved + alive + border + columns + gathered
+    weight = 2 * shape.ffn * shape.hidden * kept if all_trained else 0
+    moments = [
+        Phase("training", activations=in_layer),
+        Phase("training", activations=in_layer + border + weight - 5 * t * shape.ffn * kept),
+    ]
+    table = shape.vocab * shape.hidden if all_trained else 0
+    # The gradient of a tied embedding waits for its other half.
+    waiting = table * kept if shape.last and shape.tied else 0
+    if shape.first:
+        moments.append(Phase("training", activations=waiting + table * kept + border))
+    if shape.last:
+        shared = policy.tensor if policy.sequence_parallel else 1
+        in_norm = 6 * FP32 * t * shape.hidden // shared
+        moments.append(Phase("training", activations=saved + waiting + in_norm))
+        moments[0] = Phase("training", activations=in_layer + waiting)
+        rows = min(micro.scored, policy.chunk_tokens)
+        narrow = 0 if kept == FP32 else kept
+        moments.append(
+            Phase(
+                "training",
+                activations=saved
+                + 2 * FP32 * t * shape.hidden // shared
+                + 2 * micro.scored * shape.hidden * kept
+                # Summed over the chunks in fp32, then in the model's own type besides.
+                + table * (FP32 + narrow),
+                logits=rows * shape.vocab * (2 * FP32 + narrow),
+            )
+        )
+    return max(moments, key=lambda phase: phase.total)
+
+
+def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
+    # torch's Adam takes a root of all second moments at once on a GPU, and parameter by parameter on a CPU.
+    at_once = -(-shape.trained // policy.optimizer_shards) if policy.gpu else 2 * shape.largest
+    return Phase("optimizer step", activations=at_once * FP32)
+
+
+def _forward_activations(shape: StageShape, policy: Policy, tokens: int) -> int:
+    """In the middle of a layer without gradient."""
+    matrices = 5 if policy.lora is None or not policy.lora & LORA_FC1 else 6
+    inside_ffn = 4 * shape.hidden + matrices * shape.ffn
+    d = shape.head_size
+    inside_attention = 4 * shape.hidden + d * (5 * shape.heads + 4 * shape.groups)
+    return tokens * max(inside_ffn, inside_attention) * policy.weight_bytes
+
+
+def _log_probs(name: str, shape: StageShape, policy: Policy, micro: Pass, moved: int) -> Phase:
+    activations = _forward_activations(shape, policy, micro.tokens)
+    if policy.context > 1:
+        activations += _gathered_keys(shape, policy, micro)
+    if not shape.last:
+        return Phase(name, activations=activations, moved=moved)
+    rows = min(micro.scored, policy.chunk_tokens)
+    logits = rows * shape.vocab * (FP32 if policy.weight_bytes == FP32 else FP32 + policy.weight_bytes)
+    head = (micro.tokens + micro.scored) * shape.hidden * policy.weight_bytes
+    if head + logits >= activations:
+        return Phase(name, activations=head, logits=logits, moved=moved)
+    return Phase(name, activations=activations, moved=moved)
+
+
+def _generation(name: str, shape: StageShape, policy: Policy, decoding: Decoding) -> Phase:
+    numbers = shape.layers * 2 * shape.groups * decoding.slots * shape.head_size
+    of_prompts = decoding.prompts * numbers * policy.weight_bytes
+    of_rows = decoding.rows * numbers * policy.weight_bytes
+    reading = _forward_activations(shape, policy, decoding.prompts * decoding.prompt_tokens)
+    row_logits = decoding.rows * shape.whole_vocab * FP32 if shape.last else 0
+    step = _forward_activations(shape, policy, decoding.rows)
+    moments = -(-shape.trained // policy.optimizer_shards) * ADAM_MOMENTS
+    moved = -moments if policy.offload_optimizer and policy.gpu else 0
+    moments_of_time = (
+        Phase(name, activations=reading, cache=of_prompts, moved=moved),
+        # A sample that has ended is left out by a copy of all others.
+        Phase(name, activations=step, logits=row_logits, cache=2 * of_rows, moved=moved),
+        # The noise of the sampling takes as much as the logits several times over.
+        Phase(name, activations=step, logits=5 * row_logits, cache=of_rows, moved=moved),
+    )
+    return max(moments_of_time, key=lambda phase: phase.total)

@@ -1,0 +1,201 @@
+"""How a run's batches divide, how many steps it has, and what each stage's ranks need of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from reinforce_rl.actor.micro_batches import micro_batches
+from reinforce_rl.algorithms.updates import total_steps, total_updates
+from reinforce_rl.build import build_sampler, lora_settings
+from reinforce_rl.config import TrainConfig
+from reinforce_rl.data.loader import FixedPrompts
+from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets
+from reinforce_rl.data.sampler import shard
+from reinforce_rl.layout import Layout
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.preflight.memory import WEIGHT_BYTES, Decoding, Pass, Policy, RankMemory, rank_memory
+from reinforce_rl.preflight.shapes import stage_shapes
+
+
+@dataclass(frozen=True)
+class Share:
+    """Something that the data-parallel ranks share: of the rank with least, and of the rank with most."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, count: int, ranks: int) -> Share:
+        sizes = [len(shard(range(count), rank, ranks)) for rank in range(ranks)]
+        return cls(min(sizes), max(sizes))
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a step's batch divides. Counts of micro-batches and calls are those of the rank with most, at full length.
+
+    Attributes:
+        prompts: of a step, over all ranks.
+        samples: of a prompt.
+        prompts_of_rank: of a step.
+        generation_calls, forward_micro_batches: of a step.
+        prompts_of_update: of an optimizer step, over all ranks; the most of them that one rank may have.
+        updates: optimizer steps on a full rollout batch.
+        micro_batches: of an optimizer step.
+        longest_prompt: tokens, of the training prompts, or the most that are allowed where they cannot be read.
+        longest: tokens of the longest sequence, prompt and response.
+        validation: prompts over all ranks, None for no validation.
+        validation_calls: of a validation.
+        train_prompts: of the data set; None where it cannot be read, as are the next three.
+        steps_per_epoch, steps: rollout batches.
+        last_batch: prompts of an epoch's last step.
+        total_updates: optimizer steps of the whole run.
+    """
+
+    prompts: int
+    samples: int
+    prompts_of_rank: Share
+    generation_calls: int
+    forward_micro_batches: int
+    prompts_of_update: Share
+    updates: int
+    micro_batches: int
+    longest_prompt: int
+    longest: int
+    validation: int | None
+    validation_calls: int
+    train_prompts: int | None
+    steps_per_epoch: int | None
+    steps: int | None
+    last_batch: int | None
+    total_updates: int | None
+
+
+def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None) -> BatchPlan:
+    """From a configuration without faults.
+
+    Args:
+        cfg: of the run.
+        layout: of its ranks.
+        datasets: None where they cannot be read.
+    """
+    rl, rollout = cfg.trainer.reinforce, cfg.model.reinforce
+    samples, response = rl.num_rollouts_per_prompt, rollout.length_params.max_length
+    share = Share.of(rollout.num_rollout_samples, layout.data)
+    of_update = cfg.prompts_per_update or rollout.num_rollout_samples
+    # Prompts of an optimizer step are drawn from the whole batch, wherever they lie.
+    most = share.most if cfg.prompts_per_update is None else min(share.most, of_update)
+    train = None if datasets is None else datasets.train
+    longest_prompt = cfg.model.max_prompt_tokens if train is None else longest_of(train)
+    longest = longest_prompt + response
+    validation = None
+    if datasets is not None and datasets.validation is not None and rl.val_check_interval:
+        validation = FixedPrompts(datasets.validation, rollout.num_val_samples).num_prompts
+    sizes = None if train is None else build_sampler(cfg, train).batch_sizes
+    return BatchPlan(
+        prompts=rollout.num_rollout_samples,
+        samples=samples,
+        prompts_of_rank=share,
+        generation_calls=-(-share.most // rollout.rollout_micro_batch_size),
+        forward_micro_batches=len(_cut(cfg, share.most * samples, longest, rollout.forward_micro_batch_size)),
+        prompts_of_update=Share(of_update, most),
+        updates=rl.reinforce_epochs * -(-rollout.num_rollout_samples // of_update),
+        micro_batches=len(_cut(cfg, most * samples, longest, cfg.model.micro_batch_size)),
+        longest_prompt=longest_prompt,
+        longest=longest,
+        validation=validation,
+        validation_calls=-(-Share.of(validation or 0, layout.data).most // rollout.val_rollout_micro_batch_size),
+        train_prompts=None if train is None else len(train),
+        steps_per_epoch=None if sizes is None else len(sizes),
+        steps=None if sizes is None else total_steps(rl, len(sizes)),
+        last_batch=None if sizes is None else sizes[-1],
+        total_updates=None if sizes is None else total_updates(rl, cfg.prompts_per_update, sizes),
+    )
+
+
+def longest_of(prompts: PromptDataset) -> int:
+    """Tokens of the longest prompt."""
+    return max(len(prompts[i].tokens) for i in range(len(prompts)))
+
+
+def _cut(cfg: TrainConfig, sequences: int, longest: int, size: int) -> list[torch.Tensor]:
+    """The micro-batches of so many sequences of full length."""
+    return micro_batches(torch.full((sequences,), longest), size, cfg.model.tokens_per_micro_batch)
+
+
+def plan_memory(
+    cfg: TrainConfig,
+    architecture: Architecture,
+    layout: Layout,
+    layers: Sequence[int],
+    batches: BatchPlan,
+    validation_prompt: int,
+    *,
+    gpu: bool,
+) -> list[RankMemory]:
+    """What a rank of each stage needs where all sequences have their full length.
+
+    Args:
+        cfg: of the run.
+        architecture: of its model.
+        layout: of its ranks.
+        layers: of each stage.
+        batches: see `plan_batches`.
+        validation_prompt: tokens of the longest validation prompt; 0 for no validation.
+        gpu: see `Policy`.
+    """
+    rollout, response = cfg.model.reinforce, cfg.model.reinforce.length_params.max_length
+    used = memory_policy(cfg, layout, gpu=gpu)
+    multiple = layout.sequence_multiple
+    positions = -(-(batches.longest - 1) // multiple) * multiple // layout.context
+
+    def micro_batch(sequences: int, size: int, in_flight: int) -> Pass:
+        rows = len(_cut(cfg, sequences, batches.longest, size)[0])
+        # A context-parallel rank has the ends of the sequences, and with them maybe all of the responses.
+        return Pass(rows, positions, rows * min(response, positions), in_flight)
+
+    def call(prompts: int, size: int, samples: int, prompt_tokens: int) -> Decoding:
+        return Decoding(-(-min(prompts, size) // layout.context), samples, prompt_tokens, response)
+
+    of_rank, samples = batches.prompts_of_rank.most, batches.samples
+    decoding = call(of_rank, rollout.rollout_micro_batch_size, samples, batches.longest_prompt)
+    validation = None
+    if batches.validation is not None:
+        most = Share.of(batches.validation, layout.data).most
+        validation = call(most, rollout.val_rollout_micro_batch_size, 1, validation_prompt)
+    found = []
+    for stage, shape in enumerate(stage_shapes(architecture, layout, layers, lora_settings(cfg))):
+        # 1F1B: the first stage runs ahead the farthest.
+        in_flight = min(layout.pipeline - stage, batches.micro_batches)
+        train = micro_batch(batches.prompts_of_update.most * samples, cfg.model.micro_batch_size, in_flight)
+        forward = micro_batch(of_rank * samples, rollout.forward_micro_batch_size, 1)
+        found.append(rank_memory(stage, shape, used, train, forward, decoding, validation))
+    return found
+
+
+def memory_policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> Policy:
+    """How the configuration uses memory; see `Policy`."""
+    model, lora = cfg.model, lora_settings(cfg)
+    number = model.activations_checkpoint_num_layers or 1
+    full = model.activations_checkpoint_granularity == "full"
+    uniform = model.activations_checkpoint_method == "uniform"
+    return Policy(
+        weight_bytes=WEIGHT_BYTES[cfg.trainer.precision],
+        tensor=layout.tensor,
+        sequence_parallel=layout.sequence_parallel,
+        context=layout.context,
+        optimizer_shards=layout.data * layout.context if model.optim.distributed else 1,
+        reference="none"
+        if lora is not None or not cfg.trainer.reinforce.initial_policy_kl_penalty > 0
+        else model.reference_placement,
+        lora=None if lora is None else frozenset(lora.targets),
+        lora_rank=0 if lora is None else lora.rank,
+        recompute=0 if not full else 10**9 if uniform else number,
+        recompute_group=number if full and uniform else 1,
+        chunk_tokens=model.logits_chunk_tokens,
+        offload_optimizer=model.reinforce.offload_adam_states,
+        gpu=gpu,
+    )

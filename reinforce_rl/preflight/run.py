@@ -1,0 +1,126 @@
+"""`preflight=true`: print the plan of a run and everything that is wrong with it, and start nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+
+from reinforce_rl.build import lora_settings
+from reinforce_rl.config import TrainConfig, read_config
+from reinforce_rl.errors import CheckpointError, ConfigError, RewardServerError
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import check_headers
+from reinforce_rl.preflight.disk import gigabytes
+from reinforce_rl.preflight.inputs import Inputs, layout_of, read_inputs
+from reinforce_rl.preflight.memory import RankMemory
+from reinforce_rl.preflight.plan import longest_of, plan_batches, plan_memory
+from reinforce_rl.preflight.report import print_plan, print_warnings, resident
+from reinforce_rl.preflight.shapes import ModelSize
+from reinforce_rl.reward.health import NotReadyYet, check_once
+
+SERVER_SECONDS = 3.0
+
+
+def preflight(cfg: DictConfig, console: Console | None = None) -> None:
+    """Print the plan and the warnings. Under torchrun only the first rank does anything.
+
+    Args:
+        cfg: what Hydra composed.
+        console: where to; None for the terminal.
+
+    Raises:
+        ConfigError: everything that is wrong, in one message. Where the configuration itself has faults no plan is
+            printed.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    console = console or _wide_console()
+    config, faults = read_config(cfg)
+    if config is None:
+        raise ConfigError(faults)
+    inputs = read_inputs(config)
+    if not faults:
+        memory = _print_plan(config, inputs, console)
+        print_warnings(console, list(_warnings(config, inputs, memory)))
+    faults += [*inputs.faults, *_weight_faults(config, inputs)]
+    if faults:
+        raise ConfigError(faults)
+    console.print("\nNo fault was found. Nothing was started.")
+
+
+def _wide_console() -> Console:
+    """As wide as the tables, wherever it leads."""
+    return Console(highlight=False, soft_wrap=True, width=max(Console().width, 110))
+
+
+def planned_for_gpu(cfg: TrainConfig) -> bool:
+    """Where this machine has one, or the precision is one that nobody uses on a CPU."""
+    return torch.cuda.is_available() or cfg.trainer.precision == "bf16"
+
+
+def _print_plan(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[RankMemory]:
+    layout = layout_of(cfg)
+    if inputs.architecture is None or inputs.layers is None or layout is None:
+        return []
+    gpu = planned_for_gpu(cfg)
+    batches = plan_batches(cfg, layout, inputs.datasets)
+    validation = inputs.datasets.validation if inputs.datasets else None
+    longest = 0 if validation is None else longest_of(validation)
+    memory = plan_memory(cfg, inputs.architecture, layout, inputs.layers, batches, longest, gpu=gpu)
+    size = ModelSize.of(inputs.architecture, lora_settings(cfg))
+    print_plan(console, layout, size, batches, memory, inputs.disk, gpu=gpu)
+    return memory
+
+
+def _warnings(cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory]) -> Iterator[str]:
+    if not _has_weights(cfg):
+        yield f"{cfg.pretrained_checkpoint.restore_from_path} holds no safetensors: a run could not load its weights"
+    remote = cfg.remote_rm
+    for server in (remote.reward_model, *remote.more_reward_models.values()):
+        try:
+            check_once(server.ip, server.port, server.name, timeout=SERVER_SECONDS)
+        except NotReadyYet as error:
+            yield f"the reward server at {server.ip}:{server.port} is not ready now: it {error}"
+        except RewardServerError as error:
+            yield str(error)
+    if memory:
+        yield from _too_much_memory(cfg, memory)
+
+
+def _has_weights(cfg: TrainConfig) -> bool:
+    return any(Path(cfg.pretrained_checkpoint.restore_from_path).glob("*.safetensors"))
+
+
+def _weight_faults(cfg: TrainConfig, inputs: Inputs) -> Iterator[str]:
+    """What the headers of the weights say against config.json. A model may be planned without its weights."""
+    if inputs.architecture is not None and _has_weights(cfg):
+        try:
+            check_headers(inputs.architecture, HFFolder(cfg.pretrained_checkpoint.restore_from_path))
+        except CheckpointError as error:
+            yield str(error)
+
+
+def _too_much_memory(cfg: TrainConfig, memory: Sequence[RankMemory]) -> Iterator[str]:
+    """Against what this machine has. Of a GPU that is elsewhere nothing is known."""
+    largest = max(memory, key=lambda rank: rank.peak)
+    if torch.cuda.is_available():
+        there = torch.cuda.get_device_properties(0).total_memory
+        if largest.peak > there:
+            yield f"a rank needs {gigabytes(largest.peak)}, and this machine's GPU has {gigabytes(there)}"
+        on_host = largest.on_host * cfg.trainer.devices
+    elif not planned_for_gpu(cfg):
+        on_host = (largest.peak_phase.total + resident(largest, gpu=False)) * cfg.trainer.devices
+    else:
+        return
+    there = psutil.virtual_memory().total
+    if on_host > there:
+        yield (
+            f"{cfg.trainer.devices} ranks need {gigabytes(on_host)} of host memory, and this machine has "
+            f"{gigabytes(there)}"
+        )

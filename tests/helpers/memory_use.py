@@ -1,0 +1,171 @@
+"""What a real actor takes of memory, and what the preflight says of the same configuration.
+
+Bytes are counted by torch's own allocator, whose every allocation and release the profiler records: kernels' scratch
+is in it, the interpreter and the C library's reserve are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.batches import sequences
+from helpers.tiny_run import compose
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
+from reinforce_rl.build import _optimizer_settings, build_actor
+from reinforce_rl.config import TrainConfig, load_config
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
+from reinforce_rl.preflight.inputs import read_inputs
+from reinforce_rl.preflight.memory import RankMemory
+from reinforce_rl.preflight.plan import plan_batches, plan_memory
+from reinforce_rl.rollout import Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.tokenizer import load_tokenizer
+
+PROMPT, RESPONSE = 144, 48
+
+
+@dataclass(frozen=True)
+class Use:
+    """Bytes: of the unique storages of each kind, and the growth over them in each phase."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    phases: dict[str, int]
+
+
+def overrides_of(folder: Path, ranks: int, *overrides: str) -> list[str]:
+    """The command line of a run on a model of `folder`, with prompts of `PROMPT` tokens."""
+    return [
+        f"pretrained_checkpoint.restore_from_path={folder}",
+        f"model.data.data_prefix.train={folder / 'prompts.jsonl'}",
+        f"exp_manager.explicit_log_dir={folder / 'run'}",
+        f"model.encoder_seq_length={PROMPT + RESPONSE}",
+        f"model.reinforce.length_params.max_length={RESPONSE}",
+        f"trainer.devices={ranks}",
+        *overrides,
+    ]
+
+
+def planned(overrides: list[str]) -> list[RankMemory]:
+    """Of each stage."""
+    cfg = load_config(compose(*overrides))
+    inputs = read_inputs(cfg)
+    assert inputs.faults == [] and inputs.layers is not None
+    architecture = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path)
+    from reinforce_rl.preflight.inputs import layout_of
+
+    layout = layout_of(cfg)
+    assert layout is not None
+    batches = plan_batches(cfg, layout, inputs.datasets)
+    return plan_memory(cfg, architecture, layout, inputs.layers, batches, 0, gpu=False)
+
+
+def measured(overrides: list[str]) -> Use:
+    """On this rank, after an optimizer step; a collective call."""
+    cfg = load_config(compose(*overrides))
+    model = cfg.model
+    with parallel_mesh(
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.context_parallel_size,
+        sequence_parallel=model.sequence_parallel,
+    ) as mesh:
+        tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
+        actor = build_actor(cfg, mesh, tokenizer)
+        built = build_optimizer(actor.ddp, _optimizer_settings(cfg, 10))
+        optimizer = ActorOptimizer(*built)
+        batch = full_batch(cfg, mesh.dp_size)
+        count = float(len(batch.trains))
+        rollouts = batch.rollouts
+        where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
+        prompts = [Prompt(i, "", tuple([5 + i] * PROMPT)) for i in range(len(set(rollouts.group_ids.tolist())))]
+        soon_ending = dataclasses.replace(actor.settings.sampling, stop_token_ids=tuple(range(0, 2000, 5)))
+        size = model.reinforce.rollout_micro_batch_size
+
+        def train() -> None:
+            actor.get_loss_and_metrics(batch, sequences(count))
+
+        train()
+        optimizer.step()
+        return Use(
+            weights=storage_bytes(actor.lm.parameters()),
+            gradients=storage_bytes(buffer.grad_data for buffer in actor.ddp.buffers),
+            optimizer=storage_bytes(states_of(built[0])) - shared_bytes(states_of(built[0]), actor),
+            phases={
+                "training": peak_of(train),
+                "optimizer step": peak_of(optimizer.step),
+                "log-probs": peak_of(lambda: actor.get_inference_log_probs(*where)),
+                "generation": peak_of(
+                    lambda: actor.generator.generate(
+                        prompts[:size], cfg.trainer.reinforce.num_rollouts_per_prompt, soon_ending, 0
+                    )
+                ),
+            },
+        )
+
+
+def full_batch(cfg: TrainConfig, dp_size: int) -> ReinforceBatch:
+    """A data-parallel rank's share of a step, every sequence of full length."""
+    samples = cfg.trainer.reinforce.num_rollouts_per_prompt
+    count = cfg.model.reinforce.num_rollout_samples // dp_size * samples
+    nothing = torch.zeros(count)
+    rollouts = RolloutBatch(
+        sequences=torch.randint(5, 30, (count, PROMPT + RESPONSE), generator=torch.Generator().manual_seed(0)),
+        prompt_lengths=torch.full((count,), PROMPT),
+        response_lengths=torch.full((count,), RESPONSE),
+        group_ids=torch.arange(count) // samples,
+        sample_ids=torch.arange(count) % samples,
+        finish_reasons=("length",) * count,
+        rewards=nothing,
+        valid=torch.ones(count, dtype=torch.bool),
+    )
+    trains = torch.ones(count, dtype=torch.bool)
+    return ReinforceBatch(rollouts, nothing, nothing, nothing, torch.ones(count, RESPONSE), trains)
+
+
+def states_of(optimizer: Any) -> list[Tensor]:
+    """Adam's moments, and the fp32 weights that it updates."""
+    found: list[Tensor] = []
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in one.optimizer.param_groups:
+            found += group["params"]
+        for state in one.optimizer.state.values():
+            found += [value for value in state.values() if isinstance(value, Tensor)]
+    return found
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(storages(tensors).values())
+
+
+def shared_bytes(tensors: Iterable[Tensor], actor: MegatronGPTReinforceActorModel) -> int:
+    """Of those that are the model's own weights."""
+    own = storages(actor.lm.parameters())
+    return sum(size for place, size in storages(tensors).items() if place in own)
+
+
+def peak_of(action: Callable[[], Any]) -> int:
+    """The most bytes that an action holds at a time besides what was there before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        action()
+    found: Any = record.profiler
+    events = [(e.start_ns(), e.nbytes()) for e in found.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for _, size in sorted(events, key=lambda event: event[0]):
+        now += size
+        most = max(most, now)
+    return most

@@ -1,0 +1,29 @@
+"""Writes what each configuration takes on each rank: OUT FOLDER NAME..."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+from helpers.memory_cases import CASES
+from helpers.memory_use import measured, overrides_of
+from torch import distributed
+
+
+def main(out: Path, folder: Path, names: list[str]) -> None:
+    if "RANK" in os.environ:
+        distributed.init_process_group("gloo")  # one for all cases: ranks that meet anew each time may miss each other
+    for name in names:
+        case = CASES[name]
+        use = measured(overrides_of(folder, case.ranks, *case.overrides))
+        path = out / f"{name}.{os.environ.get('RANK', '0')}"
+        path.write_text(json.dumps(dataclasses.asdict(use)))
+    if "RANK" in os.environ:
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,74 @@
+"""The bytes that the preflight says, against those of a real actor and optimizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.memory_cases import CASES
+from helpers.memory_use import PROMPT, overrides_of, planned
+from helpers.models import tiny_llama_folder
+from helpers.ranks import run_ranks
+from helpers.tiny_run import write_prompts
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "memory_use.py"
+OF_ONE = ("one", "full", "lora")
+OF_TWO = ("TP2", "PP2", "CP2 distributed", "DP2 distributed bf16")
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def folder(request, tmp_path_factory) -> Path:
+    """Large enough that what torch rounds up, and tensors of a few numbers, do not count."""
+    folder = tiny_llama_folder(
+        tmp_path_factory.mktemp("model"),
+        vocab_size=2000,
+        tied=request.param == "tied",
+        heads=8,
+        groups=2,
+        layers=4,
+        hidden=128,
+        ffn=352,
+        logit_scale=1.0,
+    )
+    write_prompts(folder / "prompts.jsonl", ["e" * PROMPT] * 16)
+    return folder
+
+
+def compare(names, folder: Path, out: Path) -> None:
+    run_ranks(SCRIPT, CASES[names[0]].ranks, out, folder, *names, timeout=600)
+    wrong = []
+    for name in names:
+        case = CASES[name]
+        plan = planned(overrides_of(folder, case.ranks, *case.overrides))
+        for rank in range(case.ranks):
+            found = json.loads((out / f"{name}.{rank}").read_text())
+            of_stage = plan[rank if len(plan) > 1 else 0]
+            for kind in ("weights", "gradients", "optimizer"):
+                said = getattr(of_stage.states, kind)
+                if abs(said - found[kind]) > 0.02 * found[kind]:
+                    wrong.append(f"{name}, rank {rank}, {kind}: {said} said, {found[kind]} found")
+            for phase in of_stage.phases:
+                if phase.name not in found["phases"]:
+                    continue  # the reference's pass is the policy's
+                there = found["weights"] + found["gradients"] + found["optimizer"] + found["phases"][phase.name]
+                own = f"{phase.total / 1e6:.2f} MB said, {found['phases'][phase.name] / 1e6:.2f} found"
+                print(
+                    f"{name}, rank {rank}, {phase.name}: {own}, ratio {phase.total / found['phases'][phase.name]:.3f}"
+                )
+                said = of_stage.states.weights + of_stage.states.gradients + of_stage.states.optimizer + phase.total
+                if abs(said - there) > 0.25 * there:
+                    wrong.append(f"{name}, rank {rank}, {phase.name}: {said} said, {there} found")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("folder", ["tied"], indirect=True)
+@pytest.mark.parametrize("names", [OF_ONE, OF_TWO], ids=["one rank", "two ranks"])
+def test_states_and_peaks(names, folder, tmp_path):
+    compare(names, folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_and_peaks_of_every_case(ranks, folder, tmp_path):
+    compare([name for name, case in CASES.items() if case.ranks == ranks], folder, tmp_path)

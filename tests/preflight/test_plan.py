@@ -1,0 +1,121 @@
+"""How batches divide, in numbers that were worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from helpers.tiny_run import compose, tiny_overrides
+
+from reinforce_rl.config import load_config
+from reinforce_rl.layout import Layout
+from reinforce_rl.preflight.inputs import layout_of, read_inputs
+from reinforce_rl.preflight.memory import Decoding, Pass, Policy, StageShape, rank_memory
+from reinforce_rl.preflight.plan import Share, plan_batches
+
+ROLLOUT = "model.reinforce"
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+    return tiny_overrides(tmp_path_factory.mktemp("run"))
+
+
+def plan_of(overrides, *more):
+    cfg = load_config(compose(*overrides, *more))
+    layout = layout_of(cfg)
+    inputs = read_inputs(cfg)
+    assert layout is not None and inputs.faults == []
+    return plan_batches(cfg, layout, inputs.datasets)
+
+
+def test_batches_that_do_not_divide(overrides):
+    """8 prompts in steps of 5, on 2 ranks; sequences of 3 + 5 tokens, 4 of a prompt."""
+    plan = plan_of(
+        overrides,
+        "trainer.devices=2",
+        f"{ROLLOUT}.num_rollout_samples=5",
+        f"{ROLLOUT}.rollout_micro_batch_size=2",
+        "model.micro_batch_size=5",
+        f"{ROLLOUT}.forward_micro_batch_size=7",
+        "trainer.reinforce.max_epochs=3",
+        "trainer.reinforce.val_check_interval=2",
+        f"{ROLLOUT}.val_rollout_micro_batch_size=1",
+    )
+    assert plan.prompts_of_rank == Share(2, 3)
+    assert plan.generation_calls == 2  # 2 + 1 prompts
+    assert plan.forward_micro_batches == 2  # 12 sequences in sevens
+    assert (plan.prompts_of_update, plan.updates, plan.micro_batches) == (Share(5, 3), 1, 3)  # 12 in fives
+    assert (plan.longest_prompt, plan.longest) == (3, 8)
+    assert (plan.validation, plan.validation_calls) == (3, 2)
+    assert (plan.train_prompts, plan.steps_per_epoch, plan.last_batch) == (8, 2, 3)
+    assert (plan.steps, plan.total_updates) == (6, 6)
+
+
+def test_several_optimizer_steps_on_a_batch(overrides):
+    """4 prompts a step in updates of 2, twice over: the last two of them may all lie on one of the two ranks."""
+    plan = plan_of(
+        overrides,
+        "trainer.devices=2",
+        "model.global_batch_size=4",
+        f"{ROLLOUT}.num_rollout_samples=4",
+        "trainer.reinforce.num_rollouts_per_prompt=2",
+        "trainer.reinforce.reinforce_epochs=2",
+        "trainer.reinforce.importance_ratio=token",
+        "trainer.reinforce.max_steps=1",
+        "model.tokens_per_micro_batch=17",
+    )
+    assert plan.prompts_of_update == Share(2, 2)
+    assert (plan.updates, plan.steps, plan.total_updates) == (4, 1, 4)
+    assert plan.micro_batches == 2  # 4 sequences of 8 tokens, two in 17
+    assert plan.validation is None
+
+
+SHAPE = StageShape(1, True, True, 8, 2, 1, 4, 16, 10, 10, parameters=1000, trained=1000, largest=384, tied=False)
+POLICY = Policy(4, 1, False, 1, 1, "host", None, 0, 0, 1, 64, False, gpu=True)
+
+
+def memory_of(shape=SHAPE, **changes):
+    policy = dataclasses.replace(POLICY, **changes)
+    micro = Pass(rows=2, positions=5, scored=4)
+    return rank_memory(0, shape, policy, micro, micro, Decoding(2, 3, 4, 2), None)
+
+
+def phase_of(memory, name):
+    return next(phase for phase in memory.phases if phase.name == name)
+
+
+def test_states_by_precision_and_sharing():
+    found = memory_of().states
+    assert (found.weights, found.gradients, found.optimizer) == (4000, 4000, 8000)
+    assert (found.reference_on_host, found.reference_on_device) == (4000, 0)
+    narrow = memory_of(weight_bytes=2, optimizer_shards=3, reference="device").states
+    assert (narrow.weights, narrow.gradients, narrow.optimizer) == (2000, 4000, 334 * 12)
+    assert (narrow.reference_on_host, narrow.reference_on_device) == (0, 2000)
+    updates = memory_of(dataclasses.replace(SHAPE, trained=100), reference="none", lora=frozenset({"q_proj"})).states
+    assert (updates.weights, updates.gradients, updates.optimizer) == (4000, 400, 800)
+
+
+def test_what_moves_between_a_gpu_and_its_host():
+    memory = memory_of(offload_optimizer=True)
+    assert phase_of(memory, "generation").moved == -8000
+    assert phase_of(memory, "reference log-probs").moved == 4000
+    assert phase_of(memory, "log-probs").moved == 0
+    assert memory.on_host == 4000 + 8000
+    on_cpu = memory_of(offload_optimizer=True, gpu=False)
+    assert {phase.moved for phase in on_cpu.phases} == {0}
+    assert "reference log-probs" not in {phase.name for phase in memory_of(reference="none").phases}
+
+
+def test_the_cache_of_a_generation():
+    """Two prompts of three samples, slots of 4 + 2 tokens, a layer's keys and values of one group of four."""
+    of_rows = 2 * 6 * 6 * 4 * 4
+    found = phase_of(memory_of(), "generation")
+    assert found.cache in (of_rows, 2 * of_rows)
+
+
+def test_the_grid_of_many_ranks_is_cut():
+    text = Layout(8, 4, 1, 32, True).grid()
+    assert text.splitlines()[0].startswith("1024 ranks: 32 data x 4 pipeline x 1 context x 8 tensor parallel with seq")
+    assert text.endswith("and 16 more")
+    assert "stage 3 [768 769 770 771 772 773 774 775]" in text

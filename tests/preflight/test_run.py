@@ -1,0 +1,152 @@
+"""`preflight=true`: what is printed, what is wrong all in one message, and that nothing is started."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from helpers.fake_reward_server import FakeRewardServer
+from helpers.models import tiny_llama_folder
+from helpers.public_configs import LLAMA_3_1_8B
+from helpers.tiny_run import compose, three_letters, write_prompts
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+from rich.console import Console
+
+from reinforce_rl.config import load_config
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.preflight import disk
+from reinforce_rl.preflight.inputs import read_inputs
+from reinforce_rl.preflight.run import preflight
+
+ROOT = Path(__file__).parents[2]
+LLAMA_70B = {
+    **LLAMA_3_1_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+ON_1024 = (
+    "trainer.devices=8",
+    "trainer.num_nodes=128",
+    "model.tensor_model_parallel_size=8",
+    "model.sequence_parallel=true",
+    "model.pipeline_model_parallel_size=4",
+    "model.optim.distributed=true",
+    "trainer.precision=bf16",
+    "model.reinforce.num_rollout_samples=64",
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    tiny_llama_folder(folder / "model", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=64)
+    write_tiny_tokenizer(folder / "large", vocab_size=32)
+    (folder / "large" / "config.json").write_text(json.dumps(LLAMA_70B))
+    write_prompts(folder / "train.jsonl", three_letters(8))
+    return folder
+
+
+def right(files: Path) -> list[str]:
+    return [
+        f"pretrained_checkpoint.restore_from_path={files / 'model'}",
+        f"model.data.data_prefix.train={files / 'train.jsonl'}",
+        f"exp_manager.explicit_log_dir={files / 'run'}",
+        "model.encoder_seq_length=64",
+        "model.reinforce.length_params.max_length=16",
+        "preflight=true",
+    ]
+
+
+def printed(*overrides: str) -> str:
+    out = io.StringIO()
+    preflight(compose(*overrides), Console(file=out, width=200))
+    return out.getvalue()
+
+
+def faults_of(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        printed(*overrides)
+    return raised.value.faults
+
+
+def test_the_plan_of_a_right_configuration(files):
+    with FakeRewardServer() as server:
+        text = printed(*right(files), f"remote_rm.reward_model.port={server.port}")
+    for words in ("8 prompts x 4 samples = 32 sequences", "1 step, the last of 8", "KV cache", "peak:", "No fault"):
+        assert words in text
+    assert "warning" not in text
+    assert not (files / "run").exists()
+
+
+def test_a_server_that_is_not_there_is_a_warning(files):
+    assert "warning: the reward server at localhost:1 " in printed(*right(files), "remote_rm.reward_model.port=1")
+
+
+def test_a_large_model_from_its_config_alone(files, monkeypatch):
+    free = namedtuple("usage", "free")
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: free(10**14))
+    text = printed(*right(files), f"pretrained_checkpoint.restore_from_path={files / 'large'}", *ON_1024)
+    assert "1024 ranks: 32 data x 4 pipeline x 1 context x 8 tensor parallel" in text
+    assert "70,553,706,496 parameters" in text and "holds no safetensors" in text
+    assert "4.54 GB" in text  # of weights: a last stage's 20 layers and head over 8 ranks, in bf16
+
+
+def test_every_fault_is_in_one_message(files, tmp_path, monkeypatch):
+    """One that the configuration alone shows, and those of model, tokenizer, prompts and disk."""
+    model = shutil.copytree(files / "model", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 20, "intermediate_size": 33}))
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\nnot json\n')
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "e" * 60}) + "\n")
+    overrides = [
+        f"pretrained_checkpoint.restore_from_path={model}",
+        "trainer.devices=2",
+        "model.tensor_model_parallel_size=2",
+        "model.global_batch_size=7",
+        f"model.data.data_prefix.train={tmp_path / 'bad.jsonl'}",
+        f"model.data.data_prefix.validation={tmp_path / 'long.jsonl'}",
+    ]
+    faults = faults_of(*right(files), *overrides)
+    for words in ("global_batch_size is 7", "feed-forward size 33", "32 tokens", "bad.jsonl:2", "long.jsonl:1"):
+        assert sum(words in fault for fault in faults) == 1, (words, faults)
+    assert any("does not hold what its config.json says" in fault for fault in faults)
+
+
+def test_a_disk_that_is_too_small(files, monkeypatch):
+    free = namedtuple("usage", "free")
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: free(1000))
+    (fault,) = faults_of(*right(files))
+    assert "1 kB are free" in fault and "checkpoints" in fault and "keep_last" in fault
+
+
+def test_the_real_start_tells_the_same_faults_together(files, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("not json\n")
+    config = {**json.loads((files / "model" / "config.json").read_text()), "model_type": "mamba"}
+    model = shutil.copytree(files / "model", tmp_path / "model")
+    (model / "config.json").write_text(json.dumps(config))
+    overrides = [
+        f"pretrained_checkpoint.restore_from_path={model}",
+        f"model.data.data_prefix.train={tmp_path / 'bad.jsonl'}",
+    ]
+    with pytest.raises(ConfigError) as raised:
+        read_inputs(load_config(compose(*right(files), *overrides))).checked()
+    assert ["mamba" in raised.value.faults[0], "bad.jsonl:1" in raised.value.faults[1]] == [True, True]
+
+
+@pytest.mark.parametrize(("more", "code"), [([], 0), (["trainer.devices=0"], 1)], ids=["right", "wrong"])
+def test_the_script_starts_nothing(files, more, code):
+    """Though two ranks are asked for; and its exit status says whether there is a fault."""
+    script = ROOT / "examples" / "train_reinforce_actor.py"
+    command = [sys.executable, str(script), *right(files), "trainer.devices=2", *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == code, done.stderr
+    assert ("Nothing was started" in done.stdout) == (code == 0)
+    assert not (files / "run").exists()
