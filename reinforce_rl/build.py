@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
+from reinforce_rl.activity import Activity
 from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithms.best_checkpoints import BestCheckpoints
 from reinforce_rl.algorithms.loss import LossSettings
@@ -217,11 +218,14 @@ def build_trainer(
     rm: RewardSource,
     monitor: RunMonitor,
     checkpoint: Checkpoint | None = None,
+    activity: Activity | None = None,
 ) -> ReinforceTrainer:
     """Actor, optimizer and trainer, going on from a checkpoint where one is given."""
+    activity = activity or Activity()
+    activity.listen(monitor.phase)
     sampler = build_sampler(cfg, datasets.train)
     updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, sampler.batch_sizes)
-    monitor.phase("loading the model")
+    activity.begin("loading the model")
     model = build_actor(cfg, mesh, tokenizer)  # copies the reference, so it comes before the checkpoint
     megatron_optimizer, scheduler = build_optimizer(model.ddp, _optimizer_settings(cfg, updates))
     saving = cfg.exp_manager.checkpoint_callback_params
@@ -257,6 +261,7 @@ def build_trainer(
         run_timer=RunTimer(None if duration is None else parse_duration(duration)),
         prompts_per_update=cfg.prompts_per_update,
         best=BestCheckpoints(saving.keep_best, saving.best_metric, saving.best_mode),
+        activity=activity,
     )
     if checkpoint is not None:
         check_lora_identity(model.lora, checkpoint.folder, checkpoint.trainer_state)

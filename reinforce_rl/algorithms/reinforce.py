@@ -10,31 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from reinforce_rl.activity import Activity, StepClock
 from reinforce_rl.algorithms.advantages import RewardGroups, estimator_of
 from reinforce_rl.algorithms.best_checkpoints import BestCheckpoints
 from reinforce_rl.algorithms.credit import assign_credit, whiten
-from reinforce_rl.algorithms.filtering import in_group_with_spread
 from reinforce_rl.algorithms.kl import KLCoefficient, reduce_over_tokens, token_kl
 from reinforce_rl.algorithms.loss import Denominators
 from reinforce_rl.algorithms.moments import RunningMoments
 from reinforce_rl.algorithms.rewards import RewardShaping, shape_rewards
-from reinforce_rl.algorithms.rollouts import PendingRollouts, RolloutMaker
+from reinforce_rl.algorithms.rollouts import RolloutMaker
+from reinforce_rl.algorithms.step_rollouts import StepRolloutMaker
 from reinforce_rl.algorithms.updates import mini_batches, total_steps
-from reinforce_rl.errors import CheckpointError, RewardServerError, TooManyFailedRewardsError
-from reinforce_rl.monitoring.memory import PeakMemory
+from reinforce_rl.errors import CheckpointError, RewardServerError
 from reinforce_rl.monitoring.metrics import reinforce_means, rollout_means, take_means, update_metrics
 from reinforce_rl.monitoring.samples import sample_rows
 from reinforce_rl.reward.base import RewardSource
-from reinforce_rl.rollout import Prompt, ReinforceBatch, RolloutBatch, join_rollouts
+from reinforce_rl.rollout import Prompt, ReinforceBatch, RolloutBatch
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
@@ -68,6 +66,7 @@ class ReinforceTrainer:
         run_timer: says when the time is used up.
         prompts_per_update: prompts, over all ranks, that one optimizer step takes; None for the whole rollout batch.
         best: which validations' checkpoints are kept; None keeps none.
+        activity: is told what this rank does.
     """
 
     def __init__(
@@ -86,6 +85,7 @@ class ReinforceTrainer:
         run_timer: RunTimer,
         prompts_per_update: int | None = None,
         best: BestCheckpoints | None = None,
+        activity: Activity | None = None,
     ):
         self.cfg = cfg
         self.model = model
@@ -110,8 +110,17 @@ class ReinforceTrainer:
         self._past_scores = RunningMoments()
         self._past_rewards = RunningMoments()
         self._beta = KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon)
-        self._memory = PeakMemory(model.mesh.device)
-        self._peaks: Metrics = {}  # gigabytes on this rank, by phase of the present step
+        self._activity = activity or Activity()
+        self._clock = StepClock(self._activity, model.mesh.device)
+        self._step_rollouts = StepRolloutMaker(
+            cfg,
+            model,
+            self._rollouts,
+            self.train_dataloader,
+            self._clock,
+            with_old_log_probs=cfg.reinforce_epochs > 1 or prompts_per_update is not None,
+            while_generating=self._optimizer_states_away,
+        )
 
     def fit(self) -> None:
         """Train until the steps, the epochs or the time are used up, validating and saving on the way.
@@ -124,16 +133,16 @@ class ReinforceTrainer:
             if self.step == 0:
                 self.validate()
             while self.step < self.max_steps and not self.train_dataloader.finished and not self._out_of_time():
-                started = time.perf_counter()
-                rollouts, metrics, timings = self.generate_rollouts()
+                self._clock.start(self.step + 1)
+                rollouts, metrics, _ = self.generate_rollouts()
                 batch, reinforce_metrics = self.generate_reinforce_data(rollouts)
-                with self._timed("train_time", timings):
+                with self._clock.phase("train_time"):
                     update_metrics = self.run_training(batch)
                 self.step += 1
                 self._data_position = self.train_dataloader.state_dict()
 
-                timings["step_time"] = time.perf_counter() - started
-                self._log_step({**metrics, **reinforce_metrics, **update_metrics}, timings, batch)
+                self._clock.stop()
+                self._log_step({**metrics, **reinforce_metrics, **update_metrics}, batch)
                 if self._is_due(self.cfg.val_check_interval):
                     self.validate()
                 self.logger.commit(self.step)
@@ -152,16 +161,9 @@ class ReinforceTrainer:
         Returns:
             this rank's samples; means over all ranks; seconds of each phase on this rank.
         """
-        timings: Timings = {}
-        if self.cfg.dynamic_filtering:
-            batch, metrics = self._draw_until_rewards_differ(timings)
-            return self._with_log_probs(batch, timings), metrics, timings
-        self._prompts = next(self.train_dataloader)
-        pending = self._sample(self._prompts, timings)
-        # Scores are computed elsewhere while log-probs are taken here.
-        pending = replace(pending, batch=self._with_log_probs(pending.batch, timings))
-        batch = self._score(pending, timings)
-        return batch, take_means(rollout_means(batch), self.model.mesh.gather_over_dp), timings
+        made = self._step_rollouts.make(self.step + 1)
+        self._prompts = made.prompts
+        return made.batch, made.metrics, self._clock.seconds
 
     def generate_reinforce_data(self, rollout_batch: RolloutBatch) -> tuple[ReinforceBatch, Metrics]:
         """Shape the rewards, fold the KL into them and take advantages.
@@ -230,11 +232,13 @@ class ReinforceTrainer:
         """Score one response to each prompt of the fixed validation set, with validation's own sampling."""
         if self.val_dataloader is None or self.cfg.val_check_interval == 0:
             return
-        self.logger.phase("validation")
+        self._activity.begin("validation")
         prompts = [prompt for part in self.val_dataloader for prompt in part]
         # One seed for all of validation, so that only the weights make a difference.
         seed = self.model.settings.seed * 1_000_003
-        batch, _ = self._rollouts.score(self._rollouts.sample(prompts, 1, seed, validation=True))
+        pending = self._rollouts.sample(prompts, 1, seed, validation=True)
+        self._activity.begin("validation: reward_wait", has_deadline=True)
+        batch, _ = self._rollouts.score(pending)
         metrics = take_means(rollout_means(batch), self.model.mesh.gather_over_dp)
         rows = self._gather_rows(sample_rows(self.step, prompts, batch, self.model.tokenizer))
         self.logger.log_validation(self.step, metrics, rows)
@@ -252,7 +256,7 @@ class ReinforceTrainer:
             wait: for what is written in the background.
         """
         if self.step not in (0, self._saved_step):
-            self.logger.phase("checkpoint")
+            self._activity.begin("checkpoint")
             self.ckpt_callback.save(self.step, self.state_dict(), keep=self._best.steps)
             self._saved_step = self.step
             self.logger.report()
@@ -295,72 +299,6 @@ class ReinforceTrainer:
             self._beta.value = state["kl_coefficient"]
         self._best.load_state_dict(state["best"], self.ckpt_callback.holds)
 
-    def _sample(self, prompts: Sequence[Prompt], timings: Timings) -> PendingRollouts:
-        seed = self.model.settings.seed * 1_000_003 + self.step + 1  # another one every step; validation has 0
-        with self._timed("generate", timings), self._optimizer_states_away():
-            return self._rollouts.sample(prompts, self.cfg.num_rollouts_per_prompt, seed)
-
-    def _score(self, pending: PendingRollouts, timings: Timings) -> RolloutBatch:
-        """The scores of what was sampled, unless too many failed."""
-        mesh = self.model.mesh
-        with self._timed("reward_wait", timings):
-            batch, failures = self._rollouts.score(pending)
-        failed, count = mesh.sum_over_dp(torch.tensor([failures.total(), len(batch.rewards)])).tolist()
-        if failed > self.cfg.max_failed_fraction * count:
-            reasons = sum(mesh.gather_over_dp(failures), Counter[str]())
-            told = ", ".join(f"{text} ({number})" for text, number in reasons.most_common())
-            raise TooManyFailedRewardsError(
-                f"the reward server failed on {failed / count:.1%} of the samples of step {self.step + 1}, above "
-                f"trainer.reinforce.max_failed_fraction = {self.cfg.max_failed_fraction}; reasons: {told}. "
-                "Nothing was trained on them; see the server's log"
-            )
-        return batch
-
-    def _with_log_probs(self, batch: RolloutBatch, timings: Timings) -> RolloutBatch:
-        """The policy's and the reference's, where somebody reads them: without a KL only a second update does."""
-        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths)
-        with_kl = self.cfg.initial_policy_kl_penalty > 0
-        if with_kl or self.cfg.reinforce_epochs > 1 or self._prompts_per_update is not None:
-            with self._timed("logprobs", timings):
-                batch = replace(batch, log_probs=self.model.get_inference_log_probs(*where))
-        if with_kl:
-            with self._timed("init_logprobs", timings):
-                batch = replace(batch, init_log_probs=self.model.get_init_policy_logprobs(*where))
-        return batch
-
-    def _draw_until_rewards_differ(self, timings: Timings) -> tuple[RolloutBatch, Metrics]:
-        """Draw batches of prompts until as many groups as a step takes have unequal rewards, or the bound is reached.
-
-        An epoch's end is a bound too: a prompt must not come twice in a step.
-
-        Returns:
-            this rank's samples of the groups that are trained on; means over all that were drawn, and counts.
-        """
-        mesh, wanted = self.model.mesh, self.train_dataloader.prompts_per_step
-        epoch = self.train_dataloader.state_dict()["epoch"]
-        self._prompts, drawn, with_spread = [], [], []
-        for _ in range(1 + self.cfg.max_resampling_rounds):
-            prompts = next(self.train_dataloader)
-            batch = self._score(self._sample(prompts, timings), timings)
-            self._prompts += prompts
-            drawn.append(batch)
-            differs = in_group_with_spread(batch.rewards, batch.group_ids, batch.valid)
-            for ids in mesh.gather_over_dp(batch.group_ids[differs].tolist()):
-                with_spread += dict.fromkeys(ids)  # each once, in order
-            if len(with_spread) >= wanted or self.train_dataloader.state_dict()["epoch"] != epoch:
-                break
-        batch = join_rollouts(drawn, self.model.pad_id)
-        kept = torch.isin(batch.group_ids, torch.tensor(with_spread[:wanted], dtype=torch.long))
-        metrics = take_means(rollout_means(batch), mesh.gather_over_dp)
-        groups = sum(mesh.gather_over_dp(len(self._prompts)))
-        counts = {
-            "groups_drawn": groups,
-            "groups_without_spread": groups - len(with_spread),
-            "groups_trained": min(len(with_spread), wanted),
-            "resampling_rounds": len(drawn) - 1,
-        }
-        return batch.select(kept.nonzero()[:, 0]), {**metrics, **counts}
-
     def _mini_batches(self, batch: ReinforceBatch) -> Iterator[Tensor]:
         """This rank's rows of each optimizer step."""
         mesh, seed = self.model.mesh, self.model.settings.seed * 1_000_003 + self.step
@@ -386,11 +324,11 @@ class ReinforceTrainer:
             max_length=self.model.settings.sampling.max_length,
         )
 
-    def _log_step(self, metrics: Metrics, timings: Timings, batch: ReinforceBatch) -> None:
+    def _log_step(self, metrics: Metrics, batch: ReinforceBatch) -> None:
         rows = sample_rows(self.step, self._prompts, batch.rollouts, self.model.tokenizer, batch)
         position = {"epoch": self._data_position["epoch"], "consumed_prompts": self._data_position["consumed_prompts"]}
-        self.logger.log_step(self.step, {**metrics, **position}, timings, self._gather_rows(rows), self._peaks)
-        self._peaks = {}
+        numbers, clock = {**metrics, **position}, self._clock
+        self.logger.log_step(self.step, numbers, clock.seconds, self._gather_rows(rows), clock.gigabytes)
 
     def _gather_rows(self, rows: list[Any]) -> list[Any]:
         return [row for part in self.model.mesh.gather_over_dp(rows) for row in part]
@@ -406,15 +344,6 @@ class ReinforceTrainer:
         if out:
             self.logger.note(f"The time of this run is used up after step {self.step}; saving and ending.")
         return out
-
-    @contextlib.contextmanager
-    def _timed(self, name: str, timings: Timings) -> Iterator[None]:
-        self.logger.phase(name)
-        self._memory.start()
-        started = time.perf_counter()
-        yield
-        timings[name] = timings.get(name, 0.0) + time.perf_counter() - started
-        self._peaks[name] = max(self._peaks.get(name, 0.0), self._memory.gigabytes())
 
     def _optimizer_states_away(self) -> contextlib.AbstractContextManager[None]:
         """Room for the generator, where the optimizer's states are on a GPU and the configuration asks for it."""
