@@ -28,11 +28,12 @@ from reinforce_rl.algorithms.rewards import RewardShaping, shape_rewards
 from reinforce_rl.algorithms.rollouts import RolloutMaker
 from reinforce_rl.algorithms.step_rollouts import StepRolloutMaker
 from reinforce_rl.algorithms.updates import mini_batches, total_steps
-from reinforce_rl.errors import CheckpointError, RewardServerError
+from reinforce_rl.errors import CheckpointError, RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.metrics import reinforce_means, rollout_means, take_means, update_metrics
 from reinforce_rl.monitoring.samples import sample_rows
 from reinforce_rl.reward.base import RewardSource
 from reinforce_rl.rollout import Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.stop import StopRequest
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from reinforce_rl.monitoring.run import RunMonitor
     from reinforce_rl.run_timer import RunTimer
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 Metrics = dict[str, float]
 Timings = dict[str, float]
@@ -67,6 +68,7 @@ class ReinforceTrainer:
         prompts_per_update: prompts, over all ranks, that one optimizer step takes; None for the whole rollout batch.
         best: which validations' checkpoints are kept; None keeps none.
         activity: is told what this rank does.
+        stop: whether the run is to end early.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class ReinforceTrainer:
         prompts_per_update: int | None = None,
         best: BestCheckpoints | None = None,
         activity: Activity | None = None,
+        stop: StopRequest | None = None,
     ):
         self.cfg = cfg
         self.model = model
@@ -100,10 +103,15 @@ class ReinforceTrainer:
         self.step = 0  # rollout batches trained on
         self.wandb_run_id: str | None = None
         self.max_steps = total_steps(cfg, len(self.train_dataloader))
-        self._rollouts = RolloutMaker(model, rm, batch_iterator_cls, drop_truncated=cfg.truncated_samples == "drop")
+        self._stop = stop or StopRequest()
+        self._rollouts = RolloutMaker(
+            model, rm, batch_iterator_cls, drop_truncated=cfg.truncated_samples == "drop", stop=self._stop
+        )
         self._prompts_per_update = prompts_per_update
         self._data_position = self.train_dataloader.state_dict()
         self._saved_step: int | None = None
+        self._validation_is_due = True
+        self._out_of_time = False
         self._best = best or BestCheckpoints()
         self._prompts: list[Prompt] = []
         # Over the valid samples of all steps before this one: scores as they came, and rewards less their KL.
@@ -120,19 +128,24 @@ class ReinforceTrainer:
             self._clock,
             with_old_log_probs=cfg.reinforce_epochs > 1 or prompts_per_update is not None,
             while_generating=self._optimizer_states_away,
+            stop=self._stop,
         )
 
     def fit(self) -> None:
         """Train until the steps, the epochs or the time are used up, validating and saving on the way.
 
         Raises:
-            RewardServerError: the reward server did not answer within its deadline, or failed too many samples. The
-                state after the last complete step is saved first.
+            StoppedEarly: the time is used up, or a signal came.
+            RewardServerError: the reward server did not answer within its deadline, or failed too many samples.
+                The state after the last complete step is saved before either.
         """
+        self._stop.wait_for_checks()
         try:
-            if self.step == 0:
+            self._look_at_the_clock()
+            if self._validation_is_due:
                 self.validate()
-            while self.step < self.max_steps and not self.train_dataloader.finished and not self._out_of_time():
+                self.logger.commit(self.step)
+            while self._goes_on():
                 self._clock.start(self.step + 1)
                 rollouts, metrics, _ = self.generate_rollouts()
                 batch, reinforce_metrics = self.generate_reinforce_data(rollouts)
@@ -143,7 +156,9 @@ class ReinforceTrainer:
 
                 self._clock.stop()
                 self._log_step({**metrics, **reinforce_metrics, **update_metrics}, batch)
-                if self._is_due(self.cfg.val_check_interval):
+                self._look_at_the_clock()
+                self._validation_is_due = self._is_due(self.cfg.val_check_interval)
+                if self._validation_is_due or self._out_of_time:
                     self.validate()
                 self.logger.commit(self.step)
                 self.ckpt_callback.poll()
@@ -154,6 +169,11 @@ class ReinforceTrainer:
             self.logger.note(f"Stopping: {error}")
             self.save(wait=True)
             raise
+        except StoppedEarly as error:
+            text = f"{error} after step {self.step} of {self.max_steps}"
+            self.logger.note(f"{text}; saving")
+            self.save(wait=True)
+            raise StoppedEarly(f"{text}; the same command goes on from there") from None
 
     def generate_rollouts(self) -> tuple[RolloutBatch, Metrics, Timings]:
         """Sample, score and take log-probs of the next batch of prompts.
@@ -242,9 +262,8 @@ class ReinforceTrainer:
         metrics = take_means(rollout_means(batch), self.model.mesh.gather_over_dp)
         rows = self._gather_rows(sample_rows(self.step, prompts, batch, self.model.tokenizer))
         self.logger.log_validation(self.step, metrics, rows)
-        if self.step == 0:
-            self.logger.commit(0)
-        else:
+        self._validation_is_due = False
+        if self.step > 0:
             self._best.add(self.step, metrics)
 
     def save(self, *, wait: bool = False) -> None:
@@ -276,6 +295,7 @@ class ReinforceTrainer:
             "kl_coefficient": self._beta.value,
             "lora": None if self.model.lora is None else self.model.lora.state(),
             "best": self._best.state_dict(),
+            "validation_is_due": self._validation_is_due,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -298,6 +318,7 @@ class ReinforceTrainer:
         if self.cfg.kl_target is not None:
             self._beta.value = state["kl_coefficient"]
         self._best.load_state_dict(state["best"], self.ckpt_callback.holds)
+        self._validation_is_due = state["validation_is_due"]
 
     def _mini_batches(self, batch: ReinforceBatch) -> Iterator[Tensor]:
         """This rank's rows of each optimizer step."""
@@ -338,12 +359,22 @@ class ReinforceTrainer:
         last = self.step == self.max_steps or self.train_dataloader.finished
         return interval > 0 and (self.step % interval == 0 or last)
 
-    def _out_of_time(self) -> bool:
-        """Asked of all ranks, since their clocks differ and all must stop at the same step."""
-        out = self.model.mesh.any_rank(self.run_timer.is_finished())
-        if out:
-            self.logger.note(f"The time of this run is used up after step {self.step}; saving and ending.")
-        return out
+    def _look_at_the_clock(self) -> None:
+        """On all ranks, since their clocks differ and all must stop at the same step."""
+        self._out_of_time = self.model.mesh.any_rank(self.run_timer.is_finished())
+
+    def _goes_on(self) -> bool:
+        """Whether there is another step.
+
+        Raises:
+            StoppedEarly: there is, and it is left to another run.
+        """
+        if self.step >= self.max_steps or self.train_dataloader.finished:
+            return False
+        self._stop.check(self.model.mesh)
+        if self._out_of_time:
+            raise StoppedEarly("the time of this run is used up")
+        return True
 
     def _optimizer_states_away(self) -> contextlib.AbstractContextManager[None]:
         """Room for the generator, where the optimizer's states are on a GPU and the configuration asks for it."""

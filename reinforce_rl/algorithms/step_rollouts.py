@@ -16,6 +16,7 @@ from reinforce_rl.algorithms.rollouts import PendingRollouts, RolloutMaker
 from reinforce_rl.errors import TooManyFailedRewardsError
 from reinforce_rl.monitoring.metrics import rollout_means, take_means
 from reinforce_rl.rollout import Prompt, RolloutBatch, join_rollouts
+from reinforce_rl.stop import StopRequest
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
@@ -49,6 +50,7 @@ class StepRolloutMaker:
         clock: times the phases.
         with_old_log_probs: more than one optimizer step is taken on a batch, and so its ratios need them.
         while_generating: entered while responses are drawn.
+        stop: whether to leave off.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class StepRolloutMaker:
         *,
         with_old_log_probs: bool,
         while_generating: Callable[[], AbstractContextManager[None]],
+        stop: StopRequest,
     ):
         self._cfg = cfg
         self._model = model
@@ -69,12 +72,17 @@ class StepRolloutMaker:
         self._clock = clock
         self._with_old_log_probs = with_old_log_probs
         self._while_generating = while_generating
+        self._stop = stop
 
     def make(self, step: int) -> StepRollouts:
         """Of the prompts that come next.
 
         Args:
             step: 1 for the first; it keys the sampling noise.
+
+        Raises:
+            StoppedEarly: some rank was asked to stop. The same step can be made again.
+            RewardServerError: no answer, or too many failed samples.
         """
         if self._cfg.dynamic_filtering:
             drawn = self._draw_until_rewards_differ(step)
@@ -117,6 +125,7 @@ class StepRolloutMaker:
         if with_kl:
             with self._clock.phase("init_logprobs"):
                 batch = replace(batch, init_log_probs=self._model.get_init_policy_logprobs(*where))
+        self._stop.check(self._model.mesh)
         return batch
 
     def _draw_until_rewards_differ(self, step: int) -> StepRollouts:
