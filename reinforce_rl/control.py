@@ -117,13 +117,19 @@ class RunControl:
             verdict = watchdog.explain() if may_be_echo else None
             watchdog.end(code, text)
             if verdict is not None:
+                self._take_over(verdict)
                 kind = StoppedEarly if verdict.exit_code == StoppedEarly.exit_code else LostRankError
                 raise kind(verdict.text) from error
             raise
 
+    def _take_over(self, verdict: Verdict) -> None:
+        if verdict.of_first:
+            with contextlib.suppress(OSError, ValueError):
+                self.status.speak_for_first()
+
     def _leave(self, verdict: Verdict) -> None:
         """End this process from another thread than the main one, which does not come out of what it does."""
-        self.status.enabled |= verdict.of_first
+        self._take_over(verdict)
         with contextlib.suppress(OSError):
             self.status.end(verdict.exit_code, verdict.text)
         with contextlib.suppress(OSError, ValueError):

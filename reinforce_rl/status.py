@@ -62,10 +62,17 @@ class StatusFile:
         """So many of the steps are done."""
         self._write(replace(self._status, step=step, max_steps=max_steps))
 
+    def speak_for_first(self) -> None:
+        """Write from now on, since the first rank is lost."""
+        self._status = read_status(self.path.parent) or self._status
+        self.enabled = True
+
     def end(self, exit_code: int, reason: str = "") -> None:
         """The run ends."""
         states: dict[int, State] = {EXIT_FINISHED: "finished", EXIT_STOPPED: "stopped"}
-        self._write(replace(self._status, state=states.get(exit_code, "failed"), reason=reason, exit_code=exit_code))
+        state = states.get(exit_code, "failed")
+        who = {"pid": os.getpid(), "host": socket.gethostname()}
+        self._write(replace(self._status, state=state, reason=reason, exit_code=exit_code, **who))
 
     def _write(self, status: Status) -> None:
         self._status = replace(status, time=time.time())

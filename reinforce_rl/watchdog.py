@@ -116,6 +116,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Watch from now on."""
+        self._activity.listen(lambda name: self._beat())  # else a rank that dies would be named with an old phase
         self._thread.start()
 
     def explain(self) -> Verdict | None:

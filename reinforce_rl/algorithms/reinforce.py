@@ -167,12 +167,12 @@ class ReinforceTrainer:
             self.save(wait=True)
         except RewardServerError as error:
             self.logger.note(f"Stopping: {error}")
-            self.save(wait=True)
+            self._save_last_step()
             raise
         except StoppedEarly as error:
             text = f"{error} after step {self.step} of {self.max_steps}"
             self.logger.note(f"{text}; saving")
-            self.save(wait=True)
+            self._save_last_step()
             raise StoppedEarly(f"{text}; the same command goes on from there") from None
 
     def generate_rollouts(self) -> tuple[RolloutBatch, Metrics, Timings]:
@@ -281,6 +281,11 @@ class ReinforceTrainer:
             self.logger.report()
         if wait:
             self.ckpt_callback.finish()
+
+    def _save_last_step(self) -> None:
+        """A step whose validation was broken off is complete too; the validation is made up for."""
+        self.logger.commit(self.step)
+        self.save(wait=True)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides weights, optimizer and random state."""

@@ -8,8 +8,8 @@ the one. Other options:
 
 die_before: a process kills itself in place of moving the first file or folder whose destination ends so.
 act: {rank, phase, step, signal}: this rank sends itself the signal as it comes to the phase of this step, and with the
-    signal 0 it does nothing any more.
-slow_rewards: seconds for which each answer is waited for.
+    signal 0 it does nothing any more. While it waits for rewards the signal comes after a moment, and the rewards
+    would take minutes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 SCRIPT = Path(__file__).resolve()
+LONG = 600.0  # seconds, longer than any test waits
 sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2])]
 
 from omegaconf import DictConfig  # noqa: E402
@@ -59,6 +62,8 @@ def die_before(suffix: str) -> None:
 
 
 def act(phase: str, step: int, number: int) -> None:
+    from helpers.rewards import ReadyRewards
+
     from reinforce_rl.activity import Activity
 
     begin = Activity.begin
@@ -66,23 +71,19 @@ def act(phase: str, step: int, number: int) -> None:
     def begin_and_act(activity: Activity, name: str, **options) -> None:
         begin(activity, name, **options)
         if (name, activity.phase.step) == (phase, step):
-            if number == 0:
-                time.sleep(600)
-            os.kill(os.getpid(), number)
+            if name.endswith("reward_wait"):
+                ReadyRewards.result = wait_for_a_signal  # type: ignore[method-assign]
+            elif number == 0:
+                time.sleep(LONG)
+            else:
+                os.kill(os.getpid(), number)
+
+    def wait_for_a_signal(future: ReadyRewards) -> NoReturn:
+        threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+        time.sleep(LONG)
+        raise AssertionError("no signal came")
 
     Activity.begin = begin_and_act  # type: ignore[method-assign]
-
-
-def slow_rewards(seconds: float) -> None:
-    from helpers.rewards import ReadyRewards
-
-    result = ReadyRewards.result
-
-    def slow_result(future: ReadyRewards):
-        time.sleep(seconds)
-        return result(future)
-
-    ReadyRewards.result = slow_result  # type: ignore[method-assign]
 
 
 def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides: list[str]) -> int:
@@ -100,8 +101,6 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
             die_before(options["die_before"])
         if options.get("act", {}).get("rank") == int(environment.get("RANK", 0)):
             act(*(options["act"][key] for key in ("phase", "step", "signal")))
-        if options.get("slow_rewards"):
-            slow_rewards(options["slow_rewards"])
         main()
         status = 0
     except SystemExit as end:
@@ -130,10 +129,9 @@ def serve() -> None:
 
 
 def wait_for(processes: list[int], patience: float) -> list[int]:
-    status, found = 0, dict.fromkeys(processes)
-    deadline = None
-    while None in found.values():
-        for process in [process for process, code in found.items() if code is None]:
+    status, found, deadline = 0, dict[int, int](), None
+    while len(found) < len(processes):
+        for process in [process for process in processes if process not in found]:
             if deadline is not None and time.monotonic() > deadline:
                 os.kill(process, signal.SIGKILL)
             ended, code = os.waitpid(process, os.WNOHANG)
@@ -143,7 +141,7 @@ def wait_for(processes: list[int], patience: float) -> list[int]:
                 if code and deadline is None:
                     deadline = time.monotonic() + patience
         time.sleep(0.01)
-    return [status, *(code or 0 for code in found.values())]
+    return [status, *(found[process] for process in processes)]
 
 
 if __name__ == "__main__":
