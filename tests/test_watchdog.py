@@ -100,7 +100,7 @@ def test_a_rank_that_stands_still_ends_both(make):
 
 def test_strangers_are_turned_away(make):
     first = Rank(0)
-    host, port, token = first.watch.open("localhost")
+    host, port, _ = first.watch.open("localhost")
     first.watch.start()
     try:
         for line in (b"GET / HTTP/1.1\r\n\r\n", json.dumps({"token": "x", "report": {"rank": 1}}).encode() + b"\n"):

@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.tiny_run import metrics_of
@@ -44,7 +45,7 @@ def finish(processes: TrainerProcesses, folder: Path, ranks: int = 1) -> None:
     assert status(folder).state == "finished"
 
 
-def stop(processes: TrainerProcesses, folder: Path, ranks: int = 1, **options: object) -> None:
+def stop(processes: TrainerProcesses, folder: Path, ranks: int = 1, **options: Any) -> None:
     processes.start(folder, *SETTINGS, ranks=ranks, patience=30, **options)
     assert processes.wait() == EXIT_STOPPED, log(folder)
     assert processes.statuses == [EXIT_STOPPED] * ranks
