@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.tiny_run import metrics_of
-from helpers.trainer_processes import SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
+from helpers.ranks import kill_tree
+from helpers.tiny_run import metrics_of, tiny_overrides
+from helpers.trainer_processes import (
+    DRIVER,
+    NUM_PROMPTS,
+    RUN_SECONDS,
+    SETTINGS,
+    STEPS,
+    TrainerProcesses,
+    assert_equal_runs,
+)
 
 from reinforce_rl.errors import EXIT_STOPPED
 from reinforce_rl.status import Status, read_status
@@ -112,6 +124,26 @@ def test_one_of_two_ranks_is_told(processes, uninterrupted_on_two, tmp_path):
     assert "stopped by" in status(tmp_path).reason
     stop(processes, tmp_path, ranks=2, act=act("train_time", 8, signal.SIGUSR1))
     assert saved_step(tmp_path) == 8
+    finish(processes, tmp_path, ranks=2)
+    assert_equal_runs(tmp_path, uninterrupted_on_two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_two_ranks_of_a_plain_python(processes, uninterrupted_on_two, tmp_path, number):
+    """The process that starts the ranks passes the signal on, waits for them, and has their exit code."""
+    command = [*tiny_overrides(tmp_path, num_prompts=NUM_PROMPTS), *SETTINGS, "trainer.devices=2"]
+    process = subprocess.Popen([sys.executable, str(DRIVER), *command], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 4 * RUN_SECONDS
+        while not ((tmp_path / "run" / "metrics.jsonl").exists() and len(metrics_of(tmp_path)) > 2):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(RUN_SECONDS) == EXIT_STOPPED
+    finally:
+        kill_tree(process.pid)
+    assert 2 <= saved_step(tmp_path) == status(tmp_path).step < STEPS
     finish(processes, tmp_path, ranks=2)
     assert_equal_runs(tmp_path, uninterrupted_on_two)
 
