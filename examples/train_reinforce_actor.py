@@ -11,6 +11,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from reinforce_rl.cli import start_ranks, with_config
+from reinforce_rl.stop import StopRequest
 
 
 @with_config("train_reinforce_actor")
@@ -24,10 +25,11 @@ def main(cfg: DictConfig) -> None:
         return
     config = load_config(cfg)
     start_ranks(config.trainer.devices, config.trainer.num_nodes)
+    stop = StopRequest.on_signals()
     # Only now: torch and megatron take seconds to import, and a wrong configuration should not cost them.
     from reinforce_rl.build import train
 
-    train(config)
+    train(config, stop)
 
 
 if __name__ == "__main__":

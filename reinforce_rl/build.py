@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
+from reinforce_rl.activity import Activity
 from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithms.best_checkpoints import BestCheckpoints
 from reinforce_rl.algorithms.loss import LossSettings
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
 from reinforce_rl.algorithms.updates import total_steps, total_updates
 from reinforce_rl.config import ReinforceConfig, RewardServerConfig, SamplingConfig, TrainConfig
+from reinforce_rl.control import RunControl
 from reinforce_rl.data.loader import FixedPrompts, PromptLoader
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
 from reinforce_rl.data.sampler import PromptSampler
@@ -42,6 +44,8 @@ from reinforce_rl.reward.client import RemoteGPTRMClient
 from reinforce_rl.reward.combined import CombinedRewards, WeightedSource
 from reinforce_rl.rollout import Prompt
 from reinforce_rl.run_timer import RunTimer, parse_duration
+from reinforce_rl.status import StatusFile
+from reinforce_rl.stop import StopRequest
 from reinforce_rl.tokenizer import TokenizerInfo, pad_id_of
 
 if TYPE_CHECKING:
@@ -51,36 +55,52 @@ if TYPE_CHECKING:
 DTYPES = {"32": "float32", "bf16": "bfloat16"}
 
 
-def train(cfg: TrainConfig) -> ReinforceTrainer:
+def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer:
     """Run a whole training job on this rank.
+
+    Args:
+        cfg: checked.
+        stop: whether the run is to end early; None where nobody asks for it.
 
     Raises:
         ReinforceError: see its subclasses; nothing is left half-written.
     """
     from reinforce_rl.preflight.inputs import read_inputs  # which is made of this file's parts
 
-    with parallel_mesh(
-        cfg.model.tensor_model_parallel_size,
-        cfg.model.pipeline_model_parallel_size,
-        cfg.model.context_parallel_size,
-        sequence_parallel=cfg.model.sequence_parallel,
-        seed=cfg.model.seed,
-    ) as mesh:
-        folder = Path(cfg.exp_manager.explicit_log_dir)
+    folder = Path(cfg.exp_manager.explicit_log_dir)
+    control = RunControl(folder, stop or StopRequest())
+    with (
+        control.running(),
+        parallel_mesh(
+            cfg.model.tensor_model_parallel_size,
+            cfg.model.pipeline_model_parallel_size,
+            cfg.model.context_parallel_size,
+            sequence_parallel=cfg.model.sequence_parallel,
+            seed=cfg.model.seed,
+            timeout_seconds=cfg.torch_timeout_seconds,
+        ) as mesh,
+        control.watching(
+            mesh,
+            silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
+            hang_seconds=cfg.trainer.collective_timeout_seconds,
+        ),
+    ):
         # Before anybody waits for the server: all that is wrong with model, layout, tokenizer, prompts and disk.
         tokenizer, datasets = read_inputs(cfg).checked()
         checkpoint = latest_checkpoint(folder / "checkpoints") if cfg.exp_manager.resume_if_exists else None
-        monitor, wandb_run_id = build_monitor(cfg, mesh, datasets, checkpoint)
-        with monitor.running():
+        monitor, wandb_run_id = build_monitor(cfg, mesh, datasets, checkpoint, control.status)
+        with monitor.running(), control.ending():
             if mesh.world_size > 1:
                 monitor.note(mesh.grid())
+            control.activity.begin("waiting for the reward server", has_deadline=True)
             rm = connect_to_reward_servers(cfg, mesh, tokenizer, monitor)
             try:
-                trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint)
+                trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control)
                 trainer.wandb_run_id = wandb_run_id
                 trainer.fit()
+                control.stop.check(mesh)
                 if cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end:
-                    monitor.phase("export")
+                    control.activity.begin("export")
                     source = cfg.pretrained_checkpoint.restore_from_path
                     monitor.note(f"Hugging Face folder: {trainer.model.export(source, folder / 'hf')}")
                     if trainer.model.lora is not None:
@@ -108,7 +128,11 @@ def build_datasets(cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> RLHF
 
 
 def build_monitor(
-    cfg: TrainConfig, mesh: Mesh, datasets: RLHFDatasets, checkpoint: Checkpoint | None
+    cfg: TrainConfig,
+    mesh: Mesh,
+    datasets: RLHFDatasets,
+    checkpoint: Checkpoint | None,
+    status: StatusFile | None = None,
 ) -> tuple[RunMonitor, str | None]:
     """What people see and what is written down, and wandb's run id. Ranks but the first get a silent one."""
     folder = Path(cfg.exp_manager.explicit_log_dir)
@@ -144,7 +168,7 @@ def build_monitor(
         loggers.append(wandb_logger)
     steps = total_steps(cfg.trainer.reinforce, sampler.steps_per_epoch)
     progress = TrainingProgress(steps, start_step)
-    monitor = RunMonitor(folder, Loggers(loggers), RolloutWriter(folder, resume_step), progress)
+    monitor = RunMonitor(folder, Loggers(loggers), RolloutWriter(folder, resume_step), progress, status)
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
     if datasets.train.blend is not None:
@@ -224,11 +248,14 @@ def build_trainer(
     rm: RewardSource,
     monitor: RunMonitor,
     checkpoint: Checkpoint | None = None,
+    control: RunControl | None = None,
 ) -> ReinforceTrainer:
     """Actor, optimizer and trainer, going on from a checkpoint where one is given."""
+    activity = control.activity if control else Activity()
+    activity.listen(monitor.phase)
     sampler = build_sampler(cfg, datasets.train)
     updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, sampler.batch_sizes)
-    monitor.phase("loading the model")
+    activity.begin("loading the model")
     model = build_actor(cfg, mesh, tokenizer)  # copies the reference, so it comes before the checkpoint
     megatron_optimizer, scheduler = build_optimizer(model.ddp, _optimizer_settings(cfg, updates))
     saving = cfg.exp_manager.checkpoint_callback_params
@@ -267,6 +294,8 @@ def build_trainer(
         test_dataloader_builder=partial(FixedPrompts, datasets.test, None, mesh.dp_rank, mesh.dp_size)
         if datasets.test is not None
         else None,
+        activity=activity,
+        stop=control.stop if control else None,
     )
     if checkpoint is not None:
         check_lora_identity(model.lora, checkpoint.folder, checkpoint.trainer_state)

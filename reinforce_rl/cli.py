@@ -14,7 +14,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from reinforce_rl.errors import ReinforceError
+from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ReinforceError
+from reinforce_rl.stop import StopNow
 
 CONF_FOLDER = Path(__file__).resolve().parents[1] / "conf"
 
@@ -22,7 +23,7 @@ CONF_FOLDER = Path(__file__).resolve().parents[1] / "conf"
 def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Make `main(cfg)` a program: Hydra composes conf/NAME.yaml and the command line's overrides.
 
-    Errors that this project raises on purpose end the program with exit code 1 and their text, without a traceback.
+    Errors that this project raises on purpose end the program with their exit code and text, without a traceback.
     """
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -30,7 +31,9 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
             try:
                 main(cfg)
             except ReinforceError as error:
-                _fail(str(error))
+                _fail(str(error), error.exit_code)
+            except StopNow:
+                _fail("stopped by a signal before the run began", EXIT_STOPPED)
 
         def program() -> None:
             # Hydra would print its own errors; raised, they can be told in the same way as all others.
@@ -46,7 +49,7 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
 
 
 def start_ranks(devices: int, num_nodes: int) -> None:
-    """Where this plain `python` process should be several ranks, become torchrun, which starts them.
+    """Where this plain `python` process should be several ranks, become torchrun, which starts them; see `ranks.py`.
 
     Nothing happens under torchrun, which sets WORLD_SIZE.
 
@@ -62,14 +65,17 @@ def start_ranks(devices: int, num_nodes: int) -> None:
         )
     # One thread a rank: ranks that each take every core would wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
+    launcher = ["-m", "reinforce_rl.ranks", "--standalone", "--nproc-per-node", str(devices)]
+    # The package need not be installed for the script to run, and the script's own folder is not on the path of -m.
+    paths = [str(CONF_FOLDER.parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
 
 
-def _fail(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr, flush=True)
-    sys.exit(1)
+def _fail(text: str, code: int = EXIT_ERROR) -> None:
+    print(text if code == EXIT_STOPPED else f"error: {text}", file=sys.stderr, flush=True)
+    sys.exit(code)
 
 
 def _explain(error: Exception, config_file: Path) -> str:

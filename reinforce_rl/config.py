@@ -78,6 +78,8 @@ class TrainerConfig:
     num_nodes: int = 1
     devices: int = 1
     precision: str = "32"
+    collective_timeout_seconds: float = 1800.0
+    heartbeat_timeout_seconds: float = 120.0
     reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
 
     @property
@@ -264,6 +266,17 @@ class TrainConfig:
         size, samples = self.model.global_batch_size, self.trainer.reinforce.num_rollouts_per_prompt
         prompts = None if size is None else size // max(samples, 1)
         return None if prompts == self.model.reinforce.num_rollout_samples else prompts
+
+    @property
+    def torch_timeout_seconds(self) -> float:
+        """After so long torch itself gives up waiting for a rank.
+
+        Longer than `collective_timeout_seconds`, by which the watch over the ranks names the culprit first; and than
+        one rank may wait for the reward server while the others wait for it.
+        """
+        remote = self.remote_rm
+        longest = max(self.trainer.collective_timeout_seconds, remote.deadline_seconds, remote.ready_timeout_seconds)
+        return 60 + 1.1 * longest
 
 
 def load_config(cfg: DictConfig) -> TrainConfig:

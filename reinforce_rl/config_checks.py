@@ -93,6 +93,8 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         if value is not None and not value >= least:
             yield f"{key} is {value}; expected at least {least}"
     above_zero: list[tuple[str, float | None]] = [
+        ("trainer.collective_timeout_seconds", cfg.trainer.collective_timeout_seconds),
+        ("trainer.heartbeat_timeout_seconds", cfg.trainer.heartbeat_timeout_seconds),
         ("remote_rm.ready_timeout_seconds", cfg.remote_rm.ready_timeout_seconds),
         ("remote_rm.deadline_seconds", cfg.remote_rm.deadline_seconds),
         ("remote_rm.attempt_timeout_seconds", cfg.remote_rm.attempt_timeout_seconds),

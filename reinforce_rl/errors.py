@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+EXIT_FINISHED = 0
+EXIT_ERROR = 1
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
+EXIT_LOST_RANK = 76
+
 
 class ReinforceError(Exception):
-    """Base of every error that this package raises on purpose. Scripts print its text without a traceback."""
+    """Base of every error that this package raises on purpose. Scripts print its text without a traceback.
+
+    Attributes:
+        exit_code: of a script that ends by it.
+    """
+
+    exit_code = EXIT_ERROR
+
+
+class StoppedEarly(ReinforceError):
+    """The run was asked to stop, or its time is used up. What was done is saved; the same command goes on."""
+
+    exit_code = EXIT_STOPPED
+
+
+class LostRankError(ReinforceError):
+    """Another rank died, failed or hangs. The text names it, its host and its phase."""
+
+    exit_code = EXIT_LOST_RANK
 
 
 class ConfigError(ReinforceError):

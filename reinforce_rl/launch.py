@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
+from reinforce_rl.errors import EXIT_STOPPED, ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.guard import Guard
 from reinforce_rl.reward.health import NotReadyYet, check_once
 from reinforce_rl.reward.protocol import DEFAULT_NAME
 from reinforce_rl.reward.server import check_port
+from reinforce_rl.stop import STOP_SIGNALS
 
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 10.0
@@ -143,8 +144,8 @@ def _first_outgoing_port() -> int:
 def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
     """Run both, and return the exit code: the actor's, or 1 where the server failed first. From the main thread.
 
-    SIGINT and SIGTERM go to the actor; the server follows it. When this process
-    is killed, a guard ends both.
+    SIGINT, SIGTERM and SIGUSR1 go to the actor, which saves and ends; the server follows it. When this process is
+    killed, a guard ends both.
 
     Args:
         plan: what to start.
@@ -165,7 +166,7 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
                 say(f"reward server: process {server.pid}, log {plan.server_log}")
                 _wait_until_ready(plan, server, stop, say)
                 if stop.signal is not None:
-                    return 128 + stop.signal
+                    return EXIT_STOPPED if stop.signal in STOP_SIGNALS else 128 + stop.signal
                 actor = _start(plan.actor, guard, None)
                 try:
                     return _wait_for_actor(plan, server, actor, stop, say)
@@ -282,7 +283,7 @@ def _end(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
 
 
 class _Stop:
-    """Remembers the first SIGINT or SIGTERM."""
+    """Remembers the first SIGINT, SIGTERM or SIGUSR1."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -290,13 +291,13 @@ class _Stop:
     @classmethod
     @contextlib.contextmanager
     def on_signals(cls) -> Iterator[_Stop]:
-        """Take over both signals for the time of the block."""
+        """Take over these signals for the time of the block."""
         stop = cls()
 
         def remember(number: int, frame: FrameType | None) -> None:
             stop.signal = stop.signal or number
 
-        previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, *STOP_SIGNALS)}
         try:
             yield stop
         finally:

@@ -165,7 +165,7 @@ def test_the_launcher_with_two_ranks(world, tmp_path):
     launched = launch_local(world, tmp_path / "run", "trainer.devices=2", *steps)
     check_whole_run(launched, last_step=2)
     commands = [" ".join(line) for line in launched.command_lines.values()]
-    assert any("torch.distributed.run" in line and "--nproc-per-node 2" in line for line in commands)
+    assert any("reinforce_rl.ranks" in line and "--nproc-per-node 2" in line for line in commands)
 
 
 def check_whole_run(launched, last_step: int) -> None:

@@ -10,31 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from reinforce_rl.activity import Activity, StepClock
 from reinforce_rl.algorithms.advantages import RewardGroups, estimator_of
 from reinforce_rl.algorithms.best_checkpoints import BestCheckpoints
 from reinforce_rl.algorithms.credit import assign_credit, whiten
-from reinforce_rl.algorithms.filtering import in_group_with_spread
 from reinforce_rl.algorithms.kl import KLCoefficient, reduce_over_tokens, token_kl
 from reinforce_rl.algorithms.loss import Denominators
 from reinforce_rl.algorithms.moments import RunningMoments
 from reinforce_rl.algorithms.rewards import RewardShaping, shape_rewards
-from reinforce_rl.algorithms.rollouts import PendingRollouts, RolloutMaker
+from reinforce_rl.algorithms.rollouts import RolloutMaker
+from reinforce_rl.algorithms.step_rollouts import StepRolloutMaker
 from reinforce_rl.algorithms.updates import mini_batches, total_steps
-from reinforce_rl.errors import CheckpointError, RewardServerError, TooManyFailedRewardsError
-from reinforce_rl.monitoring.memory import PeakMemory
+from reinforce_rl.errors import CheckpointError, RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.metrics import reinforce_means, rollout_means, take_means, update_metrics
 from reinforce_rl.monitoring.samples import sample_rows
 from reinforce_rl.reward.base import RewardSource
-from reinforce_rl.rollout import Prompt, ReinforceBatch, RolloutBatch, join_rollouts
+from reinforce_rl.rollout import Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.stop import StopRequest
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from reinforce_rl.monitoring.run import RunMonitor
     from reinforce_rl.run_timer import RunTimer
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 Metrics = dict[str, float]
 Timings = dict[str, float]
@@ -70,6 +69,8 @@ class ReinforceTrainer:
         prompts_per_update: prompts, over all ranks, that one optimizer step takes; None for the whole rollout batch.
         best: which validations' checkpoints are kept; None keeps none.
         test_dataloader_builder: as `val_dataloader_builder`, for prompts that the trained policy answers at the end.
+        activity: is told what this rank does.
+        stop: whether the run is to end early.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class ReinforceTrainer:
         prompts_per_update: int | None = None,
         best: BestCheckpoints | None = None,
         test_dataloader_builder: Callable[..., FixedPrompts] | None = None,
+        activity: Activity | None = None,
+        stop: StopRequest | None = None,
     ):
         self.cfg = cfg
         self.model = model
@@ -104,53 +107,78 @@ class ReinforceTrainer:
         self.step = 0  # rollout batches trained on
         self.wandb_run_id: str | None = None
         self.max_steps = total_steps(cfg, len(self.train_dataloader))
-        self._rollouts = RolloutMaker(model, rm, batch_iterator_cls, drop_truncated=cfg.truncated_samples == "drop")
+        self._stop = stop or StopRequest()
+        self._rollouts = RolloutMaker(
+            model, rm, batch_iterator_cls, drop_truncated=cfg.truncated_samples == "drop", stop=self._stop
+        )
         self._prompts_per_update = prompts_per_update
         self._data_position = self.train_dataloader.state_dict()
         self._saved_step: int | None = None
-        self._validated_step: int | None = None
+        self._validation_is_due = True
+        self._out_of_time = False
         self._best = best or BestCheckpoints()
         self._prompts: list[Prompt] = []
         # Over the valid samples of all steps before this one: scores as they came, and rewards less their KL.
         self._past_scores = RunningMoments()
         self._past_rewards = RunningMoments()
         self._beta = KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon)
-        self._memory = PeakMemory(model.mesh.device)
-        self._peaks: Metrics = {}  # gigabytes on this rank, by phase of the present step
+        self._activity = activity or Activity()
+        self._clock = StepClock(self._activity, model.mesh.device)
+        self._step_rollouts = StepRolloutMaker(
+            cfg,
+            model,
+            self._rollouts,
+            self.train_dataloader,
+            self._clock,
+            with_old_log_probs=cfg.reinforce_epochs > 1 or prompts_per_update is not None,
+            while_generating=self._optimizer_states_away,
+            stop=self._stop,
+        )
 
     def fit(self) -> None:
         """Train until the steps, the epochs or the time are used up, validating and saving on the way.
 
         Raises:
-            RewardServerError: the reward server did not answer within its deadline, or failed too many samples. The
-                state after the last complete step is saved first.
+            StoppedEarly: the time is used up, or a signal came.
+            RewardServerError: the reward server did not answer within its deadline, or failed too many samples.
+                The state after the last complete step is saved before either.
         """
+        self._stop.wait_for_checks()
         try:
-            if self.step == 0:
+            self._look_at_the_clock()
+            if self._validation_is_due:
                 self.validate()
-            while self.step < self.max_steps and not self.train_dataloader.finished and not self._out_of_time():
-                started = time.perf_counter()
-                rollouts, metrics, timings = self.generate_rollouts()
+                self.logger.commit(self.step)
+            while self._goes_on():
+                self._clock.start(self.step + 1)
+                rollouts, metrics, _ = self.generate_rollouts()
                 batch, reinforce_metrics = self.generate_reinforce_data(rollouts)
-                with self._timed("train_time", timings):
+                with self._clock.phase("train_time"):
                     update_metrics = self.run_training(batch)
                 self.step += 1
                 self._data_position = self.train_dataloader.state_dict()
 
-                timings["step_time"] = time.perf_counter() - started
-                self._log_step({**metrics, **reinforce_metrics, **update_metrics}, timings, batch)
-                if self._is_due(self.cfg.val_check_interval):
+                self._clock.stop()
+                self._log_step({**metrics, **reinforce_metrics, **update_metrics}, batch)
+                self._look_at_the_clock()
+                self._validation_is_due = self._is_due(self.cfg.val_check_interval)
+                if self._validation_is_due or self._out_of_time:
                     self.validate()
                 self.logger.commit(self.step)
                 self.ckpt_callback.poll()
                 if self._is_due(self.cfg.save_interval) or self.step in self._best.steps:
                     self.save()
             self.save(wait=True)
-            self._evaluate_at_end()
+            self.test()
         except RewardServerError as error:
             self.logger.note(f"Stopping: {error}")
-            self.save(wait=True)
+            self._save_last_step()
             raise
+        except StoppedEarly as error:
+            text = f"{error} after step {self.step} of {self.max_steps}"
+            self.logger.note(f"{text}; saving")
+            self._save_last_step()
+            raise StoppedEarly(f"{text}; the same command goes on from there") from None
 
     def generate_rollouts(self) -> tuple[RolloutBatch, Metrics, Timings]:
         """Sample, score and take log-probs of the next batch of prompts.
@@ -158,16 +186,9 @@ class ReinforceTrainer:
         Returns:
             this rank's samples; means over all ranks; seconds of each phase on this rank.
         """
-        timings: Timings = {}
-        if self.cfg.dynamic_filtering:
-            batch, metrics = self._draw_until_rewards_differ(timings)
-            return self._with_log_probs(batch, timings), metrics, timings
-        self._prompts = next(self.train_dataloader)
-        pending = self._sample(self._prompts, timings)
-        # Scores are computed elsewhere while log-probs are taken here.
-        pending = replace(pending, batch=self._with_log_probs(pending.batch, timings))
-        batch = self._score(pending, timings)
-        return batch, take_means(rollout_means(batch), self.model.mesh.gather_over_dp), timings
+        made = self._step_rollouts.make(self.step + 1)
+        self._prompts = made.prompts
+        return made.batch, made.metrics, self._clock.seconds
 
     def generate_reinforce_data(self, rollout_batch: RolloutBatch) -> tuple[ReinforceBatch, Metrics]:
         """Shape the rewards, fold the KL into them and take advantages.
@@ -236,21 +257,17 @@ class ReinforceTrainer:
         """Score one response to each prompt of the fixed validation set, with validation's own sampling."""
         if self.val_dataloader is None or self.cfg.val_check_interval == 0:
             return
-        self.logger.phase("validation")
-        metrics, rows = self._evaluate(self.val_dataloader)
-        self._validated_step = self.step
+        metrics, rows = self._evaluate(self.val_dataloader, "validation")
         self.logger.log_validation(self.step, metrics, rows)
-        if self.step == 0:
-            self.logger.commit(0)
-        else:
+        self._validation_is_due = False
+        if self.step > 0:
             self._best.add(self.step, metrics)
 
     def test(self) -> None:
         """Score one response to each prompt of the test set, as `validate` does."""
         if self.test_dataloader is None:
             return
-        self.logger.phase("test")
-        self.logger.log_test(self.step, *self._evaluate(self.test_dataloader))
+        self.logger.log_test(self.step, *self._evaluate(self.test_dataloader, "test"))
         self.logger.commit(self.step)
 
     def save(self, *, wait: bool = False) -> None:
@@ -262,12 +279,17 @@ class ReinforceTrainer:
             wait: for what is written in the background.
         """
         if self.step not in (0, self._saved_step):
-            self.logger.phase("checkpoint")
+            self._activity.begin("checkpoint")
             self.ckpt_callback.save(self.step, self.state_dict(), keep=self._best.steps)
             self._saved_step = self.step
             self.logger.report()
         if wait:
             self.ckpt_callback.finish()
+
+    def _save_last_step(self) -> None:
+        """A step whose validation was broken off is complete too; the validation is made up for."""
+        self.logger.commit(self.step)
+        self.save(wait=True)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides weights, optimizer and random state."""
@@ -282,6 +304,7 @@ class ReinforceTrainer:
             "kl_coefficient": self._beta.value,
             "lora": None if self.model.lora is None else self.model.lora.state(),
             "best": self._best.state_dict(),
+            "validation_is_due": self._validation_is_due,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -304,91 +327,18 @@ class ReinforceTrainer:
         if self.cfg.kl_target is not None:
             self._beta.value = state["kl_coefficient"]
         self._best.load_state_dict(state["best"], self.ckpt_callback.holds)
+        self._validation_is_due = state["validation_is_due"]
 
-    def _evaluate(self, dataloader: FixedPrompts) -> tuple[Metrics, list[RolloutRow]]:
+    def _evaluate(self, dataloader: FixedPrompts, name: str) -> tuple[Metrics, list[RolloutRow]]:
+        self._activity.begin(name)
         prompts = [prompt for part in dataloader for prompt in part]
         # One seed for all of validation, so that only the weights make a difference.
         seed = self.model.settings.seed * 1_000_003
-        batch, _ = self._rollouts.score(self._rollouts.sample(prompts, 1, seed, validation=True))
+        pending = self._rollouts.sample(prompts, 1, seed, validation=True)
+        self._activity.begin(f"{name}: reward_wait", has_deadline=True)
+        batch, _ = self._rollouts.score(pending)
         metrics = take_means(rollout_means(batch), self.model.mesh.gather_over_dp)
         return metrics, self._gather_rows(sample_rows(self.step, prompts, batch, self.model.tokenizer))
-
-    def _evaluate_at_end(self) -> None:
-        """The test set after the last step; else, where the time is used up, the validation that is not done yet.
-
-        It comes after the last save, so that a run that is killed here has lost nothing.
-        """
-        if self.step >= self.max_steps or self.train_dataloader.finished:
-            self.test()
-        elif self._validated_step != self.step and self.model.mesh.any_rank(self.run_timer.is_finished()):
-            self.validate()
-            self.logger.commit(self.step)
-
-    def _sample(self, prompts: Sequence[Prompt], timings: Timings) -> PendingRollouts:
-        seed = self.model.settings.seed * 1_000_003 + self.step + 1  # another one every step; validation has 0
-        with self._timed("generate", timings), self._optimizer_states_away():
-            return self._rollouts.sample(prompts, self.cfg.num_rollouts_per_prompt, seed)
-
-    def _score(self, pending: PendingRollouts, timings: Timings) -> RolloutBatch:
-        """The scores of what was sampled, unless too many failed."""
-        mesh = self.model.mesh
-        with self._timed("reward_wait", timings):
-            batch, failures = self._rollouts.score(pending)
-        failed, count = mesh.sum_over_dp(torch.tensor([failures.total(), len(batch.rewards)])).tolist()
-        if failed > self.cfg.max_failed_fraction * count:
-            reasons = sum(mesh.gather_over_dp(failures), Counter[str]())
-            told = ", ".join(f"{text} ({number})" for text, number in reasons.most_common())
-            raise TooManyFailedRewardsError(
-                f"the reward server failed on {failed / count:.1%} of the samples of step {self.step + 1}, above "
-                f"trainer.reinforce.max_failed_fraction = {self.cfg.max_failed_fraction}; reasons: {told}. "
-                "Nothing was trained on them; see the server's log"
-            )
-        return batch
-
-    def _with_log_probs(self, batch: RolloutBatch, timings: Timings) -> RolloutBatch:
-        """The policy's and the reference's, where somebody reads them: without a KL only a second update does."""
-        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths)
-        with_kl = self.cfg.initial_policy_kl_penalty > 0
-        if with_kl or self.cfg.reinforce_epochs > 1 or self._prompts_per_update is not None:
-            with self._timed("logprobs", timings):
-                batch = replace(batch, log_probs=self.model.get_inference_log_probs(*where))
-        if with_kl:
-            with self._timed("init_logprobs", timings):
-                batch = replace(batch, init_log_probs=self.model.get_init_policy_logprobs(*where))
-        return batch
-
-    def _draw_until_rewards_differ(self, timings: Timings) -> tuple[RolloutBatch, Metrics]:
-        """Draw batches of prompts until as many groups as a step takes have unequal rewards, or the bound is reached.
-
-        An epoch's end is a bound too: a prompt must not come twice in a step.
-
-        Returns:
-            this rank's samples of the groups that are trained on; means over all that were drawn, and counts.
-        """
-        mesh, wanted = self.model.mesh, self.train_dataloader.prompts_per_step
-        epoch = self.train_dataloader.state_dict()["epoch"]
-        self._prompts, drawn, with_spread = [], [], []
-        for _ in range(1 + self.cfg.max_resampling_rounds):
-            prompts = next(self.train_dataloader)
-            batch = self._score(self._sample(prompts, timings), timings)
-            self._prompts += prompts
-            drawn.append(batch)
-            differs = in_group_with_spread(batch.rewards, batch.group_ids, batch.valid)
-            for ids in mesh.gather_over_dp(batch.group_ids[differs].tolist()):
-                with_spread += dict.fromkeys(ids)  # each once, in order
-            if len(with_spread) >= wanted or self.train_dataloader.state_dict()["epoch"] != epoch:
-                break
-        batch = join_rollouts(drawn, self.model.pad_id)
-        kept = torch.isin(batch.group_ids, torch.tensor(with_spread[:wanted], dtype=torch.long))
-        metrics = take_means(rollout_means(batch), mesh.gather_over_dp)
-        groups = sum(mesh.gather_over_dp(len(self._prompts)))
-        counts = {
-            "groups_drawn": groups,
-            "groups_without_spread": groups - len(with_spread),
-            "groups_trained": min(len(with_spread), wanted),
-            "resampling_rounds": len(drawn) - 1,
-        }
-        return batch.select(kept.nonzero()[:, 0]), {**metrics, **counts}
 
     def _mini_batches(self, batch: ReinforceBatch) -> Iterator[Tensor]:
         """This rank's rows of each optimizer step."""
@@ -415,11 +365,11 @@ class ReinforceTrainer:
             max_length=self.model.settings.sampling.max_length,
         )
 
-    def _log_step(self, metrics: Metrics, timings: Timings, batch: ReinforceBatch) -> None:
+    def _log_step(self, metrics: Metrics, batch: ReinforceBatch) -> None:
         rows = sample_rows(self.step, self._prompts, batch.rollouts, self.model.tokenizer, batch)
         position = {"epoch": self._data_position["epoch"], "consumed_prompts": self._data_position["consumed_prompts"]}
-        self.logger.log_step(self.step, {**metrics, **position}, timings, self._gather_rows(rows), self._peaks)
-        self._peaks = {}
+        numbers, clock = {**metrics, **position}, self._clock
+        self.logger.log_step(self.step, numbers, clock.seconds, self._gather_rows(rows), clock.gigabytes)
 
     def _gather_rows(self, rows: list[Any]) -> list[Any]:
         return [row for part in self.model.mesh.gather_over_dp(rows) for row in part]
@@ -429,21 +379,22 @@ class ReinforceTrainer:
         last = self.step == self.max_steps or self.train_dataloader.finished
         return interval > 0 and (self.step % interval == 0 or last)
 
-    def _out_of_time(self) -> bool:
-        """Asked of all ranks, since their clocks differ and all must stop at the same step."""
-        out = self.model.mesh.any_rank(self.run_timer.is_finished())
-        if out:
-            self.logger.note(f"The time of this run is used up after step {self.step}; saving and ending.")
-        return out
+    def _look_at_the_clock(self) -> None:
+        """On all ranks, since their clocks differ and all must stop at the same step."""
+        self._out_of_time = self.model.mesh.any_rank(self.run_timer.is_finished())
 
-    @contextlib.contextmanager
-    def _timed(self, name: str, timings: Timings) -> Iterator[None]:
-        self.logger.phase(name)
-        self._memory.start()
-        started = time.perf_counter()
-        yield
-        timings[name] = timings.get(name, 0.0) + time.perf_counter() - started
-        self._peaks[name] = max(self._peaks.get(name, 0.0), self._memory.gigabytes())
+    def _goes_on(self) -> bool:
+        """Whether there is another step.
+
+        Raises:
+            StoppedEarly: there is, and it is left to another run.
+        """
+        if self.step >= self.max_steps or self.train_dataloader.finished:
+            return False
+        self._stop.check(self.model.mesh)
+        if self._out_of_time:
+            raise StoppedEarly("the time of this run is used up")
+        return True
 
     def _optimizer_states_away(self) -> contextlib.AbstractContextManager[None]:
         """Room for the generator, where the optimizer's states are on a GPU and the configuration asks for it."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from reinforce_rl.errors import RewardServerError
+from reinforce_rl.errors import RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.samples import decode_responses
 from reinforce_rl.reward.base import STATUS_OK, STATUS_TEXT, RewardFuture, RewardRequest, RewardSource
 from reinforce_rl.rollout import (
@@ -20,6 +20,7 @@ from reinforce_rl.rollout import (
     join_completions,
     join_prompts_and_responses,
 )
+from reinforce_rl.stop import StopRequest
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
@@ -46,6 +47,7 @@ class RolloutMaker:
         rm: scores them.
         batch_iterator_cls: called with (prompts, validation), iterates over the batches that are generated together.
         drop_truncated: a response that was cut at max_length is not valid.
+        stop: whether to leave off.
     """
 
     def __init__(
@@ -55,23 +57,33 @@ class RolloutMaker:
         batch_iterator_cls: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
         *,
         drop_truncated: bool,
+        stop: StopRequest,
     ):
         self._model = model
         self._rm = rm
         self._batch_iterator_cls = batch_iterator_cls
         self._drop_truncated = drop_truncated
+        self._stop = stop
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, seed: int, *, validation: bool = False
     ) -> PendingRollouts:
-        """Generate batch by batch; each is scored while the next one is generated."""
+        """Generate batch by batch; each is scored while the next one is generated.
+
+        Raises:
+            StoppedEarly: on all ranks, once one was asked to stop.
+        """
+        mesh = self._model.mesh
         parts: list[Completions] = []
         futures: list[RewardFuture] = []
         for batch in self._batch_iterator_cls(prompts, validation):
+            if self._stop.asked_of_block(mesh):
+                break
             part = self._model.infer(batch, num_samples, seed, validation=validation)
             parts.append(part)
-            if self._model.mesh.is_block_leader:
+            if mesh.is_block_leader:
                 futures.append(self._rm.infer_rm(self._reward_request(batch, part)))
+        self._stop.check(mesh)
         completions = join_completions(parts, self._model.pad_id)
         return PendingRollouts(self._unscored(prompts, completions), tuple(futures))
 
@@ -83,6 +95,7 @@ class RolloutMaker:
 
         Raises:
             RewardServerError: a request failed on some rank.
+            StoppedEarly: some rank was asked to stop.
         """
         batch, mesh = pending.batch, self._model.mesh
         failure: Exception | None = None
@@ -90,13 +103,15 @@ class RolloutMaker:
         sources: dict[str, torch.Tensor] = {}
         try:
             if pending.futures:
-                answers = [future.result() for future in pending.futures]
+                answers = self._stop.unless_asked(lambda: [future.result() for future in pending.futures])
+                if answers is None:
+                    raise StoppedEarly(f"stopped by {self._stop.reason}")
                 rewards = torch.cat([answer.values for answer in answers])
                 status = torch.cat([answer.status for answer in answers])
                 sources = {
                     name: torch.cat([answer.by_source[name] for answer in answers]) for name in answers[0].by_source
                 }
-        except RewardServerError as error:
+        except (RewardServerError, StoppedEarly) as error:
             failure = error
         mesh.check_together(failure)
         rewards, status, sources = mesh.from_block_leader((rewards, status, sources))

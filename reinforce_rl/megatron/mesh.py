@@ -27,12 +27,14 @@ from reinforce_rl.errors import (
     DataError,
     ReinforceError,
     RewardServerError,
+    StoppedEarly,
     TooManyFailedRewardsError,
 )
 from reinforce_rl.layout import Layout, layout_faults, rank_at
 
 # Errors that mean the same on every rank, by the name under which they travel.
-_ERRORS = {kind.__name__: kind for kind in (CheckpointError, DataError, RewardServerError, TooManyFailedRewardsError)}
+_KINDS = (CheckpointError, DataError, RewardServerError, StoppedEarly, TooManyFailedRewardsError)
+_ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,10 @@ class Mesh:
         """The picklable value that the leader holds, on every rank of its block."""
         return _from_rank(value, 0, self.block_group)
 
+    def from_main(self, value: Any) -> Any:
+        """The picklable value that the first rank holds, on every rank."""
+        return _from_rank(value, 0, None)
+
     def from_last_stage(self, value: Any) -> Any:
         """The picklable value that the last stage holds, on every stage."""
         return value if self.pp_size == 1 else _from_rank(value, self.pp_size - 1, self.pp_group)
@@ -234,7 +240,10 @@ def parallel_mesh(
             stack.callback(dist.destroy_process_group)
         stack.callback(parallel_state.destroy_model_parallel)
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            context_parallel_size=cp,
+            distributed_timeout_minutes=timeout_seconds / 60,  # type: ignore[arg-type]
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         yield Mesh(
@@ -268,7 +277,7 @@ def _block_group(rank: int, sizes: tuple[int, int, int, int], timeout: timedelta
     return next(group for group, block in zip(groups, blocks, strict=True) if rank in block)  # type: ignore
 
 
-def _from_rank(value: Any, source: int, group: dist.ProcessGroup) -> Any:
+def _from_rank(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=source)
     return box[0]

@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from reinforce_rl.errors import StoppedEarly
 from reinforce_rl.monitoring.base import FAILED, SUCCESS, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
+from reinforce_rl.status import StatusFile
 
 TABLE_ROWS = 16  # samples of a validation that go to back ends which show tables
 
@@ -22,13 +24,22 @@ class RunMonitor:
         metrics: where numbers go.
         rollouts: where samples go.
         progress: what people see.
+        status: what launchers see.
     """
 
-    def __init__(self, folder: str | Path, metrics: Loggers, rollouts: RolloutWriter, progress: TrainingProgress):
+    def __init__(
+        self,
+        folder: str | Path,
+        metrics: Loggers,
+        rollouts: RolloutWriter,
+        progress: TrainingProgress,
+        status: StatusFile | None = None,
+    ):
         self._folder = Path(folder)
         self._metrics = metrics
         self._rollouts = rollouts
         self._progress = progress
+        self._status = status
 
     def phase(self, name: str) -> None:
         """Say what the run does from now on."""
@@ -72,6 +83,8 @@ class RunMonitor:
     def commit(self, step: int) -> None:
         """Everything of this step is known: force it to disk."""
         self._metrics.commit(step)
+        if self._status is not None:
+            self._status.progress(step, self._progress.total_steps)
 
     def report(self) -> Path:
         """Write the report of what there is so far."""
@@ -85,6 +98,9 @@ class RunMonitor:
             with self._progress:
                 yield
             status = SUCCESS
+        except StoppedEarly:
+            status = SUCCESS
+            raise
         finally:
             self._metrics.finalize(status)
 

@@ -27,7 +27,7 @@ from helpers.tiny_run import (
     without_times,
 )
 
-from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
+from reinforce_rl.errors import RewardServerError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
 from reinforce_rl.reward.base import RewardRequest, Rewards
 from reinforce_rl.rollout import FINISH_STOP, Completions, Prompt
@@ -387,6 +387,21 @@ class TestWhenRewardsFail:
         assert [without_times(line) for line in lines] == [without_times(line) for line in whole]
         assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
+    def test_a_server_that_is_gone_at_a_later_validation(self, tmp_path, mesh):
+        """Its step is done and saved; the validation is made up for."""
+        options = [f"{RL}.val_check_interval=1", f"{RL}.max_epochs=2"]
+        (tmp_path / "whole").mkdir()
+        whole = run(tmp_path / "whole", mesh, *options, rm=FailingReward(share_of_response))
+        config = tiny_config(tmp_path, *options)
+        with (
+            pytest.raises(RewardServerError),
+            tiny_trainer(config, mesh, FailingReward(share_of_response, fail_at=4)) as trainer,
+        ):
+            trainer.fit()  # validation, two requests of step 1, its validation
+        assert saved_step(tmp_path) == 1
+        lines = run(tmp_path, mesh, *options, rm=FailingReward(share_of_response))
+        assert list(map(without_times, lines)) == list(map(without_times, whole))
+
     def test_a_server_that_is_gone_at_the_first_validation(self, tmp_path, mesh):
         config = tiny_config(tmp_path, f"{RL}.val_check_interval=1")
         with (
@@ -411,16 +426,37 @@ class StopsAfter(RunTimer):
 class TestTheEnd:
     def test_when_the_time_is_up_it_saves_and_goes_on_later(self, tmp_path, mesh):
         overrides = [f"{RL}.max_epochs=3", f"{RL}.save_interval=4"]
-        with tiny_trainer(tiny_config(tmp_path, *overrides), mesh) as trainer:
+        with (
+            pytest.raises(StoppedEarly, match="time of this run is used up after step 3 of 6"),
+            tiny_trainer(tiny_config(tmp_path, *overrides), mesh) as trainer,
+        ):
             trainer.run_timer = StopsAfter(3)
             trainer.fit()
         assert trainer.step == saved_step(tmp_path) == 3
         assert [line["step"] for line in run(tmp_path, mesh, *overrides)] == [1, 2, 3, 4, 5, 6]
         assert saved_step(tmp_path) == 6
 
+    def test_when_the_time_is_up_it_validates_too(self, tmp_path, mesh):
+        """Across an epoch, and with the time of the start counted: the fourth question is asked after step 3."""
+        overrides = [f"{RL}.max_epochs=3", f"{RL}.val_check_interval=5"]
+        with pytest.raises(StoppedEarly), tiny_trainer(tiny_config(tmp_path, *overrides), mesh) as trainer:
+            trainer.run_timer = StopsAfter(3)
+            trainer.fit()
+        assert [line["step"] for line in metrics_of(tmp_path) if "val/rewards" in line] == [0, 3]
+        lines = run(tmp_path, mesh, *overrides)
+        assert [line["step"] for line in lines] == list(range(7))
+        assert [line["step"] for line in lines if "val/rewards" in line] == [0, 3, 5, 6]
+
+    def test_time_that_is_up_with_the_last_step_is_no_reason_to_stop(self, tmp_path, mesh):
+        with tiny_trainer(tiny_config(tmp_path), mesh) as trainer:
+            trainer.run_timer = StopsAfter(2)
+            trainer.fit()
+        assert trainer.step == saved_step(tmp_path) == 2
+
     def test_no_time_at_all_trains_nothing(self, tmp_path, mesh):
         """The time counts from the start of the process, which was seconds ago."""
-        with tiny_trainer(tiny_config(tmp_path, "exp_manager.max_time_per_run='0:1'"), mesh) as trainer:
+        config = tiny_config(tmp_path, "exp_manager.max_time_per_run='0:1'")
+        with pytest.raises(StoppedEarly, match="after step 0"), tiny_trainer(config, mesh) as trainer:
             trainer.fit()
         assert trainer.step == 0 and saved_step(tmp_path) is None
         assert [line["step"] for line in run(tmp_path, mesh)] == [1, 2]

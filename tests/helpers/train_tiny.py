@@ -1,10 +1,15 @@
 """`examples/train_reinforce_actor.py` with a reward function in place of the server, for tests that kill it.
 
 `train_tiny.py OVERRIDE...` is one run. `train_tiny.py serve` imports everything once and then makes one run of each
-line of its input, a JSON list [log file, die before, ranks, override, ...], in one process a rank that it forks: it
-prints the processes' ids at once and the exit status (negative: the signal) at the end. As torchrun does, it ends the
-other ranks when one has failed; the status is then that of the one. With "die before" set, a process kills itself in
-place of moving the first file or folder whose destination ends so.
+line of its input, a JSON list [log file, options, ranks, override, ...], in one process a rank that it forks: it
+prints the processes' ids at once, and at the end the exit status and that of each rank (negative: the signal). As
+torchrun does, it ends the other ranks when one has failed, "patience" seconds later; the exit status is then that of
+the one. Other options:
+
+die_before: a process kills itself in place of moving the first file or folder whose destination ends so.
+act: {rank, phase, step, signal}: this rank sends itself the signal as it comes to the phase of this step, and with the
+    signal 0 it does nothing any more. While it waits for rewards the signal comes after a moment, and the rewards
+    would take minutes.
 """
 
 from __future__ import annotations
@@ -13,14 +18,19 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import NoReturn
 
 SCRIPT = Path(__file__).resolve()
+LONG = 600.0  # seconds, longer than any test waits
 sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2])]
 
 from omegaconf import DictConfig  # noqa: E402
 
 from reinforce_rl.cli import start_ranks, with_config  # noqa: E402
+from reinforce_rl.stop import StopRequest  # noqa: E402
 
 
 @with_config("train_reinforce_actor")
@@ -29,6 +39,7 @@ def main(cfg: DictConfig) -> None:
 
     config = load_config(cfg)
     start_ranks(config.trainer.devices, config.trainer.num_nodes)
+    stop = StopRequest.on_signals()
 
     from helpers.rewards import FunctionReward
     from helpers.tiny_run import PROMPT_TOKENS, SOME_ALIKE, odd_share
@@ -38,7 +49,7 @@ def main(cfg: DictConfig) -> None:
     # With prompts whose samples are all alike where those are left out.
     reward = SOME_ALIKE if config.trainer.reinforce.dynamic_filtering else FunctionReward(odd_share, PROMPT_TOKENS)
     build.connect_to_reward_server = lambda *_: reward  # type: ignore[assignment]
-    build.train(config)
+    build.train(config, stop)
 
 
 def die_before(suffix: str) -> None:
@@ -52,7 +63,32 @@ def die_before(suffix: str) -> None:
     os.replace = replace  # type: ignore[assignment]
 
 
-def run_in_fork(log: str, suffix: str, environment: dict[str, str], overrides: list[str]) -> int:
+def act(phase: str, step: int, number: int) -> None:
+    from helpers.rewards import ReadyRewards
+
+    from reinforce_rl.activity import Activity
+
+    begin = Activity.begin
+
+    def begin_and_act(activity: Activity, name: str, **options) -> None:
+        begin(activity, name, **options)
+        if (name, activity.phase.step) == (phase, step):
+            if name.endswith("reward_wait"):
+                ReadyRewards.result = wait_for_a_signal  # type: ignore[method-assign]
+            elif number == 0:
+                time.sleep(LONG)
+            else:
+                os.kill(os.getpid(), number)
+
+    def wait_for_a_signal(future: ReadyRewards) -> NoReturn:
+        threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+        time.sleep(LONG)
+        raise AssertionError("no signal came")
+
+    Activity.begin = begin_and_act  # type: ignore[method-assign]
+
+
+def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides: list[str]) -> int:
     process = os.fork()
     if process:
         return process
@@ -63,8 +99,10 @@ def run_in_fork(log: str, suffix: str, environment: dict[str, str], overrides: l
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.argv = [str(SCRIPT), *overrides]
-        if suffix:
-            die_before(suffix)
+        if options.get("die_before"):
+            die_before(options["die_before"])
+        if options.get("act", {}).get("rank") == int(environment.get("RANK", 0)):
+            act(*(options["act"][key] for key in ("phase", "step", "signal")))
         main()
         status = 0
     except SystemExit as end:
@@ -82,26 +120,30 @@ def serve() -> None:
     from helpers.toy_server import free_port
 
     for line in sys.stdin:
-        log, suffix, ranks, *overrides = json.loads(line)
+        log, options, ranks, *overrides = json.loads(line)
         places = [{}]
         if ranks > 1:
             address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
             places = [{**address, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        processes = [run_in_fork(log, suffix, place, overrides) for place in places]
+        processes = [run_in_fork(log, options, place, overrides) for place in places]
         print(*processes, flush=True)
-        print(wait_for(processes), flush=True)
+        print(*wait_for(processes, options.get("patience", 0.0)), flush=True)
 
 
-def wait_for(processes: list[int]) -> int:
-    left, status = set(processes), 0
-    while left:
-        process, ended = os.wait()
-        left.discard(process)
-        if ended and not status:
-            status = os.waitstatus_to_exitcode(ended)
-            for other in left:
-                os.kill(other, signal.SIGKILL)
-    return status
+def wait_for(processes: list[int], patience: float) -> list[int]:
+    status, found, deadline = 0, dict[int, int](), None
+    while len(found) < len(processes):
+        for process in [process for process in processes if process not in found]:
+            if deadline is not None and time.monotonic() > deadline:
+                os.kill(process, signal.SIGKILL)
+            ended, code = os.waitpid(process, os.WNOHANG)
+            if ended:
+                found[process] = os.waitstatus_to_exitcode(code)
+                status = status or found[process]
+                if code and deadline is None:
+                    deadline = time.monotonic() + patience
+        time.sleep(0.01)
+    return [status, *(found[process] for process in processes)]
 
 
 if __name__ == "__main__":

@@ -40,18 +40,22 @@ class TrainerProcesses:
             bufsize=1,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        self.statuses: list[int] = []
 
-    def start(self, folder: Path, *overrides: str, die_before: str = "", ranks: int = 1) -> list[int]:
-        """Start a run and return the ids of its processes, a rank each."""
+    def start(
+        self, folder: Path, *overrides: str, die_before: str = "", ranks: int = 1, **options: object
+    ) -> list[int]:
+        """Start a run and return the ids of its processes, a rank each; for the options see `train_tiny.py`."""
         assert self._process.stdin is not None
         base = [*tiny_overrides(folder, num_prompts=NUM_PROMPTS), f"trainer.devices={ranks}"]
-        command = [str(folder / "log"), die_before, ranks, *base, *overrides]
+        command = [str(folder / "log"), {"die_before": die_before, **options}, ranks, *base, *overrides]
         self._process.stdin.write(json.dumps(command) + "\n")
         return [int(process) for process in self._answer().split()]
 
     def wait(self) -> int:
-        """The exit status of the run, negative for a signal."""
-        return int(self._answer())
+        """The exit status of the run, negative for a signal; those of its ranks are then in `statuses`."""
+        status, *self.statuses = [int(text) for text in self._answer().split()]
+        return status
 
     def _answer(self) -> str:
         assert self._process.stdout is not None

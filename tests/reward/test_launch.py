@@ -39,11 +39,12 @@ print("the actor got", client.infer_rm(request).result().values.tolist(), option
 sys.exit(7)
 """
 
-# Starts a rank of its own, writes both process ids, and waits; SIGTERM ends it in good order with code 5.
+# Starts a rank of its own, writes both process ids, and waits. SIGTERM ends it with code 5, SIGUSR1 with 6.
 WAITING_ACTOR = """
 import os, signal, subprocess, sys, time
 options = dict(argument.split("=", 1) for argument in sys.argv[1:])
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(6))
 rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
 with open(options["pids"] + ".tmp", "w") as file:
     file.write(f"{os.getpid()} {rank.pid}")
@@ -139,12 +140,13 @@ def test_a_server_that_dies_later_stops_the_actor(start, tmp_path):
     assert gone(processes) == []
 
 
-def test_sigterm_reaches_the_actor_and_its_exit_code_comes_back(start, tmp_path):
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 5), (signal.SIGUSR1, 6)])
+def test_a_signal_reaches_the_actor_and_its_exit_code_comes_back(start, tmp_path, number, expected):
     launched = start(FAKE_SERVER, WAITING_ACTOR, "--actor-args", f"pids={tmp_path / 'pids'}")
     processes = launched.descendants_once_running()
-    launched.process.send_signal(signal.SIGTERM)
+    launched.process.send_signal(number)
     code, output = launched.finish()
-    assert code == 5, output
+    assert code == expected, output
     assert gone(processes) == []
 
 

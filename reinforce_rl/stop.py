@@ -1,0 +1,88 @@
+"""Stopping in good order: SIGTERM and SIGUSR1 ask for it, and all ranks do it together at the same place."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, TypeVar
+
+from reinforce_rl.errors import StoppedEarly
+
+if TYPE_CHECKING:
+    from reinforce_rl.megatron.mesh import Mesh
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+T = TypeVar("T")
+
+
+class StopNow(BaseException):
+    """Raised by a signal where nothing is lost by ending at once. Not an Exception, which others would catch."""
+
+
+class StopRequest:
+    """Whether this rank was asked to stop. One that listens to no signals is never asked.
+
+    Attributes:
+        reason: who asked; None while nobody has.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._listens = False
+        self._raises = False
+        self._relayed: str | None = None
+
+    @classmethod
+    def on_signals(cls) -> StopRequest:
+        """Listen to `STOP_SIGNALS`, until this process ends; from the main thread.
+
+        Until `wait_for_checks` a signal raises `StopNow`, as there is nothing to save.
+        """
+        request = cls()
+        request._listens = request._raises = True
+        for number in STOP_SIGNALS:
+            signal.signal(number, request._hear)
+        return request
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        first = self.reason is None
+        self.reason = self.reason or self._relayed or signal.Signals(number).name
+        if first and self._raises:
+            raise StopNow
+
+    def relay(self, reason: str) -> None:
+        """Another rank was asked; from any thread."""
+        if self._listens and self.reason is None:
+            self._relayed = reason
+            os.kill(os.getpid(), signal.SIGUSR1)  # so that the main thread is interrupted as by a signal of its own
+
+    def wait_for_checks(self) -> None:
+        """From now on a signal is looked at where the run asks for it."""
+        self._raises = False
+
+    def unless_asked(self, action: Callable[[], T]) -> T | None:
+        """What `action` returns; None where this rank is asked to stop before or while it runs, which ends it."""
+        try:
+            self._raises = self._listens
+            return None if self.reason is not None else action()
+        except StopNow:
+            return None
+        finally:
+            self._raises = False
+
+    def asked_of_block(self, mesh: Mesh) -> bool:
+        """Whether this block's first rank was asked; the same on all ranks of the block, which call it together."""
+        asked = self.reason is not None
+        return asked if mesh.dp_size == mesh.world_size else mesh.from_block_leader(asked)
+
+    def check(self, mesh: Mesh) -> None:
+        """Stop on all ranks where one was asked; a collective call.
+
+        Raises:
+            StoppedEarly: naming the signal.
+        """
+        if mesh.any_rank(self.reason is not None):
+            raise StoppedEarly(f"stopped by {self.reason or 'a signal to another rank'}")

@@ -1,0 +1,41 @@
+"""Whom the ranks' reports blame."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED
+from reinforce_rl.rank_reports import Report, died, failed, hung, silent, stuck
+
+WAITS = Report(0, "a", "generate", 3, 17, 40.0, in_collective=True, still=40.0, line="megatron/mesh.py:183")
+HANGS = Report(1, "b", "generate", 3, 17, 41.0, line="generation/native.py:95", still=41.0)
+
+
+def test_a_rank_that_does_not_wait_hangs_once_nobody_moves():
+    verdict = hung([WAITS, HANGS], 30.0)
+    assert verdict is not None and verdict.exit_code == EXIT_LOST_RANK and not verdict.of_first
+    assert "rank 1 (host b) hangs in phase generate of step 3 at generation/native.py:95" in verdict.text
+    assert "no rank has got any further for 40 s" in verdict.text
+    assert hung([WAITS, replace(HANGS, still=29.0)], 30.0) is None
+    assert hung([replace(WAITS, still=1.0), HANGS], 30.0) is None
+
+
+def test_where_all_wait_the_ones_behind_are_to_blame():
+    behind = [replace(WAITS, rank=rank, number=16, phase="logprobs") for rank in (1, 2)]
+    verdict = hung([WAITS, *behind], 30.0)
+    assert verdict is not None
+    assert verdict.text.startswith("rank 1 (host a), rank 2 (host a) hangs in phase logprobs of step 3")
+
+
+def test_who_waits_for_the_reward_server_is_left_alone():
+    assert stuck([WAITS, replace(HANGS, has_deadline=True)], 40.0) is None
+
+
+def test_what_is_said_of_a_lost_rank():
+    assert "rank 1 (host b) died in phase generate of step 3" in died([HANGS]).text
+    text = silent([replace(HANGS, rank=0, step=0, phase="export")], 60.0)
+    assert text.of_first and "60 s ago, in phase export, before the first step" in text.text
+    broken = failed(HANGS, 1, "ValueError: {not a format}")
+    assert "rank 1 (host b) failed in phase generate of step 3: ValueError: {not a format}" in broken.text
+    assert failed(HANGS, EXIT_STOPPED, "stopped by SIGTERM").exit_code == EXIT_STOPPED
+    assert "rank 8 (host a) and 2 more" in died([replace(WAITS, rank=rank) for rank in range(1, 11)]).text
