@@ -39,8 +39,8 @@ def parse_number(text: str) -> Fraction | None:
 def final_answer(text: str, *, last_number: bool = True) -> Fraction | None:
     """The number that a text gives as its answer, or None where there is none.
 
-    The last of these that holds a number: `#### 72`, `\\boxed{72}`, "the answer is 72", "Answer: 72". Of a line such as
-    "the answer is 5 + 3 = 8" the number behind the last equals sign counts.
+    The last of these that holds a number: `#### 72`, `\\boxed{72}`, "the answer is 72", "Answer: 72". Of a line such
+    as "the answer is 5 + 3 = 8" the number behind the last equals sign counts.
 
     Args:
         text: a worked solution.

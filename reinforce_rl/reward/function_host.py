@@ -1,9 +1,9 @@
 """The process between a `FunctionPool` and its workers: `python -m reinforce_rl.reward.function_host`.
 
-The trainer and the reward server have threads, torch and CUDA, and their main file may do anything when a worker imports
-it. So the workers are not theirs: they belong to this small process, which has none of that. It reads lines of JSON from
-its owner and has pebble's process pool do the work: time limits, and a new worker for one that was killed. The end of
-its input means that the owner is gone, however it went; then it ends with its workers.
+The trainer and the reward server have threads, torch and CUDA, and their main file may do anything when a worker
+imports it. So the workers are not theirs: they belong to this small process, which has none of that. It reads lines of
+JSON from its owner and has pebble's process pool do the work: time limits, and a new worker for one that was killed.
+The end of its input means that the owner is gone, however it went; then it ends with its workers.
 
 To it:    first {"functions": {NAME: {key, name, kwargs}}, "num_workers", "sample_timeout_seconds"},
           then {"id", "function", "prompt", "response", "record"} for each sample; without "function" it is a ping

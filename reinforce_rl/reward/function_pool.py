@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.reward import base
 from reinforce_rl.reward.base import TextSample
 from reinforce_rl.reward.function_loading import FunctionSpec
@@ -204,8 +204,8 @@ class FunctionPool:
             function: one of the names; `PING` asks for nothing but an answer.
             samples: to be scored, each by itself.
 
-        Raises:
-            RewardServerError: the pool was never started or is closed.
+        Returns:
+            the scores to come; waiting for them raises where the processes could not be started again.
         """
         count = len(samples)
         scores = Scores(np.full(count, np.nan, np.float32), np.zeros(count, np.int32))
@@ -214,12 +214,11 @@ class FunctionPool:
             batch.future.set_result(scores)
             return PendingScores(batch.future, time.monotonic())
         with self._lock:
-            if self._closed or self._host is None:
-                raise RewardServerError(f"the pool of reward functions {'is closed' if self._closed else 'not started'}")
-            if self._host.ended:
-                logger.error("event=function_host_restarted exit_code=%s", self._host.process.returncode)
-                self._host = self._launch()
-            under_way = self._host.add(batch, samples)
+            try:
+                under_way = self._running_host().add(batch, samples)
+            except ReinforceError as error:  # one rank that raised here would leave the others waiting for it
+                batch.future.set_exception(RewardServerError(str(error)))
+                under_way = 0
         rounds = math.ceil(under_way / self._num_workers)
         seconds = rounds * (self._sample_timeout_seconds + REPLACE_SECONDS) + REPLACE_SECONDS
         return PendingScores(batch.future, time.monotonic() + seconds)
@@ -231,6 +230,15 @@ class FunctionPool:
         if host is not None:
             host.lines.put(None)
             _end(host.process)
+
+    def _running_host(self) -> _Host:
+        if self._closed or self._host is None:
+            state = "is closed" if self._closed else "was not started"
+            raise RewardServerError(f"the pool of reward functions {state}")
+        if self._host.ended:
+            logger.error("event=function_host_restarted exit_code=%s", self._host.process.returncode)
+            self._host = self._launch()
+        return self._host
 
     def _launch(self) -> _Host:
         places = [str(Path(__file__).resolve().parents[2]), *sys.path]
