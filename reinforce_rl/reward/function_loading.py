@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 PROVIDED = "reinforce_rl.reward.functions"
 PROVIDED_NAMES = ("gsm8k", "matches", "length", "vader")
+
+F = TypeVar("F", bound=Callable[..., float])
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,20 @@ class FunctionSpec:
     key: str
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def checked_by(check: Callable[..., None]) -> Callable[[F], F]:
+    """Have a function's kwargs checked when a run starts, rather than at its first sample.
+
+    Args:
+        check: called with the kwargs of the configuration; raises ValueError where they cannot work.
+    """
+
+    def mark(function: F) -> F:
+        function.check = check  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 class LoadFault(Exception):
@@ -67,8 +83,8 @@ def _find(spec: FunctionSpec) -> Callable[..., Any]:
     module = _import(spec, module_name)
     function = getattr(module, attribute, None)
     if function is None:
-        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        own = [name for name in known if getattr(getattr(module, name), "__module__", None) == module_name]
+        functions = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+        own = [name for name, f in functions.items() if f.__module__ == module_name and not name.startswith("_")]
         raise LoadFault(
             f"{spec.key}.name is {spec.name!r}, but {module_name} has no '{attribute}'; "
             f"{_advice(attribute, own, module_name)}"

@@ -17,28 +17,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from reinforce_rl.reward.answers import parse_number, same_answer
-
-F = TypeVar("F", bound=Callable[..., float])
+from reinforce_rl.reward.function_loading import checked_by
 
 UNITS = ("words", "characters")
-
-
-def checked_by(check: Callable[..., None]) -> Callable[[F], F]:
-    """Have a function's kwargs checked when a run starts, rather than at its first sample.
-
-    Args:
-        check: called with the kwargs of the configuration; raises ValueError where they cannot work.
-    """
-
-    def mark(function: F) -> F:
-        function.check = check  # type: ignore[attr-defined]
-        return function
-
-    return mark
 
 
 def gsm8k(
