@@ -242,7 +242,7 @@ def test_a_server_with_another_tokenizer_is_refused_before_the_model_is_loaded(w
     no_weights = tmp_path / "policy"
     shutil.copytree(world.policy, no_weights, ignore=shutil.ignore_patterns("*.safetensors"))
     policy = f"pretrained_checkpoint.restore_from_path={no_weights}"
-    actor = Actor(world, tmp_path / "run", servers["last"].port, policy)
+    actor = Actor(world, tmp_path / "run", servers["last"].port, policy, "remote_rm.reward_model.input=tokens")
     try:
         assert actor.finish(90) == 1  # seconds on a quiet machine, most of them for imports
     finally:

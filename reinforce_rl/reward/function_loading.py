@@ -163,7 +163,7 @@ def _kwargs_fault(signature: inspect.Signature, spec: FunctionSpec, error: TypeE
         hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(names) or 'none'}"
         faults.append(f"it has no argument '{name}'; {hint}")
     if missing:
-        faults.append(f"{', '.join(missing)} must be given, as {spec.key}.kwargs={{{missing[0]}: VALUE}}")
+        faults.append(f"{', '.join(missing)} must be given, as +{spec.key}.kwargs.{missing[0]}=VALUE")
     if not faults:
         faults.append(f"it is not called as (prompt, response, record, **kwargs): {error}")
     return f"{spec.key}.kwargs do not fit {spec.name}{signature}: {'; '.join(faults)}"

@@ -62,15 +62,15 @@ class FunctionRequestScorer(RequestScorer):
                 f"this request holds {sorted(names)}"
             )
         samples, status = read_samples(request)
-        return Samples([sample or () for sample in samples], status)
+        return Samples([], status, samples)
 
     def _score_requests(self, samples: list[Samples]) -> list[dict[str, np.ndarray]]:
         pending = []
         for one in samples:
             good = np.flatnonzero(one.status == base.STATUS_OK)
-            texts = [one.sequences[row] for row in good]
-            is_canary = [dict(text.record) == protocol.CANARY_RECORD for text in texts]
-            function = PING if texts and all(is_canary) else self._function.function
+            texts = [text for text in one.texts if text is not None]
+            is_canary = all(dict(text.record) == protocol.CANARY_RECORD for text in texts)
+            function = PING if is_canary else self._function.function
             pending.append((one, good, self._function.pool.submit(function, texts)))
         answers = []
         for one, good, scores in pending:

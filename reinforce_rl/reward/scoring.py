@@ -40,10 +40,11 @@ class ScoringTotals:
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of one request: the token ids of the good ones (texts, for a function), and a status for each."""
+    """The samples of one request: the token ids of the good ones, and a status for each."""
 
-    sequences: list[Any]  # empty where status is not STATUS_OK
+    sequences: list[list[int]]  # empty where status is not STATUS_OK
     status: np.ndarray  # int32 [N]
+    texts: Sequence[base.TextSample | None] = ()  # in place of sequences, for a reward function
 
 
 class RequestScorer:

@@ -39,6 +39,7 @@ def told(prompt: str, response: str, record: Mapping[str, Any], *, folder: str =
     return record["value"]
 
 
-def share_of_letter(prompt: str, response: str, record: Mapping[str, Any], *, scale: float = 1.0) -> float:
-    """How much of the response is the prompt's own letter, and a little for every letter of the prompt."""
-    return scale * response.count(record["letter"]) / max(len(response), 1) + len(prompt) / 1000
+def share_of_letters(prompt: str, response: str, record: Mapping[str, Any], *, scale: float = 1.0) -> float:
+    """How much of the response is made of the prompt's own letters, and a little for every letter of the prompt."""
+    share = sum(letter in record["letters"] for letter in response) / max(len(response), 1)
+    return scale * share + len(prompt) / 1000

@@ -39,7 +39,7 @@ def pool(folder):
     pool = FunctionPool(
         {"told": FunctionSpec("reward_function", TOLD, {"folder": str(folder)})},
         num_workers=2,
-        sample_timeout_seconds=1.0,
+        sample_timeout_seconds=2.0,
     )
     pool.start()
     yield pool
@@ -108,7 +108,7 @@ def test_a_ping_calls_no_function(pool):
 def test_the_hosts_death_fails_what_is_under_way_and_the_next_request_has_another(pool):
     pending = pool.submit("told", [sample("sleep")])
     processes()[0].kill()
-    with pytest.raises(RewardServerError, match="ended with 1 samples under way .exit code -9"):
+    with pytest.raises(RewardServerError, match=r"ended with 1 samples under way .exit code -9"):
         pending.result()
     assert pool.submit("told", [sample("", 4.0)]).result().values.tolist() == [4.0]
 

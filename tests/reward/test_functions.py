@@ -58,7 +58,7 @@ def test_vader_tells_good_from_bad():
         (spec("reinforce_rl.reward.function.gsm8k"), ["no module", f"{PROVIDED} or"]),
         (spec("nowhere_at_all.gsm8k"), ["no module 'nowhere_at_all'", "PYTHONPATH", f"{PROVIDED}.gsm8k?"]),
         (spec(f"{PROVIDED}.UNITS"), ["no function"]),
-        (spec(f"{PROVIDED}.matches"), ["pattern must be given", "reward_function.kwargs={pattern: VALUE}"]),
+        (spec(f"{PROVIDED}.matches"), ["pattern must be given", "+reward_function.kwargs.pattern=VALUE"]),
         (spec(f"{PROVIDED}.matches", pattern="a", hole=1), ["no argument 'hole'", "did you mean whole?"]),
         (spec(f"{PROVIDED}.matches", pattern="("), ["no regular expression"]),
         (spec(f"{PROVIDED}.matches", pattern=3), ["a wrong type"]),
