@@ -38,10 +38,8 @@ def pool() -> LengthPool:
 
 def test_merged_requests_are_asked_together_and_a_bad_sample_is_left_out(pool):
     scorer = FunctionRequestScorer(FunctionScorer(pool, "f"))
-    first, second = (
-        text_arrays([TextSample("p", text) for text in ("abc", "", "ab")]),
-        text_arrays([TextSample("", "a")]),
-    )
+    first = text_arrays([TextSample("p", text) for text in ("abc", "", "ab")])
+    second = text_arrays([TextSample("", "a")])
     first[protocol.METADATA][2, 0] = b"{"
     left, right = scorer([first, second])
     assert left["status"].tolist() == [[base.STATUS_OK], [base.STATUS_TIMED_OUT], [base.STATUS_BAD_PROMPT]]
@@ -61,5 +59,5 @@ def test_the_canary_does_not_reach_the_function(pool):
 
 def test_tokens_are_refused(pool):
     tokens = {"tokens": np.zeros((1, 1), np.int64), "sequence_lengths": np.ones((1, 1), np.int64)}
-    with pytest.raises(ValueError, match="reads .prompts. and .responses.; this request holds"):
+    with pytest.raises(ValueError, match="a reward function, which reads"):
         FunctionRequestScorer(FunctionScorer(pool, "f"))([tokens])
