@@ -32,8 +32,11 @@ def told(prompt: str, response: str, record: Mapping[str, Any], *, folder: str =
         return float(os.environ["OMP_NUM_THREADS"])
     if response == "print":
         print("this must not get between the answers", flush=True)
-    if response == "pid":
+    if response in ("pid", "pid and loop"):
         Path(folder, str(os.getpid())).touch()
+    if response == "pid and loop":
+        while True:
+            pass
     if response == "secret":
         raise ValueError(response)
     return record["value"]

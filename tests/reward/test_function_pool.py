@@ -57,7 +57,7 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
         "sleep": base.STATUS_TIMED_OUT,
         "loop": base.STATUS_TIMED_OUT,
         "backtrack": base.STATUS_TIMED_OUT,
-        "exit": base.STATUS_INTERNAL,
+        "exit": None,  # told as INTERNAL, or as TIMED_OUT where it came before pebble knew who had the sample
         "sys.exit": base.STATUS_INTERNAL,
         "secret": base.STATUS_INTERNAL,
     }
@@ -73,7 +73,9 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
     mixed = [one for pair in zip(bad, good, strict=True) for one in pair]
     with caplog.at_level(logging.INFO):
         scores = pool.submit("told", mixed).result()
-    assert scores.status[0::2].tolist() == [*kinds.values(), *values.values()]
+    expected = [*kinds.values(), *values.values()]
+    assert [None if code is None else got for got, code in zip(scores.status[0::2], expected, strict=True)] == expected
+    assert scores.status[0::2][list(kinds).index("exit")] in (base.STATUS_INTERNAL, base.STATUS_TIMED_OUT)
     assert np.isnan(scores.values[0::2]).tolist() == [code != base.STATUS_OK for code in scores.status[0::2]]
     assert scores.status[1::2].tolist() == [base.STATUS_OK] * len(good)
     assert scores.values[1::2].tolist() == [0.5 + i for i in range(len(good))]
@@ -103,6 +105,16 @@ def test_several_batches_at_once_and_none_at_all(pool):
 def test_a_ping_calls_no_function(pool):
     scores = pool.submit(PING, [sample("exit")]).result()
     assert (scores.status.tolist(), scores.values.tolist()) == ([base.STATUS_OK], [0.0])
+
+
+def test_workers_that_were_killed_while_idle_are_replaced(pool):
+    host, *workers = processes()
+    for worker in workers:
+        if "spawn_main" in str(worker.cmdline()):
+            worker.kill()
+    for value in (1.0, 2.0, 3.0):
+        assert pool.submit("told", [sample("", value)] * 4).result().values.tolist() == [value] * 4
+    assert host.is_running() and processes()[0] == host
 
 
 def test_the_hosts_death_fails_what_is_under_way_and_the_next_request_has_another(pool):
@@ -137,19 +149,18 @@ sys.path.insert(0, {str(TESTS)!r})
 from reinforce_rl.reward.base import TextSample
 from reinforce_rl.reward.function_loading import FunctionSpec
 from reinforce_rl.reward.function_pool import FunctionPool
-pool = FunctionPool({{"f": FunctionSpec("reward_function", {TOLD!r})}}, num_workers=2, sample_timeout_seconds=600.0)
+spec = FunctionSpec("reward_function", {TOLD!r}, {{"folder": sys.argv[1]}})
+pool = FunctionPool({{"f": spec}}, num_workers=2, sample_timeout_seconds=600.0)
 pool.start()
-stuck = pool.submit("f", [TextSample("", "loop"), TextSample("", "sleep")])
-print("ready", flush=True)
-stuck.result()
+pool.submit("f", [TextSample("", "pid and loop")] * 2).result()
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
-def test_workers_die_with_their_owner_however_it_ends(number):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+def test_workers_die_with_their_owner_however_it_ends(number, tmp_path):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)])
     try:
-        assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
+        assert wait_for(lambda: len(list(tmp_path.iterdir())) == 2, 90)
         started = psutil.Process(owner.pid).children(recursive=True)
         assert len(started) >= 3
         os.kill(owner.pid, number)
@@ -161,11 +172,13 @@ def test_workers_die_with_their_owner_however_it_ends(number):
 
 
 def test_workers_die_with_a_killed_host(tmp_path):
-    pool = FunctionPool({"f": FunctionSpec("reward_function", TOLD)}, num_workers=1, sample_timeout_seconds=600.0)
+    spec = FunctionSpec("reward_function", TOLD, {"folder": str(tmp_path)})
+    pool = FunctionPool({"f": spec}, num_workers=1, sample_timeout_seconds=600.0)
     before = {process.pid for process in processes()}
     pool.start()
     try:
-        pool.submit("f", [sample("loop")])
+        pool.submit("f", [sample("pid and loop")])
+        assert wait_for(lambda: list(tmp_path.iterdir()), 90)
         host, *workers = [process for process in processes() if process.pid not in before]
         assert workers
         host.kill()
