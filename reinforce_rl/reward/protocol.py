@@ -9,7 +9,7 @@ Inputs of the reward model, one of the three forms:
     prompts           BYTES [N, 1], UTF-8, with responses BYTES [N, 1], and these where they are known:
                       messages BYTES [N, 1], JSON, a list of {role, content}, or empty for a plain prompt
                       metadata BYTES [N, 1], JSON, the other fields of the prompt's line
-                      finished BOOL [N, 1], false for a response that was cut
+                      finished INT64 [N, 1], 0 for a response that was cut, else 1
 Outputs:
     rewards           FP32 [N, 1], NaN where a sample failed
     status            INT32 [N, 1], the STATUS_ constants of `reward/base.py`

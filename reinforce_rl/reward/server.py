@@ -189,7 +189,7 @@ class RewardServer:
                 Tensor(name=protocol.RESPONSES, dtype=np.bytes_, shape=(1,), optional=True),
                 Tensor(name=protocol.MESSAGES, dtype=np.bytes_, shape=(1,), optional=True),
                 Tensor(name=protocol.METADATA, dtype=np.bytes_, shape=(1,), optional=True),
-                Tensor(name=protocol.FINISHED, dtype=np.bool_, shape=(1,), optional=True),
+                Tensor(name=protocol.FINISHED, dtype=np.int64, shape=(1,), optional=True),
             ],
             outputs=[
                 Tensor(name=protocol.REWARDS, dtype=np.float32, shape=(1,)),

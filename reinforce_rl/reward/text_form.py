@@ -32,7 +32,7 @@ def text_arrays(samples: Sequence[TextSample]) -> dict[str, np.ndarray]:
     for name, texts in columns.items():
         # Half of a surrogate pair becomes bytes that the server refuses, for this sample alone.
         arrays[name] = np.array([text.encode("utf-8", "surrogatepass") for text in texts], object).reshape(-1, 1)
-    arrays[protocol.FINISHED] = np.array([sample.finished for sample in samples], np.bool_).reshape(-1, 1)
+    arrays[protocol.FINISHED] = np.array([int(sample.finished) for sample in samples], np.int64).reshape(-1, 1)
     return arrays
 
 
@@ -65,7 +65,7 @@ def _read(values: Mapping[str, Any]) -> TextSample:
         response=_text(values[protocol.RESPONSES]),
         record=_json(values.get(protocol.METADATA), dict),
         messages=tuple(messages),
-        finished=bool(values.get(protocol.FINISHED, True)),
+        finished=values.get(protocol.FINISHED, 1) != 0,
     )
 
 
