@@ -1,6 +1,7 @@
 """Serve a reward model over HTTP. Settings: conf/serve_reward_model.yaml; documentation: docs/reward-server.md.
 
 python examples/serve_reward_model.py reward_model.restore_from_path=TRUNK reward_model.head_path=HEAD.safetensors
+python examples/serve_reward_model.py reward_function.name=reinforce_rl.reward.functions.gsm8k
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ import hashlib
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from reinforce_rl.cli import with_config
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.reward.function_loading import FunctionSpec
+from reinforce_rl.reward.function_pool import FunctionPool
+from reinforce_rl.reward.function_scoring import FunctionScorer
 from reinforce_rl.reward.server import RewardServer, check_port
 from reinforce_rl.tokenizer import load_tokenizer
 
@@ -41,11 +46,7 @@ def serve(cfg: DictConfig) -> None:
         RewardServer(
             scorer,
             tokenizer,
-            name=cfg.inference.name,
-            host=cfg.inference.host,
-            port=cfg.inference.port,
-            max_batch_size=cfg.inference.max_batch_size,
-            max_queue_delay=cfg.inference.max_queue_delay_ms / 1000,
+            **inference_options(cfg),
             deterministic=cfg.inference.deterministic,
             add_special_tokens=cfg.inference.add_special_tokens,
             # By content, so that a restart from another path or node is the same server to its clients.
@@ -54,9 +55,39 @@ def serve(cfg: DictConfig) -> None:
                 "head_sha256": hashlib.sha256(Path(cfg.reward_model.head_path).read_bytes()).hexdigest(),
                 "pooling": scorer.pooling,
             },
-            ready_file=cfg.inference.ready_file,
-            stop_timeout=cfg.inference.stop_timeout_seconds,
         ).serve()
+
+
+def serve_function(cfg: DictConfig) -> None:
+    """Serve a reward function until a signal."""
+    check_port(cfg.inference.host, cfg.inference.port)
+    own = cfg.reward_function
+    kwargs: Any = OmegaConf.to_container(own.kwargs)
+    pool = FunctionPool(
+        {own.name: FunctionSpec("reward_function", own.name, kwargs)},
+        num_workers=own.num_workers,
+        sample_timeout_seconds=own.sample_timeout_seconds,
+    )
+    try:
+        pool.start()
+        # By content, so that a function that was changed meanwhile is another server to its clients.
+        details = {"function": own.name, "kwargs": kwargs, "source_sha256": pool.sources[own.name]}
+        RewardServer(FunctionScorer(pool, own.name), None, **inference_options(cfg), details=details).serve()
+    finally:
+        pool.close()
+
+
+def inference_options(cfg: DictConfig) -> dict[str, Any]:
+    """What a model and a function have in common."""
+    return {
+        "name": cfg.inference.name,
+        "host": cfg.inference.host,
+        "port": cfg.inference.port,
+        "max_batch_size": cfg.inference.max_batch_size,
+        "max_queue_delay": cfg.inference.max_queue_delay_ms / 1000,
+        "ready_file": cfg.inference.ready_file,
+        "stop_timeout": cfg.inference.stop_timeout_seconds,
+    }
 
 
 def check_paths(cfg: DictConfig) -> None:
@@ -77,7 +108,10 @@ def check_paths(cfg: DictConfig) -> None:
 @with_config("serve_reward_model")
 def main(cfg: DictConfig) -> None:
     logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    serve(cfg)
+    if cfg.reward_function.name is None:
+        serve(cfg)
+    else:
+        serve_function(cfg)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,11 @@ from reinforce_rl.monitoring.jsonl import JsonlLogger, read_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
+from reinforce_rl.reward import protocol
 from reinforce_rl.reward.base import RewardSource
 from reinforce_rl.reward.client import RemoteGPTRMClient
 from reinforce_rl.reward.combined import CombinedRewards, WeightedSource
+from reinforce_rl.reward.function_source import start_reward_functions
 from reinforce_rl.rollout import Prompt
 from reinforce_rl.run_timer import RunTimer, parse_duration
 from reinforce_rl.status import StatusFile
@@ -180,21 +182,23 @@ def build_monitor(
 def connect_to_reward_servers(
     cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
 ) -> RewardSource:
-    """Wait until every server is there, and check that its token ids mean the same, before a model is loaded.
+    """Start the reward functions, wait until every server is there, and check what it reads, before a model is loaded.
 
     Raises:
         RewardServerError: not ready within `remote_rm.ready_timeout_seconds`.
-        ConfigError: another tokenizer or vocabulary.
+        ConfigError: another tokenizer or vocabulary, where no texts can be sent; a function that cannot be used.
     """
     remote = cfg.remote_rm
-    first = connect_to_reward_server(cfg, remote.reward_model, mesh, tokenizer, monitor)
-    if not remote.more_reward_models and remote.reward_model.weight == 1.0:
-        return first
-    sources = [WeightedSource(remote.reward_model.name, first, remote.reward_model.weight)]
+    servers = dict(remote.more_reward_models)
+    if cfg.reward == "server":
+        servers = {remote.reward_model.name: remote.reward_model, **servers}
+    sources = start_reward_functions(cfg, mesh)
     try:
-        for name, server in remote.more_reward_models.items():
+        for name, server in servers.items():
             source = connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
             sources.append(WeightedSource(name, source, server.weight))
+        if len(sources) == 1 and sources[0].weight == 1.0:
+            return sources[0].source
         return CombinedRewards(sources)
     except Exception:
         for weighted in sources:
@@ -220,7 +224,9 @@ def connect_to_reward_server(
     try:
         client.wait_until_ready(cfg.remote_rm.ready_timeout_seconds)
         vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
-        client.check_compatible(TokenizerInfo.of(tokenizer), vocab_size)
+        form = client.check_compatible(TokenizerInfo.of(tokenizer), vocab_size, server.input)
+        if form == protocol.TEXT_FORM:
+            monitor.note(f"The reward server at {server.ip}:{server.port} is sent texts.")
     except Exception as error:  # whatever it is, the other ranks must hear of it
         client.close()
         failure = error

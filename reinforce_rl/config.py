@@ -93,6 +93,24 @@ class RewardServerConfig:
     ip: str = "localhost"
     port: int = 5555
     weight: float = 1.0
+    input: str = "auto"
+
+
+@dataclass
+class MoreFunctionConfig:
+    name: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+
+
+@dataclass
+class RewardFunctionConfig:
+    name: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+    more_functions: dict[str, MoreFunctionConfig] = field(default_factory=dict)
+    num_workers: int = 2
+    sample_timeout_seconds: float = 5.0
 
 
 @dataclass
@@ -256,6 +274,8 @@ class TrainConfig:
     pretrained_checkpoint: PretrainedConfig
     model: ModelConfig
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    reward: str = "server"
+    reward_function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
     remote_rm: RemoteRMConfig = field(default_factory=RemoteRMConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
     preflight: bool = False

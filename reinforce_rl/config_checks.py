@@ -28,10 +28,13 @@ from reinforce_rl.config import LoraTuningConfig, RolloutConfig, SamplingConfig,
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.layout import layout_faults, recomputation_faults
+from reinforce_rl.reward.function_loading import PROVIDED, PROVIDED_NAMES
+from reinforce_rl.reward.handshake import INPUT_FORMS
 from reinforce_rl.run_timer import parse_duration
 
 PRECISIONS = ("32", "bf16")
 REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
+REWARDS = ("server", "function")
 TOO_LONG = ("refuse", "skip")
 OPTIMIZERS = ("adam",)
 SCHEDULES = ("constant", "linear", "CosineAnnealing")
@@ -69,6 +72,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("trainer.reinforce.rollout_batch_seq_length", rl.rollout_batch_seq_length, 1),
         ("exp_manager.checkpoint_callback_params.keep_last", cfg.exp_manager.checkpoint_callback_params.keep_last, 1),
         ("exp_manager.checkpoint_callback_params.keep_best", cfg.exp_manager.checkpoint_callback_params.keep_best, 0),
+        ("reward_function.num_workers", cfg.reward_function.num_workers, 1),
         ("model.seed", cfg.model.seed, 0),
         ("model.tensor_model_parallel_size", cfg.model.tensor_model_parallel_size, 1),
         ("model.pipeline_model_parallel_size", cfg.model.pipeline_model_parallel_size, 1),
@@ -98,6 +102,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("remote_rm.ready_timeout_seconds", cfg.remote_rm.ready_timeout_seconds),
         ("remote_rm.deadline_seconds", cfg.remote_rm.deadline_seconds),
         ("remote_rm.attempt_timeout_seconds", cfg.remote_rm.attempt_timeout_seconds),
+        ("reward_function.sample_timeout_seconds", cfg.reward_function.sample_timeout_seconds),
         ("trainer.reinforce.kl_target", rl.kl_target),
         ("trainer.reinforce.kl_horizon", rl.kl_horizon),
         ("trainer.reinforce.discount_factor", rl.discount_factor),
@@ -114,6 +119,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
             yield f"{key} is {value}; expected above 0"
     choices: list[tuple[str, str, tuple[str, ...]]] = [
         ("trainer.precision", cfg.trainer.precision, PRECISIONS),
+        ("reward", cfg.reward, REWARDS),
         ("trainer.reinforce.advantage_estimator", rl.advantage_estimator, tuple(ADVANTAGE_ESTIMATORS)),
         ("trainer.reinforce.kl_estimator", rl.kl_estimator, KL_ESTIMATORS),
         ("trainer.reinforce.kl_reduction", rl.kl_reduction, KL_REDUCTIONS),
@@ -153,6 +159,8 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
     for key, server in servers.items():
         if not 1 <= server.port <= 65535:
             yield f"{key}.port is {server.port}; expected 1 to 65535"
+        if server.input not in INPUT_FORMS:
+            yield f"{key}.input is {server.input!r}; expected one of {', '.join(INPUT_FORMS)}"
         if not math.isfinite(server.weight) or server.weight == 0:
             yield f"{key}.weight is {server.weight}; expected a number other than 0"
     for key, name in _reward_names(cfg):
@@ -180,11 +188,44 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
 
 def _reward_names(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
     """Where each source is configured, and the name that its scores are logged under; none of a single one."""
-    remote = cfg.remote_rm
-    if remote.more_reward_models or remote.reward_model.weight != 1.0:
+    remote, own = cfg.remote_rm, cfg.reward_function
+    several = bool(remote.more_reward_models or own.more_functions)
+    if cfg.reward == "server" and (several or remote.reward_model.weight != 1.0):
         yield "remote_rm.reward_model", remote.reward_model.name
+    if cfg.reward == "function" and own.name is not None and (several or own.weight != 1.0):
+        yield "reward_function", own.name.rpartition(".")[2]
     for name in remote.more_reward_models:
         yield f"remote_rm.more_reward_models.{name}", name
+    for name in own.more_functions:
+        yield f"reward_function.more_functions.{name}", name
+
+
+def _reward_functions(cfg: TrainConfig) -> Iterator[str]:
+    own = cfg.reward_function
+    if cfg.reward == "function" and own.name is None:
+        names = ", ".join(f"{PROVIDED}.{name}" for name in PROVIDED_NAMES)
+        yield (
+            "reward is 'function', but reward_function.name is not set; expected the dotted name of a function: one "
+            f"of your own, or {names}"
+        )
+    if cfg.reward == "server" and own.name is not None:
+        yield (
+            f"reward_function.name is {own.name!r}, but reward is 'server', which asks remote_rm.reward_model; set "
+            "reward=function, or name it under reward_function.more_functions to add it to the server's rewards"
+        )
+    weights = {"reward_function": own.weight}
+    weights |= {f"reward_function.more_functions.{name}": more.weight for name, more in own.more_functions.items()}
+    for key, weight in weights.items():
+        if not math.isfinite(weight) or weight == 0:
+            yield f"{key}.weight is {weight}; expected a number other than 0"
+    first = (own.name or "").rpartition(".")[2] if cfg.reward == "function" else cfg.remote_rm.reward_model.name
+    others = [*cfg.remote_rm.more_reward_models, *own.more_functions]
+    clash = first in (others if cfg.reward == "function" else own.more_functions)
+    if clash or len(set(others)) < len(others):
+        yield (
+            f"reward sources are named {', '.join([first, *others])}; each is logged as rewards_NAME, so give each a "
+            "name of its own in reward_function.more_functions and remote_rm.more_reward_models"
+        )
 
 
 def _layout(cfg: TrainConfig) -> Iterator[str]:
@@ -359,6 +400,7 @@ def shape_faults(cfg: TrainConfig) -> Iterator[str]:
 
 _CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
     _ranges,
+    _reward_functions,
     algorithm_faults,
     batch_size_faults,
     _peft,

@@ -32,12 +32,14 @@ class Prompt:
         text: as given to the tokenizer, chat template applied.
         tokens: its token ids, never padded.
         metadata: every other field of its JSON line, untouched.
+        messages: the conversation that the chat template rendered; empty where the prompt was plain text.
     """
 
     id: int
     text: str
     tokens: tuple[int, ...]
     metadata: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers.real_run import (
     OTHER_VOCAB_SIZE,
     STEPS,
@@ -39,8 +40,9 @@ from reinforce_rl.config import load_config
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
 from reinforce_rl.megatron.reward_model import load_reward_model
 from reinforce_rl.monitoring.rollouts import RolloutRow, read_rollouts, rollout_files
+from reinforce_rl.reward.base import RewardRequest
 from reinforce_rl.reward.client import RemoteGPTRMClient
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.tokenizer import TokenizerInfo, load_tokenizer
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 triton = pytest.importorskip("tritonclient.http")
@@ -156,6 +158,25 @@ def test_curl_and_tritonclient_agree_with_a_direct_forward(servers, world, mesh,
     assert by_tritonclient(server, sentences=sentences)[0][:, 0] == pytest.approx(expected, abs=1e-5)
 
 
+def test_texts_are_scored_by_the_servers_own_template(servers, world, mesh):
+    messages = ({"role": "user", "content": "hi"},)
+    texts, ends = ("oh dear", " no "), (True, False)
+    tokens = torch.zeros((2, 1), dtype=torch.long)
+    request = RewardRequest(tokens, torch.ones(2).long(), ("", "tell me"), texts, (messages, ()), ({}, {}), ends)
+    client = RemoteGPTRMClient(port=servers["last"].port)
+    try:
+        assert client.check_compatible(TokenizerInfo.of(load_tokenizer(world.policy)), VOCAB_SIZE) == "text"
+        found = client.infer_rm(request).result()
+    finally:
+        client.close()
+    tokenizer = load_tokenizer(world.other_tokenizer)
+    rendered = ["U: hi<eos>A:oh dear<eos>", "U: tell me<eos>A:no"]
+    direct = load_reward_model(world.trunk, world.head("last"), mesh)
+    assert found.status.tolist() == [0, 0]
+    expected = direct.score([tokenizer(text)["input_ids"] for text in rendered])
+    assert found.values.tolist() == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_launcher_makes_a_whole_run_and_leaves_nothing(undisturbed):
     check_whole_run(undisturbed, last_step=STEPS)
 
@@ -242,7 +263,7 @@ def test_a_server_with_another_tokenizer_is_refused_before_the_model_is_loaded(w
     no_weights = tmp_path / "policy"
     shutil.copytree(world.policy, no_weights, ignore=shutil.ignore_patterns("*.safetensors"))
     policy = f"pretrained_checkpoint.restore_from_path={no_weights}"
-    actor = Actor(world, tmp_path / "run", servers["last"].port, policy)
+    actor = Actor(world, tmp_path / "run", servers["last"].port, policy, "remote_rm.reward_model.input=tokens")
     try:
         assert actor.finish(90) == 1  # seconds on a quiet machine, most of them for imports
     finally:

@@ -14,6 +14,7 @@ from reinforce_rl.monitoring.samples import decode_responses
 from reinforce_rl.reward.base import STATUS_OK, STATUS_TEXT, RewardFuture, RewardRequest, RewardSource
 from reinforce_rl.rollout import (
     FINISH_OUTSIDE,
+    FINISH_STOP,
     Completions,
     Prompt,
     RolloutBatch,
@@ -126,12 +127,22 @@ class RolloutMaker:
     def _reward_request(self, prompts: Sequence[Prompt], completions: Completions) -> RewardRequest:
         repeated = completions.repeat_to_samples(prompts)
         sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, self._model.pad_id)
+        text_lengths = self._text_lengths(completions)
         return RewardRequest(
             tokens=sequences,
             lengths=prompt_lengths + completions.lengths,
             prompts=tuple(prompt.text for prompt in repeated),
-            responses=tuple(decode_responses(self._model.tokenizer, completions.tokens, completions.lengths)),
+            responses=tuple(decode_responses(self._model.tokenizer, completions.tokens, text_lengths)),
+            messages=tuple(prompt.messages for prompt in repeated),
+            metadata=tuple(prompt.metadata for prompt in repeated),
+            finished=tuple(reason == FINISH_STOP for reason in completions.finish_reasons),
         )
+
+    def _text_lengths(self, completions: Completions) -> torch.Tensor:
+        """[N], tokens of each response less the one that ended it, which a tokenizer need not call special."""
+        last = completions.tokens.gather(1, (completions.lengths - 1).clamp(min=0)[:, None])[:, 0]
+        stop_ids = torch.tensor(self._model.settings.sampling.stop_token_ids, dtype=torch.long)
+        return completions.lengths - ((completions.lengths > 0) & torch.isin(last, stop_ids)).long()
 
     def _unscored(self, prompts: Sequence[Prompt], completions: Completions) -> RolloutBatch:
         repeated = completions.repeat_to_samples(prompts)

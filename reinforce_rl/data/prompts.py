@@ -33,7 +33,7 @@ TOKENISE_AT_ONCE = 1024  # lines; bounds the memory of a batch in the tokenizer
 class _Rendered:
     line: JsonLine
     text: str
-    templated: bool
+    messages: tuple[dict[str, Any], ...]  # empty where no template rendered it
 
 
 class PromptDataset(Dataset[Prompt]):
@@ -132,7 +132,7 @@ class PromptDataset(Dataset[Prompt]):
                 faults.add(item.line.path, item.line.number, "the tokenizer makes no token of this prompt")
             elif max_prompt_tokens is None or len(tokens) <= max_prompt_tokens:
                 metadata = {key: value for key, value in _value(item.line).items() if key not in PROMPT_KEYS}
-                prompts.append(Prompt(len(prompts), item.text, tokens, metadata))
+                prompts.append(Prompt(len(prompts), item.text, tokens, metadata, item.messages))
                 path_of.append(item.line.path)
             elif too_long == "skip":
                 skipped.append((item.line, len(tokens)))
@@ -267,7 +267,7 @@ def _render(line: JsonLine, tokenizer: PreTrainedTokenizerBase, apply_chat_templ
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise _LineFault(f"{keys[0]} holds half of a surrogate pair ({error.object[error.start]!r})") from error
-    return _Rendered(line, text, messages is not None)
+    return _Rendered(line, text, tuple(messages or ()))
 
 
 def _check_messages(messages: object) -> list[dict[str, Any]]:
@@ -311,6 +311,6 @@ def _tokenise(
         # Verbose is off because transformers warns of lengths by its own limit, and ours is checked by the caller.
         encoded = tokenizer([item.text for item in items], add_special_tokens=False, verbose=False)
         for item, ids in zip(items, cast("list[list[int]]", encoded["input_ids"]), strict=True):
-            if add_bos and not item.templated and ids[:1] != [bos]:
+            if add_bos and not item.messages and ids[:1] != [bos]:
                 ids = [bos, *ids]
             yield tuple(ids)

@@ -22,6 +22,8 @@ from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import longest_of, plan_batches, plan_memory
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
 from reinforce_rl.preflight.shapes import ModelSize
+from reinforce_rl.reward.function_loading import LoadFault, load_function
+from reinforce_rl.reward.function_source import configured_functions
 from reinforce_rl.reward.health import NotReadyYet, check_once
 
 SERVER_SECONDS = 3.0
@@ -48,7 +50,7 @@ def preflight(cfg: DictConfig, console: Console | None = None) -> None:
     if not faults:
         memory = _print_plan(config, inputs, console)
         print_warnings(console, list(_warnings(config, inputs, memory)))
-    faults += [*inputs.faults, *_weight_faults(config, inputs)]
+    faults += [*inputs.faults, *_weight_faults(config, inputs), *_function_faults(config)]
     if faults:
         raise ConfigError(faults)
     console.print("\nNo fault was found. Nothing was started.")
@@ -81,8 +83,8 @@ def _print_plan(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[Rank
 def _warnings(cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory]) -> Iterator[str]:
     if not _has_weights(cfg):
         yield f"{cfg.pretrained_checkpoint.restore_from_path} holds no safetensors: a run could not load its weights"
-    remote = cfg.remote_rm
-    for server in (remote.reward_model, *remote.more_reward_models.values()):
+    first = [cfg.remote_rm.reward_model] if cfg.reward == "server" else []
+    for server in (*first, *cfg.remote_rm.more_reward_models.values()):
         try:
             check_once(server.ip, server.port, server.name, timeout=SERVER_SECONDS)
         except NotReadyYet as error:
@@ -103,6 +105,14 @@ def _weight_faults(cfg: TrainConfig, inputs: Inputs) -> Iterator[str]:
         try:
             check_headers(inputs.architecture, HFFolder(cfg.pretrained_checkpoint.restore_from_path))
         except CheckpointError as error:
+            yield str(error)
+
+
+def _function_faults(cfg: TrainConfig) -> Iterator[str]:
+    for spec, _ in configured_functions(cfg).values():
+        try:
+            load_function(spec)
+        except LoadFault as error:
             yield str(error)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor  # not imported: the processes of reward functions read this file too
 
 # Status of one sample, as the server sends it (int32) and the client hands it on.
 STATUS_OK = 0
@@ -16,6 +18,8 @@ STATUS_BAD_LENGTH = 4  # sequence_lengths does not fit the tokens' shape
 STATUS_BAD_TEXT = 5  # not valid UTF-8
 STATUS_NOT_FINITE = 6  # the model itself gave NaN or infinity
 STATUS_INTERNAL = 7  # the model raised
+STATUS_TIMED_OUT = 8  # a reward function took longer than its time limit
+STATUS_BAD_PROMPT = 9  # messages or metadata that are not what they should be, or that the chat template refuses
 
 STATUS_TEXT = {
     STATUS_OK: "ok",
@@ -26,6 +30,8 @@ STATUS_TEXT = {
     STATUS_BAD_TEXT: "not valid UTF-8",
     STATUS_NOT_FINITE: "the reward model's score was not finite",
     STATUS_INTERNAL: "the reward model raised an error",
+    STATUS_TIMED_OUT: "the reward function exceeded its time limit",
+    STATUS_BAD_PROMPT: "messages or metadata that cannot be read, or that the chat template refuses",
 }
 
 
@@ -37,13 +43,58 @@ class RewardRequest:
         tokens: int64 [N, S], prompt then response, right-padded.
         lengths: int64 [N], tokens of each row, prompt included.
         prompts: N prompt texts (for sources that read text).
-        responses: N response texts.
+        responses: N response texts, without special tokens.
+        messages: N conversations, each empty where the prompt was plain text; () where all were.
+        metadata: the other fields of each prompt's JSON line; () where nobody knows them.
+        finished: whether each response came to its end, rather than being cut; () where all did.
     """
 
     tokens: Tensor
     lengths: Tensor
     prompts: tuple[str, ...]
     responses: tuple[str, ...]
+    messages: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    metadata: tuple[Mapping[str, Any], ...] = ()
+    finished: tuple[bool, ...] = ()
+
+    @property
+    def samples(self) -> list[TextSample]:
+        """The same as texts.
+
+        Raises:
+            ValueError: the fields are of different lengths.
+        """
+        count = len(self.prompts)
+        return [
+            TextSample(*fields)
+            for fields in zip(
+                self.prompts,
+                self.responses,
+                self.metadata or ({},) * count,
+                self.messages or ((),) * count,
+                self.finished or (True,) * count,
+                strict=True,
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """One prompt and its response as texts.
+
+    Attributes:
+        prompt: as the policy read it.
+        response: without special tokens.
+        record: the other fields of the prompt's JSON line.
+        messages: the prompt before any chat template; empty where it was plain text.
+        finished: the response came to its end, rather than being cut.
+    """
+
+    prompt: str
+    response: str
+    record: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
+    finished: bool = True
 
 
 @dataclass(frozen=True)

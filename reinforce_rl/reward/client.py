@@ -19,11 +19,13 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.errors import RewardServerError
 from reinforce_rl.reward import protocol
 from reinforce_rl.reward.base import RewardRequest, Rewards
+from reinforce_rl.reward.handshake import AUTO_FORM, choose_form
 from reinforce_rl.reward.health import NotReadyYet, check_once, reason_of
 from reinforce_rl.reward.protocol import ServerInfo
+from reinforce_rl.reward.text_form import text_arrays
 from reinforce_rl.tokenizer import TokenizerInfo
 
 logger = logging.getLogger(__name__)
@@ -65,8 +67,7 @@ class _Deadline:
 
 @dataclass(frozen=True)
 class _Job:
-    tokens: np.ndarray  # int64 [N, S]
-    lengths: np.ndarray  # int64 [N]
+    request: RewardRequest
     deadline: _Deadline
     future: Future[Rewards]
 
@@ -152,6 +153,7 @@ class RemoteGPTRMClient:
         self._random = random.Random()  # its own, so that jitter does not touch the trainer's random state
         self._lock = threading.Lock()
         self._info: ServerInfo | None = None
+        self._form: str | None = None  # what is sent; None: what the server prefers
         self._next_report = 0.0
         self._trouble: str | None = None  # why the last attempt failed; None after one that did not
         self._closed = threading.Event()
@@ -165,11 +167,11 @@ class RemoteGPTRMClient:
             ValueError: the request's shapes do not fit each other.
             RewardServerError: the client was closed.
         """
-        tokens, lengths = self._arrays_of(request)
+        _check_request(request)
         if self._closed.is_set():
             raise RewardServerError(f"the client of the reward server at {self.host}:{self.port} is closed")
         deadline = _Deadline(self._deadline_seconds)
-        job = _Job(tokens, lengths, deadline, Future())
+        job = _Job(request, deadline, Future())
         if len(self._threads) < self._max_in_flight:
             # Daemons: a trainer that ends with an error must not wait here for a server that hangs.
             thread = threading.Thread(target=self._work, daemon=True, name=f"reward-client-{len(self._threads)}")
@@ -190,28 +192,26 @@ class RemoteGPTRMClient:
         deadline = _Deadline(self._deadline_seconds if deadline_seconds is None else deadline_seconds)
         return self._retry(self._shake_hands, deadline)
 
-    def check_compatible(self, tokenizer_info: TokenizerInfo, vocab_size: int) -> None:
-        """Make sure that token ids mean the same here and there. Waits for the server where that was not done yet.
+    def check_compatible(self, tokenizer_info: TokenizerInfo, vocab_size: int, form: str = AUTO_FORM) -> str:
+        """Choose what to send, and make sure that tokens mean the same here and there where they are sent.
+
+        Waits for the server where that was not done yet.
 
         Args:
             tokenizer_info: of the actor's tokenizer.
             vocab_size: the actor can produce ids 0 .. vocab_size-1.
+            form: `tokens`, `text`, or `auto`: tokens where they mean the same, else text where the server reads it.
+
+        Returns:
+            the form that will be sent.
 
         Raises:
-            ConfigError: naming every difference.
+            ConfigError: the server does not read this form, or reads other tokens; every difference is named.
         """
-        info = self._info or self.wait_until_ready()
-        faults = tokenizer_info.differences(info.tokenizer)
-        if vocab_size > info.vocab_size:
-            faults.append(f"the actor can produce {vocab_size} token ids, the reward model knows {info.vocab_size}")
-        if faults:
-            raise ConfigError(
-                [
-                    f"the reward server at {self.host}:{self.port} reads other tokens than the actor writes: {fault}. "
-                    "Serve a reward model of the actor's tokenizer, or load the actor that belongs to it"
-                    for fault in faults
-                ]
-            )
+        self._form = choose_form(
+            self._info or self.wait_until_ready(), f"{self.host}:{self.port}", tokenizer_info, vocab_size, form
+        )
+        return self._form
 
     def close(self) -> None:
         """End the threads. Requests under way fail. Safe to call twice."""
@@ -221,19 +221,16 @@ class RemoteGPTRMClient:
         for thread in self._threads:
             thread.join(0.2)  # one that waits for the network is a daemon and ends with the process
 
-    def _arrays_of(self, request: RewardRequest) -> tuple[np.ndarray, np.ndarray]:
-        if request.tokens.ndim != 2 or request.lengths.shape != request.tokens.shape[:1]:
-            raise ValueError(
-                f"tokens are {list(request.tokens.shape)} and lengths {list(request.lengths.shape)}; "
-                "expected [N, S] and [N]"
-            )
+    def _arrays_of(self, request: RewardRequest, info: ServerInfo) -> dict[str, np.ndarray]:
+        if (self._form or info.input_forms[0]) == protocol.TEXT_FORM:
+            return text_arrays(request.samples)
         tokens = request.tokens.detach().cpu().numpy().astype(np.int64, copy=True)
         lengths = request.lengths.detach().cpu().numpy().astype(np.int64, copy=True)
         width = max(self._pad_to_length or 0, tokens.shape[1], 1)  # Triton cannot carry a width of 0
         if width > tokens.shape[1]:
             padding = ((0, 0), (0, width - tokens.shape[1]))
             tokens = np.pad(tokens, padding, constant_values=self._pad_id)
-        return tokens, lengths
+        return {protocol.TOKENS: tokens, protocol.SEQUENCE_LENGTHS: lengths[:, None]}
 
     def _work(self) -> None:
         while True:
@@ -246,17 +243,15 @@ class RemoteGPTRMClient:
                 job.future.set_exception(error)
 
     def _score(self, job: _Job) -> Rewards:
-        count = len(job.lengths)
+        count = len(job.request.lengths)
         if count == 0:
             return Rewards(torch.zeros(0), torch.zeros(0, dtype=torch.int32))
         info = self._info or self._retry(self._shake_hands, job.deadline)
+        arrays = self._arrays_of(job.request, info)
         values, status = [], []
         for start in range(0, count, info.max_batch_size):
-            rows = slice(start, start + info.max_batch_size)
-            tokens, lengths = job.tokens[rows], job.lengths[rows]
-            one_values, one_status = self._retry(
-                lambda timeout, tokens=tokens, lengths=lengths: self._infer(tokens, lengths, timeout), job.deadline
-            )
+            part = {name: array[start : start + info.max_batch_size] for name, array in arrays.items()}
+            one_values, one_status = self._retry(lambda timeout, part=part: self._infer(part, timeout), job.deadline)
             values.append(one_values)
             status.append(one_status)
         return Rewards(torch.from_numpy(np.concatenate(values)), torch.from_numpy(np.concatenate(status)))
@@ -318,16 +313,15 @@ class RemoteGPTRMClient:
             )
         return info
 
-    def _infer(self, tokens: np.ndarray, lengths: np.ndarray, timeout: float) -> tuple[np.ndarray, np.ndarray]:
+    def _infer(self, arrays: dict[str, np.ndarray], timeout: float) -> tuple[np.ndarray, np.ndarray]:
         import tritonclient.http as triton
-        from tritonclient.utils import InferenceServerException
+        from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-        inputs = [
-            triton.InferInput(protocol.TOKENS, list(tokens.shape), "INT64"),
-            triton.InferInput(protocol.SEQUENCE_LENGTHS, [len(lengths), 1], "INT64"),
-        ]
-        inputs[0].set_data_from_numpy(tokens)
-        inputs[1].set_data_from_numpy(lengths[:, None])
+        inputs = []
+        for name, array in arrays.items():
+            inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
+            inputs[-1].set_data_from_numpy(array)
+        count = len(next(iter(arrays.values())))
         outputs = [triton.InferRequestedOutput(key) for key in (protocol.REWARDS, protocol.STATUS)]
         try:
             # One for each call: it is bound to its thread, and an open one would hold up the server's stop.
@@ -346,7 +340,7 @@ class RemoteGPTRMClient:
             text = reason_of(error)
             raise _Transient(f"does not answer ({text})", timed_out=isinstance(error, TimeoutError)) from error
         try:
-            return protocol.check_answer(rewards, status, len(lengths))
+            return protocol.check_answer(rewards, status, count)
         except ValueError as error:
             raise _Transient(f"gave a wrong answer: {error}", bad_answer=True) from error
 
@@ -390,4 +384,12 @@ class RemoteGPTRMClient:
             f"{deadline.seconds:.0f} s; the last error: {last}. Check that it runs "
             f"(curl http://{self.host}:{self.port}/v2/health/ready), that its log shows no error, and that this "
             "machine can reach that host and port. Start it again on the same port and continue the run."
+        )
+
+
+def _check_request(request: RewardRequest) -> None:
+    if request.tokens.ndim != 2 or request.lengths.shape != request.tokens.shape[:1]:
+        raise ValueError(
+            f"tokens are {list(request.tokens.shape)} and lengths {list(request.lengths.shape)}; "
+            "expected [N, S] and [N]"
         )

@@ -3,9 +3,13 @@
 Both sides import this file, and it imports neither. The transport is KServe v2 over HTTP, so that any such client can
 take part.
 
-Inputs of the reward model, one of the two forms:
+Inputs of the reward model, one of the three forms:
     tokens            INT64 [N, S], right-padded, with sequence_lengths INT64 [N, 1]
     sentences         BYTES [N, 1], UTF-8
+    prompts           BYTES [N, 1], UTF-8, with responses BYTES [N, 1], and these where they are known:
+                      messages BYTES [N, 1], JSON, a list of {role, content}, or empty for a plain prompt
+                      metadata BYTES [N, 1], JSON, the other fields of the prompt's line
+                      finished INT64 [N, 1], 0 for a response that was cut, else 1
 Outputs:
     rewards           FP32 [N, 1], NaN where a sample failed
     status            INT32 [N, 1], the STATUS_ constants of `reward/base.py`
@@ -33,8 +37,21 @@ DEFAULT_PORT = 5555
 TOKENS = "tokens"
 SEQUENCE_LENGTHS = "sequence_lengths"
 SENTENCES = "sentences"
+PROMPTS = "prompts"
+RESPONSES = "responses"
+MESSAGES = "messages"
+METADATA = "metadata"
+FINISHED = "finished"
 REWARDS = "rewards"
 STATUS = "status"
+
+# What a server says that a trainer may send it.
+TOKENS_FORM = "tokens"
+TEXT_FORM = "text"
+
+# The metadata of a sample that a function's server answers without calling the function.
+CANARY_RECORD = {"reinforce_rl_canary": True}
+CANARY = json.dumps(CANARY_RECORD)
 
 INFO_MODEL = "reward_server_info"
 INFO_OUTPUT = "info"
@@ -47,28 +64,30 @@ class ServerInfo:
     Attributes:
         name: the reward model's name in URLs.
         max_batch_size: samples in one request.
-        max_length: tokens in one sample.
+        max_length: tokens in one sample; None from a server of a function, as the next two.
         vocab_size: token ids are 0 .. vocab_size-1.
         tokenizer: fingerprint of the tokenizer whose ids the model reads.
         deterministic: a request is scored apart from those of other clients.
         add_special_tokens: special tokens are added to `sentences`.
         details: anything else that tells one reward model from another (trunk, head, pooling ...).
         protocol: version of this file's contract.
+        input_forms: what a trainer may send, of TOKENS_FORM and TEXT_FORM, the server's preference first.
     """
 
     name: str
     max_batch_size: int
-    max_length: int
-    vocab_size: int
-    tokenizer: TokenizerInfo
+    max_length: int | None
+    vocab_size: int | None
+    tokenizer: TokenizerInfo | None
     deterministic: bool
     add_special_tokens: bool
     details: dict[str, Any] = field(default_factory=dict)
     protocol: int = PROTOCOL_VERSION
+    input_forms: tuple[str, ...] = (TOKENS_FORM,)
 
     def to_json(self) -> str:
         """As sent by the server."""
-        return json.dumps({**asdict(self), "tokenizer": self.tokenizer.to_dict()})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ServerInfo:
@@ -84,7 +103,9 @@ class ServerInfo:
             raise ValueError(f"protocol version {values['protocol']}; this client speaks version {PROTOCOL_VERSION}")
         known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__}
         try:
-            known["tokenizer"] = TokenizerInfo.from_dict(known["tokenizer"])
+            if known["tokenizer"] is not None:
+                known["tokenizer"] = TokenizerInfo.from_dict(known["tokenizer"])
+            known["input_forms"] = tuple(known.get("input_forms", (TOKENS_FORM,)))
             return cls(**known)
         except (TypeError, KeyError) as error:
             raise ValueError(f"an incomplete description: {error}") from error

@@ -10,14 +10,19 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from reinforce_rl.errors import DataError
 from reinforce_rl.reward import base, protocol
+from reinforce_rl.reward.template import encode_sample
+from reinforce_rl.reward.text_form import is_text_form, read_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from reinforce_rl.reward.function_scoring import FunctionScorer
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +39,12 @@ class ScoringTotals:
 
 
 @dataclass(frozen=True)
-class _Samples:
+class Samples:
     """The samples of one request: the token ids of the good ones, and a status for each."""
 
     sequences: list[list[int]]  # empty where status is not STATUS_OK
     status: np.ndarray  # int32 [N]
+    texts: Sequence[base.TextSample | None] = ()  # in place of sequences, for a reward function
 
 
 class RequestScorer:
@@ -49,7 +55,7 @@ class RequestScorer:
 
     Args:
         scorer: the reward model.
-        tokenizer: for `sentences`.
+        tokenizer: for `sentences`, and with its chat template for requests of texts.
         deterministic: each request is scored in a call of its own, so that its scores do not depend, down to the last
             bit, on what other clients sent at that moment. Else all requests of a batch share one call.
         add_special_tokens: have the tokenizer add its special tokens to `sentences`. A text with the chat template
@@ -58,20 +64,34 @@ class RequestScorer:
 
     def __init__(
         self,
-        scorer: base.Scorer,
-        tokenizer: PreTrainedTokenizerBase,
+        scorer: base.Scorer | FunctionScorer,
+        tokenizer: PreTrainedTokenizerBase | None,
         *,
         deterministic: bool = True,
         add_special_tokens: bool = False,
     ):
-        self._scorer = scorer
-        self._tokenizer = tokenizer
+        self._scorer = cast(base.Scorer, scorer)
+        self._tokenizer = cast("PreTrainedTokenizerBase", tokenizer)
         self._deterministic = deterministic
         self._add_special_tokens = add_special_tokens
         self._lock = threading.Lock()
         self._totals = ScoringTotals()
         self._busy = 0
         self._idle_since = time.monotonic()
+
+    @property
+    def input_forms(self) -> tuple[str, ...]:
+        """What a trainer may send: tokens, and texts where there is a chat template to render them with."""
+        with_template = bool(self._tokenizer.chat_template) and self._tokenizer.eos_token_id is not None
+        return (protocol.TOKENS_FORM, protocol.TEXT_FORM) if with_template else (protocol.TOKENS_FORM,)
+
+    @property
+    def canary_inputs(self) -> list[dict[str, Any]]:
+        """One sample, as JSON, by which a server proves that it can score."""
+        return [
+            {"name": protocol.TOKENS, "datatype": "INT64", "shape": [1, 1], "data": [0]},
+            {"name": protocol.SEQUENCE_LENGTHS, "datatype": "INT64", "shape": [1, 1], "data": [1]},
+        ]
 
     @property
     def totals(self) -> ScoringTotals:
@@ -103,18 +123,21 @@ class RequestScorer:
                 self._busy -= 1
                 self._idle_since = time.monotonic()
 
-    def _read(self, request: Mapping[str, np.ndarray]) -> _Samples:
+    def _read(self, request: Mapping[str, np.ndarray]) -> Samples:
         names = set(request.keys())
         if names == {protocol.SENTENCES}:
             return self._read_sentences(request[protocol.SENTENCES])
         if names == {protocol.TOKENS, protocol.SEQUENCE_LENGTHS}:
             return self._read_tokens(request[protocol.TOKENS], request[protocol.SEQUENCE_LENGTHS])
+        if is_text_form(names) and protocol.TEXT_FORM in self.input_forms:
+            return self._read_texts(request)
         raise ValueError(
             f"a request holds either '{protocol.SENTENCES}', or '{protocol.TOKENS}' with "
-            f"'{protocol.SEQUENCE_LENGTHS}'; this one holds {sorted(names)}"
+            f"'{protocol.SEQUENCE_LENGTHS}', or (of a tokenizer with a chat template) '{protocol.PROMPTS}' with "
+            f"'{protocol.RESPONSES}'; this one holds {sorted(names)}"
         )
 
-    def _read_tokens(self, tokens: np.ndarray, lengths: np.ndarray) -> _Samples:
+    def _read_tokens(self, tokens: np.ndarray, lengths: np.ndarray) -> Samples:
         count, width = tokens.shape
         status = np.zeros(count, np.int32)
         sequences: list[list[int]] = []
@@ -125,9 +148,9 @@ class RequestScorer:
             else:
                 status[row] = self._check(sequence)
             sequences.append(sequence.tolist() if status[row] == base.STATUS_OK else [])
-        return _Samples(sequences, status)
+        return Samples(sequences, status)
 
-    def _read_sentences(self, sentences: np.ndarray) -> _Samples:
+    def _read_sentences(self, sentences: np.ndarray) -> Samples:
         status = np.zeros(sentences.shape[0], np.int32)
         sequences: list[list[int]] = []
         for row, raw in enumerate(sentences.reshape(-1).tolist()):
@@ -138,7 +161,21 @@ class RequestScorer:
             except UnicodeDecodeError:
                 status[row] = base.STATUS_BAD_TEXT
             sequences.append(sequence if status[row] == base.STATUS_OK else [])
-        return _Samples(sequences, status)
+        return Samples(sequences, status)
+
+    def _read_texts(self, request: Mapping[str, np.ndarray]) -> Samples:
+        samples, status = read_samples(request)
+        sequences: list[list[int]] = []
+        for row, sample in enumerate(samples):
+            sequence: list[int] = []
+            if sample is not None:
+                try:
+                    sequence = encode_sample(self._tokenizer, sample)
+                    status[row] = self._check(np.asarray(sequence, np.int64))
+                except DataError:
+                    status[row] = base.STATUS_BAD_PROMPT
+            sequences.append(sequence if status[row] == base.STATUS_OK else [])
+        return Samples(sequences, status)
 
     def _tokenize(self, text: str) -> list[int]:
         if not text:
@@ -155,9 +192,9 @@ class RequestScorer:
             return base.STATUS_BAD_TOKEN
         return base.STATUS_OK
 
-    def _score_requests(self, samples: list[_Samples]) -> list[dict[str, np.ndarray]]:
+    def _score_requests(self, samples: list[Samples]) -> list[dict[str, np.ndarray]]:
         if not self._deterministic and len(samples) > 1:
-            merged = _Samples(
+            merged = Samples(
                 [sequence for one in samples for sequence in one.sequences],
                 np.concatenate([one.status for one in samples]),
             )
@@ -170,7 +207,7 @@ class RequestScorer:
                 ]  # else each request by itself, so that one cannot fail the others
         return [self._score(one) for one in samples]
 
-    def _score(self, samples: _Samples) -> dict[str, np.ndarray]:
+    def _score(self, samples: Samples) -> dict[str, np.ndarray]:
         status = samples.status.copy()
         rewards = np.full(len(status), np.nan, np.float32)
         good = np.flatnonzero(status == base.STATUS_OK)
@@ -189,7 +226,7 @@ class RequestScorer:
         rewards[bad] = np.nan
         return {protocol.REWARDS: rewards[:, None], protocol.STATUS: status[:, None]}
 
-    def _count(self, samples: list[_Samples], answers: list[dict[str, np.ndarray]], seconds: float) -> None:
+    def _count(self, samples: list[Samples], answers: list[dict[str, np.ndarray]], seconds: float) -> None:
         failed: dict[str, int] = {}
         for answer in answers:
             for code in answer[protocol.STATUS][:, 0].tolist():

@@ -30,6 +30,7 @@ import psutil
 from reinforce_rl.errors import ConfigError, RewardServerError
 from reinforce_rl.guard import Guard
 from reinforce_rl.reward import base, health, protocol
+from reinforce_rl.reward.function_scoring import FunctionRequestScorer, FunctionScorer
 from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.scoring import RequestScorer
 from reinforce_rl.tokenizer import TokenizerInfo
@@ -55,7 +56,9 @@ class RewardServer:
 
     Args:
         scorer: the reward model. It is called on one thread, never the main one, so a CUDA device must be set inside.
-        tokenizer: the one whose ids the scorer reads. It also reads `sentences`, without any chat template.
+            Or a reward function.
+        tokenizer: the one whose ids the scorer reads. It also reads `sentences`, without any chat template, and
+            prompts with responses, with its own. None for a reward function.
         name: the model's name in URLs.
         host: the address to listen on. Anyone who can reach it can use it: there is no access control.
         port: the TCP port to listen on.
@@ -70,8 +73,8 @@ class RewardServer:
 
     def __init__(
         self,
-        scorer: base.Scorer,
-        tokenizer: PreTrainedTokenizerBase,
+        scorer: base.Scorer | FunctionScorer,
+        tokenizer: PreTrainedTokenizerBase | None,
         *,
         name: str = protocol.DEFAULT_NAME,
         host: str = "127.0.0.1",
@@ -91,15 +94,19 @@ class RewardServer:
         self._stop_timeout = stop_timeout
         self._stopping = False
         self._stop_signal: str | None = None
-        self._requests = RequestScorer(
-            scorer, tokenizer, deterministic=deterministic, add_special_tokens=add_special_tokens
-        )
+        if isinstance(scorer, FunctionScorer):
+            self._requests = FunctionRequestScorer(scorer)
+        else:
+            self._requests = RequestScorer(
+                scorer, tokenizer, deterministic=deterministic, add_special_tokens=add_special_tokens
+            )
         self.info = ServerInfo(
             name=name,
             max_batch_size=max_batch_size,
             max_length=scorer.max_length,
             vocab_size=scorer.vocab_size,
-            tokenizer=TokenizerInfo.of(tokenizer),
+            tokenizer=None if tokenizer is None else TokenizerInfo.of(tokenizer),
+            input_forms=self._requests.input_forms,
             deterministic=deterministic,
             add_special_tokens=add_special_tokens,
             details=dict(details or {}),
@@ -178,6 +185,11 @@ class RewardServer:
                 Tensor(name=protocol.SENTENCES, dtype=np.bytes_, shape=(1,), optional=True),
                 Tensor(name=protocol.TOKENS, dtype=np.int64, shape=(-1,), optional=True),
                 Tensor(name=protocol.SEQUENCE_LENGTHS, dtype=np.int64, shape=(1,), optional=True),
+                Tensor(name=protocol.PROMPTS, dtype=np.bytes_, shape=(1,), optional=True),
+                Tensor(name=protocol.RESPONSES, dtype=np.bytes_, shape=(1,), optional=True),
+                Tensor(name=protocol.MESSAGES, dtype=np.bytes_, shape=(1,), optional=True),
+                Tensor(name=protocol.METADATA, dtype=np.bytes_, shape=(1,), optional=True),
+                Tensor(name=protocol.FINISHED, dtype=np.int64, shape=(1,), optional=True),
             ],
             outputs=[
                 Tensor(name=protocol.REWARDS, dtype=np.float32, shape=(1,)),
@@ -215,10 +227,7 @@ class RewardServer:
             health.check_once(self._local_host, self._port, self.info.name, timeout=10.0)
         except health.NotReadyYet as error:
             raise RewardServerError(f"the server at {self._host}:{self._port} started, but {error}") from error
-        inputs = [
-            {"name": protocol.TOKENS, "datatype": "INT64", "shape": [1, 1], "data": [0]},
-            {"name": protocol.SEQUENCE_LENGTHS, "datatype": "INT64", "shape": [1, 1], "data": [1]},
-        ]
+        inputs = self._requests.canary_inputs
         answer = health.infer_json(self._local_host, self._port, self.info.name, inputs, CANARY_SECONDS)
         status = answer[protocol.STATUS][0]
         if status != base.STATUS_OK:
@@ -338,7 +347,7 @@ def check_options(info: ServerInfo, port: int, max_queue_delay: float) -> None:
         faults.append(f"the model's name is '{info.name}'; expected letters, digits, '.', '_' and '-'")
     if info.name == protocol.INFO_MODEL:
         faults.append(f"the model's name '{info.name}' is taken by the server's own description")
-    if info.vocab_size < info.tokenizer.vocab_size:
+    if info.tokenizer is not None and info.vocab_size is not None and info.vocab_size < info.tokenizer.vocab_size:
         faults.append(
             f"the reward model knows {info.vocab_size} token ids, its tokenizer {info.tokenizer.vocab_size}; "
             "expected the tokenizer that the model was trained with"

@@ -8,17 +8,22 @@ While the actor trains, the reward server is sent the actor's own tokens and nev
 
 The template itself would put a newline behind the end of a turn. The actor stops at the end-of-turn token, so there is
 none here. An answer that was cut at the actor's `max_length` has no end-of-turn token.
+
+Where the reward model has another tokenizer than the actor, the server is sent texts, and `encode_sample` renders them
+into the same form, by the reward model's own template.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from reinforce_rl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from reinforce_rl.reward.base import TextSample
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -32,7 +37,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return cast(int, tokenizer.eos_token_id)
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Tokens of a conversation up to where the assistant's answer begins.
 
     Args:
@@ -83,6 +88,20 @@ def encode_conversation(
         DataError: the template refuses these messages.
     """
     return encode_prompt(tokenizer, messages) + encode_answer(tokenizer, answer, max_answer_tokens)
+
+
+def encode_sample(tokenizer: PreTrainedTokenizerBase, sample: TextSample) -> list[int]:
+    """Tokens of a sample by the tokenizer's own chat template. A plain prompt is one user message.
+
+    An answer that was cut has no end-of-turn token, so that it does not look finished.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template or no end-of-sequence token.
+        DataError: the template refuses these messages.
+    """
+    messages = sample.messages or ({"role": "user", "content": sample.prompt},)
+    answer = encode_answer(tokenizer, sample.response)
+    return encode_prompt(tokenizer, messages) + (answer if sample.finished else answer[:-1])
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

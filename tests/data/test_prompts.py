@@ -58,6 +58,7 @@ def test_each_form_of_line(tokenizer, tmp_path):
     dataset = load(tokenizer, file)
     assert [p.text for p in dataset] == ["one", " two\n", "S: be kind<eos>U: hi<eos>A:"]
     assert [p.metadata for p in dataset] == [{"answer": 7, "tags": ["x"]}, {}, {"source": None}]
+    assert [p.messages for p in dataset] == [(), (), tuple(messages)]
     assert [p.id for p in dataset] == [0, 1, 2]
     for prompt in dataset:
         assert tokenizer.decode(prompt.tokens) == prompt.text

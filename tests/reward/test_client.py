@@ -110,9 +110,10 @@ def test_the_handshake_accepts_the_same_tokenizer_and_names_every_difference(ser
     same = TokenizerInfo.of(load_tokenizer(write_tiny_tokenizer(tmp_path / "same", vocab_size=VOCAB_SIZE)))
     other = TokenizerInfo.of(load_tokenizer(write_tiny_tokenizer(tmp_path / "other", vocab_size=VOCAB_SIZE - 30)))
     client = make_client(server.port)
-    client.check_compatible(same, VOCAB_SIZE)
+    assert client.check_compatible(same, VOCAB_SIZE) == "tokens"
+    assert client.check_compatible(other, VOCAB_SIZE + 1) == "text"  # by the server's own template
     with pytest.raises(ConfigError) as caught:
-        client.check_compatible(other, VOCAB_SIZE + 1)
+        client.check_compatible(other, VOCAB_SIZE + 1, "tokens")
     text = str(caught.value)
     assert f"127.0.0.1:{server.port}" in text
     assert "vocabulary size 98 here, 128 there" in text

@@ -1,0 +1,59 @@
+"""What a reward source is asked: texts without the token that ended them, and the prompt's own fields."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.rewards import FunctionReward
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+
+from reinforce_rl.algorithms.rollouts import RolloutMaker
+from reinforce_rl.reward.base import RewardRequest
+from reinforce_rl.rollout import Completions, Prompt
+from reinforce_rl.tokenizer import load_tokenizer
+
+MESSAGES = ({"role": "user", "content": "tea"},)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), 48))
+
+
+class Asked(FunctionReward):
+    def __init__(self):
+        super().__init__(lambda ids: 0.0, 0)
+        self.requests: list[RewardRequest] = []
+
+    def infer_rm(self, request: RewardRequest):
+        self.requests.append(request)
+        return super().infer_rm(request)
+
+
+def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
+    dot = tokenizer.convert_tokens_to_ids(".")  # ends a response here, and is no special token
+    rows = [("ab.", "stop"), ("ab.a", "length"), (".", "stop"), ("", "length"), ("ab", "stop"), ("a<eos>", "stop")]
+    ids = [tokenizer(text)["input_ids"] for text, _ in rows]
+    tokens = torch.zeros((len(rows), 4), dtype=torch.long)
+    for row, sequence in enumerate(ids):
+        tokens[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
+    completions = Completions(tokens, torch.tensor([len(x) for x in ids]), tuple(reason for _, reason in rows))
+    model: Any = SimpleNamespace(
+        tokenizer=tokenizer,
+        pad_id=0,
+        mesh=SimpleNamespace(is_block_leader=True),
+        settings=SimpleNamespace(sampling=SimpleNamespace(stop_token_ids=(2, dot))),
+        infer=lambda *_, **__: completions,
+    )
+    prompts = [Prompt(0, "plain", (5,), {"answer": "1"}), Prompt(1, "U: tea<eos>A:", (6, 7), {}, MESSAGES)]
+    rm = Asked()
+    RolloutMaker(model, rm, lambda prompts, _: [prompts], drop_truncated=False).sample(prompts, 3, seed=0)
+    samples = rm.requests[0].samples
+    assert [sample.response for sample in samples] == ["ab", "ab.a", "", "", "ab", "a"]
+    assert [sample.finished for sample in samples] == [True, False, True, False, True, True]
+    assert [sample.messages for sample in samples] == [()] * 3 + [MESSAGES] * 3
+    assert [sample.record for sample in samples] == [{"answer": "1"}] * 3 + [{}] * 3
+    assert rm.requests[0].lengths.tolist() == [1 + 3, 1 + 4, 1 + 1, 2 + 0, 2 + 2, 2 + 2]  # tokens are all there

@@ -1,0 +1,63 @@
+"""Requests of texts to a reward function, without a server."""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from reinforce_rl.reward import base, protocol
+from reinforce_rl.reward.base import TextSample
+from reinforce_rl.reward.function_pool import PING, FunctionPool, PendingScores, Scores
+from reinforce_rl.reward.function_scoring import FunctionRequestScorer, FunctionScorer
+from reinforce_rl.reward.text_form import text_arrays
+
+
+class LengthPool(FunctionPool):
+    """Scores by the response's length, at once; an empty one times out."""
+
+    def __init__(self):
+        self.asked: list[tuple[str, int]] = []
+
+    def submit(self, function, samples):
+        self.asked.append((function, len(samples)))
+        lengths = np.array([len(sample.response) for sample in samples], np.float32)
+        status = np.where(lengths == 0, base.STATUS_TIMED_OUT, base.STATUS_OK).astype(np.int32)
+        future: Future[Scores] = Future()
+        future.set_result(Scores(np.where(lengths == 0, np.nan, lengths).astype(np.float32), status))
+        return PendingScores(future, time.monotonic())
+
+
+@pytest.fixture
+def pool() -> LengthPool:
+    return LengthPool()
+
+
+def test_merged_requests_are_asked_together_and_a_bad_sample_is_left_out(pool):
+    scorer = FunctionRequestScorer(FunctionScorer(pool, "f"))
+    first = text_arrays([TextSample("p", text) for text in ("abc", "", "ab")])
+    second = text_arrays([TextSample("", "a")])
+    first[protocol.METADATA][2, 0] = b"{"
+    left, right = scorer([first, second])
+    assert left["status"].tolist() == [[base.STATUS_OK], [base.STATUS_TIMED_OUT], [base.STATUS_BAD_PROMPT]]
+    assert left["rewards"][0, 0] == 3 and all(math.isnan(value) for value in left["rewards"][1:, 0])
+    assert (right["status"].tolist(), right["rewards"].tolist()) == ([[0]], [[1.0]])
+    assert pool.asked == [("f", 2), ("f", 1)]
+    assert (scorer.totals.requests, scorer.totals.samples, scorer.totals.failed) == (2, 4, 2)
+    assert scorer.input_forms == (protocol.TEXT_FORM,)
+
+
+def test_the_canary_does_not_reach_the_function(pool):
+    scorer = FunctionRequestScorer(FunctionScorer(pool, "f"))
+    canary = {one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs}
+    scorer([canary])
+    assert pool.asked == [(PING, 1)]
+
+
+def test_tokens_are_refused(pool):
+    tokens = {"tokens": np.zeros((1, 1), np.int64), "sequence_lengths": np.ones((1, 1), np.int64)}
+    with pytest.raises(ValueError, match="a reward function, which reads"):
+        FunctionRequestScorer(FunctionScorer(pool, "f"))([tokens])
