@@ -41,7 +41,7 @@ from reinforce_rl.config import load_config
 from reinforce_rl.data.loader import PromptLoader
 from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.sampler import PromptSampler
-from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.errors import ConfigError, RewardServerError, StoppedEarly
 from reinforce_rl.reward.base import STATUS_BAD_TOKEN, STATUS_OK, RewardRequest
 from reinforce_rl.reward.client import RemoteGPTRMClient
 from reinforce_rl.rollout import FINISH_STOP, Prompt
@@ -298,7 +298,8 @@ def test_defect_16_the_time_counts_from_the_start_of_the_process_and_across_epoc
     config = tiny_config(tmp_path, f"{RL}.max_epochs=9", "exp_manager.max_time_per_run='0:45'")
     with tiny_trainer(config, mesh) as trainer:
         monkeypatch.setattr(run_timer, "time", SimpleNamespace(time=lambda: started + 12 + 10 * trainer.step))
-        trainer.fit()
+        with pytest.raises(StoppedEarly, match="time of this run is used up"):
+            trainer.fit()
     assert trainer.step == 4
 
 

@@ -35,7 +35,7 @@ from helpers.toy_server import free_port
 
 from reinforce_rl.build import build_datasets, connect_to_reward_servers
 from reinforce_rl.config import ReinforceConfig, load_config
-from reinforce_rl.errors import DataError, RewardServerError
+from reinforce_rl.errors import DataError, RewardServerError, StoppedEarly
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.reward.base import RewardRequest
@@ -245,7 +245,8 @@ class TestOperations:
         with tiny_trainer(tiny_config(tmp_path, *keys), mesh) as trainer:
             trainer.save = lambda **_: None  # type: ignore[method-assign]
             trainer.run_timer = StopsAfter(1)
-            trainer.fit()
+            with pytest.raises(StoppedEarly):
+                trainer.fit()
         assert metrics_of(tmp_path)[-1]["step"] == 3
         lines = run(tmp_path, mesh, *keys)
         events = reader.EventAccumulator(str(tmp_path / "run" / "tensorboard"), purge_orphaned_data=False)
@@ -312,7 +313,8 @@ class TestOperations:
         keys = [f"{RL}.max_epochs=4", f"{RL}.val_check_interval=4", f"{RL}.save_interval=0"]
         with tiny_trainer(tiny_config(tmp_path, *keys), mesh) as trainer:
             trainer.run_timer = StopsAfter(2)
-            trainer.fit()
+            with pytest.raises(StoppedEarly):
+                trainer.fit()
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
         assert checkpoint is not None and checkpoint.trainer_state["step"] == 2
         assert [line["step"] for line in metrics_of(tmp_path) if "val/rewards" in line] == [0, 2]
