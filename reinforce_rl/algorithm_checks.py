@@ -102,7 +102,8 @@ def batch_size_faults(cfg: TrainConfig) -> Iterator[str]:
         )
     elif rl.importance_ratio == "none" and (rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None):
         yield (
-            f"trainer.reinforce.reinforce_epochs is {rl.reinforce_epochs} and model.global_batch_size is {'null' if size is None else size}: "
+            f"trainer.reinforce.reinforce_epochs is {rl.reinforce_epochs} and model.global_batch_size is "
+            f"{'null' if size is None else size}: "
             "several optimizer steps on one rollout batch are off-policy; set "
             "trainer.reinforce.importance_ratio=token, sequence or sequence_geometric"
         )
