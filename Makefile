@@ -5,6 +5,7 @@
 #                         a GPU all the same); https://download.pytorch.org/whl/cpu has the CPU build
 #   PIP_ARGS=...          further arguments for every `pip install`, e.g. an index or a folder of wheels
 #   PYTEST_ARGS=...       further arguments for pytest, e.g. PYTEST_ARGS="-k reward -x"
+#   TEST_WORKERS=N        processes that tests run in, 2 unless told; 0 runs them in pytest's own
 #   DEMO_STEPS=N          a shorter or longer demo; DEMO_ARGS="key=value ..." are Hydra overrides for it
 
 SHELL := /bin/bash
@@ -16,11 +17,14 @@ PYTHON ?=
 PIP_ARGS ?=
 TORCH_INDEX_URL ?=
 PYTEST_ARGS ?=
+TEST_WORKERS ?= 2
 DEMO_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 CONSTRAINTS := constraints/cpu-py311.txt
+# One file of tests stays in one process: its fixtures, often a server or a model, are made once.
+PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Idle OpenMP threads that spin cost a busy machine more than tenfold; no model hub is ever asked.
 export GOMP_SPINCOUNT := 0
@@ -50,10 +54,10 @@ demo: install ## Align a real language model on this machine's CPU and write a r
 	$(BIN)/python examples/demo/run_demo.py $(DEMO_ARGS)
 
 test: install lint types ## Lint, types and every test that takes seconds
-	$(BIN)/python -m pytest -m "not slow and not slurm and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not slurm and not gpu" $(PYTEST_ARGS)
 
 test-slow: install ## The tests that take minutes, which `make test` leaves out
-	$(BIN)/python -m pytest -m "slow and not slurm and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not slurm and not gpu" $(PYTEST_ARGS)
 
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .

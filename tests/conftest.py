@@ -15,10 +15,29 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers that each take every core would wait for one another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Files that take minutes. They go first, so that no worker is left with one of them when the others have ended.
+LONG_FILES = (
+    "test_end_to_end.py",
+    "test_layouts.py",
+    "test_ranked_server.py",
+    "test_resharding.py",
+    "test_families.py",
+    "test_lost_ranks.py",
+    "test_stopping.py",
+    "test_peers.py",
+)
 
 TESTS = str(Path(__file__).parent)
 if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the long files first; the rest keeps its order."""
+    items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
 
 
 @pytest.fixture(scope="module")

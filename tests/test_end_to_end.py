@@ -181,6 +181,7 @@ def test_the_launcher_makes_a_whole_run_and_leaves_nothing(undisturbed):
     check_whole_run(undisturbed, last_step=STEPS)
 
 
+@pytest.mark.slow
 def test_the_launcher_with_two_ranks(world, tmp_path):
     steps = ["trainer.reinforce.max_steps=2", "trainer.reinforce.val_check_interval=2"]
     launched = launch_local(world, tmp_path / "run", "trainer.devices=2", *steps)

@@ -87,6 +87,7 @@ class TestGreedy:
         assert [reason for _, reason in found] == ["stop" if t[-1] in stops else "length" for t in expected]
         assert len({len(tokens) for tokens in expected}) > 1  # else nothing would have left the batch early
 
+    @pytest.mark.slow
     def test_real_weights_equal_transformers(self, mesh):
         """Eight prompts of unequal length in one batch."""
         folder = smollm2_folder()
@@ -336,6 +337,7 @@ def test_other_dtypes(dtype, folder, mesh, prompts):
     assert found.log_probs.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_ranks_draw_the_same_tokens(mesh, tmp_path):
     folders = [
         tiny_llama_folder(tmp_path / "odd_vocabulary", logit_scale=2.0, vocab_size=63),

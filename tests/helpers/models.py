@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.tools.smollm2 import DEFAULT_FOLDER, prepare_smollm2
@@ -20,7 +21,10 @@ def smollm2_folder() -> Path:
 
     Making it takes about 20 s, so a session pays for it once and later sessions not at all.
     """
-    return prepare_smollm2(ROOT / DEFAULT_FOLDER)
+    folder = ROOT / DEFAULT_FOLDER
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(folder.name + ".lock")):  # tests run in several processes
+        return prepare_smollm2(folder)
 
 
 def tiny_llama_folder(

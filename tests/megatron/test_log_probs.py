@@ -143,6 +143,7 @@ def test_bfloat16_model_gives_float32_softmax(folder, mesh, batch):
             torch.testing.assert_close(scores.entropy[row, t], entropy, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_ranks(tmp_path, mesh):
     """In float64, with vocabularies that must be padded: a padded column would take probability from the others."""
     folders = [

@@ -54,6 +54,7 @@ def test_two_ranks(tp_size):
     assert output.count("all checks passed") == 2
 
 
+@pytest.mark.slow
 def test_four_ranks_in_several_layouts():
     output = run_ranks(SCRIPT.with_name("mesh_of_four.py"), 4)
     assert output.count("all checks passed") == 4
