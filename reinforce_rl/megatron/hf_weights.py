@@ -25,7 +25,7 @@ from reinforce_rl.files import replace_folder
 from reinforce_rl.megatron.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, OUTPUT_PARAMETER, Row, weight_map
+from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, OUTPUT_PARAMETER, SCORE_LAYER, Row, weight_map
 
 T = TypeVar("T")
 # Runs through a sequence, as `iter` does, and may show how far it is.
@@ -33,6 +33,7 @@ Track = Callable[[Sequence[T]], Iterable[T]]
 
 # Frequencies of RoPE, which older folders hold and the model computes.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+_NOT_OF_A_CLASSIFIER = re.compile(rf"{_COMPUTED.pattern}|^lm_head\.weight$")
 # What an exported folder takes over from the one that the model came from: config and tokenizer.
 _CARRIED_OVER = (
     "*config.json",
@@ -50,7 +51,8 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
     """Fill this rank's slice of the model.
 
     Args:
-        lm: the model, of any tensor-parallel size.
+        lm: the model, of any tensor-parallel size. A classifier also takes a language model's folder; its head then
+            keeps the values that it has.
         folder: read slice by slice.
         track: runs through the parameters.
 
@@ -61,9 +63,13 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
     rows = weight_map(arch, lm.mesh.tp_size)
     # Some folders hold the output layer as well, though it is the embedding.
     also = arch.tied_embeddings and OUTPUT_LAYER in folder
-    shapes = {row.hf: row.shape for row in rows}
-    folder.check({**shapes, OUTPUT_LAYER: shapes[EMBEDDING]} if also else shapes, _COMPUTED)
     own = parameters_of(lm)
+    if arch.num_labels is not None and SCORE_LAYER not in folder:
+        rows = [row for row in rows if row.hf != SCORE_LAYER]
+        own.pop(SCORE_LAYER, None)
+    shapes = {row.hf: row.shape for row in rows}
+    ignored = _COMPUTED if arch.num_labels is None else _NOT_OF_A_CLASSIFIER
+    folder.check({**shapes, OUTPUT_LAYER: shapes[EMBEDDING]} if also else shapes, ignored)
     if arch.tied_embeddings and OUTPUT_PARAMETER in own:
         # The last stage of a pipeline has a copy of the first one's embedding.
         rows = [*rows, *(replace(row, megatron=OUTPUT_PARAMETER) for row in rows if row.hf == EMBEDDING)]
@@ -182,6 +188,7 @@ def export_hf_folder(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     track: Track = iter,
+    config_values: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the model as a Hugging Face folder that transformers loads: weights, config and tokenizer files.
 
@@ -196,6 +203,7 @@ def export_hf_folder(
         max_shard_bytes: of one file of weights, which is also what the first rank holds of the model besides its own
             share. A larger tensor has a file of its own.
         track: runs through the parameters.
+        config_values: keys of the source's config.json that are other ones in this folder.
 
     Raises:
         CheckpointError: on every rank, it cannot be written.
@@ -219,7 +227,7 @@ def export_hf_folder(
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         carry_over(source, part)
-        _set_dtype(part / "config.json", dtype)
+        _set_config(part / "config.json", dtype, config_values or {})
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(size for names in files.values() for size in names.values())},
@@ -265,9 +273,10 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     path.chmod(0o644)  # safetensors makes it readable by its owner only
 
 
-def _set_dtype(config: Path, dtype: torch.dtype) -> None:
+def _set_config(config: Path, dtype: torch.dtype, others: Mapping[str, Any]) -> None:
     """transformers loads a folder in the dtype its config names, so that must be the dtype of the weights."""
     values = json.loads(config.read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in values else "dtype"  # its name before transformers 5
     values[key] = str(dtype).removeprefix("torch.")
+    values.update(others)
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

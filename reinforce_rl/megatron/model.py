@@ -52,7 +52,7 @@ class CausalLM(GPTModel):
     length needs.
 
     Args:
-        architecture: the shape.
+        architecture: the shape. With `num_labels` there is no output layer, and the last stage has a head `score`.
         mesh: this rank's place.
         dtype: of the parameters.
         options: how it computes.
@@ -95,6 +95,11 @@ class CausalLM(GPTModel):
             position_embedding_type="rope",
             share_embeddings_and_output_weights=architecture.tied_embeddings,
         )
+        if architecture.num_labels is not None and self.post_process:
+            del self.output_layer  # megatron makes one in any case
+            self.score = torch.nn.Linear(
+                architecture.hidden_size, architecture.num_labels, bias=False, dtype=dtype, device=mesh.device
+            )
         self.architecture, self._sizes = architecture, sizes
         self.mesh = mesh
         self._inv_freq = inverse_frequencies.to(mesh.device)

@@ -250,16 +250,22 @@ class RemoteGPTRMClient:
         if count == 0:
             return Rewards(torch.zeros(0), torch.zeros(0, dtype=torch.int32))
         info = self._info or self._retry(self._shake_hands, job.deadline)
-        values, status = [], []
+        values, status, attributes = [], [], []
         for start in range(0, count, info.max_batch_size):
             rows = slice(start, start + info.max_batch_size)
             tokens, lengths = job.tokens[rows], job.lengths[rows]
-            one_values, one_status = self._retry(
+            one_values, one_status, one_attributes = self._retry(
                 lambda timeout, tokens=tokens, lengths=lengths: self._infer(tokens, lengths, timeout), job.deadline
             )
             values.append(one_values)
             status.append(one_status)
-        return Rewards(torch.from_numpy(np.concatenate(values)), torch.from_numpy(np.concatenate(status)))
+            attributes.append(one_attributes)
+        by_name = torch.from_numpy(np.concatenate(attributes)).t()
+        return Rewards(
+            torch.from_numpy(np.concatenate(values)),
+            torch.from_numpy(np.concatenate(status)),
+            {name: column.contiguous() for name, column in zip(info.attributes, by_name, strict=True)},
+        )
 
     def _retry(self, attempt: Callable[[float], T], deadline: _Deadline) -> T:
         """Call `attempt(timeout)` until it succeeds. After a failure the server must first introduce itself again."""
@@ -318,7 +324,10 @@ class RemoteGPTRMClient:
             )
         return info
 
-    def _infer(self, tokens: np.ndarray, lengths: np.ndarray, timeout: float) -> tuple[np.ndarray, np.ndarray]:
+    def _infer(
+        self, tokens: np.ndarray, lengths: np.ndarray, timeout: float
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rewards float32 [N], statuses int32 [N] and attributes float32 [N, K], where K may be 0."""
         import tritonclient.http as triton
         from tritonclient.utils import InferenceServerException
 
@@ -328,7 +337,9 @@ class RemoteGPTRMClient:
         ]
         inputs[0].set_data_from_numpy(tokens)
         inputs[1].set_data_from_numpy(lengths[:, None])
-        outputs = [triton.InferRequestedOutput(key) for key in (protocol.REWARDS, protocol.STATUS)]
+        names = self._info.attributes if self._info else []
+        keys = [protocol.REWARDS, protocol.STATUS, *([protocol.ATTRIBUTES] if names else [])]
+        outputs = [triton.InferRequestedOutput(key) for key in keys]
         try:
             # One for each call: it is bound to its thread, and an open one would hold up the server's stop.
             client = triton.InferenceServerClient(
@@ -337,6 +348,7 @@ class RemoteGPTRMClient:
             try:
                 answer = client.infer(self.name, inputs, outputs=outputs)
                 rewards, status = answer.as_numpy(protocol.REWARDS), answer.as_numpy(protocol.STATUS)
+                attributes = answer.as_numpy(protocol.ATTRIBUTES) if names else np.zeros((len(lengths), 0), np.float32)
             finally:
                 client.close()
         except InferenceServerException as error:
@@ -346,7 +358,8 @@ class RemoteGPTRMClient:
             text = reason_of(error)
             raise _Transient(f"does not answer ({text})", timed_out=isinstance(error, TimeoutError)) from error
         try:
-            return protocol.check_answer(rewards, status, len(lengths))
+            values, codes = protocol.check_answer(rewards, status, len(lengths))
+            return values, codes, protocol.check_attributes(attributes, codes, len(names))
         except ValueError as error:
             raise _Transient(f"gave a wrong answer: {error}", bad_answer=True) from error
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from reinforce_rl.errors import ConfigError, DataError
-from reinforce_rl.megatron.reward_model import RewardHead
+from reinforce_rl.megatron.reward_head import RewardHead
 from reinforce_rl.reward.pairs import prompt_position
 
 DEFAULT_L2_GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)

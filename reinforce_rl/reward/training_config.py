@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from reinforce_rl.config import build
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.megatron.reward_model import POOLINGS
+from reinforce_rl.megatron.reward_head import POOLINGS
 from reinforce_rl.reward.training import DEFAULT_FOLDS, DEFAULT_L2_GRID
 
 AUTO_POOLING = "auto"
