@@ -14,7 +14,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import RowParallelLinear
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
@@ -173,6 +173,12 @@ class CausalLM(GPTModel):
         finally:
             for module, name in switches:
                 setattr(module, name, True)
+
+    def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """For checkpoints; megatron's own asks for an output layer, which a classifier has not."""
+        if self.architecture.num_labels is None:
+            return super().sharded_state_dict(*args, **options)
+        return MegatronModule.sharded_state_dict(self, *args, **options)
 
     @property
     def output_weight(self) -> Tensor:

@@ -13,13 +13,13 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from reinforce_rl.data.sampler import PromptSampler, shard
 from reinforce_rl.errors import CheckpointError, DataError
-from reinforce_rl.reward.objectives import Evaluation, Example, Objective
+from reinforce_rl.reward.objectives import Evaluation, Objective
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from reinforce_rl.reward.trainable import TrainableRewardModel
 
 STATE_VERSION = 1
+
+Example = TypeVar("Example")
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ class FullTrainer(Generic[Example]):
                 self._take_in(self._evaluate())
                 self._monitor.commit(self.step)
                 self._monitor.phase("checkpoint")
-                self._checkpointer.save(self.step, self.state_dict())
+                keep = [] if self.best is None else [self.best.step]
+                self._checkpointer.save(self.step, self.state_dict(), keep)
             else:
                 self._monitor.commit(self.step)
 
@@ -126,7 +129,7 @@ class FullTrainer(Generic[Example]):
 
         def loss_of(scores: torch.Tensor, rows: list[int]) -> tuple[torch.Tensor, dict[str, float]]:
             total, sums = objective.loss(scores, [mine[i] for i in rows])
-            return total / count, {**sums, "loss": float(total)}
+            return total / count, {**sums, "loss": total.item()}
 
         sums = self._model.accumulate([objective.sequences_of(example) for example in mine], loss_of)
         update = self._optimizer.step()

@@ -18,7 +18,7 @@ from reinforce_rl.reward.losses import bradley_terry, squared_error
 from reinforce_rl.reward.pairs import EncodedPair
 from reinforce_rl.reward.ratings import EncodedRating
 
-Example = TypeVar("Example")
+Example = TypeVar("Example", contravariant=True)
 Tokens = tuple[int, ...]
 
 

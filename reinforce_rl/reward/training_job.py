@@ -50,6 +50,7 @@ def train_reward_model(config: TrainRewardModelConfig, *, command: str, console:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     data, trunk_folder = config.data, Path(config.model.restore_from_path)
+    assert data.pairs_path is not None  # checked
     lines = read_pairs(data.pairs_path)
     tokenizer = load_tokenizer(trunk_folder)
     encoded = encode_pairs(
