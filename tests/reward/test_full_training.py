@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from reinforce_rl.monitoring.jsonl import read_metrics
 from reinforce_rl.reward.full_job import read_data
 from reinforce_rl.reward.full_report import EVALUATION_FILE, read_best, write_full_report
 from reinforce_rl.reward.objectives import Objective, Ranking, Regression
+from reinforce_rl.reward.training_config import DataConfig, ModelConfig, TrainRewardModelConfig
 from reinforce_rl.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -204,6 +206,13 @@ def test_all_faults_are_told_at_once(tmp_path):
         assert part in text, part
 
 
+def test_the_shipped_settings_are_the_defaults_of_the_code(tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 2)
+    shipped = tiny_config(f"model.restore_from_path={tmp_path}", f"data.pairs_path={pairs}")
+    code = TrainRewardModelConfig(ModelConfig(str(tmp_path)), DataConfig(str(pairs)))
+    assert dataclasses.asdict(shipped) == dataclasses.asdict(code)
+
+
 def test_faults_of_the_modes(tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl", 2)
     overrides = [*tiny_overrides(tmp_path), f"data.pairs_path={pairs}"]
@@ -218,7 +227,11 @@ def test_faults_of_the_modes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [[], ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]])
+@pytest.mark.parametrize(
+    "layout",
+    [[], ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"], ["model.optim.distributed=true"]],
+    ids=["DP2", "TP2 SP", "DP2 distributed optimizer"],
+)
 def test_the_script_on_two_ranks(layout, ranked, tmp_path):
     overrides = [*ranking_overrides(tmp_path), f"full.max_steps={STEPS}", "trainer.devices=2", *layout]
     done = subprocess.run(
