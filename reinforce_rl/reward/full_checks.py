@@ -121,6 +121,8 @@ def _layout(cfg: TrainRewardModelConfig) -> Iterator[str]:
 
 
 def _shape(cfg: TrainRewardModelConfig) -> Iterator[str]:
+    if not cfg.model.restore_from_path:
+        return
     config_file = Path(cfg.model.restore_from_path) / "config.json"
     try:
         values = json.loads(config_file.read_text(encoding="utf-8"))

@@ -39,7 +39,7 @@ class TrainerConfig:
 class ModelConfig:
     """The trunk: a Hugging Face folder with safetensors and a chat template. All else is of `mode=full`."""
 
-    restore_from_path: str
+    restore_from_path: str = ""  # so that the other keys are checked too where it is missing
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
@@ -121,7 +121,7 @@ class FullConfig:
 class TrainRewardModelConfig:
     """Every setting of `conf/train_reward_model.yaml`, which says what each is for."""
 
-    model: ModelConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mode: str = "head"
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -155,7 +155,9 @@ class TrainRewardModelConfig:
         from reinforce_rl.reward.full_checks import full_faults, head_faults
 
         found = []
-        if not Path(self.model.restore_from_path).is_dir():
+        if not self.model.restore_from_path:
+            found.append("model.restore_from_path is not set; give it as model.restore_from_path=VALUE")
+        elif not Path(self.model.restore_from_path).is_dir():
             found.append(f"model.restore_from_path is {self.model.restore_from_path}, which is no folder")
         if self.mode not in MODES:
             found.append(f"mode is {self.mode!r}; expected one of {', '.join(MODES)}")
