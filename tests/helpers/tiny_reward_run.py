@@ -67,7 +67,7 @@ def write_ratings(path: Path, count: int, *, seed: int = 0) -> Path:
         good, bad = rng.randrange(7), rng.randrange(7)
         letters = [rng.choice(GOOD) for _ in range(good)] + [rng.choice(BAD) for _ in range(bad)]
         rng.shuffle(letters)
-        attributes = {"vowels": 0.5 * good - 1, "length": 0.25 * (good + bad) - 0.5}
+        attributes: dict[str, float | None] = {"vowels": 0.5 * good - 1, "length": 0.25 * (good + bad) - 0.5}
         if i % 3 == 0:
             attributes[NAMES[i // 3 % 2]] = None
         lines.append({"prompt": f"say {i}", "response": "".join(letters), "attributes": attributes})
