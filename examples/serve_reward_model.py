@@ -2,11 +2,11 @@
 
 python examples/serve_reward_model.py reward_model.restore_from_path=TRUNK reward_model.head_path=HEAD.safetensors
 python examples/serve_reward_model.py reward_function.name=reinforce_rl.reward.functions.gsm8k
+python examples/serve_reward_model.py reward_model.restore_from_path=CLASSIFIER
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 from pathlib import Path
@@ -33,15 +33,28 @@ def serve(cfg: DictConfig) -> None:
     sys.modules["wandb"] = None  # type: ignore[assignment]
     # Only now: torch and megatron take seconds to import, and a wrong path or a busy port should not cost them.
     from reinforce_rl.megatron.mesh import parallel_mesh
-    from reinforce_rl.megatron.reward_model import load_reward_model
+    from reinforce_rl.megatron.reward_model import load_head, load_reward_model, reward_model_identity
+    from reinforce_rl.reward.merging import Merging
 
+    folder, head_path = cfg.reward_model.restore_from_path, cfg.reward_model.head_path
+    head = load_head(folder, head_path)
+    weights: Any = (
+        OmegaConf.to_container(cfg.reward_model.attribute_weights) if cfg.reward_model.attribute_weights else None
+    )
+    merging = Merging.of(
+        head.attributes,
+        weights,
+        head.mean if cfg.reward_model.mean is None else cfg.reward_model.mean,
+        head.deviation if cfg.reward_model.deviation is None else cfg.reward_model.deviation,
+    )
     with parallel_mesh() as mesh:
         scorer = load_reward_model(
-            cfg.reward_model.restore_from_path,
-            cfg.reward_model.head_path,
+            folder,
+            head_path,
             mesh,
             micro_batch_size=cfg.inference.micro_batch_size,
             max_length=cfg.reward_model.max_length,
+            merging=merging,
         )
         RewardServer(
             scorer,
@@ -49,12 +62,7 @@ def serve(cfg: DictConfig) -> None:
             **inference_options(cfg),
             deterministic=cfg.inference.deterministic,
             add_special_tokens=cfg.inference.add_special_tokens,
-            # By content, so that a restart from another path or node is the same server to its clients.
-            details={
-                "trunk": Path(cfg.reward_model.restore_from_path).resolve().name,
-                "head_sha256": hashlib.sha256(Path(cfg.reward_model.head_path).read_bytes()).hexdigest(),
-                "pooling": scorer.pooling,
-            },
+            details=reward_model_identity(folder, head_path, scorer),
         ).serve()
 
 
@@ -94,12 +102,12 @@ def check_paths(cfg: DictConfig) -> None:
     """Raises ConfigError naming each key that is not set, or whose file or folder is not there."""
     faults = [f"{key} is not set; expected a path" for key in sorted(OmegaConf.missing_keys(cfg))]
     if not faults:
-        trunk, head = Path(cfg.reward_model.restore_from_path), Path(cfg.reward_model.head_path)
+        trunk, head = Path(cfg.reward_model.restore_from_path), cfg.reward_model.head_path
         if not trunk.is_dir():
             faults.append(
                 f"reward_model.restore_from_path: {trunk} is no folder; expected a Hugging Face model folder"
             )
-        if not head.is_file():
+        if head is not None and not Path(head).is_file():
             faults.append(f"reward_model.head_path: {head} is no file; examples/train_reward_model.py makes one")
     if faults:
         raise ConfigError(faults)

@@ -248,13 +248,21 @@ class RemoteGPTRMClient:
             return Rewards(torch.zeros(0), torch.zeros(0, dtype=torch.int32))
         info = self._info or self._retry(self._shake_hands, job.deadline)
         arrays = self._arrays_of(job.request, info)
-        values, status = [], []
+        values, status, attributes = [], [], []
         for start in range(0, count, info.max_batch_size):
             part = {name: array[start : start + info.max_batch_size] for name, array in arrays.items()}
-            one_values, one_status = self._retry(lambda timeout, part=part: self._infer(part, timeout), job.deadline)
+            one_values, one_status, one_attributes = self._retry(
+                lambda timeout, part=part: self._infer(part, timeout), job.deadline
+            )
             values.append(one_values)
             status.append(one_status)
-        return Rewards(torch.from_numpy(np.concatenate(values)), torch.from_numpy(np.concatenate(status)))
+            attributes.append(one_attributes)
+        by_name = torch.from_numpy(np.concatenate(attributes)).t()
+        return Rewards(
+            torch.from_numpy(np.concatenate(values)),
+            torch.from_numpy(np.concatenate(status)),
+            {name: column.contiguous() for name, column in zip(info.attributes, by_name, strict=True)},
+        )
 
     def _retry(self, attempt: Callable[[float], T], deadline: _Deadline) -> T:
         """Call `attempt(timeout)` until it succeeds. After a failure the server must first introduce itself again."""
@@ -313,7 +321,8 @@ class RemoteGPTRMClient:
             )
         return info
 
-    def _infer(self, arrays: dict[str, np.ndarray], timeout: float) -> tuple[np.ndarray, np.ndarray]:
+    def _infer(self, arrays: dict[str, np.ndarray], timeout: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rewards float32 [N], statuses int32 [N] and attributes float32 [N, K], where K may be 0."""
         import tritonclient.http as triton
         from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
@@ -322,7 +331,9 @@ class RemoteGPTRMClient:
             inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
             inputs[-1].set_data_from_numpy(array)
         count = len(next(iter(arrays.values())))
-        outputs = [triton.InferRequestedOutput(key) for key in (protocol.REWARDS, protocol.STATUS)]
+        names = self._info.attributes if self._info else []
+        keys = [protocol.REWARDS, protocol.STATUS, *([protocol.ATTRIBUTES] if names else [])]
+        outputs = [triton.InferRequestedOutput(key) for key in keys]
         try:
             # One for each call: it is bound to its thread, and an open one would hold up the server's stop.
             client = triton.InferenceServerClient(
@@ -331,6 +342,7 @@ class RemoteGPTRMClient:
             try:
                 answer = client.infer(self.name, inputs, outputs=outputs)
                 rewards, status = answer.as_numpy(protocol.REWARDS), answer.as_numpy(protocol.STATUS)
+                attributes = answer.as_numpy(protocol.ATTRIBUTES) if names else np.zeros((count, 0), np.float32)
             finally:
                 client.close()
         except InferenceServerException as error:
@@ -340,7 +352,8 @@ class RemoteGPTRMClient:
             text = reason_of(error)
             raise _Transient(f"does not answer ({text})", timed_out=isinstance(error, TimeoutError)) from error
         try:
-            return protocol.check_answer(rewards, status, count)
+            values, codes = protocol.check_answer(rewards, status, count)
+            return values, codes, protocol.check_attributes(attributes, codes, len(names))
         except ValueError as error:
             raise _Transient(f"gave a wrong answer: {error}", bad_answer=True) from error
 

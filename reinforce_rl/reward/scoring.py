@@ -71,6 +71,7 @@ class RequestScorer:
         add_special_tokens: bool = False,
     ):
         self._scorer = cast(base.Scorer, scorer)
+        self._attributes = base.attributes_of(scorer)
         self._tokenizer = cast("PreTrainedTokenizerBase", tokenizer)
         self._deterministic = deterministic
         self._add_special_tokens = add_special_tokens
@@ -106,6 +107,8 @@ class RequestScorer:
 
     def __call__(self, requests: Sequence[Mapping[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
         """Outputs `rewards` float32 [N, 1] and `status` int32 [N, 1] for each request, in order.
+
+        Where the scorer has K attributes, `attributes` float32 [N, K] besides.
 
         Raises:
             ValueError: a request has neither form of input, or both, or misses a part of one.
@@ -201,30 +204,41 @@ class RequestScorer:
             answer = self._score(merged)
             if base.STATUS_INTERNAL not in answer[protocol.STATUS]:
                 cuts = np.cumsum([len(one.status) for one in samples])[:-1]
-                rewards, status = (np.split(answer[key], cuts) for key in (protocol.REWARDS, protocol.STATUS))
+                parts = {key: np.split(value, cuts) for key, value in answer.items()}
                 return [
-                    {protocol.REWARDS: r, protocol.STATUS: s} for r, s in zip(rewards, status, strict=True)
+                    {key: values[row] for key, values in parts.items()} for row in range(len(samples))
                 ]  # else each request by itself, so that one cannot fail the others
         return [self._score(one) for one in samples]
 
     def _score(self, samples: Samples) -> dict[str, np.ndarray]:
         status = samples.status.copy()
         rewards = np.full(len(status), np.nan, np.float32)
+        attributes = np.full((len(status), len(self._attributes)), np.nan, np.float32)
         good = np.flatnonzero(status == base.STATUS_OK)
         if good.size:
             try:
-                scores = self._scorer.score([samples.sequences[row] for row in good])
+                sequences = [samples.sequences[row] for row in good]
                 with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
+                    if self._attributes and isinstance(self._scorer, base.AttributeScorer):
+                        found = self._scorer.score_attributes(sequences)
+                        scores = found.rewards
+                        attributes[good] = np.asarray(found.attributes, np.float64)
+                    else:
+                        scores = self._scorer.score(sequences)
                     rewards[good] = np.asarray(scores, np.float64).reshape(good.size)
             except Exception:
                 # Whatever the model raised, the caller gets an answer that can never be mistaken for a reward.
                 logger.exception("event=scoring_failed samples=%d", good.size)
                 rewards[good] = np.nan
                 status[good] = base.STATUS_INTERNAL
-        bad = ~np.isfinite(rewards)
+        bad = ~(np.isfinite(rewards) & np.isfinite(attributes).all(axis=1))
         status[bad & (status == base.STATUS_OK)] = base.STATUS_NOT_FINITE
         rewards[bad] = np.nan
-        return {protocol.REWARDS: rewards[:, None], protocol.STATUS: status[:, None]}
+        answer = {protocol.REWARDS: rewards[:, None], protocol.STATUS: status[:, None]}
+        if self._attributes:
+            attributes[bad] = np.nan
+            answer[protocol.ATTRIBUTES] = attributes
+        return answer
 
     def _count(self, samples: list[Samples], answers: list[dict[str, np.ndarray]], seconds: float) -> None:
         failed: dict[str, int] = {}

@@ -110,6 +110,7 @@ class RewardServer:
             deterministic=deterministic,
             add_special_tokens=add_special_tokens,
             details=dict(details or {}),
+            attributes=list(base.attributes_of(scorer)),
         )
 
     def serve(self) -> None:
@@ -194,6 +195,7 @@ class RewardServer:
             outputs=[
                 Tensor(name=protocol.REWARDS, dtype=np.float32, shape=(1,)),
                 Tensor(name=protocol.STATUS, dtype=np.int32, shape=(1,)),
+                *self._attribute_outputs(),
             ],
             config=ModelConfig(
                 max_batch_size=self.info.max_batch_size,
@@ -216,6 +218,12 @@ class RewardServer:
             strict=True,
         )
         return triton
+
+    def _attribute_outputs(self) -> list[Any]:
+        from pytriton.model_config import Tensor
+
+        names = self.info.attributes
+        return [Tensor(name=protocol.ATTRIBUTES, dtype=np.float32, shape=(len(names),))] if names else []
 
     @property
     def _local_host(self) -> str:

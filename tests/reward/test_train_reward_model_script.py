@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
-from reinforce_rl.megatron.reward_model import RewardHead
+from reinforce_rl.megatron.reward_head import RewardHead
 from reinforce_rl.tokenizer import load_tokenizer
 
 REPO = Path(__file__).parents[2]
