@@ -153,6 +153,10 @@ class Mesh:
         dist.all_gather_object(gathered, value, group=self.pp_group)
         return gathered
 
+    def from_main(self, value: Any) -> Any:
+        """The picklable value that the first rank holds, on every rank."""
+        return _from_rank(value, 0, dist.group.WORLD)
+
     def from_block_leader(self, value: Any) -> Any:
         """The picklable value that the leader holds, on every rank of its block."""
         return _from_rank(value, 0, self.block_group)
@@ -292,7 +296,7 @@ def _block_group(rank: int, sizes: tuple[int, int, int, int], timeout: timedelta
     return next(group for group, block in zip(groups, blocks, strict=True) if rank in block)  # type: ignore
 
 
-def _from_rank(value: Any, source: int, group: dist.ProcessGroup) -> Any:
+def _from_rank(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=source)
     return box[0]

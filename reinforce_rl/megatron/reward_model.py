@@ -5,9 +5,11 @@ Notation: N sequences, S tokens, h hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.schedule import forward_passes
+from reinforce_rl.reward.batching import Batching, MicroBatch
 from reinforce_rl.rollout import length_mask
 
 POOLINGS = ("mean", "last")
@@ -79,49 +83,57 @@ def pool(hidden: Tensor, lengths: Tensor, pooling: str) -> Tensor:
 
 
 class MegatronRewardModel:
-    """A `Scorer`: scores token sequences in micro-batches of similar length.
+    """This rank's part of a reward model; a `Scorer` where there is one rank, else a `BlockModel`.
 
     Args:
         lm: the trunk, weights loaded.
         head: the head; its width must be the trunk's.
-        micro_batch_size: sequences a forward pass.
+        batching: how a call is cut.
         max_length: tokens a sequence may have; None for what the trunk was made for.
     """
 
-    def __init__(self, lm: CausalLM, head: RewardHead, *, micro_batch_size: int, max_length: int | None = None):
+    def __init__(
+        self, lm: CausalLM, head: RewardHead, *, batching: Batching | None = None, max_length: int | None = None
+    ):
         width = lm.architecture.hidden_size
         if head.weight.shape != (width,):
             raise ConfigError(
                 [f"the reward head has shape {tuple(head.weight.shape)}, its trunk has hidden size {width}"]
             )
-        if micro_batch_size < 1:
-            raise ConfigError([f"micro_batch_size is {micro_batch_size}; expected at least 1"])
-        self._lm, self._head, self._micro_batch_size = lm.eval(), head, micro_batch_size
+        self._lm, self._head, self.batching = lm.eval(), head, batching or Batching()
+        if faults := self.batching.faults():
+            raise ConfigError(faults)
         self.pooling = head.pooling
         self.vocab_size = lm.architecture.vocab_size
         self.max_length = min(max_length or lm.architecture.max_positions, lm.architecture.max_positions)
 
     def score(self, sequences: list[list[int]]) -> list[float]:
         """One score a sequence, in order. Micro-batches follow from the list's content alone."""
-        order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i]), i))
-        scores = [float("nan")] * len(sequences)
-        for start in range(0, len(order), self._micro_batch_size):
-            rows = order[start : start + self._micro_batch_size]
-            for row, score in zip(rows, self._score_batch([sequences[i] for i in rows]), strict=True):
-                scores[row] = score
-        return scores
+        micro_batches = self.batching.plan(sequences)
+        scores = np.empty(len(sequences), np.float32)
+        if micro_batches:
+            scores[np.concatenate([one.rows for one in micro_batches])] = self.score_micro_batches(micro_batches)
+        return scores.tolist()
 
-    @torch.no_grad()
-    def _score_batch(self, sequences: list[list[int]]) -> list[float]:
+    def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
+        """Scores float32 [n] of all n sequences, in order; empty where this rank is not on the last stage."""
         device = self._lm.mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # the server calls from a thread of its own, which starts on device 0
-        lengths = torch.tensor([len(s) for s in sequences], device=device)
-        tokens = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.long, device=device)
-        for row, sequence in enumerate(sequences):
-            tokens[row, : len(sequence)] = torch.tensor(sequence)
-        pooled = pool(self._lm(tokens), lengths, self._head.pooling)
-        return (pooled @ self._head.weight.to(device) + self._head.bias.to(device)).tolist()
+        try:
+            found = forward_passes(
+                self._lm, micro_batches, lambda lm, one: lm(torch.from_numpy(one.tokens).to(device)), self._score
+            )
+            return torch.cat(found).cpu().numpy() if found else np.zeros(0, np.float32)
+        finally:
+            # Kernels that still wait for another rank would meet those of the next call.
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def _score(self, hidden: Tensor, one: MicroBatch) -> Tensor:
+        lengths = torch.from_numpy(one.lengths).to(hidden.device)
+        pooled = pool(hidden, lengths, self._head.pooling)
+        return pooled @ self._head.weight.to(hidden.device) + self._head.bias.to(hidden.device)
 
 
 def load_trunk(folder: str | Path, mesh: Mesh) -> CausalLM:
@@ -136,11 +148,9 @@ def load_reward_model(
     head_file: str | Path,
     mesh: Mesh,
     *,
-    micro_batch_size: int = 8,
+    batching: Batching | None = None,
     max_length: int | None = None,
 ) -> MegatronRewardModel:
-    """A reward model from a Hugging Face trunk and a head file, ready to score."""
+    """This rank's part of a reward model from a Hugging Face trunk and a head file, ready to score."""
     head = RewardHead.load(head_file)  # first: a missing file should not cost the time of loading a trunk
-    return MegatronRewardModel(
-        load_trunk(trunk_folder, mesh), head, micro_batch_size=micro_batch_size, max_length=max_length
-    )
+    return MegatronRewardModel(load_trunk(trunk_folder, mesh), head, batching=batching, max_length=max_length)

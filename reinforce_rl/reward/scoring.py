@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reinforce_rl.errors import RankLostError
 from reinforce_rl.reward import base, protocol
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class RequestScorer:
 
         Raises:
             ValueError: a request has neither form of input, or both, or misses a part of one.
+            RankLostError: a rank of the server is gone, and there will be no scores any more.
         """
         with self._lock:
             self._busy += 1
@@ -179,6 +181,8 @@ class RequestScorer:
                 scores = self._scorer.score([samples.sequences[row] for row in good])
                 with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
                     rewards[good] = np.asarray(scores, np.float64).reshape(good.size)
+            except RankLostError:
+                raise  # an error of HTTP, which clients retry: the server that is started again can score these
             except Exception:
                 # Whatever the model raised, the caller gets an answer that can never be mistaken for a reward.
                 logger.exception("event=scoring_failed samples=%d", good.size)
