@@ -13,6 +13,7 @@ import ctypes
 import logging
 import os
 import queue
+import shutil
 import signal
 import socket
 import struct
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -71,8 +73,7 @@ class _Call:
     """What rank 0 waits for."""
 
     number: int
-    waiting: set[int]  # ranks
-    deadline: float
+    due: dict[int, float]  # until when each rank that has not answered may do so, by time.monotonic
     scores: dict[int, np.ndarray] = field(default_factory=dict)  # of each block
     failures: dict[int, str] = field(default_factory=dict)  # of each rank
 
@@ -164,8 +165,9 @@ class DistributedScorer:
         self.check()
         with self._changed:
             self._number += 1
-            waiting = {member.rank for member in self._members.values() if member.block in jobs}
-            call = self._call = _Call(self._number, waiting, time.monotonic() + self._call_timeout)
+            due = time.monotonic() + self._call_timeout
+            asked = [member.rank for member in self._members.values() if member.block in jobs]
+            call = self._call = _Call(self._number, dict.fromkeys(asked, due))
         packed = {block: _NUMBER.pack(call.number) + pack(own).tobytes() for block, own in jobs.items()}
         for link in self._links:
             if link.peer.block in jobs:
@@ -173,11 +175,12 @@ class DistributedScorer:
         if 0 in jobs:
             self._jobs.put((call.number, jobs[0]))
         with self._changed:
-            while call.waiting and self._lost is None:
-                left = call.deadline - time.monotonic()
-                if left <= 0:
+            while call.due and self._lost is None:
+                left = min(call.due.values()) - time.monotonic()
+                if left > 0:
+                    self._changed.wait(left)
+                else:
                     self._lose(self._why_given_up(call))
-                self._changed.wait(left)
             self._call = None
         self.check()
         if call.failures:
@@ -189,7 +192,8 @@ class DistributedScorer:
         return np.concatenate([call.scores[block] for block in jobs])
 
     def _why_given_up(self, call: _Call) -> str:
-        late = " and ".join(str(self._members[rank]) for rank in sorted(call.waiting))
+        now = time.monotonic()
+        late = " and ".join(str(self._members[rank]) for rank, due in sorted(call.due.items()) if due <= now)
         if not call.failures:
             return f"{late} hangs: no scores within {self._call_timeout:.0f} s (inference.call_timeout_seconds)"
         failed = "; ".join(f"{self._members[r]} failed ({why})" for r, why in call.failures.items())
@@ -212,11 +216,14 @@ class DistributedScorer:
             self._changed.notify_all()
 
     def _take(self, call: _Call, member: Member, kind: int, body: bytes) -> None:
-        call.waiting.discard(member.rank)
+        call.due.pop(member.rank, None)
         if kind == rank_links.FAILED:
             call.failures[member.rank] = body.decode(errors="replace")
-            # A rank that waits for this one in a collective will never answer.
-            call.deadline = min(call.deadline, time.monotonic() + self._rank_timeout)
+            # Those that wait for this one in a collective will never answer.
+            soon = time.monotonic() + self._rank_timeout
+            for rank, due in call.due.items():
+                if self._members[rank].block == member.block:
+                    call.due[rank] = min(due, soon)
         elif member.speaks:
             call.scores[member.block] = _unpack_scores(body)
 
@@ -299,6 +306,7 @@ def lead_ranks(
     mesh: Mesh, load: Callable[[], BlockModel], *, rank_timeout: float, call_timeout: float
 ) -> DistributedScorer:
     """On rank 0 of a job of several: meet the others, which call `follow_rank_0`. A collective call."""
+    _remove_folder_of_torchrun()
     one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     listener = Listener("127.0.0.1" if one_node else os.environ["MASTER_ADDR"])
     me = _member_of(mesh)
@@ -319,6 +327,7 @@ def follow_rank_0(mesh: Mesh, load: Callable[[], BlockModel], *, rank_timeout: f
     SIGTERM and SIGINT are ignored: torchrun and terminals send them to every rank, and rank 0 needs the others until
     the last call is answered.
     """
+    _remove_folder_of_torchrun()
     address, leader = mesh.from_main(None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -332,6 +341,15 @@ def end_process(reason: str) -> None:
         print(f"error: {reason}", file=sys.stderr, flush=True)
         logging.shutdown()
     os._exit(1)
+
+
+def _remove_folder_of_torchrun() -> None:
+    """torchrun makes a temporary folder for reports that nothing here writes, and never removes it."""
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if report and os.environ.get("LOCAL_RANK") == "0":
+        for folder in Path(report).parents:
+            if folder.name.startswith("torchelastic_"):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _member_of(mesh: Mesh) -> Member:

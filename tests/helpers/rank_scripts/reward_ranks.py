@@ -1,11 +1,12 @@
 """A reward model on several ranks scores what it is given. Usage: reward_ranks.py FOLDER "TP PP SP"...
 
-Reads FOLDER/sequences.json and writes FOLDER/scores_TP_PP_SP.json: the scores, and those of the same call once more
-after one in which every rank of a block failed.
+Reads FOLDER/sequences.json and writes FOLDER/scores_TP_PP_SP_POOLING.json: the scores, and those of the same call
+once more after one in which every rank of a block failed.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from reinforce_rl.errors import RewardServerError
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.megatron.reward_model import MegatronRewardModel, RewardHead, load_trunk
+from reinforce_rl.megatron.reward_model import POOLINGS, MegatronRewardModel, RewardHead, load_trunk
 from reinforce_rl.reward.batching import Batching, MicroBatch
 from reinforce_rl.reward.ranks import follow_rank_0, lead_ranks
 
@@ -35,12 +37,12 @@ def main() -> None:
     sequences = json.loads((folder / "sequences.json").read_text())
     # torchrun's store serves one process group, so all layouts have the same one.
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for layout in sys.argv[2:]:
+    for layout, pooling in itertools.product(sys.argv[2:], POOLINGS):
         tp, pp, sp = map(int, layout.split())
         with parallel_mesh(tp, pp, sequence_parallel=bool(sp)) as mesh:
 
-            def load(mesh=mesh) -> Failing:
-                head = RewardHead.load(folder / "head.safetensors")
+            def load(mesh=mesh, pooling=pooling) -> Failing:
+                head = RewardHead.load(folder / f"{pooling}.safetensors")
                 return Failing(load_trunk(folder / "trunk", mesh), head, batching=Batching(tokens_per_micro_batch=64))
 
             if not mesh.is_main:
@@ -51,10 +53,10 @@ def main() -> None:
                 try:
                     scorer.score([[FAILING_TOKEN], *sequences])
                     error = ""
-                except Exception as caught:
+                except RewardServerError as caught:
                     error = str(caught)
                 found = {"first": first, "error": error, "second": scorer.score(sequences)}
-            (folder / f"scores_{tp}_{pp}_{sp}.json").write_text(json.dumps(found))
+            (folder / f"scores_{tp}_{pp}_{sp}_{pooling}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
