@@ -90,7 +90,7 @@ class Link:
         peer: Member,
         timeout: float,
         on_message: Callable[[int, bytes], None],
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[str], object],
     ):
         self.peer = peer
         self._connection = connection

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import numpy as np
 
@@ -93,6 +93,7 @@ class DistributedScorer:
 
     Raises:
         RankLostError: a rank died or hung before all were ready.
+        RewardServerError: the model cannot score a single token.
     """
 
     def __init__(
@@ -132,6 +133,8 @@ class DistributedScorer:
         # A thread of its own, because a caller must get an answer also while this rank waits for a lost one.
         self._worker = threading.Thread(target=self._work, args=(me,), daemon=True, name="rank-0-model")
         self._worker.start()
+        # Each copy of the model once, so that none is first tried by a client's request.
+        self._run({block: self.model.batching.plan([[0]]) for block in range(self._num_blocks)})
 
     def score(self, sequences: list[list[int]]) -> list[float]:
         """One score a sequence, in order. Micro-batches follow from the list's content alone, not from the ranks.
@@ -268,7 +271,7 @@ def follow(
     load: Callable[[], BlockModel],
     *,
     rank_timeout: float = 60.0,
-    end: Callable[[str], None] | None = None,
+    end: Callable[[str], object] | None = None,
 ) -> None:
     """Compute for rank 0 until it says stop.
 
@@ -318,7 +321,10 @@ def lead_ranks(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Else the server would go on as an orphan, with nobody to stop it, when torchrun is killed.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    return DistributedScorer(me, connections, load, rank_timeout=rank_timeout, call_timeout=call_timeout)
+    try:
+        return DistributedScorer(me, connections, load, rank_timeout=rank_timeout, call_timeout=call_timeout)
+    except RankLostError as error:
+        end_process(str(error))
 
 
 def follow_rank_0(mesh: Mesh, load: Callable[[], BlockModel], *, rank_timeout: float) -> None:
@@ -335,7 +341,7 @@ def follow_rank_0(mesh: Mesh, load: Callable[[], BlockModel], *, rank_timeout: f
     follow(me, connect(address, me, CONNECT_SECONDS), leader, load, rank_timeout=rank_timeout)
 
 
-def end_process(reason: str) -> None:
+def end_process(reason: str) -> NoReturn:
     """End this process at once with exit code 1, whatever its threads wait for."""
     with contextlib.suppress(OSError, ValueError):
         print(f"error: {reason}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import threading
@@ -9,10 +10,13 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from helpers.real_run import RealServer
+from helpers.real_run import EXAMPLES, RealServer
 from helpers.server_load import CLIENTS, ModelFiles, RankedServer, check_scores, mixed_requests, score_all
 from helpers.toy_server import ToyServer, is_alive, wait_for
+from omegaconf import OmegaConf
 
+from reinforce_rl.cli import CONF_FOLDER
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.reward.base import Rewards
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
@@ -81,6 +85,30 @@ def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_n
     assert [answer.values.tolist() for answer in together] == [answer.values.tolist() for answer in alone]
     os.kill(after.process.pid, signal.SIGTERM)
     assert after.process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "faults"),
+    [
+        (["devices=0"], ["devices is 0; expected at least 1"]),
+        (["devices=3", "reward_model.tensor_model_parallel_size=2"], ["reward_model.tensor_model_parallel_size is 2"]),
+        (["reward_model.sequence_parallel=true"], ["reward_model.sequence_parallel is true"]),
+        (["devices=4"], ["2 ranks were started (WORLD_SIZE), but num_nodes x devices = 1 x 4 = 4"]),
+        (["inference.call_timeout_seconds=0", "num_nodes=-1"], ["num_nodes is -1", "call_timeout_seconds is 0"]),
+    ],
+)
+def test_impossible_numbers_of_ranks_are_named(files, monkeypatch, overrides, faults):
+    spec = importlib.util.spec_from_file_location("serve_reward_model", EXAMPLES / "serve_reward_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plain = OmegaConf.load(CONF_FOLDER / "serve_reward_model.yaml")
+    cfg = OmegaConf.merge(plain, OmegaConf.from_dotlist([*files.overrides, *overrides]))
+    with pytest.raises(ConfigError) as caught:
+        script.check_ranks(cfg)
+    assert all(fault in str(caught.value) for fault in faults)
 
 
 @pytest.mark.slow

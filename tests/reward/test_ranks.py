@@ -86,7 +86,7 @@ class Group:
             leader,
             lambda: self.models[me.rank],
             rank_timeout=rank_timeout,
-            end=lambda reason: (end(me.rank, reason), None)[1],
+            end=lambda reason: end(me.rank, reason),
         )
 
     def close(self) -> None:
