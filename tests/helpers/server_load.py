@@ -54,6 +54,8 @@ class ModelFiles:
 class RankedServer(RealServer):
     """A process of examples/serve_reward_model.py that becomes torchrun, and its ranks."""
 
+    start_seconds = 240.0
+
     def ranks(self) -> list[psutil.Process]:
         """Rank 0 first."""
         ranks = [p for p in psutil.Process(self.process.pid).children() if "serve_reward_model.py" in str(p.cmdline())]

@@ -30,6 +30,8 @@ START_SECONDS = 90.0  # a busy machine imports slowly
 class ToyServer:
     """A reward server process with its own session, temporary folder and log."""
 
+    start_seconds = START_SECONDS
+
     def __init__(self, folder: Path, *options: str, port: int | None = None):
         self.port = port or free_port()
         self.folder = folder
@@ -51,7 +53,7 @@ class ToyServer:
             self.process = subprocess.Popen(
                 self.command(), stdout=log, stderr=log, env=environment, start_new_session=True
             )
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self.start_seconds
         while not self.ready_file.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.close()

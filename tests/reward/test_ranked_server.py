@@ -142,7 +142,7 @@ def test_thousands_of_requests(start, files, mesh, options, deterministic):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [TENSOR_PARALLEL, PIPELINE, DATA_PARALLEL], ids=["tp2", "pp2", "dp2"])
 def test_a_stopped_rank_is_named_and_ended(start, layout):
-    server = start(*layout, "inference.rank_timeout_seconds=5")
+    server = start(*layout, "inference.rank_timeout_seconds=10")
     _, follower = server.ranks()
     follower.suspend()
     log = check_end(server, 90)  # torchrun gives a rank 30 s between SIGTERM and SIGKILL
@@ -152,7 +152,7 @@ def test_a_stopped_rank_is_named_and_ended(start, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "suspend"])
 def test_a_lost_rank_0_takes_the_others_along(start, files, mesh, how):
-    server = start(*TENSOR_PARALLEL, "inference.rank_timeout_seconds=5")
+    server = start(*TENSOR_PARALLEL, "inference.rank_timeout_seconds=10")
     leader, follower = server.ranks()
     getattr(leader, how)()
     log = check_end(server, 90)
