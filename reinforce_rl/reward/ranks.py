@@ -187,7 +187,7 @@ class DistributedScorer:
             self._call = None
         self.check()
         if call.failures:
-            raise RewardServerError("; ".join(f"{self._members[r]} failed: {why}" for r, why in call.failures.items()))
+            raise RewardServerError(self._failures_of(call))
         for block, own in jobs.items():
             count = sum(len(one.lengths) for one in own)
             if len(call.scores[block]) != count:
@@ -199,8 +199,10 @@ class DistributedScorer:
         late = " and ".join(str(self._members[rank]) for rank, due in sorted(call.due.items()) if due <= now)
         if not call.failures:
             return f"{late} hangs: no scores within {self._call_timeout:.0f} s (inference.call_timeout_seconds)"
-        failed = "; ".join(f"{self._members[r]} failed ({why})" for r, why in call.failures.items())
-        return f"{failed}, and since then {late} waits for it in vain: the ranks are out of step"
+        return f"{self._failures_of(call)}, and since then {late} waits for it in vain: the ranks are out of step"
+
+    def _failures_of(self, call: _Call) -> str:
+        return "; ".join(f"{self._members[rank]} failed ({why})" for rank, why in sorted(call.failures.items()))
 
     def _work(self, me: Member) -> None:
         while (job := self._jobs.get()) is not None:

@@ -21,6 +21,8 @@ from reinforce_rl.reward.base import Rewards
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
+pytestmark = pytest.mark.timeout(1500)  # on a busy machine; everything that is waited for has a deadline of its own
+
 QUICK_REQUESTS = 300
 LOAD_SECONDS = 240.0
 TENSOR_PARALLEL = ["devices=2", "reward_model.tensor_model_parallel_size=2"]
