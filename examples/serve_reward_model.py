@@ -8,14 +8,18 @@ python examples/serve_reward_model.py reward_model.restore_from_path=CLASSIFIER
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from reinforce_rl.cli import with_config
+from reinforce_rl.cli import start_ranks, with_config
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.layout import layout_faults
+from reinforce_rl.reward.base import Scorer
 from reinforce_rl.reward.function_loading import FunctionSpec
 from reinforce_rl.reward.function_pool import FunctionPool
 from reinforce_rl.reward.function_scoring import FunctionScorer
@@ -24,17 +28,15 @@ from reinforce_rl.tokenizer import load_tokenizer
 
 
 def serve(cfg: DictConfig) -> None:
-    """Load the model and serve it until a signal."""
-    check_paths(cfg)
-    check_port(cfg.inference.host, cfg.inference.port)  # before minutes of loading
-    tokenizer = load_tokenizer(cfg.reward_model.tokenizer_path or cfg.reward_model.restore_from_path)
-
+    """Load the model on all ranks and serve it until a signal."""
     # megatron-core imports wandb where it is installed. That makes folders in /tmp, and a killed server leaves them.
     sys.modules["wandb"] = None  # type: ignore[assignment]
     # Only now: torch and megatron take seconds to import, and a wrong path or a busy port should not cost them.
     from reinforce_rl.megatron.mesh import parallel_mesh
-    from reinforce_rl.megatron.reward_model import load_head, load_reward_model, reward_model_identity
+    from reinforce_rl.megatron.reward_model import load_head, load_reward_model
+    from reinforce_rl.reward.batching import Batching
     from reinforce_rl.reward.merging import Merging
+    from reinforce_rl.reward.ranks import follow_rank_0, lead_ranks
 
     folder, head_path = cfg.reward_model.restore_from_path, cfg.reward_model.head_path
     head = load_head(folder, head_path)
@@ -47,23 +49,58 @@ def serve(cfg: DictConfig) -> None:
         head.mean if cfg.reward_model.mean is None else cfg.reward_model.mean,
         head.deviation if cfg.reward_model.deviation is None else cfg.reward_model.deviation,
     )
-    with parallel_mesh() as mesh:
-        scorer = load_reward_model(
+    batching = Batching(
+        cfg.inference.micro_batch_size, cfg.inference.tokens_per_micro_batch, cfg.inference.pad_to_multiple
+    )
+    if faults := batching.faults():
+        raise ConfigError(faults)
+    with parallel_mesh(
+        cfg.reward_model.tensor_model_parallel_size,
+        cfg.reward_model.pipeline_model_parallel_size,
+        sequence_parallel=cfg.reward_model.sequence_parallel,
+    ) as mesh:
+        load = partial(
+            load_reward_model,
             folder,
             head_path,
             mesh,
-            micro_batch_size=cfg.inference.micro_batch_size,
+            batching=batching,
             max_length=cfg.reward_model.max_length,
             merging=merging,
         )
-        RewardServer(
-            scorer,
-            tokenizer,
-            **inference_options(cfg),
-            deterministic=cfg.inference.deterministic,
-            add_special_tokens=cfg.inference.add_special_tokens,
-            details=reward_model_identity(folder, head_path, scorer),
-        ).serve()
+        rank_timeout, call_timeout = cfg.inference.rank_timeout_seconds, cfg.inference.call_timeout_seconds
+        if mesh.world_size == 1:
+            model = load()
+            server_of(cfg, model, model).serve()
+        elif mesh.is_main:
+            logging.getLogger(__name__).info("event=ranks %s", mesh.grid())
+            with lead_ranks(mesh, load, rank_timeout=rank_timeout, call_timeout=call_timeout) as scorer:
+                server_of(cfg, scorer, scorer.model, check=scorer.check).serve()
+        else:
+            follow_rank_0(mesh, load, rank_timeout=rank_timeout)
+
+
+def server_of(cfg: DictConfig, scorer: Scorer, model: Any, **options: Any) -> RewardServer:
+    """The server for a scorer, as configured.
+
+    Args:
+        cfg: what Hydra composed.
+        scorer: what is served.
+        model: this rank's part of it.
+        options: more of `RewardServer`.
+    """
+    from reinforce_rl.megatron.reward_model import reward_model_identity
+
+    return RewardServer(
+        scorer,
+        load_tokenizer(cfg.reward_model.tokenizer_path or cfg.reward_model.restore_from_path),
+        **inference_options(cfg),
+        preferred_batch_sizes=cfg.inference.preferred_batch_sizes,
+        deterministic=cfg.inference.deterministic,
+        add_special_tokens=cfg.inference.add_special_tokens,
+        details=reward_model_identity(cfg.reward_model.restore_from_path, cfg.reward_model.head_path, model),
+        **options,
+    )
 
 
 def serve_function(cfg: DictConfig) -> None:
@@ -113,13 +150,48 @@ def check_paths(cfg: DictConfig) -> None:
         raise ConfigError(faults)
 
 
+def check_ranks(cfg: DictConfig) -> None:
+    """Raises ConfigError naming what cannot work of the number of ranks and of how they share the model."""
+    rm = cfg.reward_model
+    counts = {
+        "devices": cfg.devices,
+        "num_nodes": cfg.num_nodes,
+        "reward_model.tensor_model_parallel_size": rm.tensor_model_parallel_size,
+        "reward_model.pipeline_model_parallel_size": rm.pipeline_model_parallel_size,
+        "inference.rank_timeout_seconds": cfg.inference.rank_timeout_seconds,
+        "inference.call_timeout_seconds": cfg.inference.call_timeout_seconds,
+    }
+    faults = [f"{key} is {value}; expected at least 1" for key, value in counts.items() if value < 1]
+    if not faults:
+        ranks, world_size = f"num_nodes x devices = {cfg.num_nodes} x {cfg.devices}", cfg.num_nodes * cfg.devices
+        faults += layout_faults(
+            rm.tensor_model_parallel_size,
+            rm.pipeline_model_parallel_size,
+            1,
+            rm.sequence_parallel,
+            world_size,
+            ranks,
+            "reward_model",
+        )
+        started = os.environ.get("WORLD_SIZE")
+        if started is not None and int(started) != world_size:
+            faults.append(f"{started} ranks were started (WORLD_SIZE), but {ranks} = {world_size}")
+    if faults:
+        raise ConfigError(faults)
+
+
 @with_config("serve_reward_model")
 def main(cfg: DictConfig) -> None:
     logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    if cfg.reward_function.name is None:
-        serve(cfg)
-    else:
+    if cfg.reward_function.name is not None:
         serve_function(cfg)
+        return
+    check_paths(cfg)
+    check_ranks(cfg)
+    if os.environ.get("RANK", "0") == "0":
+        check_port(cfg.inference.host, cfg.inference.port)  # before minutes of loading
+    start_ranks(cfg.devices, cfg.num_nodes, "num_nodes")
+    serve(cfg)
 
 
 if __name__ == "__main__":

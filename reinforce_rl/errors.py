@@ -58,3 +58,7 @@ class RewardServerError(ReinforceError):
 
 class TooManyFailedRewardsError(RewardServerError):
     """The share of samples that the reward server could not score is above the configured bound."""
+
+
+class RankLostError(RewardServerError):
+    """A rank of the reward server died or hangs: nothing can be scored any more. The text names rank and host."""

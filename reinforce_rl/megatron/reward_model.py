@@ -6,9 +6,11 @@ Notation: N sequences, S tokens, h hidden, K attributes.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,18 +22,19 @@ from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.reward_head import RewardHead, counted_lengths, head_scores
 from reinforce_rl.megatron.schedule import forward_passes
 from reinforce_rl.reward.base import AttributeScores
+from reinforce_rl.reward.batching import Batching, MicroBatch
 from reinforce_rl.reward.merging import Merging
 
 
 class MegatronRewardModel:
-    """An `AttributeScorer`: scores token sequences in micro-batches of similar length.
+    """This rank's part of a reward model: an `AttributeScorer` that every rank must call with the same sequences.
 
-    Every rank of the mesh must call it, with the same sequences.
+    A server on several ranks hands it its share instead: it is a `BlockModel`.
 
     Args:
         lm: the trunk, weights loaded.
         head: the head; its width must be the trunk's.
-        micro_batch_size: sequences a forward pass.
+        batching: how a call is cut.
         max_length: tokens a sequence may have; None for what the trunk was made for.
         merging: of the head's scores; None for equal weights and the head's own mean and deviation.
     """
@@ -41,7 +44,7 @@ class MegatronRewardModel:
         lm: CausalLM,
         head: RewardHead,
         *,
-        micro_batch_size: int,
+        batching: Batching | None = None,
         max_length: int | None = None,
         merging: Merging | None = None,
     ):
@@ -50,9 +53,9 @@ class MegatronRewardModel:
             raise ConfigError(
                 [f"the reward head has shape {tuple(head.weight.shape)}, its trunk has hidden size {width}"]
             )
-        if micro_batch_size < 1:
-            raise ConfigError([f"micro_batch_size is {micro_batch_size}; expected at least 1"])
-        self._lm, self._head, self._micro_batch_size = lm.eval(), head, micro_batch_size
+        self._lm, self._head, self.batching = lm.eval(), head, batching or Batching()
+        if faults := self.batching.faults():
+            raise ConfigError(faults)
         self._weight = head.rows.to(lm.mesh.device)
         self.merging = merging or Merging.of(head.attributes, None, head.mean, head.deviation)
         self.attributes = head.attributes
@@ -69,41 +72,39 @@ class MegatronRewardModel:
         scores = self._scores(sequences)
         return AttributeScores(self.merging(scores).tolist(), scores.tolist())
 
-    def _scores(self, sequences: list[list[int]]) -> Tensor:
-        """float64 [N, K]."""
-        out = torch.zeros((len(sequences), len(self._weight)), dtype=torch.float64)
-        if not sequences:
-            return out
+    def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
+        """The head's scores, float64 [n, K], of all n sequences in order; [0, K] before the last stage."""
         device = self._lm.mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # the server calls from a thread of its own, which starts on device 0
-        order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i]), i))
-        starts = range(0, len(order), self._micro_batch_size)
-        batches = [order[start : start + self._micro_batch_size] for start in starts]
-        found = forward_passes(
-            self._lm,
-            [_padded([sequences[i] for i in rows], device) for rows in batches],
-            lambda model, batch: model(batch[0]),
-            lambda hidden, batch: self._head_scores(hidden, *batch),
-        )
-        for rows, scores in zip(batches, self._lm.mesh.from_last_stage(found), strict=True):
-            out[rows] = scores
+        try:
+            found = forward_passes(
+                self._lm,
+                micro_batches,
+                lambda lm, one: lm(torch.from_numpy(one.tokens).to(device)),
+                self._head_scores,
+            )
+            return torch.cat(found).numpy() if found else np.zeros((0, len(self._weight)))
+        finally:
+            # Kernels that still wait for another rank would meet those of the next call.
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def _scores(self, sequences: list[list[int]]) -> Tensor:
+        """float64 [N, K]."""
+        out = torch.zeros((len(sequences), len(self._weight)), dtype=torch.float64)
+        micro_batches = self.batching.plan(sequences)
+        if micro_batches:
+            found = self._lm.mesh.from_last_stage(self.score_micro_batches(micro_batches))
+            out[np.concatenate([one.rows for one in micro_batches])] = torch.from_numpy(found)
         return out
 
-    def _head_scores(self, hidden: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
-        head = self._head
+    def _head_scores(self, hidden: Tensor, one: MicroBatch) -> Tensor:
+        head, device = self._head, hidden.device
+        tokens, lengths = torch.from_numpy(one.tokens).to(device), torch.from_numpy(one.lengths).to(device)
         counted = counted_lengths(tokens, lengths, head.pad_id)
         scores = head_scores(hidden, self._lm, self._weight, counted, tokens.shape[1], head.pooling)
-        return (scores + head.bias.to(scores.device)).double().cpu()
-
-
-def _padded(sequences: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [N, S], right-padded, and lengths int64 [N]."""
-    lengths = torch.tensor([len(s) for s in sequences], device=device)
-    tokens = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.long, device=device)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence)] = torch.tensor(sequence)
-    return tokens, lengths
+        return (scores + head.bias.to(device)).double().cpu()
 
 
 def load_trunk(folder: str | Path, mesh: Mesh) -> CausalLM:
@@ -125,17 +126,17 @@ def load_reward_model(
     head_file: str | Path | None,
     mesh: Mesh,
     *,
-    micro_batch_size: int = 8,
+    batching: Batching | None = None,
     max_length: int | None = None,
     merging: Merging | None = None,
 ) -> MegatronRewardModel:
-    """A reward model from a Hugging Face trunk and a head file, ready to score; see `load_head`."""
+    """This rank's part of a reward model from a Hugging Face trunk and a head file; see `load_head`."""
     head = load_head(trunk_folder, head_file)  # first: a missing file should not cost the time of loading a trunk
     architecture, weights = Architecture.from_folder(trunk_folder), HFFolder(trunk_folder)
     if head_file is None:
         architecture = architecture.as_classifier(len(head.rows))
     lm = _loaded(architecture, weights, mesh)
-    return MegatronRewardModel(lm, head, micro_batch_size=micro_batch_size, max_length=max_length, merging=merging)
+    return MegatronRewardModel(lm, head, batching=batching, max_length=max_length, merging=merging)
 
 
 def reward_model_identity(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from reinforce_rl.errors import DataError
+from reinforce_rl.errors import DataError, RankLostError
 from reinforce_rl.reward import base, protocol
 from reinforce_rl.reward.template import encode_sample
 from reinforce_rl.reward.text_form import is_text_form, read_samples
@@ -112,6 +112,7 @@ class RequestScorer:
 
         Raises:
             ValueError: a request has neither form of input, or both, or misses a part of one.
+            RankLostError: a rank of the server is gone, and there will be no scores any more.
         """
         with self._lock:
             self._busy += 1
@@ -226,6 +227,8 @@ class RequestScorer:
                     else:
                         scores = self._scorer.score(sequences)
                     rewards[good] = np.asarray(scores, np.float64).reshape(good.size)
+            except RankLostError:
+                raise  # an error of HTTP, which clients retry: the server that is started again can score these
             except Exception:
                 # Whatever the model raised, the caller gets an answer that can never be mistaken for a reward.
                 logger.exception("event=scoring_failed samples=%d", good.size)

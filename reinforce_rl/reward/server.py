@@ -19,7 +19,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,8 @@ class RewardServer:
         details: what else tells this reward model from another; part of the handshake.
         ready_file: a JSON file {host, port, pid}, written once the server is ready and removed at its end.
         stop_timeout: seconds that calls in flight get to finish after SIGTERM or SIGINT.
+        preferred_batch_sizes: numbers of samples that Triton would rather merge to; a request is never cut for it.
+        check: called every now and then; it raises a `ReinforceError` once the scorer cannot score any more.
     """
 
     def __init__(
@@ -86,7 +88,11 @@ class RewardServer:
         details: Mapping[str, Any] | None = None,
         ready_file: str | Path | None = None,
         stop_timeout: float = 30.0,
+        preferred_batch_sizes: Sequence[int] = (),
+        check: Callable[[], None] = lambda: None,
     ):
+        self._check = check
+        self._preferred_batch_sizes = list(preferred_batch_sizes)
         self._host = host
         self._port = port
         self._max_queue_delay = max_queue_delay
@@ -120,7 +126,7 @@ class RewardServer:
             ConfigError: the port is busy, or the options cannot work. Nothing was started.
             RewardServerError: the server did not become ready, or tritonserver died while serving.
         """
-        check_options(self.info, self._port, self._max_queue_delay)
+        check_options(self.info, self._port, self._max_queue_delay, self._preferred_batch_sizes)
         check_port(self._host, self._port)
         with self._signals_raise():
             guard = Guard()
@@ -199,7 +205,10 @@ class RewardServer:
             ],
             config=ModelConfig(
                 max_batch_size=self.info.max_batch_size,
-                batcher=DynamicBatcher(max_queue_delay_microseconds=round(self._max_queue_delay * 1e6)),
+                batcher=DynamicBatcher(
+                    max_queue_delay_microseconds=round(self._max_queue_delay * 1e6),
+                    preferred_batch_size=self._preferred_batch_sizes or None,
+                ),
             ),
             strict=True,
         )
@@ -261,6 +270,7 @@ class RewardServer:
             if self._stop_signal is not None:  # it came at the start, and a library swallowed the exception
                 raise _StopRequested(self._stop_signal)
             time.sleep(WATCH_SECONDS)
+            self._check()
             dead = [p.pid for p in processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE]
             if dead or not triton.is_alive():
                 raise RewardServerError(
@@ -342,7 +352,7 @@ def make_home(name: str) -> Path:
     raise ConfigError([f"the model's name '{name}' is too long for a socket's path; shorten it by {-room} letters"])
 
 
-def check_options(info: ServerInfo, port: int, max_queue_delay: float) -> None:
+def check_options(info: ServerInfo, port: int, max_queue_delay: float, preferred: Sequence[int] = ()) -> None:
     """Raises ConfigError naming every option that cannot work."""
     faults = []
     if not 1 <= port <= 65535:
@@ -351,6 +361,11 @@ def check_options(info: ServerInfo, port: int, max_queue_delay: float) -> None:
         faults.append(f"inference.max_batch_size is {info.max_batch_size}; expected at least 1")
     if max_queue_delay < 0:
         faults.append(f"the queue delay is {max_queue_delay} s; expected 0 or more")
+    if not all(1 <= size <= info.max_batch_size for size in preferred):
+        faults.append(
+            f"inference.preferred_batch_sizes is {list(preferred)}; expected numbers from 1 to "
+            f"inference.max_batch_size, which is {info.max_batch_size}"
+        )
     if not info.name or not all(c.isascii() and (c.isalnum() or c in "._-") for c in info.name):
         faults.append(f"the model's name is '{info.name}'; expected letters, digits, '.', '_' and '-'")
     if info.name == protocol.INFO_MODEL:

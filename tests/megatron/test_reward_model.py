@@ -17,6 +17,7 @@ from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.reward_head import RewardHead, counted_lengths, pool
 from reinforce_rl.megatron.reward_model import load_reward_model
 from reinforce_rl.reward.base import attributes_of
+from reinforce_rl.reward.batching import Batching
 from reinforce_rl.reward.merging import Merging
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/classifiers.py"
@@ -36,7 +37,7 @@ def expected(folders):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_classifier_scores_as_in_transformers(kind, folders, expected, mesh):
-    model = load_reward_model(folders[kind], None, mesh, micro_batch_size=4)
+    model = load_reward_model(folders[kind], None, mesh, batching=Batching(4))
     found = model.score_attributes(sequences_to_score())
     scores = torch.tensor(found.attributes)
     assert expected[kind].std() > 0.3  # else closeness would say little

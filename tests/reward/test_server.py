@@ -245,10 +245,13 @@ def test_a_busy_port_is_an_error_before_anything_starts(tokenizer, monkeypatch):
 
 
 def test_impossible_options_are_named_together(tokenizer):
-    server = RewardServer(ToyScorer(0.0, 0.0), tokenizer, port=free_port(), name="a/b", max_batch_size=0)
+    server = RewardServer(
+        ToyScorer(0.0, 0.0), tokenizer, port=free_port(), name="a/b", max_batch_size=0, preferred_batch_sizes=[8]
+    )
     with pytest.raises(ConfigError) as caught:
         server.serve()
-    assert len(caught.value.faults) == 2
+    assert len(caught.value.faults) == 3
+    assert "inference.preferred_batch_sizes is [8]" in str(caught.value)
     with pytest.raises(ConfigError, match=r"inference\.host"):
         check_port("no-such-host.invalid", 5555)
 

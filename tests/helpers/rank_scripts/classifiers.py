@@ -13,13 +13,14 @@ from helpers.classifiers import sequences_to_score
 
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.reward_model import load_reward_model
+from reinforce_rl.reward.batching import Batching
 
 
 def main() -> None:
     out, tp, pp, cp, *folders = sys.argv[1:]
     with parallel_mesh(int(tp), int(pp), int(cp), sequence_parallel=False) as mesh:
         for folder in folders:
-            model = load_reward_model(folder, None, mesh, micro_batch_size=4)
+            model = load_reward_model(folder, None, mesh, batching=Batching(4))
             found = model.score_attributes(sequences_to_score())
             torch.save(torch.tensor(found.attributes), Path(out) / f"{Path(folder).name}.{mesh.rank}")
 
