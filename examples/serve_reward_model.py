@@ -14,13 +14,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from reinforce_rl.cli import with_config
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.reward.server import RewardServer, check_port
+from reinforce_rl.reward.access import read_token
+from reinforce_rl.reward.ports import check_port
+from reinforce_rl.reward.server import FrontOptions, RewardServer, access_faults
 from reinforce_rl.tokenizer import load_tokenizer
 
 
 def serve(cfg: DictConfig) -> None:
     """Load the model and serve it until a signal."""
     check_paths(cfg)
+    inference = cfg.inference
+    token = read_token(inference.token_file, "inference.token_file")
+    if faults := access_faults(inference.host, token, inference.allow_no_token):
+        raise ConfigError(faults)
     check_port(cfg.inference.host, cfg.inference.port)  # before minutes of loading
     tokenizer = load_tokenizer(cfg.reward_model.tokenizer_path or cfg.reward_model.restore_from_path)
 
@@ -44,11 +50,23 @@ def serve(cfg: DictConfig) -> None:
             name=cfg.inference.name,
             host=cfg.inference.host,
             port=cfg.inference.port,
+            front=FrontOptions(
+                token=token,
+                allow_no_token=inference.allow_no_token,
+                max_request_bytes=inference.max_request_bytes,
+                max_sequence_length=inference.max_sequence_length,
+                max_in_flight=inference.max_in_flight,
+                max_queue=inference.max_queue,
+                request_seconds=inference.request_seconds,
+                stuck_seconds=inference.stuck_seconds,
+                canary_seconds=inference.canary_seconds,
+            ),
             max_batch_size=cfg.inference.max_batch_size,
             max_queue_delay=cfg.inference.max_queue_delay_ms / 1000,
             deterministic=cfg.inference.deterministic,
             add_special_tokens=cfg.inference.add_special_tokens,
             # By content, so that a restart from another path or node is the same server to its clients.
+            warm_up_lengths=list(inference.warm_up_lengths),
             details={
                 "trunk": Path(cfg.reward_model.restore_from_path).resolve().name,
                 "head_sha256": hashlib.sha256(Path(cfg.reward_model.head_path).read_bytes()).hexdigest(),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:  # the server's front door uses these names too, and should not spend seconds on torch
+    from torch import Tensor
 
 # Status of one sample, as the server sends it (int32) and the client hands it on.
 STATUS_OK = 0

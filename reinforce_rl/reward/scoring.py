@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reinforce_rl.reward import base, protocol
+from reinforce_rl.reward.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,6 +74,11 @@ class RequestScorer:
         self._totals = ScoringTotals()
         self._busy = 0
         self._idle_since = time.monotonic()
+        self._progress: Progress | None = None
+
+    def report_to(self, progress: Progress) -> None:
+        """Tell another process, from now on, what is being done."""
+        self._progress = progress
 
     @property
     def totals(self) -> ScoringTotals:
@@ -92,6 +99,8 @@ class RequestScorer:
         """
         with self._lock:
             self._busy += 1
+            if self._progress is not None:
+                self._progress.begin()
         start = time.monotonic()
         try:
             samples = [self._read(request) for request in requests]
@@ -102,6 +111,8 @@ class RequestScorer:
             with self._lock:
                 self._busy -= 1
                 self._idle_since = time.monotonic()
+                if self._progress is not None:
+                    self._progress.end()
 
     def _read(self, request: Mapping[str, np.ndarray]) -> _Samples:
         names = set(request.keys())
@@ -175,13 +186,18 @@ class RequestScorer:
         rewards = np.full(len(status), np.nan, np.float32)
         good = np.flatnonzero(status == base.STATUS_OK)
         if good.size:
+            if self._progress is not None:
+                self._progress.beat()
             try:
                 scores = self._scorer.score([samples.sequences[row] for row in good])
                 with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
                     rewards[good] = np.asarray(scores, np.float64).reshape(good.size)
-            except Exception:
+            except Exception as error:
                 # Whatever the model raised, the caller gets an answer that can never be mistaken for a reward.
-                logger.exception("event=scoring_failed samples=%d", good.size)
+                # The error's own text may quote a sample.
+                where = "".join(traceback.format_tb(error.__traceback__))
+                logger.error("event=scoring_failed samples=%d error=%s\n%s", good.size, type(error).__name__, where)
+                logger.debug("event=scoring_failed_details", exc_info=True)
                 rewards[good] = np.nan
                 status[good] = base.STATUS_INTERNAL
         bad = ~np.isfinite(rewards)
@@ -190,11 +206,11 @@ class RequestScorer:
         return {protocol.REWARDS: rewards[:, None], protocol.STATUS: status[:, None]}
 
     def _count(self, samples: list[_Samples], answers: list[dict[str, np.ndarray]], seconds: float) -> None:
-        failed: dict[str, int] = {}
+        by_status: dict[int, int] = {}
         for answer in answers:
             for code in answer[protocol.STATUS][:, 0].tolist():
-                if code != base.STATUS_OK:
-                    failed[base.STATUS_TEXT[code]] = failed.get(base.STATUS_TEXT[code], 0) + 1
+                by_status[code] = by_status.get(code, 0) + 1
+        failed = {base.STATUS_TEXT[code]: n for code, n in by_status.items() if code != base.STATUS_OK}
         count = sum(len(one.status) for one in samples)
         tokens = sum(len(sequence) for one in samples for sequence in one.sequences)
         level = logging.WARNING if failed else logging.DEBUG
@@ -208,6 +224,8 @@ class RequestScorer:
             failed,
         )
         with self._lock:
+            if self._progress is not None:
+                self._progress.count(len(samples), by_status, tokens, seconds)
             old = self._totals
             self._totals = ScoringTotals(
                 requests=old.requests + len(samples),
