@@ -33,6 +33,7 @@ BODY_SECONDS = 120.0  # for a client to send its request
 QUESTION_SECONDS = 10.0  # for Triton's answer to what is no inference
 QUESTION_BYTES = 1 << 16
 START_RETRY_SECONDS = 5
+PASSED_HEADERS = (HEADER_LENGTH, "Content-Type")
 CLIENT_GONE = 499  # of nginx: in logs and metrics, for there is nobody to be answered
 TRUSTED_ID = re.compile(r"[\w.:/+@-]{1,128}", re.ASCII)
 
@@ -261,8 +262,7 @@ class Front:
         return await self._pass_on(request, None, QUESTION_SECONDS)
 
     async def _pass_on(self, request: web.Request, body: bytes | None, seconds: float) -> web.Response:
-        names = (HEADER_LENGTH, hdrs.CONTENT_TYPE)
-        headers = {str(name): request.headers[name] for name in names if name in request.headers}
+        headers = {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
         try:
             code, found, answer = await self._ask(request.path, body, headers, seconds)
         except (asyncio.TimeoutError, TimeoutError):
@@ -271,7 +271,7 @@ class Front:
             raise Refusal(
                 502, f"the model's side does not answer ({type(error).__name__})", retry_after=START_RETRY_SECONDS
             ) from error
-        kept = {str(name): found[name] for name in names if name in found}
+        kept = {name: found[name] for name in PASSED_HEADERS if name in found}
         return web.Response(status=code, body=answer, headers=kept)
 
     async def _ask(self, path: str, body: bytes | None, headers: dict[str, str], seconds: float):
@@ -284,7 +284,7 @@ class Front:
 
     async def _ask_model(self, body: bytes) -> tuple[int, bytes]:
         path = f"/v2/models/{self._settings.model}/infer"
-        headers = {hdrs.CONTENT_TYPE: "application/json"}
+        headers = {"Content-Type": "application/json"}
         try:
             code, _, answer = await self._ask(path, body, headers, 2 * self._limits.canary_seconds)
         except ClientError as error:

@@ -150,7 +150,9 @@ def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(se
     future = client.infer_rm(request_of([[TOKEN_SLOW, 1]]))
     time.sleep(SLOW_SECONDS / 4)
     server.tritonserver.kill()
-    with pytest.raises(RewardServerError, match=f"127.0.0.1:{server.port}.* within 3 s; the last error: .*(refused|HTTP 502)"):
+    with pytest.raises(
+        RewardServerError, match=f"127.0.0.1:{server.port}.* within 3 s; the last error: .*(refused|HTTP 502)"
+    ):
         future.result()
     assert server.process.wait(30) == 1
     assert "died" in server.log.read_text()  # not as its last line: an interpreter that ends may warn after it
