@@ -49,6 +49,7 @@ class Way:
         calls: makes a function that scores the batch; one for each client.
         latencies: seconds of each call.
         seconds: wall time of all rounds.
+        cpu_seconds: of client, server and all that it started, in all rounds.
     """
 
     name: str
@@ -56,8 +57,9 @@ class Way:
     clients: int
     latencies: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
-    def run(self, calls: int, expected: np.ndarray) -> None:
+    def run(self, calls: int, expected: np.ndarray, processes: list[psutil.Process]) -> None:
         """One round: `calls` calls of each client."""
         failures: list[Exception] = []
 
@@ -73,14 +75,20 @@ class Way:
                 failures.append(error)
 
         threads = [threading.Thread(target=client) for _ in range(self.clients)]
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), cpu_seconds(processes)
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         self.seconds += time.perf_counter() - start
+        self.cpu_seconds += cpu_seconds(processes) - cpu
         if failures:
             raise failures[0]
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    """Of these processes, since each began."""
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
 def http_call(port: int, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[], np.ndarray]:
@@ -105,9 +113,8 @@ def http_call(port: int, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[]
         if answer.status != 200:
             raise RuntimeError(f"HTTP {answer.status}: {data[:300]!r}")
         length = int(answer.headers[protocol.HEADER_LENGTH])
-        rewards = triton.InferenceServerClient.parse_response_body(data, header_length=length).as_numpy(
-            protocol.REWARDS
-        )
+        found = triton.InferenceServerClient.parse_response_body(data, header_length=length)
+        rewards = found.as_numpy(protocol.REWARDS)
         assert rewards is not None
         return rewards[:, 0]
 
@@ -115,8 +122,10 @@ def http_call(port: int, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[]
 
 
 @contextlib.contextmanager
-def served(trunk: Path, head: Path, folder: Path, micro_batch: int, batch: int) -> Iterator[tuple[int, int]]:
-    """A server of its own; the front door's port and Triton's."""
+def served(
+    trunk: Path, head: Path, folder: Path, micro_batch: int, batch: int
+) -> Iterator[tuple[int, int, list[psutil.Process]]]:
+    """A server of its own: the front door's port, Triton's, and the server's processes."""
     port, ready = free_port("127.0.0.1"), folder / "ready.json"
     command = [sys.executable, str(ROOT / "examples" / "serve_reward_model.py")]
     command += [f"reward_model.restore_from_path={trunk}", f"reward_model.head_path={head}"]
@@ -131,11 +140,10 @@ def served(trunk: Path, head: Path, folder: Path, micro_batch: int, batch: int) 
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server did not become ready:\n{log.read_text()[-3000:]}")
             time.sleep(0.1)
-        tritonserver = next(
-            p for p in psutil.Process(server.pid).children(recursive=True) if p.name() == "tritonserver"
-        )
+        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        tritonserver = next(process for process in processes if process.name() == "tritonserver")
         listening = [c.laddr.port for c in tritonserver.net_connections("tcp") if c.status == "LISTEN"]
-        yield port, listening[0]
+        yield port, listening[0], processes
     finally:
         if server.poll() is None:
             server.send_signal(signal.SIGTERM)
@@ -161,17 +169,18 @@ def tiny_model(folder: Path) -> tuple[Path, Path]:
 
 def show(ways: list[Way], batch: int) -> None:
     table = Table()
-    for column in ("", "calls", "p50, ms", "p90, ms", "p99, ms", "samples/s", "p50, ratio", "samples/s, ratio"):
-        table.add_column(column, justify="left" if not column else "right")
+    titles = ("calls", "p50, ms", "p90, ms", "p99, ms", "samples/s", "CPU, ms a call", "p50, ratio", "CPU, ratio")
+    table.add_column("")
+    for title in titles:
+        table.add_column(title, justify="right")
     base = ways[0]
-    base_rate = batch * len(base.latencies) / base.seconds
     for way in ways:
+        calls = len(way.latencies)
         p50, p90, p99 = (1000 * np.percentile(way.latencies, q) for q in (50, 90, 99))
-        rate = batch * len(way.latencies) / way.seconds
-        ratios = [f"{p50 / 1000 / np.percentile(base.latencies, 50):.2f}", f"{rate / base_rate:.2f}"]
-        table.add_row(
-            way.name, str(len(way.latencies)), *(f"{p:.2f}" for p in (p50, p90, p99)), f"{rate:.1f}", *ratios
-        )
+        cells = [*(f"{p:.2f}" for p in (p50, p90, p99)), f"{batch * calls / way.seconds:.1f}"]
+        cpu, base_cpu = (1000 * one.cpu_seconds / len(one.latencies) for one in (way, base))
+        ratios = [f"{p50 / 1000 / np.percentile(base.latencies, 50):.2f}", f"{cpu / base_cpu:.2f}"]
+        table.add_row(way.name, str(calls), *cells, f"{cpu:.2f}", *ratios)
     Console(width=119).print(table)
 
 
@@ -205,22 +214,22 @@ def main() -> None:
             return np.asarray(scorer.score(rows), np.float32)
 
         expected = bare()
-        with served(trunk, head, folder, args.micro_batch, args.batch) as (front_port, triton_port):
+        with served(trunk, head, folder, args.micro_batch, args.batch) as (front_port, triton_port, server):
             ways = [
                 Way("bare model", lambda: bare, 1),
                 Way("Triton", lambda: http_call(triton_port, tokens, lengths), args.clients),
                 Way("front door", lambda: http_call(front_port, tokens, lengths), args.clients),
             ]
+            processes = [psutil.Process(), *server]
             for way in ways:  # the first calls of each are not counted
-                way.run(1, expected)
+                way.run(1, expected, processes)
                 way.latencies.clear()
-                way.seconds = 0.0
+                way.seconds = way.cpu_seconds = 0.0
             for _ in range(args.rounds):
                 for way in ways:
-                    way.run(args.calls, expected)
-    print(
-        f"{args.batch} samples of {args.length} tokens a request, {args.clients} clients; load {os.getloadavg()[0]:.1f}"
-    )
+                    way.run(args.calls, expected, processes)
+    print(f"{args.batch} samples of {args.length} tokens a request, {args.clients} clients")
+    print(f"load of the machine at the end: {os.getloadavg()[0]:.1f}")
     show(ways, args.batch)
 
 

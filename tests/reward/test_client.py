@@ -219,6 +219,33 @@ def test_server_errors_are_retried_and_refusals_are_not(make_client):
         assert fake.calls == 1
 
 
+def test_a_busy_server_says_when_to_come_back(make_client):
+    """The client waits as long as that, longer than its own pause would be, and keeps the request's id."""
+    busy = (503, {"error": "busy"}, {"Retry-After": "1"})
+    with FakeRewardServer([busy, answer([1.5], [0])]) as fake:
+        client = make_client(fake.port, token="t" * 20, caller="run-rank1", max_backoff_seconds=0.05)
+        start = time.monotonic()
+        assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.5]
+        assert time.monotonic() - start >= 1.0
+        first, second = fake.headers
+    assert first["X-Request-ID"] == second["X-Request-ID"]
+    assert first["X-Request-ID"].startswith("run-rank1-call0-")
+    assert first["Authorization"] == f"Bearer {'t' * 20}"
+
+
+def test_a_time_to_come_back_beyond_the_deadline_ends_at_the_deadline(make_client):
+    with FakeRewardServer([(503, {"error": "busy"}, {"Retry-After": "3600"})]) as fake:
+        with pytest.raises(RewardServerError, match="within 1 s; the last error: answers HTTP 503: busy"):
+            make_client(fake.port, deadline_seconds=1.0).infer_rm(request_of([[1]])).result()
+
+
+def test_a_refused_token_is_not_tried_again(make_client):
+    with FakeRewardServer([(401, {"error": "no"})]) as fake:
+        with pytest.raises(RewardServerError, match=r"asks for an access token.*REINFORCE_REWARD_TOKEN"):
+            make_client(fake.port).infer_rm(request_of([[1]])).result()
+        assert fake.calls == 1
+
+
 def test_wrong_answers_are_an_error_and_never_a_reward(make_client):
     with FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as fake:
         with pytest.raises(RewardServerError, match=r"'rewards' is float32 \[2, 1\]; expected float32 \[1, 1\]"):
