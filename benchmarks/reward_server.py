@@ -198,6 +198,7 @@ def main() -> None:
     if (args.trunk is None) != (args.head is None):
         parser.error("--trunk and --head belong together")
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended too
     from reinforce_rl.megatron.mesh import parallel_mesh
     from reinforce_rl.megatron.reward_model import load_reward_model
 

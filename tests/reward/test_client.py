@@ -234,9 +234,10 @@ def test_a_busy_server_says_when_to_come_back(make_client):
 
 
 def test_a_time_to_come_back_beyond_the_deadline_ends_at_the_deadline(make_client):
-    with FakeRewardServer([(503, {"error": "busy"}, {"Retry-After": "3600"})]) as fake:
-        with pytest.raises(RewardServerError, match="within 1 s; the last error: answers HTTP 503: busy"):
-            make_client(fake.port, deadline_seconds=1.0).infer_rm(request_of([[1]])).result()
+    text = "within 1 s; the last error: answers HTTP 503: busy"
+    busy = (503, {"error": "busy"}, {"Retry-After": "3600"})
+    with FakeRewardServer([busy]) as fake, pytest.raises(RewardServerError, match=text):
+        make_client(fake.port, deadline_seconds=1.0).infer_rm(request_of([[1]])).result()
 
 
 def test_a_refused_token_is_not_tried_again(make_client):
