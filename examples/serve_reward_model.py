@@ -19,11 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from reinforce_rl.cli import start_ranks, with_config
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.layout import layout_faults
+from reinforce_rl.reward.access import read_token
 from reinforce_rl.reward.base import Scorer
 from reinforce_rl.reward.function_loading import FunctionSpec
 from reinforce_rl.reward.function_pool import FunctionPool
 from reinforce_rl.reward.function_scoring import FunctionScorer
-from reinforce_rl.reward.server import RewardServer, check_port
+from reinforce_rl.reward.ports import check_port
+from reinforce_rl.reward.server import FrontOptions, RewardServer, access_faults
 from reinforce_rl.tokenizer import load_tokenizer
 
 
@@ -96,6 +98,7 @@ def server_of(cfg: DictConfig, scorer: Scorer, model: Any, **options: Any) -> Re
         load_tokenizer(cfg.reward_model.tokenizer_path or cfg.reward_model.restore_from_path),
         **inference_options(cfg),
         preferred_batch_sizes=cfg.inference.preferred_batch_sizes,
+        warm_up_lengths=list(cfg.inference.warm_up_lengths),
         deterministic=cfg.inference.deterministic,
         add_special_tokens=cfg.inference.add_special_tokens,
         details=reward_model_identity(cfg.reward_model.restore_from_path, cfg.reward_model.head_path, model),
@@ -105,7 +108,6 @@ def server_of(cfg: DictConfig, scorer: Scorer, model: Any, **options: Any) -> Re
 
 def serve_function(cfg: DictConfig) -> None:
     """Serve a reward function until a signal."""
-    check_port(cfg.inference.host, cfg.inference.port)
     own = cfg.reward_function
     kwargs: Any = OmegaConf.to_container(own.kwargs)
     pool = FunctionPool(
@@ -124,14 +126,26 @@ def serve_function(cfg: DictConfig) -> None:
 
 def inference_options(cfg: DictConfig) -> dict[str, Any]:
     """What a model and a function have in common."""
+    inference = cfg.inference
     return {
-        "name": cfg.inference.name,
-        "host": cfg.inference.host,
-        "port": cfg.inference.port,
-        "max_batch_size": cfg.inference.max_batch_size,
-        "max_queue_delay": cfg.inference.max_queue_delay_ms / 1000,
-        "ready_file": cfg.inference.ready_file,
-        "stop_timeout": cfg.inference.stop_timeout_seconds,
+        "name": inference.name,
+        "host": inference.host,
+        "port": inference.port,
+        "front": FrontOptions(
+            token=read_token(inference.token_file, "inference.token_file"),
+            allow_no_token=inference.allow_no_token,
+            max_request_bytes=inference.max_request_bytes,
+            max_sequence_length=inference.max_sequence_length,
+            max_in_flight=inference.max_in_flight,
+            max_queue=inference.max_queue,
+            request_seconds=inference.request_seconds,
+            stuck_seconds=inference.stuck_seconds,
+            canary_seconds=inference.canary_seconds,
+        ),
+        "max_batch_size": inference.max_batch_size,
+        "max_queue_delay": inference.max_queue_delay_ms / 1000,
+        "ready_file": inference.ready_file,
+        "stop_timeout": inference.stop_timeout_seconds,
     }
 
 
@@ -148,6 +162,15 @@ def check_paths(cfg: DictConfig) -> None:
             faults.append(f"reward_model.head_path: {head} is no file; examples/train_reward_model.py makes one")
     if faults:
         raise ConfigError(faults)
+
+
+def check_access(cfg: DictConfig) -> None:
+    """Raises ConfigError where there is no access token and should be one, or the port is busy."""
+    inference = cfg.inference
+    token = read_token(inference.token_file, "inference.token_file")
+    if faults := access_faults(inference.host, token, inference.allow_no_token):
+        raise ConfigError(faults)
+    check_port(inference.host, inference.port)
 
 
 def check_ranks(cfg: DictConfig) -> None:
@@ -183,13 +206,15 @@ def check_ranks(cfg: DictConfig) -> None:
 @with_config("serve_reward_model")
 def main(cfg: DictConfig) -> None:
     logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    if cfg.reward_function.name is not None:
+    with_function = cfg.reward_function.name is not None
+    if not with_function:
+        check_paths(cfg)
+        check_ranks(cfg)
+    if os.environ.get("RANK", "0") == "0":
+        check_access(cfg)  # before minutes of loading
+    if with_function:
         serve_function(cfg)
         return
-    check_paths(cfg)
-    check_ranks(cfg)
-    if os.environ.get("RANK", "0") == "0":
-        check_port(cfg.inference.host, cfg.inference.port)  # before minutes of loading
     start_ranks(cfg.devices, cfg.num_nodes, "num_nodes")
     serve(cfg)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from torch import Tensor  # not imported: the processes of reward functions read this file too
+if TYPE_CHECKING:  # the front door and the processes of functions read this file too, and should not load torch
+    from torch import Tensor
 
 # Status of one sample, as the server sends it (int32) and the client hands it on.
 STATUS_OK = 0
@@ -181,6 +181,6 @@ class AttributeScorer(Scorer, Protocol):
         ...
 
 
-def attributes_of(scorer: Scorer) -> tuple[str, ...]:
+def attributes_of(scorer: object) -> tuple[str, ...]:
     """The names that a scorer returns besides rewards; none for most."""
     return scorer.attributes if isinstance(scorer, AttributeScorer) else ()

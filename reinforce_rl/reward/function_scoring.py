@@ -46,8 +46,7 @@ class FunctionRequestScorer(RequestScorer):
         """Texts alone."""
         return (protocol.TEXT_FORM,)
 
-    @property
-    def canary_inputs(self) -> list[dict[str, Any]]:
+    def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
         """A sample that a worker process answers without calling the function, which need not like made-up ones."""
         return [
             {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]}

@@ -58,6 +58,9 @@ CANARY = json.dumps(CANARY_RECORD)
 INFO_MODEL = "reward_server_info"
 INFO_OUTPUT = "info"
 
+HEADER_LENGTH = "Inference-Header-Content-Length"  # of the JSON before binary tensors
+REQUEST_ID = "X-Request-ID"  # the client's name for a request, in both sides' logs
+
 
 @dataclass(frozen=True)
 class ServerInfo:

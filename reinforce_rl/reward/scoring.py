@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,7 @@ import numpy as np
 
 from reinforce_rl.errors import DataError, RankLostError
 from reinforce_rl.reward import base, protocol
+from reinforce_rl.reward.progress import Progress
 from reinforce_rl.reward.template import encode_sample
 from reinforce_rl.reward.text_form import is_text_form, read_samples
 
@@ -79,6 +81,11 @@ class RequestScorer:
         self._totals = ScoringTotals()
         self._busy = 0
         self._idle_since = time.monotonic()
+        self._progress: Progress | None = None
+
+    def report_to(self, progress: Progress) -> None:
+        """Tell another process, from now on, what is being done."""
+        self._progress = progress
 
     @property
     def input_forms(self) -> tuple[str, ...]:
@@ -86,12 +93,11 @@ class RequestScorer:
         with_template = bool(self._tokenizer.chat_template) and self._tokenizer.eos_token_id is not None
         return (protocol.TOKENS_FORM, protocol.TEXT_FORM) if with_template else (protocol.TOKENS_FORM,)
 
-    @property
-    def canary_inputs(self) -> list[dict[str, Any]]:
-        """One sample, as JSON, by which a server proves that it can score."""
+    def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
+        """One sample of so many tokens, as JSON, by which a server proves that it can score."""
         return [
-            {"name": protocol.TOKENS, "datatype": "INT64", "shape": [1, 1], "data": [0]},
-            {"name": protocol.SEQUENCE_LENGTHS, "datatype": "INT64", "shape": [1, 1], "data": [1]},
+            {"name": protocol.TOKENS, "datatype": "INT64", "shape": [1, length], "data": [0] * length},
+            {"name": protocol.SEQUENCE_LENGTHS, "datatype": "INT64", "shape": [1, 1], "data": [length]},
         ]
 
     @property
@@ -116,6 +122,8 @@ class RequestScorer:
         """
         with self._lock:
             self._busy += 1
+            if self._progress is not None:
+                self._progress.begin()
         start = time.monotonic()
         try:
             samples = [self._read(request) for request in requests]
@@ -126,6 +134,8 @@ class RequestScorer:
             with self._lock:
                 self._busy -= 1
                 self._idle_since = time.monotonic()
+                if self._progress is not None:
+                    self._progress.end()
 
     def _read(self, request: Mapping[str, np.ndarray]) -> Samples:
         names = set(request.keys())
@@ -217,6 +227,8 @@ class RequestScorer:
         attributes = np.full((len(status), len(self._attributes)), np.nan, np.float32)
         good = np.flatnonzero(status == base.STATUS_OK)
         if good.size:
+            if self._progress is not None:
+                self._progress.beat()
             try:
                 sequences = [samples.sequences[row] for row in good]
                 with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
@@ -229,9 +241,12 @@ class RequestScorer:
                     rewards[good] = np.asarray(scores, np.float64).reshape(good.size)
             except RankLostError:
                 raise  # an error of HTTP, which clients retry: the server that is started again can score these
-            except Exception:
+            except Exception as error:
                 # Whatever the model raised, the caller gets an answer that can never be mistaken for a reward.
-                logger.exception("event=scoring_failed samples=%d", good.size)
+                # The error's own text may quote a sample.
+                where = "".join(traceback.format_tb(error.__traceback__))
+                logger.error("event=scoring_failed samples=%d error=%s\n%s", good.size, type(error).__name__, where)
+                logger.debug("event=scoring_failed_details", exc_info=True)
                 rewards[good] = np.nan
                 status[good] = base.STATUS_INTERNAL
         bad = ~(np.isfinite(rewards) & np.isfinite(attributes).all(axis=1))
@@ -244,11 +259,11 @@ class RequestScorer:
         return answer
 
     def _count(self, samples: list[Samples], answers: list[dict[str, np.ndarray]], seconds: float) -> None:
-        failed: dict[str, int] = {}
+        by_status: dict[int, int] = {}
         for answer in answers:
             for code in answer[protocol.STATUS][:, 0].tolist():
-                if code != base.STATUS_OK:
-                    failed[base.STATUS_TEXT[code]] = failed.get(base.STATUS_TEXT[code], 0) + 1
+                by_status[code] = by_status.get(code, 0) + 1
+        failed = {base.STATUS_TEXT[code]: n for code, n in by_status.items() if code != base.STATUS_OK}
         count = sum(len(one.status) for one in samples)
         tokens = sum(len(sequence) for one in samples for sequence in one.sequences)
         level = logging.WARNING if failed else logging.DEBUG
@@ -262,6 +277,8 @@ class RequestScorer:
             failed,
         )
         with self._lock:
+            if self._progress is not None:
+                self._progress.count(len(samples), by_status, tokens, seconds)
             old = self._totals
             self._totals = ScoringTotals(
                 requests=old.requests + len(samples),

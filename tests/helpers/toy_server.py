@@ -75,6 +75,10 @@ class ToyServer:
     def tritonserver(self) -> psutil.Process:
         return next(process for process in self.descendants if process.name() == "tritonserver")
 
+    @property
+    def front(self) -> psutil.Process:
+        return next(p for p in self.descendants if "reinforce_rl.reward.front_process" in p.cmdline())
+
     def kill_group(self) -> None:
         """As a failing node would: no process of the group gets a chance to clean up."""
         os.killpg(self.process.pid, signal.SIGKILL)
