@@ -52,7 +52,7 @@ def test_merged_requests_are_asked_together_and_a_bad_sample_is_left_out(pool):
 
 def test_the_canary_does_not_reach_the_function(pool):
     scorer = FunctionRequestScorer(FunctionScorer(pool, "f"))
-    canary = {one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs}
+    canary = {one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs()}
     scorer([canary])
     assert pool.asked == [(PING, 1)]
 
