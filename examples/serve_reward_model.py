@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from reinforce_rl.cli import start_ranks, with_config
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, ModelStuckError
 from reinforce_rl.layout import layout_faults
 from reinforce_rl.reward.access import read_token
 from reinforce_rl.reward.base import Scorer
@@ -38,7 +38,7 @@ def serve(cfg: DictConfig) -> None:
     from reinforce_rl.megatron.reward_model import load_head, load_reward_model
     from reinforce_rl.reward.batching import Batching
     from reinforce_rl.reward.merging import Merging
-    from reinforce_rl.reward.ranks import follow_rank_0, lead_ranks
+    from reinforce_rl.reward.ranks import end_process, follow_rank_0, lead_ranks
 
     folder, head_path = cfg.reward_model.restore_from_path, cfg.reward_model.head_path
     head = load_head(folder, head_path)
@@ -70,10 +70,13 @@ def serve(cfg: DictConfig) -> None:
             max_length=cfg.reward_model.max_length,
             merging=merging,
         )
-        rank_timeout, call_timeout = cfg.inference.rank_timeout_seconds, cfg.inference.call_timeout_seconds
+        rank_timeout, call_timeout = cfg.inference.rank_timeout_seconds, cfg.inference.stuck_seconds
         if mesh.world_size == 1:
             model = load()
-            server_of(cfg, model, model).serve()
+            try:
+                server_of(cfg, model, model).serve()
+            except ModelStuckError as error:
+                end_process(str(error), error.exit_code)
         elif mesh.is_main:
             logging.getLogger(__name__).info("event=ranks %s", mesh.grid())
             with lead_ranks(mesh, load, rank_timeout=rank_timeout, call_timeout=call_timeout) as scorer:
@@ -182,7 +185,6 @@ def check_ranks(cfg: DictConfig) -> None:
         "reward_model.tensor_model_parallel_size": rm.tensor_model_parallel_size,
         "reward_model.pipeline_model_parallel_size": rm.pipeline_model_parallel_size,
         "inference.rank_timeout_seconds": cfg.inference.rank_timeout_seconds,
-        "inference.call_timeout_seconds": cfg.inference.call_timeout_seconds,
     }
     faults = [f"{key} is {value}; expected at least 1" for key, value in counts.items() if value < 1]
     if not faults:

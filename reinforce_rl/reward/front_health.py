@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from reinforce_rl.reward import base, protocol
 from reinforce_rl.reward.limits import FrontLimits
-from reinforce_rl.reward.progress import Progress
+from reinforce_rl.reward.progress import Progress, Snapshot
 
 CACHE_SECONDS = 1.0
 
@@ -71,14 +71,14 @@ class Health:
     async def _look(self) -> tuple[bool, str]:
         before = self._progress.read()
         if before.busy:
-            return self._judge_busy(before.quiet_seconds)
+            return self._judge_busy(before)
         started = time.monotonic()
         try:
             code, body = await asyncio.wait_for(self._ask(self._canary), self._limits.canary_seconds)
         except (asyncio.TimeoutError, TimeoutError):
             now = self._progress.read()
             if now.busy:
-                return self._judge_busy(now.quiet_seconds)
+                return self._judge_busy(now)
             if now.batches > before.batches:
                 return False, "busy: it scored other requests meanwhile"
             return True, f"a small sample had no answer within {self._limits.canary_seconds:g} s"
@@ -90,13 +90,11 @@ class Health:
         self._canary_seconds = time.monotonic() - started
         return False, "a small sample was scored"
 
-    def _judge_busy(self, quiet_seconds: float) -> tuple[bool, str]:
-        if quiet_seconds > self._limits.stuck_seconds:
-            return True, (
-                f"stuck: the model has been in one call for {quiet_seconds:.0f} s "
-                f"(inference.stuck_seconds is {self._limits.stuck_seconds:g})"
-            )
-        return False, f"busy: the model has been in a call for {quiet_seconds:.1f} s"
+    def _judge_busy(self, found: Snapshot) -> tuple[bool, str]:
+        why = found.why_stuck(self._limits.stuck_seconds)
+        if why is not None:
+            return True, f"stuck: {why}"
+        return False, f"busy: the model has been in a call for {found.quiet_seconds:.1f} s"
 
 
 def _fault_of(code: int, body: bytes) -> str | None:

@@ -70,7 +70,7 @@ class FunctionRequestScorer(RequestScorer):
             texts = [text for text in one.texts if text is not None]
             is_canary = all(dict(text.record) == protocol.CANARY_RECORD for text in texts)
             function = PING if is_canary else self._function.function
-            pending.append((one, good, self._function.pool.submit(function, texts)))
+            pending.append((one, good, self._function.pool.submit(function, texts, self._beat)))
         answers = []
         for one, good, scores in pending:
             status, rewards = one.status.copy(), np.full(len(one.status), np.nan, np.float32)

@@ -62,7 +62,8 @@ class FrontLimits:
         max_in_flight: requests that Triton has at the same time.
         max_queue: requests that wait for that; more are answered 503.
         request_seconds: for Triton's answer to one request.
-        stuck_seconds: health turns red when the scorer has been in one call of the model for so long.
+        stuck_seconds: health turns red, and the server ends, when the scorer has been in one call of the model for so
+            long.
         canary_seconds: for health's own sample while the scorer is idle.
     """
 

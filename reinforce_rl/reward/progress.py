@@ -45,6 +45,14 @@ class Snapshot:
     by_status: tuple[int, ...]
     seconds_buckets: tuple[int, ...]
 
+    def why_stuck(self, seconds: float) -> str | None:
+        """What to say where one call has lasted for longer than that; None where none has."""
+        if not self.busy or self.quiet_seconds <= seconds:
+            return None
+        return (
+            f"the model has been in one call for {self.quiet_seconds:.0f} s (inference.stuck_seconds is {seconds:g})"
+        )
+
 
 class Progress:
     """The file, opened.

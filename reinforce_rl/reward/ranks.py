@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import numpy as np
 import torch
 
-from reinforce_rl.errors import RankLostError, RewardServerError
+from reinforce_rl.errors import EXIT_ERROR, EXIT_LOST_RANK, ModelStuckError, RankLostError, RewardServerError
 from reinforce_rl.reward import rank_links
 from reinforce_rl.reward.base import AttributeScores
 from reinforce_rl.reward.batching import Batching, MicroBatch, pack, share, unpack
@@ -88,7 +88,7 @@ class _Call:
 class DistributedScorer:
     """An `AttributeScorer` on rank 0 that computes on all ranks. Leaving its `with` block ends the other ranks.
 
-    Where a rank was lost, leaving the block ends this process with exit code 1: its threads may wait in a collective
+    Where a rank was lost, leaving the block ends this process with exit code 76: its threads may wait in a collective
     for the lost rank for ever.
 
     Args:
@@ -210,7 +210,7 @@ class DistributedScorer:
         now = time.monotonic()
         late = " and ".join(str(self._members[rank]) for rank, due in sorted(call.due.items()) if due <= now)
         if not call.failures:
-            return f"{late} hangs: no scores within {self._call_timeout:.0f} s (inference.call_timeout_seconds)"
+            return f"{late} hangs: no scores within {self._call_timeout:.0f} s (inference.stuck_seconds)"
         return f"{self._failures_of(call)}, and since then {late} waits for it in vain: the ranks are out of step"
 
     def _failures_of(self, call: _Call) -> str:
@@ -262,6 +262,8 @@ class DistributedScorer:
     ) -> None:
         if self._lost is not None:
             end_process(str(self._lost))
+        if isinstance(error, ModelStuckError):
+            end_process(str(error), EXIT_ERROR)
         self.close()
 
     def close(self) -> None:
@@ -355,12 +357,12 @@ def follow_rank_0(mesh: Mesh, load: Callable[[], BlockModel], *, rank_timeout: f
     follow(me, connect(address, me, CONNECT_SECONDS), leader, load, rank_timeout=rank_timeout)
 
 
-def end_process(reason: str) -> NoReturn:
-    """End this process at once with exit code 1, whatever its threads wait for."""
+def end_process(reason: str, code: int = EXIT_LOST_RANK) -> NoReturn:
+    """End this process at once with this exit code, whatever its threads wait for."""
     with contextlib.suppress(OSError, ValueError):
         print(f"error: {reason}", file=sys.stderr, flush=True)
         logging.shutdown()
-    os._exit(1)
+    os._exit(code)
 
 
 def _remove_folder_of_torchrun() -> None:

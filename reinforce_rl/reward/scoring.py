@@ -227,8 +227,7 @@ class RequestScorer:
         attributes = np.full((len(status), len(self._attributes)), np.nan, np.float32)
         good = np.flatnonzero(status == base.STATUS_OK)
         if good.size:
-            if self._progress is not None:
-                self._progress.beat()
+            self._beat()
             try:
                 sequences = [samples.sequences[row] for row in good]
                 with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
@@ -257,6 +256,10 @@ class RequestScorer:
             attributes[bad] = np.nan
             answer[protocol.ATTRIBUTES] = attributes
         return answer
+
+    def _beat(self) -> None:
+        if self._progress is not None:
+            self._progress.beat()
 
     def _count(self, samples: list[Samples], answers: list[dict[str, np.ndarray]], seconds: float) -> None:
         by_status: dict[int, int] = {}

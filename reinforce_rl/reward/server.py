@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.errors import ConfigError, ModelStuckError, RewardServerError
 from reinforce_rl.guard import Guard
 from reinforce_rl.reward import access, base, health, protocol
 from reinforce_rl.reward.front import FAILED, READY, FrontSettings
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5  # between two looks at the processes
 SUMMARY_SECONDS = 60.0  # between two lines of totals in the log
+STUCK_GRACE_SECONDS = 2.0  # for a scorer on several ranks: it has the same limit, and can say which rank it is
 CANARY_SECONDS = 300.0  # the first forward pass of a large model may compile for minutes
 WIDTH_OF_TEXTS = 2048  # stands for the context where texts are read, whose model has none: 64 KiB of text a sample
 WIDER_THAN_CONTEXT = 4  # how much wider than the model's context a padded request may be
@@ -169,6 +170,7 @@ class RewardServer:
         Raises:
             ConfigError: the port is busy, or the options cannot work. Nothing was started.
             RewardServerError: the server did not become ready, or a process of it died while serving.
+            ModelStuckError: the model was in one call for too long; its thread is still there.
         """
         check_options(
             self.info, self._host, self._port, self._max_queue_delay, self._options, self._preferred_batch_sizes
@@ -192,7 +194,8 @@ class RewardServer:
         guard.remove_shared_memory(f"pytrtion{os.getpid()}-")
         if self._ready_file is not None:
             guard.remove_file(self._ready_file)
-        self._requests.report_to(Progress(home / "progress", create=True))
+        progress = Progress(home / "progress", create=True)
+        self._requests.report_to(progress)
         backend_port = free_port(HOST)
         settings = FrontSettings(
             model=self.info.name,
@@ -204,12 +207,14 @@ class RewardServer:
         front = FrontProcess(listener, settings, home / "progress")
         try:
             guard.watch_process(front.pid)
-            self._serve_behind(front, guard, home, backend_port)
+            self._serve_behind(front, guard, home, backend_port, progress)
         finally:
             self._stopping = True
             front.close()
 
-    def _serve_behind(self, front: FrontProcess, guard: Guard, home: Path, backend_port: int) -> None:
+    def _serve_behind(
+        self, front: FrontProcess, guard: Guard, home: Path, backend_port: int, progress: Progress
+    ) -> None:
         triton = build_triton(
             self.info,
             self._requests,
@@ -219,7 +224,7 @@ class RewardServer:
             preferred_batch_sizes=self._preferred_batch_sizes,
             stop_timeout=self._stop_timeout,
         )
-        timeout = self._stop_timeout
+        in_order = False
         try:
             triton.run()
             processes = psutil.Process().children(recursive=True)
@@ -233,17 +238,33 @@ class RewardServer:
             front.set_state(READY)
             self._check_handshake()
             self._announce()
-            self._watch(triton, watched, front)
+            self._watch(triton, watched, front, progress)
+        except _StopRequested:
+            in_order = not self._tell_loss(front)
+            raise
         except RewardServerError as error:
             front.set_state(FAILED, str(error))
             raise
         finally:
             self._stopping = True
+            # After a failure no call in flight can end well, and each is tried again with the next server.
+            timeout = self._stop_timeout if in_order else 0.0
             logger.info("event=stopping timeout_seconds=%g", timeout)
             started = time.monotonic()
-            if self._stop_signal is not None and not front.drain(timeout):
-                logger.warning("event=drain_incomplete: calls were still in flight after %g s", timeout)
+            if in_order:
+                if not front.drain(timeout):
+                    logger.warning("event=drain_incomplete: calls were still in flight after %g s", timeout)
+                self._tell_loss(front)
             stop_triton(triton, self._requests, max(0.0, timeout - (time.monotonic() - started)))
+
+    def _tell_loss(self, front: FrontProcess) -> bool:
+        """Whether the scorer is gone; health says so then. torchrun stops all ranks once it has lost one."""
+        try:
+            self._check()
+        except RewardServerError as lost:
+            front.set_state(FAILED, str(lost))
+            return True
+        return False
 
     @property
     def _local_host(self) -> str:
@@ -281,7 +302,7 @@ class RewardServer:
         logger.info("event=ready url=%s info=%s", url, self.info.to_json())
         print(f"ready at {url}", flush=True)
 
-    def _watch(self, triton: Triton, processes: list[psutil.Process], front: FrontProcess) -> None:
+    def _watch(self, triton: Triton, processes: list[psutil.Process], front: FrontProcess, progress: Progress) -> None:
         next_summary = time.monotonic() + SUMMARY_SECONDS
         last = self._requests.totals
         while True:
@@ -289,6 +310,11 @@ class RewardServer:
                 raise _StopRequested(self._stop_signal)
             time.sleep(WATCH_SECONDS)
             self._check()
+            now = progress.read()
+            if now.quiet_seconds > self._options.stuck_seconds + STUCK_GRACE_SECONDS:
+                why = now.why_stuck(self._options.stuck_seconds)
+                if why is not None:
+                    raise ModelStuckError(f"{why}. The reward server ends; clients wait and retry, so start it again")
             dead = [p.pid for p in processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE]
             if dead or not triton.is_alive():
                 raise RewardServerError(

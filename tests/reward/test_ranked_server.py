@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import importlib.util
+import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
-import psutil
 import pytest
 from helpers.real_run import EXAMPLES, RealServer
 from helpers.server_load import CLIENTS, ModelFiles, RankedServer, check_scores, mixed_requests, score_all
@@ -16,8 +20,9 @@ from helpers.toy_server import ToyServer, is_alive, wait_for
 from omegaconf import OmegaConf
 
 from reinforce_rl.cli import CONF_FOLDER
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import EXIT_FINISHED, EXIT_LOST_RANK, ConfigError
 from reinforce_rl.reward.base import Rewards
+from reinforce_rl.reward.http_call import call
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
@@ -52,10 +57,21 @@ def start(files, tmp_path) -> Iterator[Callable[..., ToyServer]]:
 
 
 def check_end(server: ToyServer, seconds: float) -> str:
-    """It ends by itself with exit code 1 and leaves nothing; its log."""
-    assert server.process.wait(seconds) == 1
+    """It ends by itself, says by its exit code that a rank was lost, and leaves nothing; its log."""
+    assert server.process.wait(seconds) == EXIT_LOST_RANK
     assert wait_for(lambda: not server.left_behind(), 10), server.left_behind()
     return server.log.read_text()
+
+
+def health_until_the_end(server: ToyServer, seconds: float) -> list[dict[str, Any]]:
+    """What /health answers until nobody does."""
+    answers = []
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        while time.monotonic() < deadline:
+            answers.append(json.loads(call("127.0.0.1", server.port, "/health", 30.0).body))
+            time.sleep(0.1)
+    return answers
 
 
 def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_next_server(start, files, mesh):
@@ -65,16 +81,20 @@ def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_n
     answers: list[Rewards] = []
     progress = threading.Semaphore(0)
     load = threading.Thread(
+        daemon=True,
         target=lambda: answers.extend(
             score_all(server.port, requests, clients=CLIENTS, seconds=LOAD_SECONDS, on_answer=progress.release)
-        )
+        ),
     )
     load.start()
     for _ in range(QUICK_REQUESTS // 2):
         assert progress.acquire(timeout=LOAD_SECONDS)
     _, follower = server.ranks()
     follower.kill()
+    health = health_until_the_end(server, 60)
     log = check_end(server, 60)
+    assert [(one["state"], one["healthy"]) for one in health[-1:]] == [("failed", False)]
+    assert health[-1]["text"].startswith(f"rank 1 (host {os.uname().nodename}, process {follower.pid}) died")
     assert f"event=rank_lost reason=rank 1 (host {os.uname().nodename}, process {follower.pid}) died" in log
     assert f"error: rank 1 (host {os.uname().nodename}, process {follower.pid}) died" in log
     # On one rank now; to its clients it is the same server.
@@ -96,7 +116,7 @@ def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_n
         (["devices=3", "reward_model.tensor_model_parallel_size=2"], ["reward_model.tensor_model_parallel_size is 2"]),
         (["reward_model.sequence_parallel=true"], ["reward_model.sequence_parallel is true"]),
         (["devices=4"], ["2 ranks were started (WORLD_SIZE), but num_nodes x devices = 1 x 4 = 4"]),
-        (["inference.call_timeout_seconds=0", "num_nodes=-1"], ["num_nodes is -1", "call_timeout_seconds is 0"]),
+        (["inference.rank_timeout_seconds=0", "num_nodes=-1"], ["num_nodes is -1", "rank_timeout_seconds is 0"]),
     ],
 )
 def test_impossible_numbers_of_ranks_are_named(files, monkeypatch, overrides, faults):
@@ -122,9 +142,8 @@ def test_deterministic_scores_of_several_ranks_do_not_depend_on_other_clients(st
     together = score_all(server.port, requests, clients=8, seconds=LOAD_SECONDS)
     assert [answer.values.tolist() for answer in together] == [answer.values.tolist() for answer in alone]
     check_scores(alone, files.scores(mesh, requests))
-    for rank in psutil.Process(server.process.pid).children():
-        rank.terminate()  # as torchrun does
-    server.process.wait(60)
+    server.process.terminate()  # the launcher, which passes it on to the ranks
+    assert server.process.wait(60) == EXIT_FINISHED
     assert "event=stopped signal=SIGTERM" in server.log.read_text()
     assert "rank_lost" not in server.log.read_text()
     assert wait_for(lambda: not server.left_behind(), 10), server.left_behind()

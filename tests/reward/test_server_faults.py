@@ -6,6 +6,7 @@ import http.client
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fuzz_requests import FuzzedRequest, fuzzed_requests
-from helpers.serve_toy_scorer import MAX_LENGTH, VOCAB_SIZE, toy_score
+from helpers.serve_toy_scorer import MAX_LENGTH, TOKEN_SLOW, VOCAB_SIZE, toy_score
 from helpers.toy_server import ToyServer, free_port, wait_for
 
 from reinforce_rl.errors import RewardServerError
@@ -251,6 +252,22 @@ def test_apache_bench_is_a_client(server, tmp_path):
     assert "Complete requests:      2000" in output
     assert "Failed requests:        0" in output
     assert "Non-2xx" not in output
+
+
+def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
+    server = ToyServer(tmp_path, "--slow", "1000", "--front", '{"stuck_seconds": 2.0}').start()
+    try:
+        client = RemoteGPTRMClient(port=server.port, deadline_seconds=4.0, on_wait=lambda _: None)
+        with pytest.raises(RewardServerError):  # and no reward
+            client.infer_rm(request_of([1, TOKEN_SLOW])).result()
+        client.close()
+        assert server.process.wait(60) == 1
+        assert wait_for(lambda: not server.left_behind(), 10), server.left_behind()
+        said = re.search(r"error: the model has been in one call for (\d+) s (.*)", server.log.read_text())
+        assert said and int(said.group(1)) in range(4, 60)
+        assert said.group(2).startswith("(inference.stuck_seconds is 2)")
+    finally:
+        server.close()
 
 
 def test_a_dead_front_door_ends_the_server_and_leaves_nothing(server):
