@@ -104,6 +104,7 @@ def gone(processes: list[psutil.Process], seconds: float = 20.0) -> list[psutil.
     return [process for process in processes if is_alive(process)]
 
 
+@pytest.mark.slow
 def test_the_real_server_and_an_actor_that_scores(start):
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     launched = start(TOY_SERVER, SCORING_ACTOR, "--server-args", "--max-batch-size", "4", "--actor-args", "extra=yes")

@@ -287,6 +287,7 @@ def test_a_killed_server_takes_its_front_door_along(server):
     assert front in server.descendants
 
 
+@pytest.mark.slow
 def test_a_front_door_that_hangs_is_ended_with_its_server(server):
     """The last one: it ends the server. A stopped process reads no pipe and ignores no signal."""
     server.start()

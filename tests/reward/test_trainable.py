@@ -29,7 +29,7 @@ from reinforce_rl.megatron.optimizer import build_optimizer
 from reinforce_rl.reward.trainable import load_trainable
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/trainable.py"
-ON_TWO_RANKS = ("TP2 SP", "PP2", "CP2", "DP2")
+ON_TWO_RANKS = ["TP2 SP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("PP2", "CP2", "DP2"))]
 SLOW_ON_TWO_RANKS = ("TP2", "TP2 SP full recompute")
 SLOW_ON_FOUR_RANKS = ("TP2 PP2 SP", "PP2 DP2", "TP2 CP2 SP", "CP2 DP2", "PP2 CP2")
 
@@ -107,11 +107,11 @@ def check_layouts(names: tuple[str, ...], ranks: int, folder: Path, expected: di
             assert_same(torch.load(out / f"{name}.{rank}"), expected)
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(folder, expected, tmp_path_factory):
+@pytest.fixture(scope="module", params=ON_TWO_RANKS)
+def on_two_ranks(request, folder, expected, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("two")
-    check_layouts(ON_TWO_RANKS, 2, folder, expected, out)
-    return out
+    check_layouts((request.param,), 2, folder, expected, out)
+    return out / request.param
 
 
 def test_two_ranks_equal_one(on_two_ranks):
@@ -128,22 +128,20 @@ def test_four_ranks(folder, expected, tmp_path):
     check_layouts(SLOW_ON_FOUR_RANKS, 4, folder, expected, tmp_path)
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_of_two_ranks_goes_on_here(case, name, on_two_ranks, folder, mesh, expected):
+def test_a_checkpoint_of_two_ranks_goes_on_here(case, on_two_ranks, folder, mesh, expected):
     model = model_of(folder, mesh, case)
-    saved = Checkpoint(on_two_ranks / name / f"{case}.checkpoints" / "step_00000002", {})
+    saved = Checkpoint(on_two_ranks / f"{case}.checkpoints" / "step_00000002", {})
     Checkpointer(saved.folder.parent, mesh, model.ddp, *build_optimizer(model.ddp, SETTINGS)).restore(saved)
     objective, _ = CASES[case]
     scores = model.scores([objective.sequences_of(example) for example in examples_of(objective)])
     torch.testing.assert_close(scores, expected[f"{case} scores after"], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_a_folder_exported_by_two_ranks_scores_as_in_transformers(name, on_two_ranks, expected):
+def test_a_folder_exported_by_two_ranks_scores_as_in_transformers(on_two_ranks, expected):
     from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(on_two_ranks / name / "ranking", dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(on_two_ranks / "ranking", dtype=torch.float32)
     objective, _ = CASES["ranking"]
     sequences = [s for example in examples_of(objective) for s in objective.sequences_of(example)]
     with torch.no_grad():
