@@ -2,65 +2,115 @@
 
 python examples/serve_reward_model.py reward_model.restore_from_path=TRUNK reward_model.head_path=HEAD.safetensors
 python examples/serve_reward_model.py reward_function.name=reinforce_rl.reward.functions.gsm8k
+python examples/serve_reward_model.py reward_model.restore_from_path=CLASSIFIER
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from reinforce_rl.cli import with_config
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.cli import start_ranks, with_config
+from reinforce_rl.errors import ConfigError, ModelStuckError
+from reinforce_rl.layout import layout_faults
+from reinforce_rl.reward.access import read_token
+from reinforce_rl.reward.base import Scorer
 from reinforce_rl.reward.function_loading import FunctionSpec
 from reinforce_rl.reward.function_pool import FunctionPool
 from reinforce_rl.reward.function_scoring import FunctionScorer
-from reinforce_rl.reward.server import RewardServer, check_port
+from reinforce_rl.reward.ports import check_port
+from reinforce_rl.reward.server import FrontOptions, RewardServer, access_faults
 from reinforce_rl.tokenizer import load_tokenizer
 
 
 def serve(cfg: DictConfig) -> None:
-    """Load the model and serve it until a signal."""
-    check_paths(cfg)
-    check_port(cfg.inference.host, cfg.inference.port)  # before minutes of loading
-    tokenizer = load_tokenizer(cfg.reward_model.tokenizer_path or cfg.reward_model.restore_from_path)
-
+    """Load the model on all ranks and serve it until a signal."""
     # megatron-core imports wandb where it is installed. That makes folders in /tmp, and a killed server leaves them.
     sys.modules["wandb"] = None  # type: ignore[assignment]
     # Only now: torch and megatron take seconds to import, and a wrong path or a busy port should not cost them.
     from reinforce_rl.megatron.mesh import parallel_mesh
-    from reinforce_rl.megatron.reward_model import load_reward_model
+    from reinforce_rl.megatron.reward_model import load_head, load_reward_model
+    from reinforce_rl.reward.batching import Batching
+    from reinforce_rl.reward.merging import Merging
+    from reinforce_rl.reward.ranks import end_process, follow_rank_0, lead_ranks
 
-    with parallel_mesh() as mesh:
-        scorer = load_reward_model(
-            cfg.reward_model.restore_from_path,
-            cfg.reward_model.head_path,
+    folder, head_path = cfg.reward_model.restore_from_path, cfg.reward_model.head_path
+    head = load_head(folder, head_path)
+    weights: Any = (
+        OmegaConf.to_container(cfg.reward_model.attribute_weights) if cfg.reward_model.attribute_weights else None
+    )
+    merging = Merging.of(
+        head.attributes,
+        weights,
+        head.mean if cfg.reward_model.mean is None else cfg.reward_model.mean,
+        head.deviation if cfg.reward_model.deviation is None else cfg.reward_model.deviation,
+    )
+    batching = Batching(
+        cfg.inference.micro_batch_size, cfg.inference.tokens_per_micro_batch, cfg.inference.pad_to_multiple
+    )
+    if faults := batching.faults():
+        raise ConfigError(faults)
+    with parallel_mesh(
+        cfg.reward_model.tensor_model_parallel_size,
+        cfg.reward_model.pipeline_model_parallel_size,
+        sequence_parallel=cfg.reward_model.sequence_parallel,
+    ) as mesh:
+        load = partial(
+            load_reward_model,
+            folder,
+            head_path,
             mesh,
-            micro_batch_size=cfg.inference.micro_batch_size,
+            batching=batching,
             max_length=cfg.reward_model.max_length,
+            merging=merging,
         )
-        RewardServer(
-            scorer,
-            tokenizer,
-            **inference_options(cfg),
-            deterministic=cfg.inference.deterministic,
-            add_special_tokens=cfg.inference.add_special_tokens,
-            # By content, so that a restart from another path or node is the same server to its clients.
-            details={
-                "trunk": Path(cfg.reward_model.restore_from_path).resolve().name,
-                "head_sha256": hashlib.sha256(Path(cfg.reward_model.head_path).read_bytes()).hexdigest(),
-                "pooling": scorer.pooling,
-            },
-        ).serve()
+        rank_timeout, call_timeout = cfg.inference.rank_timeout_seconds, cfg.inference.stuck_seconds
+        if mesh.world_size == 1:
+            model = load()
+            try:
+                server_of(cfg, model, model).serve()
+            except ModelStuckError as error:
+                end_process(str(error), error.exit_code)
+        elif mesh.is_main:
+            logging.getLogger(__name__).info("event=ranks %s", mesh.grid())
+            with lead_ranks(mesh, load, rank_timeout=rank_timeout, call_timeout=call_timeout) as scorer:
+                server_of(cfg, scorer, scorer.model, check=scorer.check).serve()
+        else:
+            follow_rank_0(mesh, load, rank_timeout=rank_timeout)
+
+
+def server_of(cfg: DictConfig, scorer: Scorer, model: Any, **options: Any) -> RewardServer:
+    """The server for a scorer, as configured.
+
+    Args:
+        cfg: what Hydra composed.
+        scorer: what is served.
+        model: this rank's part of it.
+        options: more of `RewardServer`.
+    """
+    from reinforce_rl.megatron.reward_model import reward_model_identity
+
+    return RewardServer(
+        scorer,
+        load_tokenizer(cfg.reward_model.tokenizer_path or cfg.reward_model.restore_from_path),
+        **inference_options(cfg),
+        preferred_batch_sizes=cfg.inference.preferred_batch_sizes,
+        warm_up_lengths=list(cfg.inference.warm_up_lengths),
+        deterministic=cfg.inference.deterministic,
+        add_special_tokens=cfg.inference.add_special_tokens,
+        details=reward_model_identity(cfg.reward_model.restore_from_path, cfg.reward_model.head_path, model),
+        **options,
+    )
 
 
 def serve_function(cfg: DictConfig) -> None:
     """Serve a reward function until a signal."""
-    check_port(cfg.inference.host, cfg.inference.port)
     own = cfg.reward_function
     kwargs: Any = OmegaConf.to_container(own.kwargs)
     pool = FunctionPool(
@@ -79,14 +129,26 @@ def serve_function(cfg: DictConfig) -> None:
 
 def inference_options(cfg: DictConfig) -> dict[str, Any]:
     """What a model and a function have in common."""
+    inference = cfg.inference
     return {
-        "name": cfg.inference.name,
-        "host": cfg.inference.host,
-        "port": cfg.inference.port,
-        "max_batch_size": cfg.inference.max_batch_size,
-        "max_queue_delay": cfg.inference.max_queue_delay_ms / 1000,
-        "ready_file": cfg.inference.ready_file,
-        "stop_timeout": cfg.inference.stop_timeout_seconds,
+        "name": inference.name,
+        "host": inference.host,
+        "port": inference.port,
+        "front": FrontOptions(
+            token=read_token(inference.token_file, "inference.token_file"),
+            allow_no_token=inference.allow_no_token,
+            max_request_bytes=inference.max_request_bytes,
+            max_sequence_length=inference.max_sequence_length,
+            max_in_flight=inference.max_in_flight,
+            max_queue=inference.max_queue,
+            request_seconds=inference.request_seconds,
+            stuck_seconds=inference.stuck_seconds,
+            canary_seconds=inference.canary_seconds,
+        ),
+        "max_batch_size": inference.max_batch_size,
+        "max_queue_delay": inference.max_queue_delay_ms / 1000,
+        "ready_file": inference.ready_file,
+        "stop_timeout": inference.stop_timeout_seconds,
     }
 
 
@@ -94,13 +156,51 @@ def check_paths(cfg: DictConfig) -> None:
     """Raises ConfigError naming each key that is not set, or whose file or folder is not there."""
     faults = [f"{key} is not set; expected a path" for key in sorted(OmegaConf.missing_keys(cfg))]
     if not faults:
-        trunk, head = Path(cfg.reward_model.restore_from_path), Path(cfg.reward_model.head_path)
+        trunk, head = Path(cfg.reward_model.restore_from_path), cfg.reward_model.head_path
         if not trunk.is_dir():
             faults.append(
                 f"reward_model.restore_from_path: {trunk} is no folder; expected a Hugging Face model folder"
             )
-        if not head.is_file():
+        if head is not None and not Path(head).is_file():
             faults.append(f"reward_model.head_path: {head} is no file; examples/train_reward_model.py makes one")
+    if faults:
+        raise ConfigError(faults)
+
+
+def check_access(cfg: DictConfig) -> None:
+    """Raises ConfigError where there is no access token and should be one, or the port is busy."""
+    inference = cfg.inference
+    token = read_token(inference.token_file, "inference.token_file")
+    if faults := access_faults(inference.host, token, inference.allow_no_token):
+        raise ConfigError(faults)
+    check_port(inference.host, inference.port)
+
+
+def check_ranks(cfg: DictConfig) -> None:
+    """Raises ConfigError naming what cannot work of the number of ranks and of how they share the model."""
+    rm = cfg.reward_model
+    counts = {
+        "devices": cfg.devices,
+        "num_nodes": cfg.num_nodes,
+        "reward_model.tensor_model_parallel_size": rm.tensor_model_parallel_size,
+        "reward_model.pipeline_model_parallel_size": rm.pipeline_model_parallel_size,
+        "inference.rank_timeout_seconds": cfg.inference.rank_timeout_seconds,
+    }
+    faults = [f"{key} is {value}; expected at least 1" for key, value in counts.items() if value < 1]
+    if not faults:
+        ranks, world_size = f"num_nodes x devices = {cfg.num_nodes} x {cfg.devices}", cfg.num_nodes * cfg.devices
+        faults += layout_faults(
+            rm.tensor_model_parallel_size,
+            rm.pipeline_model_parallel_size,
+            1,
+            rm.sequence_parallel,
+            world_size,
+            ranks,
+            "reward_model",
+        )
+        started = os.environ.get("WORLD_SIZE")
+        if started is not None and int(started) != world_size:
+            faults.append(f"{started} ranks were started (WORLD_SIZE), but {ranks} = {world_size}")
     if faults:
         raise ConfigError(faults)
 
@@ -108,10 +208,17 @@ def check_paths(cfg: DictConfig) -> None:
 @with_config("serve_reward_model")
 def main(cfg: DictConfig) -> None:
     logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    if cfg.reward_function.name is None:
-        serve(cfg)
-    else:
+    with_function = cfg.reward_function.name is not None
+    if not with_function:
+        check_paths(cfg)
+        check_ranks(cfg)
+    if os.environ.get("RANK", "0") == "0":
+        check_access(cfg)  # before minutes of loading
+    if with_function:
         serve_function(cfg)
+        return
+    start_ranks(cfg.devices, cfg.num_nodes, "num_nodes")
+    serve(cfg)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Train a linear reward head on a frozen trunk. Settings: conf/train_reward_model.yaml.
+"""Train a reward model: a head on a frozen trunk, or all weights. Settings: conf/train_reward_model.yaml.
 
 python examples/train_reward_model.py model.restore_from_path=TRUNK data.pairs_path=PAIRS.jsonl
+python examples/train_reward_model.py mode=full model.restore_from_path=SFT data.pairs_path=PAIRS.jsonl \
+    trainer.devices=2
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import sys
 
 from omegaconf import DictConfig
 
-from reinforce_rl.cli import with_config
+from reinforce_rl.cli import start_ranks, with_config
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
 
@@ -19,9 +21,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
 @with_config("train_reward_model")
 def main(cfg: DictConfig) -> None:
     from reinforce_rl.reward.training_config import TrainRewardModelConfig
-    from reinforce_rl.reward.training_job import train_reward_model
 
-    train_reward_model(TrainRewardModelConfig.from_hydra(cfg), command=shlex.join(["python", *sys.argv]))
+    config, command = TrainRewardModelConfig.from_hydra(cfg), shlex.join(["python", *sys.argv])
+    if config.mode == "head":
+        from reinforce_rl.reward.training_job import train_reward_model
+
+        train_reward_model(config, command=command)
+        return
+    start_ranks(config.trainer.devices, config.trainer.num_nodes)
+    from reinforce_rl.reward.full_job import train_all_weights
+
+    train_all_weights(config, command=command)
 
 
 if __name__ == "__main__":

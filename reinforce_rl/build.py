@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from reinforce_rl.control import RunControl
 from reinforce_rl.data.loader import FixedPrompts, PromptLoader
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
 from reinforce_rl.data.sampler import PromptSampler
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.files import write_atomically
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
@@ -40,6 +42,7 @@ from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.reward import protocol
+from reinforce_rl.reward.access import read_token
 from reinforce_rl.reward.base import RewardSource
 from reinforce_rl.reward.client import RemoteGPTRMClient
 from reinforce_rl.reward.combined import CombinedRewards, WeightedSource
@@ -210,17 +213,26 @@ def connect_to_reward_server(
     cfg: TrainConfig, server: RewardServerConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
 ) -> RemoteGPTRMClient:
     """One of them; see `connect_to_reward_servers`."""
+    token: str | None = None
+    failure: Exception | None = None
+    try:
+        token = read_token(server.token_file, f"remote_rm: token_file of '{server.name}'")
+    except ConfigError as error:  # the file may be missing on one node only
+        failure = error
+    mesh.check_together(failure)
+    run = re.sub(r"[^\w.-]", "_", Path(cfg.exp_manager.explicit_log_dir).name, flags=re.ASCII)[-40:]
     client = RemoteGPTRMClient(
         server.ip,
         server.port,
         server.name,
+        token=token,
+        caller=f"{run}-rank{mesh.rank}",
         deadline_seconds=cfg.remote_rm.deadline_seconds,
         attempt_timeout_seconds=cfg.remote_rm.attempt_timeout_seconds,
         pad_to_length=cfg.remote_rm.pad_to_length,
         pad_id=pad_id_of(tokenizer),
         on_wait=partial(monitor.note, transient=True),
     )
-    failure: Exception | None = None
     try:
         client.wait_until_ready(cfg.remote_rm.ready_timeout_seconds)
         vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size

@@ -48,10 +48,15 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
     return decorate
 
 
-def start_ranks(devices: int, num_nodes: int) -> None:
+def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") -> None:
     """Where this plain `python` process should be several ranks, become torchrun, which starts them; see `ranks.py`.
 
     Nothing happens under torchrun, which sets WORLD_SIZE.
+
+    Args:
+        devices: ranks on each node.
+        num_nodes: nodes.
+        key: how the configuration calls the latter.
 
     Raises:
         ReinforceError: several nodes, which a plain `python` cannot start.
@@ -60,7 +65,7 @@ def start_ranks(devices: int, num_nodes: int) -> None:
         return
     if num_nodes > 1:
         raise ReinforceError(
-            f"trainer.num_nodes is {num_nodes}, but this is one plain python process; start it on every node with "
+            f"{key} is {num_nodes}, but this is one plain python process; start it on every node with "
             f"`torchrun --nnodes {num_nodes} --nproc-per-node {devices} ...`"
         )
     # One thread a rank: ranks that each take every core would wait for one another.

@@ -92,6 +92,7 @@ class RewardServerConfig:
     name: str = "reward_model"
     ip: str = "localhost"
     port: int = 5555
+    token_file: str | None = None
     weight: float = 1.0
     input: str = "auto"
 

@@ -58,3 +58,13 @@ class RewardServerError(ReinforceError):
 
 class TooManyFailedRewardsError(RewardServerError):
     """The share of samples that the reward server could not score is above the configured bound."""
+
+
+class RankLostError(RewardServerError):
+    """A rank of the reward server died or hangs: nothing can be scored any more. The text names rank and host."""
+
+    exit_code = EXIT_LOST_RANK
+
+
+class ModelStuckError(RewardServerError):
+    """The reward server's model has been in one call for too long, which its thread may never leave."""

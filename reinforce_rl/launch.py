@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.guard import Guard
+from reinforce_rl.reward.access import read_token
 from reinforce_rl.reward.health import NotReadyYet, check_once
+from reinforce_rl.reward.ports import check_port, free_port
 from reinforce_rl.reward.protocol import DEFAULT_NAME
-from reinforce_rl.reward.server import check_port
 from reinforce_rl.stop import STOP_SIGNALS
 
 POLL_SECONDS = 0.2
@@ -39,6 +38,7 @@ class LaunchPlan:
         actor: command line of the actor.
         run_dir: the server's log goes to `logs/server.log` in it.
         host, port, name: where the server will be, and its model's name.
+        token: what the server asks for, if anything.
         ready_seconds: how long the server may take to become ready, model loading included.
         grace_seconds: what a process gets between SIGTERM and SIGKILL.
     """
@@ -49,6 +49,7 @@ class LaunchPlan:
     host: str
     port: int
     name: str = DEFAULT_NAME
+    token: str | None = field(default=None, repr=False)
     ready_seconds: float = 600.0
     grace_seconds: float = 30.0
 
@@ -75,12 +76,12 @@ def make_plan(
         server, actor: the commands without overrides.
         run_dir: for logs.
         server_args, actor_args: Hydra overrides of each. `inference.port=N` among the server's fixes the port, and
-            `inference.name=NAME` the model's name.
+            `inference.name=NAME` the model's name; `inference.token_file=FILE` goes to the actor too.
         host: the loopback address of this machine.
         ready_seconds, grace_seconds: see `LaunchPlan`.
 
     Raises:
-        ConfigError: the port is not a number.
+        ConfigError: the port is not a number, or the token cannot be read.
     """
     text = override_of(server_args, "inference.port")
     name = override_of(server_args, "inference.name") or DEFAULT_NAME
@@ -94,6 +95,10 @@ def make_plan(
         "remote_rm.reward_model.port": port,
         "remote_rm.reward_model.name": name,
     }
+    token_file = override_of(server_args, "inference.token_file")
+    token_file = None if token_file in (None, "", "null") else token_file
+    if token_file is not None:
+        for_actor["remote_rm.reward_model.token_file"] = token_file
     return LaunchPlan(
         server=(*server, *server_args, *_missing(server_args, for_server)),
         actor=(*actor, *actor_args, *_missing(actor_args, for_actor)),
@@ -101,6 +106,7 @@ def make_plan(
         host=host,
         port=port,
         name=name,
+        token=read_token(token_file, "inference.token_file"),
         ready_seconds=ready_seconds,
         grace_seconds=grace_seconds,
     )
@@ -116,29 +122,6 @@ def override_of(args: Sequence[str], key: str) -> str | None:
 
 def _missing(args: Sequence[str], wanted: dict[str, object]) -> list[str]:
     return [f"{key}={value}" for key, value in wanted.items() if override_of(args, key) is None]
-
-
-def free_port(host: str) -> int:
-    """A TCP port that nothing listens on at this moment.
-
-    It lies below those that the kernel gives to outgoing connections: the server listens on it only once its libraries
-    are loaded, and until then any program's connection could take one of those.
-    """
-    candidates = range(10240, max(_first_outgoing_port(), 10241))
-    for port in random.SystemRandom().sample(candidates, min(100, len(candidates))):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return port
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
-def _first_outgoing_port() -> int:
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError):
-        return 32768
 
 
 def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
@@ -217,7 +200,7 @@ def _wait_until_ready(
         if server.poll() is not None:
             raise _server_ended(plan, server, "before it was ready")
         try:
-            check_once(plan.host, plan.port, plan.name, timeout=5.0)
+            check_once(plan.host, plan.port, plan.name, timeout=5.0, token=plan.token)
             say(f"reward server: ready at http://{plan.host}:{plan.port} after {time.monotonic() - start:.0f} s")
             return
         except NotReadyYet as error:

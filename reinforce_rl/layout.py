@@ -66,7 +66,13 @@ def rank_at(tp: int, cp: int, dp: int, pp: int, sizes: tuple[int, int, int, int]
 
 
 def layout_faults(
-    tensor: int, pipeline: int, context: int, sequence_parallel: bool, world_size: int, ranks: str
+    tensor: int,
+    pipeline: int,
+    context: int,
+    sequence_parallel: bool,
+    world_size: int,
+    ranks: str,
+    section: str = "model",
 ) -> list[str]:
     """What is wrong with a layout, one sentence a fault.
 
@@ -75,12 +81,13 @@ def layout_faults(
         sequence_parallel: as configured.
         world_size: ranks of the job.
         ranks: how to call them in the message.
+        section: of the configuration that has the keys.
     """
     faults = []
     sizes = {
-        "model.tensor_model_parallel_size": tensor,
-        "model.pipeline_model_parallel_size": pipeline,
-        "model.context_parallel_size": context,
+        f"{section}.tensor_model_parallel_size": tensor,
+        f"{section}.pipeline_model_parallel_size": pipeline,
+        f"{section}.context_parallel_size": context,
     }
     block = tensor * pipeline * context
     if world_size % block:
@@ -93,8 +100,8 @@ def layout_faults(
             faults.append(f"{factors} is {block}, which does not divide the {world_size} ranks of {ranks}")
     if sequence_parallel and tensor == 1:
         faults.append(
-            "model.sequence_parallel is true with model.tensor_model_parallel_size=1; it shares positions among "
-            "tensor-parallel ranks, so set that above 1 or this to false"
+            f"{section}.sequence_parallel is true with {section}.tensor_model_parallel_size=1; it shares positions "
+            "among tensor-parallel ranks, so set that above 1 or this to false"
         )
     return faults
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Architecture:
         qk_norm: RMSNorm over each head's query and key, with one weight for all heads.
         window: tokens that a position attends to, itself included; None for all before it.
         raw: the whole Hugging Face config, kept for RoPE's scaling and for export.
+        num_labels: scores of a sequence, of a classifier; None for a language model.
     """
 
     vocab_size: int
@@ -61,6 +62,7 @@ class Architecture:
     qk_norm: bool
     window: int | None
     raw: dict[str, Any]
+    num_labels: int | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Architecture:
@@ -107,6 +109,10 @@ class Architecture:
             window=_windows(values).pop(),
             raw=raw,
         )
+
+    def as_classifier(self, num_labels: int) -> Architecture:
+        """The same decoder with a linear head of `num_labels` scores in place of the output layer."""
+        return replace(self, num_labels=num_labels, tied_embeddings=False)
 
     def padded(self, tp_size: int) -> PaddedSizes:
         """Heads, groups and vocabulary rounded up so that `tp_size` ranks can share them.

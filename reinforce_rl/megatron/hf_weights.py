@@ -26,7 +26,7 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, OUTPUT_PARAMETER, Row, weight_map
+from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, OUTPUT_PARAMETER, SCORE_LAYER, Row, weight_map
 
 T = TypeVar("T")
 # Runs through a sequence, as `iter` does, and may show how far it is.
@@ -34,6 +34,7 @@ Track = Callable[[Sequence[T]], Iterable[T]]
 
 # Frequencies of RoPE, which older folders hold and the model computes.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+_NOT_OF_A_CLASSIFIER = re.compile(rf"{_COMPUTED.pattern}|^lm_head\.weight$")
 # What an exported folder takes over from the one that the model came from: config and tokenizer.
 _CARRIED_OVER = (
     "*config.json",
@@ -51,7 +52,8 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
     """Fill this rank's slice of the model.
 
     Args:
-        lm: the model, of any tensor-parallel size.
+        lm: the model, of any tensor-parallel size. A classifier also takes a language model's folder; its head then
+            keeps the values that it has.
         folder: read slice by slice.
         track: runs through the parameters.
 
@@ -63,6 +65,9 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
     check_headers(arch, folder)
     also = _holds_tied_output(arch, folder)
     own = parameters_of(lm)
+    if _lacks_head(arch, folder):
+        rows = [row for row in rows if row.hf != SCORE_LAYER]
+        own.pop(SCORE_LAYER, None)
     if arch.tied_embeddings and OUTPUT_PARAMETER in own:
         # The last stage of a pipeline has a copy of the first one's embedding.
         rows = [*rows, *(replace(row, megatron=OUTPUT_PARAMETER) for row in rows if row.hf == EMBEDDING)]
@@ -89,13 +94,20 @@ def check_headers(arch: Architecture, folder: HFFolder) -> None:
         CheckpointError: they are not; all that differ in one message.
     """
     shapes = {row.hf: row.shape for row in weight_map(arch, 1)}
+    if _lacks_head(arch, folder):
+        del shapes[SCORE_LAYER]
     also = {OUTPUT_LAYER: shapes[EMBEDDING]} if _holds_tied_output(arch, folder) else {}
-    folder.check({**shapes, **also}, _COMPUTED)
+    folder.check({**shapes, **also}, _COMPUTED if arch.num_labels is None else _NOT_OF_A_CLASSIFIER)
 
 
 def _holds_tied_output(arch: Architecture, folder: HFFolder) -> bool:
     """Some folders hold the output layer as well, though it is the embedding."""
     return arch.tied_embeddings and OUTPUT_LAYER in folder
+
+
+def _lacks_head(arch: Architecture, folder: HFFolder) -> bool:
+    """A classifier may begin as a language model, which has none."""
+    return arch.num_labels is not None and SCORE_LAYER not in folder
 
 
 def parameters_of(lm: CausalLM) -> dict[str, Tensor]:
@@ -197,6 +209,7 @@ def export_hf_folder(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     track: Track = iter,
+    config_values: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the model as a Hugging Face folder that transformers loads: weights, config and tokenizer files.
 
@@ -211,6 +224,7 @@ def export_hf_folder(
         max_shard_bytes: of one file of weights, which is also what the first rank holds of the model besides its own
             share. A larger tensor has a file of its own.
         track: runs through the parameters.
+        config_values: keys of the source's config.json that are other ones in this folder.
 
     Raises:
         CheckpointError: on every rank, it cannot be written.
@@ -234,7 +248,7 @@ def export_hf_folder(
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         carry_over(source, part)
-        _set_dtype(part / "config.json", dtype)
+        _set_config(part / "config.json", dtype, config_values or {})
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(size for names in files.values() for size in names.values())},
@@ -280,9 +294,10 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     path.chmod(0o644)  # safetensors makes it readable by its owner only
 
 
-def _set_dtype(config: Path, dtype: torch.dtype) -> None:
+def _set_config(config: Path, dtype: torch.dtype, others: Mapping[str, Any]) -> None:
     """transformers loads a folder in the dtype its config names, so that must be the dtype of the weights."""
     values = json.loads(config.read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in values else "dtype"  # its name before transformers 5
     values[key] = str(dtype).removeprefix("torch.")
+    values.update(others)
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

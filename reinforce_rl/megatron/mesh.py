@@ -141,13 +141,13 @@ class Mesh:
         dist.all_gather_object(gathered, value, group=self.pp_group)
         return gathered
 
+    def from_main(self, value: Any) -> Any:
+        """The picklable value that the first rank holds, on every rank."""
+        return _from_rank(value, 0, dist.group.WORLD)
+
     def from_block_leader(self, value: Any) -> Any:
         """The picklable value that the leader holds, on every rank of its block."""
         return _from_rank(value, 0, self.block_group)
-
-    def from_main(self, value: Any) -> Any:
-        """The picklable value that the first rank holds, on every rank."""
-        return _from_rank(value, 0, None)
 
     def from_last_stage(self, value: Any) -> Any:
         """The picklable value that the last stage holds, on every stage."""

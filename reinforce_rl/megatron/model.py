@@ -14,7 +14,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import RowParallelLinear
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
@@ -52,7 +52,7 @@ class CausalLM(GPTModel):
     length needs.
 
     Args:
-        architecture: the shape.
+        architecture: the shape. With `num_labels` there is no output layer, and the last stage has a head `score`.
         mesh: this rank's place.
         dtype: of the parameters.
         options: how it computes.
@@ -95,6 +95,11 @@ class CausalLM(GPTModel):
             position_embedding_type="rope",
             share_embeddings_and_output_weights=architecture.tied_embeddings,
         )
+        if architecture.num_labels is not None and self.post_process:
+            del self.output_layer  # megatron makes one in any case
+            self.score = torch.nn.Linear(
+                architecture.hidden_size, architecture.num_labels, bias=False, dtype=dtype, device=mesh.device
+            )
         self.architecture, self._sizes = architecture, sizes
         self.mesh = mesh
         self._inv_freq = inverse_frequencies.to(mesh.device)
@@ -168,6 +173,12 @@ class CausalLM(GPTModel):
         finally:
             for module, name in switches:
                 setattr(module, name, True)
+
+    def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """For checkpoints; megatron's own asks for an output layer, which a classifier has not."""
+        if self.architecture.num_labels is None:
+            return super().sharded_state_dict(*args, **options)
+        return MegatronModule.sharded_state_dict(self, *args, **options)
 
     @property
     def output_weight(self) -> Tensor:

@@ -1,146 +1,167 @@
 """A reward model: the actor's model class as trunk, and a linear head on a pooled hidden state.
 
-Notation: N sequences, S tokens, h hidden.
+Notation: N sequences, S tokens, h hidden, K attributes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.rollout import length_mask
-
-POOLINGS = ("mean", "last")
-
-
-@dataclass(frozen=True)
-class RewardHead:
-    """What turns a pooled hidden state into a score.
-
-    Attributes:
-        weight: float32 [h].
-        bias: float32 [], added to every score.
-        pooling: `mean` over all tokens of the sequence, or the `last` token's hidden state.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    pooling: str
-
-    def __post_init__(self) -> None:
-        if self.pooling not in POOLINGS:
-            raise ConfigError([f"pooling is {self.pooling!r}; expected one of {', '.join(POOLINGS)}"])
-
-    def save(self, path: str | Path, about: dict[str, str] | None = None) -> None:
-        """Write as safetensors, the pooling and anything in `about` in its metadata."""
-        from safetensors.torch import save_file
-
-        tensors = {"weight": self.weight.float().contiguous(), "bias": self.bias.float().contiguous()}
-        save_file(tensors, path, metadata={**(about or {}), "pooling": self.pooling})
-
-    @classmethod
-    def load(cls, path: str | Path) -> RewardHead:
-        """Inverse of `save`.
-
-        Raises:
-            CheckpointError: no such file, or not a head.
-        """
-        from safetensors import safe_open
-
-        if not Path(path).is_file():
-            raise CheckpointError(f"reward head {path} does not exist; examples/train_reward_model.py writes one")
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                return cls(file.get_tensor("weight"), file.get_tensor("bias"), metadata["pooling"])
-        except ConfigError:
-            raise
-        except Exception as error:  # safetensors raises its own, undocumented type for a damaged file
-            raise CheckpointError(
-                f"{path} is not a reward head (safetensors with weight, bias, pooling): {error}"
-            ) from error
-
-
-def pool(hidden: Tensor, lengths: Tensor, pooling: str) -> Tensor:
-    """Hidden states [N, S, h] of right-padded sequences and lengths int64 [N] to float32 [N, h]."""
-    hidden = hidden.float()
-    if pooling == "last":
-        return hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1]
-    mask = length_mask(lengths, hidden.shape[1])[:, :, None]
-    return (hidden * mask).sum(1) / lengths[:, None]
+from reinforce_rl.megatron.reward_head import RewardHead, counted_lengths, head_scores
+from reinforce_rl.megatron.schedule import forward_passes
+from reinforce_rl.reward.base import AttributeScores
+from reinforce_rl.reward.batching import Batching, MicroBatch
+from reinforce_rl.reward.merging import Merging
 
 
 class MegatronRewardModel:
-    """A `Scorer`: scores token sequences in micro-batches of similar length.
+    """This rank's part of a reward model: an `AttributeScorer` that every rank must call with the same sequences.
+
+    A server on several ranks hands it its share instead: it is a `BlockModel`.
 
     Args:
         lm: the trunk, weights loaded.
         head: the head; its width must be the trunk's.
-        micro_batch_size: sequences a forward pass.
+        batching: how a call is cut.
         max_length: tokens a sequence may have; None for what the trunk was made for.
+        merging: of the head's scores; None for equal weights and the head's own mean and deviation.
     """
 
-    def __init__(self, lm: CausalLM, head: RewardHead, *, micro_batch_size: int, max_length: int | None = None):
+    def __init__(
+        self,
+        lm: CausalLM,
+        head: RewardHead,
+        *,
+        batching: Batching | None = None,
+        max_length: int | None = None,
+        merging: Merging | None = None,
+    ):
         width = lm.architecture.hidden_size
-        if head.weight.shape != (width,):
+        if head.rows.shape[1] != width:
             raise ConfigError(
                 [f"the reward head has shape {tuple(head.weight.shape)}, its trunk has hidden size {width}"]
             )
-        if micro_batch_size < 1:
-            raise ConfigError([f"micro_batch_size is {micro_batch_size}; expected at least 1"])
-        self._lm, self._head, self._micro_batch_size = lm.eval(), head, micro_batch_size
+        self._lm, self._head, self.batching = lm.eval(), head, batching or Batching()
+        if faults := self.batching.faults():
+            raise ConfigError(faults)
+        self._weight = head.rows.to(lm.mesh.device)
+        self.merging = merging or Merging.of(head.attributes, None, head.mean, head.deviation)
+        self.attributes = head.attributes
         self.pooling = head.pooling
         self.vocab_size = lm.architecture.vocab_size
         self.max_length = min(max_length or lm.architecture.max_positions, lm.architecture.max_positions)
 
     def score(self, sequences: list[list[int]]) -> list[float]:
-        """One score a sequence, in order. Micro-batches follow from the list's content alone."""
-        order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i]), i))
-        scores = [float("nan")] * len(sequences)
-        for start in range(0, len(order), self._micro_batch_size):
-            rows = order[start : start + self._micro_batch_size]
-            for row, score in zip(rows, self._score_batch([sequences[i] for i in rows]), strict=True):
-                scores[row] = score
-        return scores
+        """One reward a sequence, in order. Micro-batches follow from the list's content alone."""
+        return self.merging(self._scores(sequences)).tolist()
 
-    @torch.no_grad()
-    def _score_batch(self, sequences: list[list[int]]) -> list[float]:
+    def score_attributes(self, sequences: list[list[int]]) -> AttributeScores:
+        """The same, and what each was merged from."""
+        scores = self._scores(sequences)
+        return AttributeScores(self.merging(scores).tolist(), scores.tolist())
+
+    def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
+        """The head's scores, float64 [n, K], of all n sequences in order; [0, K] before the last stage."""
         device = self._lm.mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # the server calls from a thread of its own, which starts on device 0
-        lengths = torch.tensor([len(s) for s in sequences], device=device)
-        tokens = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.long, device=device)
-        for row, sequence in enumerate(sequences):
-            tokens[row, : len(sequence)] = torch.tensor(sequence)
-        pooled = pool(self._lm(tokens), lengths, self._head.pooling)
-        return (pooled @ self._head.weight.to(device) + self._head.bias.to(device)).tolist()
+        try:
+            found = forward_passes(
+                self._lm,
+                micro_batches,
+                lambda lm, one: lm(torch.from_numpy(one.tokens).to(device)),
+                self._head_scores,
+            )
+            return torch.cat(found).numpy() if found else np.zeros((0, len(self._weight)))
+        finally:
+            # Kernels that still wait for another rank would meet those of the next call.
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def _scores(self, sequences: list[list[int]]) -> Tensor:
+        """float64 [N, K]."""
+        out = torch.zeros((len(sequences), len(self._weight)), dtype=torch.float64)
+        micro_batches = self.batching.plan(sequences)
+        if micro_batches:
+            found = self._lm.mesh.from_last_stage(self.score_micro_batches(micro_batches))
+            out[np.concatenate([one.rows for one in micro_batches])] = torch.from_numpy(found)
+        return out
+
+    def _head_scores(self, hidden: Tensor, one: MicroBatch) -> Tensor:
+        head, device = self._head, hidden.device
+        tokens, lengths = torch.from_numpy(one.tokens).to(device), torch.from_numpy(one.lengths).to(device)
+        counted = counted_lengths(tokens, lengths, head.pad_id)
+        scores = head_scores(hidden, self._lm, self._weight, counted, tokens.shape[1], head.pooling)
+        return (scores + head.bias.to(device)).double().cpu()
 
 
 def load_trunk(folder: str | Path, mesh: Mesh) -> CausalLM:
     """The model of a Hugging Face folder, weights loaded."""
-    lm = CausalLM(Architecture.from_folder(folder), mesh)
-    load_hf_weights(lm, HFFolder(folder))
-    return lm
+    return _loaded(Architecture.from_folder(folder), HFFolder(folder), mesh)
+
+
+def load_head(trunk_folder: str | Path, head_file: str | Path | None) -> RewardHead:
+    """The head of a file, or that of a `...ForSequenceClassification` folder where no file is named.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return RewardHead.of_classifier(HFFolder(trunk_folder)) if head_file is None else RewardHead.load(head_file)
 
 
 def load_reward_model(
     trunk_folder: str | Path,
-    head_file: str | Path,
+    head_file: str | Path | None,
     mesh: Mesh,
     *,
-    micro_batch_size: int = 8,
+    batching: Batching | None = None,
     max_length: int | None = None,
+    merging: Merging | None = None,
 ) -> MegatronRewardModel:
-    """A reward model from a Hugging Face trunk and a head file, ready to score."""
-    head = RewardHead.load(head_file)  # first: a missing file should not cost the time of loading a trunk
-    return MegatronRewardModel(
-        load_trunk(trunk_folder, mesh), head, micro_batch_size=micro_batch_size, max_length=max_length
-    )
+    """This rank's part of a reward model from a Hugging Face trunk and a head file; see `load_head`."""
+    head = load_head(trunk_folder, head_file)  # first: a missing file should not cost the time of loading a trunk
+    architecture, weights = Architecture.from_folder(trunk_folder), HFFolder(trunk_folder)
+    if head_file is None:
+        architecture = architecture.as_classifier(len(head.rows))
+    lm = _loaded(architecture, weights, mesh)
+    return MegatronRewardModel(lm, head, batching=batching, max_length=max_length, merging=merging)
+
+
+def reward_model_identity(
+    trunk_folder: str | Path, head_file: str | Path | None, scorer: MegatronRewardModel
+) -> dict[str, Any]:
+    """What tells one reward model from another, for the server's description.
+
+    By content, so that a restart from another path or node is the same server to its clients.
+    """
+    if head_file is None:
+        head = {"weights": HFFolder(trunk_folder).fingerprint()}
+    else:
+        head = {"head_sha256": hashlib.sha256(Path(head_file).read_bytes()).hexdigest()}
+    merging = scorer.merging
+    return {
+        "trunk": Path(trunk_folder).resolve().name,
+        **head,
+        "pooling": scorer.pooling,
+        "attribute_weights": dict(zip(scorer.attributes, merging.weights, strict=False)),
+        "mean": merging.mean,
+        "deviation": merging.deviation,
+    }
+
+
+def _loaded(architecture: Architecture, weights: HFFolder, mesh: Mesh) -> CausalLM:
+    lm = CausalLM(architecture, mesh)
+    load_hf_weights(lm, weights)
+    return lm

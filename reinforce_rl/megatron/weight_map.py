@@ -16,6 +16,7 @@ from reinforce_rl.megatron.architecture import Architecture
 OUTPUT_LAYER = "lm_head.weight"
 OUTPUT_PARAMETER = "output_layer.weight"  # megatron's name for it
 EMBEDDING = "model.embed_tokens.weight"
+SCORE_LAYER = "score.weight"  # a classifier's head; megatron has none, so the parameter's name is the same
 
 
 @dataclass(frozen=True)
@@ -166,5 +167,13 @@ def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
             if present
         ),
         row("model.norm.weight", "decoder.final_layernorm.weight", hidden, None),
-        *([] if arch.tied_embeddings else [row(OUTPUT_LAYER, OUTPUT_PARAMETER, hidden, vocabulary)]),
+        *_output_rows(arch, tp_size, vocabulary),
     ]
+
+
+def _output_rows(arch: Architecture, tp_size: int, vocabulary: Split) -> list[Row]:
+    if arch.num_labels is not None:
+        return [Row(SCORE_LAYER, SCORE_LAYER, (arch.num_labels, arch.hidden_size), tp_size, None)]
+    if arch.tied_embeddings:
+        return []
+    return [Row(OUTPUT_LAYER, OUTPUT_PARAMETER, (arch.vocab_size, arch.hidden_size), tp_size, vocabulary)]

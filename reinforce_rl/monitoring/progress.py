@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -16,7 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 PHASES = ("generate", "logprobs", "init_logprobs", "reward_wait", "train_time")
-_SHOWN = (
+# A metric's name, its name in the panel and in a log's line, and the form of its number.
+Shown = tuple[str, str, str, str]
+_SHOWN: tuple[Shown, ...] = (
     ("rewards", "reward", "reward", "{:.3f}"),
     ("rewards_with_kl", "reward with KL", "with_kl", "{:.3f}"),
     ("init_policy_kl", "KL, nats a response", "kl", "{:.3f}"),
@@ -37,9 +39,23 @@ class TrainingProgress:
         start_step: steps already done, by the run that is resumed.
         enabled: False shows nothing; every rank but 0 passes it.
         console: where to; None is standard output.
+        title: of the panel.
+        shown: the metrics that are shown.
+        phases: the timings that are shown.
     """
 
-    def __init__(self, total_steps: int, start_step: int = 0, enabled: bool = True, console: Console | None = None):
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int = 0,
+        enabled: bool = True,
+        console: Console | None = None,
+        *,
+        title: str = "REINFORCE",
+        shown: Sequence[Shown] = _SHOWN,
+        phases: Sequence[str] = PHASES,
+    ):
+        self._title, self._shown, self._phases = title, shown, phases
         self.total_steps = total_steps
         self.enabled = enabled
         self.console = console or Console()
@@ -50,7 +66,7 @@ class TrainingProgress:
         self._durations: deque[float] = deque(maxlen=_RECENT)
         self._timings: dict[str, float] = {}
         self._first: dict[str, float] = {}
-        self._history: dict[str, deque[float]] = {name: deque(maxlen=_RECENT) for name, *_ in _SHOWN}
+        self._history: dict[str, deque[float]] = {name: deque(maxlen=_RECENT) for name, *_ in self._shown}
         self._live: Live | None = None
 
     def __enter__(self) -> TrainingProgress:
@@ -108,7 +124,9 @@ class TrainingProgress:
     def validation(self, step: int, metrics: Mapping[str, float], kind: str = "validation") -> None:
         """A validation is done, or a test; the metrics' names are those of `update`."""
         parts = [f"{kind} after step {step}:"]
-        parts += [f"{short} {_form(form, float(metrics[name]))}" for name, _, short, form in _SHOWN if name in metrics]
+        parts += [
+            f"{short} {_form(form, float(metrics[name]))}" for name, _, short, form in self._shown if name in metrics
+        ]
         self.note("  ".join(parts))
 
     @property
@@ -127,8 +145,8 @@ class TrainingProgress:
 
     def _line(self) -> str:
         width = len(str(self.total_steps))
-        numbers = [f"{short} {_form(form, self._history[name][-1])}" for name, _, short, form in _SHOWN]
-        times = [f"{name} {self._timings[name]:.1f}" for name in PHASES if name in self._timings]
+        numbers = [f"{short} {_form(form, self._history[name][-1])}" for name, _, short, form in self._shown]
+        times = [f"{name} {self._timings[name]:.1f}" for name in self._phases if name in self._timings]
         rest = [f"{self._seconds_a_step():.1f} s a step, {clock(self.seconds_left)} left"]
         return "  ".join([f"step {self._step:>{width}}/{self.total_steps}", *numbers, "|", *times, "|", *rest])
 
@@ -141,14 +159,14 @@ class TrainingProgress:
             Text(f"{clock(self.seconds_left)} left"),
         )
         # The panel's lines are fixed in number, so that the display does not jump while a step runs.
-        return Panel(Group(head, self._numbers(), self._times(), self._now()), title="REINFORCE", expand=False)
+        return Panel(Group(head, self._numbers(), self._times(), self._now()), title=self._title, expand=False)
 
     def _numbers(self) -> Table:
         table = Table(box=None, padding=(0, 2), header_style="dim")
         table.add_column("")
         for title in ("now", f"mean, last {_RECENT}", "first"):
             table.add_column(title, justify="right", min_width=10)
-        for name, title, _, form in _SHOWN:
+        for name, title, _, form in self._shown:
             history = self._history[name]
             finite = [value for value in history if math.isfinite(value)]
             now = history[-1] if history else math.nan
@@ -158,7 +176,7 @@ class TrainingProgress:
         return table
 
     def _times(self) -> Text:
-        parts = [f"{name} {_form('{:.1f}', self._timings.get(name, math.nan))}" for name in PHASES]
+        parts = [f"{name} {_form('{:.1f}', self._timings.get(name, math.nan))}" for name in self._phases]
         return Text("seconds: " + "  ".join(parts), style="dim")
 
     def _now(self) -> Text:

@@ -22,6 +22,7 @@ from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import longest_of, plan_batches, plan_memory
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
 from reinforce_rl.preflight.shapes import ModelSize
+from reinforce_rl.reward.access import read_token
 from reinforce_rl.reward.function_loading import LoadFault, load_function
 from reinforce_rl.reward.function_source import configured_functions
 from reinforce_rl.reward.health import NotReadyYet, check_once
@@ -86,10 +87,16 @@ def _warnings(cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory]) ->
     first = [cfg.remote_rm.reward_model] if cfg.reward == "server" else []
     for server in (*first, *cfg.remote_rm.more_reward_models.values()):
         try:
-            check_once(server.ip, server.port, server.name, timeout=SERVER_SECONDS)
+            check_once(
+                server.ip,
+                server.port,
+                server.name,
+                timeout=SERVER_SECONDS,
+                token=read_token(server.token_file, "token_file"),
+            )
         except NotReadyYet as error:
             yield f"the reward server at {server.ip}:{server.port} is not ready now: it {error}"
-        except RewardServerError as error:
+        except (ConfigError, RewardServerError) as error:
             yield str(error)
     if memory:
         yield from _too_much_memory(cfg, memory)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from torch import Tensor  # not imported: the processes of reward functions read this file too
+if TYPE_CHECKING:  # the front door and the processes of functions read this file too, and should not load torch
+    from torch import Tensor
 
 # Status of one sample, as the server sends it (int32) and the client hands it on.
 STATUS_OK = 0
@@ -104,7 +104,8 @@ class Rewards:
     Attributes:
         values: float32 [N]; NaN where a sample failed, never a made-up 0.
         status: int32 [N], one of the STATUS_ constants.
-        by_source: float32 [N] of each source by name, where the values are a weighted sum of several.
+        by_source: float32 [N] of each source by name, where the values are a weighted sum of several; also of each
+            attribute of a reward model that returns them.
     """
 
     values: Tensor
@@ -150,3 +151,36 @@ class Scorer(Protocol):
     def score(self, sequences: list[list[int]]) -> list[float]:
         """One float a sequence, in order. A score must not depend on what else is in the list."""
         ...
+
+
+@dataclass(frozen=True)
+class AttributeScores:
+    """What an `AttributeScorer` says of N sequences.
+
+    Attributes:
+        rewards: N, merged from the attributes.
+        attributes: N times K.
+    """
+
+    rewards: list[float]
+    attributes: list[list[float]]
+
+
+@runtime_checkable
+class AttributeScorer(Scorer, Protocol):
+    """A `Scorer` whose rewards are merged from K named scores.
+
+    Attributes:
+        attributes: K names; none where there is nothing to return besides the reward.
+    """
+
+    attributes: tuple[str, ...]
+
+    def score_attributes(self, sequences: list[list[int]]) -> AttributeScores:
+        """As `score`, with what the rewards were merged from."""
+        ...
+
+
+def attributes_of(scorer: object) -> tuple[str, ...]:
+    """The names that a scorer returns besides rewards; none for most."""
+    return scorer.attributes if isinstance(scorer, AttributeScorer) else ()

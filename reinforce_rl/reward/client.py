@@ -5,11 +5,13 @@ A failed call never becomes a reward. It is tried again until the request's dead
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import random
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -20,17 +22,17 @@ import numpy as np
 import torch
 
 from reinforce_rl.errors import RewardServerError
-from reinforce_rl.reward import protocol
+from reinforce_rl.reward import access, protocol
 from reinforce_rl.reward.base import RewardRequest, Rewards
 from reinforce_rl.reward.handshake import AUTO_FORM, choose_form
-from reinforce_rl.reward.health import NotReadyYet, check_once, reason_of
+from reinforce_rl.reward.health import NotReadyYet, check_once, text_of, token_refused
+from reinforce_rl.reward.http_call import HttpAnswer, call, reason_of
 from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.text_form import text_arrays
 from reinforce_rl.tokenizer import TokenizerInfo
 
 logger = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0  # for one question about health
 UNKNOWN_MODEL_SECONDS = 30.0  # a starting server may lack its models for so long
 BAD_ANSWERS_ALLOWED = 3  # a proxy may cut one answer short; a server that always does so is broken
@@ -43,10 +45,13 @@ T = TypeVar("T")
 class _Transient(Exception):
     """An attempt failed in a way that another attempt may mend."""
 
-    def __init__(self, text: str, *, timed_out: bool = False, bad_answer: bool = False):
+    def __init__(
+        self, text: str, *, timed_out: bool = False, bad_answer: bool = False, retry_after: float | None = None
+    ):
         super().__init__(text)
         self.timed_out = timed_out
         self.bad_answer = bad_answer
+        self.retry_after = retry_after
 
 
 class _Deadline:
@@ -70,15 +75,17 @@ class _Job:
     request: RewardRequest
     deadline: _Deadline
     future: Future[Rewards]
+    id: str  # of the call, in this side's log and in the server's
 
 
 class RemoteRewardFuture:
     """Scores that a reward server is computing."""
 
-    def __init__(self, client: RemoteGPTRMClient, future: Future[Rewards], deadline: _Deadline):
+    def __init__(self, client: RemoteGPTRMClient, future: Future[Rewards], deadline: _Deadline, request_id: str):
         self._client = client
         self._future = future
         self._deadline = deadline
+        self._request_id = request_id
 
     def done(self) -> bool:
         """Whether `result` would return at once."""
@@ -100,9 +107,9 @@ class RemoteRewardFuture:
                 if self._future.done():
                     continue
                 if self._deadline.remaining + DEADLINE_SLACK_SECONDS <= 0:
-                    raise client._past_deadline(self._deadline, "it has not answered") from None
+                    raise client._past_deadline(self._deadline, "it has not answered", self._request_id) from None
                 state = f"{client._trouble}; retrying" if client._trouble else "has not answered yet; waiting"
-                client._report(state, self._deadline, warn=False)
+                client._report(state, self._deadline, self._request_id, warn=False)
 
 
 class RemoteGPTRMClient:
@@ -111,6 +118,8 @@ class RemoteGPTRMClient:
     Args:
         host, port: where the server listens.
         name: the reward model's name there.
+        token: the access token, where the server asks for one.
+        caller: begins the ids of the requests; letters, digits, '.', '_' and '-', such as a run's name and a rank.
         deadline_seconds: for a whole request, from `infer_rm` on, every attempt included.
         attempt_timeout_seconds: network silence after which one attempt is given up. It doubles after each such
             attempt, so that a slow server gets done in the end.
@@ -128,6 +137,8 @@ class RemoteGPTRMClient:
         port: int = protocol.DEFAULT_PORT,
         name: str = protocol.DEFAULT_NAME,
         *,
+        token: str | None = None,
+        caller: str = "client",
         deadline_seconds: float = 600.0,
         attempt_timeout_seconds: float = 180.0,
         pad_to_length: int | None = None,
@@ -142,6 +153,9 @@ class RemoteGPTRMClient:
         self.port = port
         self.name = name
         self.wait_report_seconds = wait_report_seconds
+        self._token = token
+        self._caller = caller
+        self._calls = itertools.count()
         self._deadline_seconds = deadline_seconds
         self._attempt_timeout_seconds = attempt_timeout_seconds
         self._pad_to_length = pad_to_length
@@ -171,14 +185,15 @@ class RemoteGPTRMClient:
         if self._closed.is_set():
             raise RewardServerError(f"the client of the reward server at {self.host}:{self.port} is closed")
         deadline = _Deadline(self._deadline_seconds)
-        job = _Job(request, deadline, Future())
+        job_id = f"{self._caller}-call{next(self._calls)}-{uuid.uuid4().hex[:8]}"
+        job = _Job(request, deadline, Future(), job_id)
         if len(self._threads) < self._max_in_flight:
             # Daemons: a trainer that ends with an error must not wait here for a server that hangs.
             thread = threading.Thread(target=self._work, daemon=True, name=f"reward-client-{len(self._threads)}")
             self._threads.append(thread)
             thread.start()
         self._jobs.put(job)
-        return RemoteRewardFuture(self, job.future, deadline)
+        return RemoteRewardFuture(self, job.future, deadline, job.id)
 
     def wait_until_ready(self, deadline_seconds: float | None = None) -> ServerInfo:
         """Wait for the server, saying what is being waited for.
@@ -190,7 +205,7 @@ class RemoteGPTRMClient:
             RewardServerError: the deadline passed, another program is on the port, or another model is served.
         """
         deadline = _Deadline(self._deadline_seconds if deadline_seconds is None else deadline_seconds)
-        return self._retry(self._shake_hands, deadline)
+        return self._retry(self._shake_hands, deadline, f"{self._caller}-handshake")
 
     def check_compatible(self, tokenizer_info: TokenizerInfo, vocab_size: int, form: str = AUTO_FORM) -> str:
         """Choose what to send, and make sure that tokens mean the same here and there where they are sent.
@@ -246,17 +261,26 @@ class RemoteGPTRMClient:
         count = len(job.request.lengths)
         if count == 0:
             return Rewards(torch.zeros(0), torch.zeros(0, dtype=torch.int32))
-        info = self._info or self._retry(self._shake_hands, job.deadline)
+        info = self._info or self._retry(self._shake_hands, job.deadline, job.id)
         arrays = self._arrays_of(job.request, info)
-        values, status = [], []
-        for start in range(0, count, info.max_batch_size):
+        values, status, attributes = [], [], []
+        for number, start in enumerate(range(0, count, info.max_batch_size)):
             part = {name: array[start : start + info.max_batch_size] for name, array in arrays.items()}
-            one_values, one_status = self._retry(lambda timeout, part=part: self._infer(part, timeout), job.deadline)
+            part_id = f"{job.id}-{number}"
+            one_values, one_status, one_attributes = self._retry(
+                lambda timeout, part=part, part_id=part_id: self._infer(part, timeout, part_id), job.deadline, part_id
+            )
             values.append(one_values)
             status.append(one_status)
-        return Rewards(torch.from_numpy(np.concatenate(values)), torch.from_numpy(np.concatenate(status)))
+            attributes.append(one_attributes)
+        by_name = torch.from_numpy(np.concatenate(attributes)).t()
+        return Rewards(
+            torch.from_numpy(np.concatenate(values)),
+            torch.from_numpy(np.concatenate(status)),
+            {name: column.contiguous() for name, column in zip(info.attributes, by_name, strict=True)},
+        )
 
-    def _retry(self, attempt: Callable[[float], T], deadline: _Deadline) -> T:
+    def _retry(self, attempt: Callable[[float], T], deadline: _Deadline, request_id: str) -> T:
         """Call `attempt(timeout)` until it succeeds. After a failure the server must first introduce itself again."""
         timeout = self._attempt_timeout_seconds
         backoff = self._first_backoff_seconds
@@ -268,7 +292,8 @@ class RemoteGPTRMClient:
             if self._closed.is_set():
                 raise RewardServerError(f"the client of the reward server at {self.host}:{self.port} was closed")
             if deadline.remaining <= 0:
-                raise self._past_deadline(deadline, last)
+                raise self._past_deadline(deadline, last, request_id)
+            retry_after = None
             try:
                 if failed:
                     self._shake_hands(deadline.remaining)
@@ -276,7 +301,7 @@ class RemoteGPTRMClient:
                 self._trouble = None
                 return answer
             except NotReadyYet as error:
-                last = str(error)
+                last, retry_after = str(error), error.retry_after
                 unknown_since = (unknown_since or time.monotonic()) if error.unknown else None
                 if unknown_since is not None and time.monotonic() - unknown_since > UNKNOWN_MODEL_SECONDS:
                     raise RewardServerError(
@@ -284,7 +309,7 @@ class RemoteGPTRMClient:
                         "it is no reward server of this project. Check host and port."
                     ) from error
             except _Transient as error:
-                last = str(error)
+                last, retry_after = str(error), error.retry_after
                 bad_answers += error.bad_answer
                 if bad_answers >= BAD_ANSWERS_ALLOWED:
                     raise RewardServerError(
@@ -294,14 +319,17 @@ class RemoteGPTRMClient:
                     timeout *= 2
             failed = True
             self._trouble = last
-            self._report(f"{last}; retrying", deadline, warn=True)
+            self._report(f"{last}; retrying", deadline, request_id, warn=True)
             pause = min(backoff * self._random.uniform(0.5, 1.5), self._max_backoff_seconds)
+            if retry_after is not None:
+                # The server knows when it will have time. Later, never sooner: all of its clients got such an answer.
+                pause = retry_after * self._random.uniform(1.0, 1.5)
             self._closed.wait(max(0.0, min(pause, deadline.remaining)))
             backoff *= 2
 
     def _shake_hands(self, timeout: float) -> ServerInfo:
         """Ask who the server is. After a restart it must be the one that it was."""
-        info = check_once(self.host, self.port, self.name, min(timeout, PROBE_SECONDS))
+        info = check_once(self.host, self.port, self.name, min(timeout, PROBE_SECONDS), token=self._token)
         with self._lock:
             if self._info is None:
                 self._info = info
@@ -313,59 +341,74 @@ class RemoteGPTRMClient:
             )
         return info
 
-    def _infer(self, arrays: dict[str, np.ndarray], timeout: float) -> tuple[np.ndarray, np.ndarray]:
+    def _infer(
+        self, arrays: dict[str, np.ndarray], timeout: float, request_id: str
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rewards float32 [N], statuses int32 [N] and attributes float32 [N, K], where K may be 0."""
+        # tritonclient writes and reads the bodies. It hides the headers of an answer, so the sending is done here.
         import tritonclient.http as triton
-        from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+        from tritonclient.utils import np_to_triton_dtype
 
         inputs = []
         for name, array in arrays.items():
             inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
             inputs[-1].set_data_from_numpy(array)
         count = len(next(iter(arrays.values())))
-        outputs = [triton.InferRequestedOutput(key) for key in (protocol.REWARDS, protocol.STATUS)]
+        names = self._info.attributes if self._info else []
+        keys = [protocol.REWARDS, protocol.STATUS, *([protocol.ATTRIBUTES] if names else [])]
+        outputs = [triton.InferRequestedOutput(key) for key in keys]
+        body, json_size = triton.InferenceServerClient.generate_request_body(inputs, outputs=outputs)
+        headers = {
+            "Content-Type": "application/octet-stream",
+            protocol.HEADER_LENGTH: str(json_size),
+            protocol.REQUEST_ID: request_id,
+            **access.bearer(self._token),
+        }
+        path = f"/v2/models/{self.name}/infer"
         try:
-            # One for each call: it is bound to its thread, and an open one would hold up the server's stop.
-            client = triton.InferenceServerClient(
-                f"{self.host}:{self.port}", connection_timeout=min(CONNECT_SECONDS, timeout), network_timeout=timeout
-            )
-            try:
-                answer = client.infer(self.name, inputs, outputs=outputs)
-                rewards, status = answer.as_numpy(protocol.REWARDS), answer.as_numpy(protocol.STATUS)
-            finally:
-                client.close()
-        except InferenceServerException as error:
-            raise self._judge(error.status(), error.message()) from error
+            answer = call(self.host, self.port, path, timeout, body=body, headers=headers)
         except Exception as error:
-            # The client's HTTP library has no base class for what the network does to it.
             text = reason_of(error)
             raise _Transient(f"does not answer ({text})", timed_out=isinstance(error, TimeoutError)) from error
+        if answer.code != 200:
+            raise self._judge(answer, request_id)
         try:
-            return protocol.check_answer(rewards, status, count)
-        except ValueError as error:
+            json_length = answer.headers.get(protocol.HEADER_LENGTH.lower())
+            found = triton.InferenceServerClient.parse_response_body(
+                answer.body, header_length=int(json_length) if json_length else None
+            )
+            values, codes = protocol.check_answer(
+                found.as_numpy(protocol.REWARDS), found.as_numpy(protocol.STATUS), count
+            )
+            scores = found.as_numpy(protocol.ATTRIBUTES) if names else np.zeros((count, 0), np.float32)
+            return values, codes, protocol.check_attributes(scores, codes, len(names))
+        except Exception as error:  # whatever tritonclient makes of bytes that are no such answer
             raise _Transient(f"gave a wrong answer: {error}", bad_answer=True) from error
 
-    def _judge(self, status: str | None, message: str | None) -> Exception:
+    def _judge(self, answer: HttpAnswer, request_id: str) -> Exception:
         """What an HTTP error of the server means: worth another attempt, or not."""
-        text = " ".join(str(message).split())[-600:]
-        code = int(status) if status and status.isdigit() else 0
-        if code == 0 or code >= 500 or code in RETRIED_CODES:
-            return _Transient(f"answers HTTP {status}: {text}")
+        code, text = answer.code, text_of(answer)
+        if code in (401, 403):
+            return token_refused(self.host, self.port, self._token)
+        if code >= 500 or code in RETRIED_CODES:
+            return _Transient(f"answers HTTP {code}{text}", retry_after=answer.retry_after)
         try:
             check_once(
-                self.host, self.port, self.name, PROBE_SECONDS
+                self.host, self.port, self.name, PROBE_SECONDS, token=self._token
             )  # while starting, Triton calls its models unknown
         except NotReadyYet as error:
-            return _Transient(str(error))
+            return _Transient(str(error), retry_after=error.retry_after)
         except RewardServerError as error:
             return error
         if "unknown model" in text or "not ready" in text:  # it has become ready since
-            return _Transient(f"answers HTTP {status}: {text}")
+            return _Transient(f"answers HTTP {code}{text}")
         return RewardServerError(
-            f"the reward server at {self.host}:{self.port} refused a request: HTTP {status}: {text}"
+            f"the reward server at {self.host}:{self.port} refused a request (id {request_id}): HTTP {code}{text}"
         )
 
-    def _report(self, text: str, deadline: _Deadline, *, warn: bool) -> None:
+    def _report(self, text: str, deadline: _Deadline, request_id: str, *, warn: bool) -> None:
         """Tell people, at most every `wait_report_seconds` over all threads."""
+        logger.debug("event=reward_retry id=%s %s", request_id, text)
         with self._lock:
             if time.monotonic() < self._next_report:
                 return
@@ -376,14 +419,15 @@ class RemoteGPTRMClient:
         if self._on_wait is not None:
             self._on_wait(sentence)
             warn = False  # people have been told; a warning would tell them twice
-        logger.log(logging.WARNING if warn else logging.INFO, "%s", sentence)
+        logger.log(logging.WARNING if warn else logging.INFO, "%s (request %s)", sentence, request_id)
 
-    def _past_deadline(self, deadline: _Deadline, last: str) -> RewardServerError:
+    def _past_deadline(self, deadline: _Deadline, last: str, request_id: str) -> RewardServerError:
         return RewardServerError(
             f"no answer of the reward server at {self.host}:{self.port} (model '{self.name}') within "
             f"{deadline.seconds:.0f} s; the last error: {last}. Check that it runs "
             f"(curl http://{self.host}:{self.port}/v2/health/ready), that its log shows no error, and that this "
-            "machine can reach that host and port. Start it again on the same port and continue the run."
+            "machine can reach that host and port; the request's id there and here is "
+            f"{request_id}. Start it again on the same port and continue the run."
         )
 
 

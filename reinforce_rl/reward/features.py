@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.errors import CheckpointError
-from reinforce_rl.megatron.reward_model import pool
+from reinforce_rl.megatron.reward_head import pool
 
 Trunk = Callable[[Tensor], Tensor]
 """int64 [n, S], right-padded, to hidden states [n, S, h]."""

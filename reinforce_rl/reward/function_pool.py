@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass, field
@@ -60,6 +60,7 @@ class _Batch:
     function: str
     scores: Scores
     left: int
+    on_sample: Callable[[], object]
     future: Future[Scores] = field(default_factory=Future)
     faults: Counter[str] = field(default_factory=Counter)
 
@@ -160,6 +161,7 @@ class _Host:
             batch.faults[answer["fault"]] += 1
             logger.debug("event=function_failed fault=%s message=%s", answer["fault"], answer["message"])
         batch.left -= 1
+        batch.on_sample()
         if batch.left == 0:
             if batch.faults:
                 logger.warning("event=function_failed function=%s faults=%s", batch.function, dict(batch.faults))
@@ -197,19 +199,22 @@ class FunctionPool:
             if self._host is None:
                 self._host = self._launch()
 
-    def submit(self, function: str, samples: Sequence[TextSample]) -> PendingScores:
+    def submit(
+        self, function: str, samples: Sequence[TextSample], on_sample: Callable[[], object] = lambda: None
+    ) -> PendingScores:
         """Start scoring and return at once. Where the processes have ended, others are started.
 
         Args:
             function: one of the names; `PING` asks for nothing but an answer.
             samples: to be scored, each by itself.
+            on_sample: called after each of them, on some thread.
 
         Returns:
             the scores to come; waiting for them raises where the processes could not be started again.
         """
         count = len(samples)
         scores = Scores(np.full(count, np.nan, np.float32), np.zeros(count, np.int32))
-        batch = _Batch(function, scores, count)
+        batch = _Batch(function, scores, count, on_sample)
         if not samples:
             batch.future.set_result(scores)
             return PendingScores(batch.future, time.monotonic())

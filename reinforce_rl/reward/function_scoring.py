@@ -46,8 +46,7 @@ class FunctionRequestScorer(RequestScorer):
         """Texts alone."""
         return (protocol.TEXT_FORM,)
 
-    @property
-    def canary_inputs(self) -> list[dict[str, Any]]:
+    def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
         """A sample that a worker process answers without calling the function, which need not like made-up ones."""
         return [
             {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]}
@@ -71,7 +70,7 @@ class FunctionRequestScorer(RequestScorer):
             texts = [text for text in one.texts if text is not None]
             is_canary = all(dict(text.record) == protocol.CANARY_RECORD for text in texts)
             function = PING if is_canary else self._function.function
-            pending.append((one, good, self._function.pool.submit(function, texts)))
+            pending.append((one, good, self._function.pool.submit(function, texts, self._beat)))
         answers = []
         for one, good, scores in pending:
             status, rewards = one.status.copy(), np.full(len(one.status), np.nan, np.float32)

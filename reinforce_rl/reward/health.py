@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
-import urllib.error
-import urllib.request
 from typing import Any
 
 from reinforce_rl.errors import RewardServerError
-from reinforce_rl.reward import protocol
+from reinforce_rl.reward import access, protocol
+from reinforce_rl.reward.http_call import HttpAnswer, call, reason_of
 from reinforce_rl.reward.protocol import ServerInfo
 
 GATEWAY_CODES = (502, 503, 504)  # a proxy whose back end is not there yet
@@ -22,30 +20,39 @@ class NotReadyYet(Exception):
     Attributes:
         unknown: a Triton server answers, but none that describes itself as ours. That is normal for a moment while a
             server starts, and a mistake when it lasts.
+        retry_after: seconds after which the server wants to be asked again, where it said so.
     """
 
-    def __init__(self, text: str, *, unknown: bool = False):
+    def __init__(self, text: str, *, unknown: bool = False, retry_after: float | None = None):
         super().__init__(text)
         self.unknown = unknown
+        self.retry_after = retry_after
 
 
-def check_once(host: str, port: int, name: str, timeout: float) -> ServerInfo:
+def check_once(host: str, port: int, name: str, timeout: float, *, token: str | None = None) -> ServerInfo:
     """Ask once whether the reward model `name` is being served.
+
+    Args:
+        timeout: seconds of silence that are borne.
+        token: the access token, where the server asks for one.
 
     Raises:
         NotReadyYet: it may be worth asking again.
-        RewardServerError: it is not: another program is on the port, or it serves another model.
+        RewardServerError: it is not: another program is on the port, it serves another model, or it wants another
+            token.
     """
-    url = f"http://{host}:{port}"
-    code, body = _call(f"{url}/v2/models/{protocol.INFO_MODEL}/infer", timeout, {"inputs": []})
+    answer = _call(host, port, f"/v2/models/{protocol.INFO_MODEL}/infer", timeout, {"inputs": []}, token=token)
+    code = answer.code
+    if code in (401, 403):
+        raise token_refused(host, port, token)
     if code != 200:
         if code in GATEWAY_CODES:
-            raise NotReadyYet(f"answers HTTP {code}")
-        if not _is_triton(url, timeout):
+            raise NotReadyYet(f"answers HTTP {code}{text_of(answer)}", retry_after=answer.retry_after)
+        if not _is_triton(host, port, timeout, token):
             raise RewardServerError(_foreign(host, port, f"HTTP {code}"))
         raise NotReadyYet(f"is a Triton server without '{protocol.INFO_MODEL}' (HTTP {code})", unknown=True)
     try:
-        info = ServerInfo.from_json(json.loads(body)["outputs"][0]["data"][0])
+        info = ServerInfo.from_json(json.loads(answer.body)["outputs"][0]["data"][0])
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise RewardServerError(_foreign(host, port, f"an answer that is not a reward server's ({error})")) from error
     if info.name != name:
@@ -53,13 +60,33 @@ def check_once(host: str, port: int, name: str, timeout: float) -> ServerInfo:
             f"the reward server at {host}:{port} serves the model '{info.name}', and '{name}' was asked for. "
             f"Set remote_rm.reward_model.name={info.name}, or the port to the other server's."
         )
-    code, _ = _call(f"{url}/v2/models/{name}/ready", timeout)
-    if code != 200:
-        raise NotReadyYet(f"is up, its model '{name}' is not ready")
+    answer = _call(host, port, f"/v2/models/{name}/ready", timeout, token=token)
+    if answer.code != 200:
+        raise NotReadyYet(f"is up, its model '{name}' is not ready", retry_after=answer.retry_after)
     return info
 
 
-def infer_json(host: str, port: int, name: str, inputs: list[dict[str, Any]], timeout: float) -> dict[str, list[Any]]:
+def token_refused(host: str, port: int, token: str | None) -> RewardServerError:
+    """For a server that answered 401."""
+    found = "no token was sent" if token is None else "it does not know the token that was sent"
+    return RewardServerError(
+        f"the reward server at {host}:{port} asks for an access token, and {found}. Give the server's token by "
+        f"remote_rm.reward_model.token_file=FILE or by the environment variable {access.TOKEN_VARIABLE}."
+    )
+
+
+def text_of(answer: HttpAnswer) -> str:
+    """': ' and the error's text, where the answer has one."""
+    try:
+        error = json.loads(answer.body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return f": {' '.join(str(error).split())[-600:]}"
+
+
+def infer_json(
+    host: str, port: int, name: str, inputs: list[dict[str, Any]], timeout: float, *, token: str | None = None
+) -> dict[str, list[Any]]:
     """One KServe v2 inference in JSON, as `curl` would send it.
 
     Returns:
@@ -69,54 +96,46 @@ def infer_json(host: str, port: int, name: str, inputs: list[dict[str, Any]], ti
         RewardServerError: anything but a proper answer.
     """
     try:
-        code, body = _call(f"http://{host}:{port}/v2/models/{name}/infer", timeout, {"inputs": inputs})
-        if code != 200:
-            raise RewardServerError(f"{host}:{port} answered HTTP {code} to a request to '{name}': {body[:500]!r}")
-        return {output["name"]: output["data"] for output in json.loads(body)["outputs"]}
+        answer = _call(host, port, f"/v2/models/{name}/infer", timeout, {"inputs": inputs}, token=token)
+        if answer.code != 200:
+            raise RewardServerError(
+                f"{host}:{port} answered HTTP {answer.code} to a request to '{name}'{text_of(answer)}"
+            )
+        return {output["name"]: output["data"] for output in json.loads(answer.body)["outputs"]}
     except (NotReadyYet, ValueError, KeyError, TypeError) as error:
         raise RewardServerError(f"{host}:{port} gave no proper answer to a request to '{name}': {error}") from error
 
 
-def _call(url: str, timeout: float, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-    """Status and body of a GET, or of a POST where there is a body; NotReadyYet where no HTTP answer came."""
+def _call(
+    host: str,
+    port: int,
+    path: str,
+    timeout: float,
+    body: dict[str, Any] | None = None,
+    *,
+    token: str | None = None,
+) -> HttpAnswer:
+    """The answer to a GET, or to a POST where there is a body; NotReadyYet where no HTTP answer came."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
-    # Proxies of the environment are for the outside world; a reward server is a neighbour.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    headers = {"Content-Type": "application/json", **access.bearer(token)}
     try:
-        with opener.open(request, timeout=timeout) as response:
-            return response.status, response.read(1 << 20)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read(1 << 20)
+        return call(host, port, path, timeout, body=data, headers=headers)
     except http.client.RemoteDisconnected as error:
         raise NotReadyYet("closed the connection without an answer") from error
+    except http.client.IncompleteRead as error:
+        raise NotReadyYet("cut its answer short") from error
     except http.client.HTTPException as error:
-        host = request.host or url
-        raise RewardServerError(f"what listens on {host} does not speak HTTP ({error!r}). Check the port.") from error
+        raise RewardServerError(
+            f"what listens on {host}:{port} does not speak HTTP ({error!r}). Check the port."
+        ) from error
     except OSError as error:
         raise NotReadyYet(f"does not answer ({reason_of(error)})") from error
 
 
-def reason_of(error: BaseException) -> str:
-    """The cause of a network error in a few words."""
-    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, BaseException):
-        error = error.reason
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused"
-    if isinstance(error, TimeoutError):
-        return "timed out"
-    if isinstance(error, socket.gaierror):
-        return "the host name is unknown"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower()
-    return str(error) or type(error).__name__
-
-
-def _is_triton(url: str, timeout: float) -> bool:
-    code, body = _call(f"{url}/v2", timeout)
+def _is_triton(host: str, port: int, timeout: float, token: str | None) -> bool:
+    answer = _call(host, port, "/v2", timeout, token=token)
     try:
-        return code == 200 and "extensions" in json.loads(body)
+        return answer.code == 200 and "extensions" in json.loads(answer.body)
     except (ValueError, TypeError):
         return False
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import reinforce_rl
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.files import write_atomically
-from reinforce_rl.reward.training import Accuracy, TrainedHead
+from reinforce_rl.reward.evaluation import Accuracy
+from reinforce_rl.reward.training import TrainedHead
 
 HEAD_FILE = "head.safetensors"
 CARD_FILE = "README.md"

@@ -47,8 +47,8 @@ class PreferencePair:
 
     @property
     def prompt_key(self) -> str:
-        """Equal for prompts that differ in case and white space alone."""
-        return json.dumps([(m["role"], " ".join(m["content"].casefold().split())) for m in self.messages])
+        """See `prompt_key`."""
+        return prompt_key(self.messages)
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def read_pairs(path: str | Path) -> list[PreferencePair]:
             faults.add(line.path, line.number, line.fault)
             continue
         try:
-            messages = _prompt_of(line.value)
-            chosen, rejected = (_answer_of(line.value, key) for key in ("chosen", "rejected"))
+            messages = prompt_of(line.value)
+            chosen, rejected = (answer_of(line.value, key) for key in ("chosen", "rejected"))
         except DataError as error:
             faults.add(line.path, line.number, str(error))
             continue
@@ -186,13 +186,23 @@ def split_by_prompt(keys: Sequence[str], fraction: float, seed: int) -> tuple[li
     return train, held_out
 
 
+def prompt_key(messages: Sequence[Message]) -> str:
+    """Equal for prompts that differ in case and white space alone."""
+    return json.dumps([(m["role"], " ".join(m["content"].casefold().split())) for m in messages])
+
+
 def prompt_position(key: str, seed: int) -> float:
     """A number in [0, 1), even over prompts, that follows from the key and the seed alone."""
     digest = hashlib.sha256(f"{seed}\n{key}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def _prompt_of(value: dict[str, Any]) -> list[Message]:
+def prompt_of(value: dict[str, Any]) -> list[Message]:
+    """The conversation up to an answer, of one line; see `read_pairs`.
+
+    Raises:
+        DataError: it cannot be understood.
+    """
     key = next((name for name in ("prompt", "messages") if name in value), None)
     if key is None:
         raise DataError(f"the key prompt is missing; found {', '.join(value) or 'no key'}")
@@ -221,7 +231,12 @@ def _message_of(message: object, where: str) -> Message:
     return {"role": str(role), "content": content}  # as it stands: so the actor's prompts are rendered too
 
 
-def _answer_of(value: dict[str, Any], key: str) -> str:
+def answer_of(value: dict[str, Any], key: str) -> str:
+    """The text under a key of one line.
+
+    Raises:
+        DataError: there is none.
+    """
     if key not in value:
         raise DataError(f"the key {key} is missing; found {', '.join(value) or 'no key'}")
     if not isinstance(value[key], str):

@@ -13,6 +13,7 @@ Inputs of the reward model, one of the three forms:
 Outputs:
     rewards           FP32 [N, 1], NaN where a sample failed
     status            INT32 [N, 1], the STATUS_ constants of `reward/base.py`
+    attributes        FP32 [N, K], NaN where a sample failed; only of a server whose description names attributes
 
 The description is the answer of a second model, always called `reward_server_info`, to a request without inputs: one
 BYTES [1], a JSON object. Its name does not depend on the reward model's, so that a client with a wrong name can be
@@ -44,6 +45,7 @@ METADATA = "metadata"
 FINISHED = "finished"
 REWARDS = "rewards"
 STATUS = "status"
+ATTRIBUTES = "attributes"
 
 # What a server says that a trainer may send it.
 TOKENS_FORM = "tokens"
@@ -55,6 +57,9 @@ CANARY = json.dumps(CANARY_RECORD)
 
 INFO_MODEL = "reward_server_info"
 INFO_OUTPUT = "info"
+
+HEADER_LENGTH = "Inference-Header-Content-Length"  # of the JSON before binary tensors
+REQUEST_ID = "X-Request-ID"  # the client's name for a request, in both sides' logs
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class ServerInfo:
         deterministic: a request is scored apart from those of other clients.
         add_special_tokens: special tokens are added to `sentences`.
         details: anything else that tells one reward model from another (trunk, head, pooling ...).
+        attributes: names of the K scores that the reward is merged from, in the order of the output `attributes`;
+            empty where there is none.
         protocol: version of this file's contract.
         input_forms: what a trainer may send, of TOKENS_FORM and TEXT_FORM, the server's preference first.
     """
@@ -82,6 +89,7 @@ class ServerInfo:
     deterministic: bool
     add_special_tokens: bool
     details: dict[str, Any] = field(default_factory=dict)
+    attributes: list[str] = field(default_factory=list)
     protocol: int = PROTOCOL_VERSION
     input_forms: tuple[str, ...] = (TOKENS_FORM,)
 
@@ -136,3 +144,21 @@ def check_answer(rewards: Any, status: Any, count: int) -> tuple[np.ndarray, np.
     codes[(codes == base.STATUS_OK) & ~np.isfinite(values)] = base.STATUS_NOT_FINITE
     values[codes != base.STATUS_OK] = np.nan
     return values, codes
+
+
+def check_attributes(attributes: Any, status: np.ndarray, count: int) -> np.ndarray:
+    """Attributes float32 [N, K] of a server's answer; NaN wherever a sample has no score.
+
+    Args:
+        attributes: as received.
+        status: int32 [N], from `check_answer`.
+        count: K.
+
+    Raises:
+        ValueError: the answer is not what the protocol says.
+    """
+    expected = (len(status), count)
+    if attributes is None or attributes.dtype != np.float32 or attributes.shape != expected:
+        found = "missing" if attributes is None else f"{attributes.dtype} {list(attributes.shape)}"
+        raise ValueError(f"'{ATTRIBUTES}' is {found}; expected float32 {list(expected)}")
+    return np.where(status[:, None] == base.STATUS_OK, attributes, np.nan).astype(np.float32)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from reinforce_rl.errors import DataError
+from reinforce_rl.errors import DataError, RankLostError
 from reinforce_rl.reward import base, protocol
+from reinforce_rl.reward.progress import Progress
 from reinforce_rl.reward.template import encode_sample
 from reinforce_rl.reward.text_form import is_text_form, read_samples
 
@@ -71,6 +73,7 @@ class RequestScorer:
         add_special_tokens: bool = False,
     ):
         self._scorer = cast(base.Scorer, scorer)
+        self._attributes = base.attributes_of(scorer)
         self._tokenizer = cast("PreTrainedTokenizerBase", tokenizer)
         self._deterministic = deterministic
         self._add_special_tokens = add_special_tokens
@@ -78,6 +81,11 @@ class RequestScorer:
         self._totals = ScoringTotals()
         self._busy = 0
         self._idle_since = time.monotonic()
+        self._progress: Progress | None = None
+
+    def report_to(self, progress: Progress) -> None:
+        """Tell another process, from now on, what is being done."""
+        self._progress = progress
 
     @property
     def input_forms(self) -> tuple[str, ...]:
@@ -85,12 +93,11 @@ class RequestScorer:
         with_template = bool(self._tokenizer.chat_template) and self._tokenizer.eos_token_id is not None
         return (protocol.TOKENS_FORM, protocol.TEXT_FORM) if with_template else (protocol.TOKENS_FORM,)
 
-    @property
-    def canary_inputs(self) -> list[dict[str, Any]]:
-        """One sample, as JSON, by which a server proves that it can score."""
+    def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
+        """One sample of so many tokens, as JSON, by which a server proves that it can score."""
         return [
-            {"name": protocol.TOKENS, "datatype": "INT64", "shape": [1, 1], "data": [0]},
-            {"name": protocol.SEQUENCE_LENGTHS, "datatype": "INT64", "shape": [1, 1], "data": [1]},
+            {"name": protocol.TOKENS, "datatype": "INT64", "shape": [1, length], "data": [0] * length},
+            {"name": protocol.SEQUENCE_LENGTHS, "datatype": "INT64", "shape": [1, 1], "data": [length]},
         ]
 
     @property
@@ -107,11 +114,16 @@ class RequestScorer:
     def __call__(self, requests: Sequence[Mapping[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
         """Outputs `rewards` float32 [N, 1] and `status` int32 [N, 1] for each request, in order.
 
+        Where the scorer has K attributes, `attributes` float32 [N, K] besides.
+
         Raises:
             ValueError: a request has neither form of input, or both, or misses a part of one.
+            RankLostError: a rank of the server is gone, and there will be no scores any more.
         """
         with self._lock:
             self._busy += 1
+            if self._progress is not None:
+                self._progress.begin()
         start = time.monotonic()
         try:
             samples = [self._read(request) for request in requests]
@@ -122,6 +134,8 @@ class RequestScorer:
             with self._lock:
                 self._busy -= 1
                 self._idle_since = time.monotonic()
+                if self._progress is not None:
+                    self._progress.end()
 
     def _read(self, request: Mapping[str, np.ndarray]) -> Samples:
         names = set(request.keys())
@@ -201,37 +215,58 @@ class RequestScorer:
             answer = self._score(merged)
             if base.STATUS_INTERNAL not in answer[protocol.STATUS]:
                 cuts = np.cumsum([len(one.status) for one in samples])[:-1]
-                rewards, status = (np.split(answer[key], cuts) for key in (protocol.REWARDS, protocol.STATUS))
+                parts = {key: np.split(value, cuts) for key, value in answer.items()}
                 return [
-                    {protocol.REWARDS: r, protocol.STATUS: s} for r, s in zip(rewards, status, strict=True)
+                    {key: values[row] for key, values in parts.items()} for row in range(len(samples))
                 ]  # else each request by itself, so that one cannot fail the others
         return [self._score(one) for one in samples]
 
     def _score(self, samples: Samples) -> dict[str, np.ndarray]:
         status = samples.status.copy()
         rewards = np.full(len(status), np.nan, np.float32)
+        attributes = np.full((len(status), len(self._attributes)), np.nan, np.float32)
         good = np.flatnonzero(status == base.STATUS_OK)
         if good.size:
+            self._beat()
             try:
-                scores = self._scorer.score([samples.sequences[row] for row in good])
+                sequences = [samples.sequences[row] for row in good]
                 with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
+                    if self._attributes and isinstance(self._scorer, base.AttributeScorer):
+                        found = self._scorer.score_attributes(sequences)
+                        scores = found.rewards
+                        attributes[good] = np.asarray(found.attributes, np.float64)
+                    else:
+                        scores = self._scorer.score(sequences)
                     rewards[good] = np.asarray(scores, np.float64).reshape(good.size)
-            except Exception:
+            except RankLostError:
+                raise  # an error of HTTP, which clients retry: the server that is started again can score these
+            except Exception as error:
                 # Whatever the model raised, the caller gets an answer that can never be mistaken for a reward.
-                logger.exception("event=scoring_failed samples=%d", good.size)
+                # The error's own text may quote a sample.
+                where = "".join(traceback.format_tb(error.__traceback__))
+                logger.error("event=scoring_failed samples=%d error=%s\n%s", good.size, type(error).__name__, where)
+                logger.debug("event=scoring_failed_details", exc_info=True)
                 rewards[good] = np.nan
                 status[good] = base.STATUS_INTERNAL
-        bad = ~np.isfinite(rewards)
+        bad = ~(np.isfinite(rewards) & np.isfinite(attributes).all(axis=1))
         status[bad & (status == base.STATUS_OK)] = base.STATUS_NOT_FINITE
         rewards[bad] = np.nan
-        return {protocol.REWARDS: rewards[:, None], protocol.STATUS: status[:, None]}
+        answer = {protocol.REWARDS: rewards[:, None], protocol.STATUS: status[:, None]}
+        if self._attributes:
+            attributes[bad] = np.nan
+            answer[protocol.ATTRIBUTES] = attributes
+        return answer
+
+    def _beat(self) -> None:
+        if self._progress is not None:
+            self._progress.beat()
 
     def _count(self, samples: list[Samples], answers: list[dict[str, np.ndarray]], seconds: float) -> None:
-        failed: dict[str, int] = {}
+        by_status: dict[int, int] = {}
         for answer in answers:
             for code in answer[protocol.STATUS][:, 0].tolist():
-                if code != base.STATUS_OK:
-                    failed[base.STATUS_TEXT[code]] = failed.get(base.STATUS_TEXT[code], 0) + 1
+                by_status[code] = by_status.get(code, 0) + 1
+        failed = {base.STATUS_TEXT[code]: n for code, n in by_status.items() if code != base.STATUS_OK}
         count = sum(len(one.status) for one in samples)
         tokens = sum(len(sequence) for one in samples for sequence in one.sequences)
         level = logging.WARNING if failed else logging.DEBUG
@@ -245,6 +280,8 @@ class RequestScorer:
             failed,
         )
         with self._lock:
+            if self._progress is not None:
+                self._progress.count(len(samples), by_status, tokens, seconds)
             old = self._totals
             self._totals = ScoringTotals(
                 requests=old.requests + len(samples),

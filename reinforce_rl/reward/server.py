@@ -1,25 +1,23 @@
-"""The reward server: a reward model behind PyTriton, over HTTP, as a program of its own.
+"""The reward server: a reward model behind PyTriton, and a front door before it, as a program of its own.
 
-PyTriton runs NVIDIA's tritonserver as a child, and calls the model back in this process. What is added here: a check
-of the port, a description for the client's handshake, samples that fail one by one, a stop that is bounded and leaves
-nothing behind, and an exit code that tells a crash from a stop. `docs/reward-server.md` describes it for users.
+PyTriton runs NVIDIA's tritonserver as a child, on the loopback, and calls the model back in this process. Clients talk
+to the front door, another child (`front.py`). What is here: the order of starting and stopping, a check of the model
+before anyone is let in, and an end that is bounded, leaves nothing behind and tells a crash from a stop.
+`docs/reward-server.md` describes it for users.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
 import signal
 import socket
 import sys
-import sysconfig
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,12 +25,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.errors import ConfigError, ModelStuckError, RewardServerError
 from reinforce_rl.guard import Guard
-from reinforce_rl.reward import base, health, protocol
+from reinforce_rl.reward import access, base, health, protocol
+from reinforce_rl.reward.front import FAILED, READY, FrontSettings
+from reinforce_rl.reward.front_process import FrontProcess
 from reinforce_rl.reward.function_scoring import FunctionRequestScorer, FunctionScorer
+from reinforce_rl.reward.limits import FrontLimits, default_request_bytes
+from reinforce_rl.reward.ports import free_port, is_loopback, open_port
+from reinforce_rl.reward.progress import Progress
 from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.scoring import RequestScorer
+from reinforce_rl.reward.triton_backend import HOST, build_triton, make_home, stop_triton
 from reinforce_rl.tokenizer import TokenizerInfo
 
 if TYPE_CHECKING:
@@ -41,14 +45,49 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WATCH_SECONDS = 0.5  # between two looks at tritonserver's processes
+WATCH_SECONDS = 0.5  # between two looks at the processes
 SUMMARY_SECONDS = 60.0  # between two lines of totals in the log
+STUCK_GRACE_SECONDS = 2.0  # for a scorer on several ranks: it has the same limit, and can say which rank it is
 CANARY_SECONDS = 300.0  # the first forward pass of a large model may compile for minutes
-HOME_PREFIX = "reward-server-"
-WORKSPACE = "workspace"
-SOCKET_PATH_LIMIT = 107  # bytes that Linux allows for a Unix socket's path
-PORT_WAIT_SECONDS = 3.0  # a server that was just killed frees its port within a moment
-QUIET_SECONDS = 6.0  # once stopping: idle so long means that the last answer has left; a plain stop takes about 4 s
+WIDTH_OF_TEXTS = 2048  # stands for the context where texts are read, whose model has none: 64 KiB of text a sample
+WIDER_THAN_CONTEXT = 4  # how much wider than the model's context a padded request may be
+
+
+@dataclass(frozen=True)
+class FrontOptions:
+    """Who may ask a server, and how much.
+
+    Attributes:
+        token: asked of every client; None: of none, and then only the loopback is listened on ...
+        allow_no_token: ... unless this is true.
+        max_request_bytes: of one request; None: what a full batch of the widest rows takes.
+        max_sequence_length: tokens that a row may claim, padding included; None: four times the model's context.
+        max_in_flight, max_queue, request_seconds, stuck_seconds, canary_seconds: see `FrontLimits`.
+    """
+
+    token: str | None = None
+    allow_no_token: bool = False
+    max_request_bytes: int | None = None
+    max_sequence_length: int | None = None
+    max_in_flight: int = 64
+    max_queue: int = 256
+    request_seconds: float = 600.0
+    stuck_seconds: float = 300.0
+    canary_seconds: float = 10.0
+
+    def limits(self, max_samples: int, max_length: int) -> FrontLimits:
+        """For a model that takes so many samples of so many tokens."""
+        width = self.max_sequence_length or WIDER_THAN_CONTEXT * max_length
+        return FrontLimits(
+            max_request_bytes=self.max_request_bytes or default_request_bytes(max_samples, width),
+            max_samples=max_samples,
+            max_sequence_length=width,
+            max_in_flight=self.max_in_flight,
+            max_queue=self.max_queue,
+            request_seconds=self.request_seconds,
+            stuck_seconds=self.stuck_seconds,
+            canary_seconds=self.canary_seconds,
+        )
 
 
 class RewardServer:
@@ -60,15 +99,19 @@ class RewardServer:
         tokenizer: the one whose ids the scorer reads. It also reads `sentences`, without any chat template, and
             prompts with responses, with its own. None for a reward function.
         name: the model's name in URLs.
-        host: the address to listen on. Anyone who can reach it can use it: there is no access control.
+        host: the address to listen on.
         port: the TCP port to listen on.
+        front: who may ask, and how much.
         max_batch_size: samples in one request; also the most that Triton merges.
         max_queue_delay: seconds that a request may wait for others to be merged with.
         deterministic: see `RequestScorer`.
         add_special_tokens: see `RequestScorer`.
+        warm_up_lengths: tokens of the samples that are scored before anyone is let in.
         details: what else tells this reward model from another; part of the handshake.
         ready_file: a JSON file {host, port, pid}, written once the server is ready and removed at its end.
         stop_timeout: seconds that calls in flight get to finish after SIGTERM or SIGINT.
+        preferred_batch_sizes: numbers of samples that Triton would rather merge to; a request is never cut for it.
+        check: called every now and then; it raises a `ReinforceError` once the scorer cannot score any more.
     """
 
     def __init__(
@@ -79,17 +122,25 @@ class RewardServer:
         name: str = protocol.DEFAULT_NAME,
         host: str = "127.0.0.1",
         port: int = protocol.DEFAULT_PORT,
+        front: FrontOptions | None = None,
         max_batch_size: int = 256,
         max_queue_delay: float = 0.0,
         deterministic: bool = True,
         add_special_tokens: bool = False,
+        warm_up_lengths: Sequence[int] = (64, 512),
         details: Mapping[str, Any] | None = None,
         ready_file: str | Path | None = None,
         stop_timeout: float = 30.0,
+        preferred_batch_sizes: Sequence[int] = (),
+        check: Callable[[], None] = lambda: None,
     ):
+        self._check = check
+        self._preferred_batch_sizes = list(preferred_batch_sizes)
         self._host = host
         self._port = port
+        self._options = front or FrontOptions()
         self._max_queue_delay = max_queue_delay
+        self._warm_up_lengths = warm_up_lengths
         self._ready_file = Path(ready_file) if ready_file is not None else None
         self._stop_timeout = stop_timeout
         self._stopping = False
@@ -110,6 +161,7 @@ class RewardServer:
             deterministic=deterministic,
             add_special_tokens=add_special_tokens,
             details=dict(details or {}),
+            attributes=list(base.attributes_of(scorer)),
         )
 
     def serve(self) -> None:
@@ -117,21 +169,24 @@ class RewardServer:
 
         Raises:
             ConfigError: the port is busy, or the options cannot work. Nothing was started.
-            RewardServerError: the server did not become ready, or tritonserver died while serving.
+            RewardServerError: the server did not become ready, or a process of it died while serving.
+            ModelStuckError: the model was in one call for too long; its thread is still there.
         """
-        check_options(self.info, self._port, self._max_queue_delay)
-        check_port(self._host, self._port)
-        with self._signals_raise():
+        check_options(
+            self.info, self._host, self._port, self._max_queue_delay, self._options, self._preferred_batch_sizes
+        )
+        listener = open_port(self._host, self._port)
+        with self._signals_raise(), listener:
             guard = Guard()
             try:
-                self._serve(guard)
+                self._serve(guard, listener)
             except _StopRequested as request:
                 logger.info("event=stopped signal=%s", request.name)
             finally:
                 self._stopping = True
                 guard.close()
 
-    def _serve(self, guard: Guard) -> None:
+    def _serve(self, guard: Guard, listener: socket.socket) -> None:
         home = make_home(self.info.name)
         guard.remove_folder(home)
         guard.watch_process(os.getpid())
@@ -139,7 +194,37 @@ class RewardServer:
         guard.remove_shared_memory(f"pytrtion{os.getpid()}-")
         if self._ready_file is not None:
             guard.remove_file(self._ready_file)
-        triton = self._build(home)
+        progress = Progress(home / "progress", create=True)
+        self._requests.report_to(progress)
+        backend_port = free_port(HOST)
+        settings = FrontSettings(
+            model=self.info.name,
+            backend_port=backend_port,
+            limits=self._options.limits(self.info.max_batch_size, self.info.max_length or WIDTH_OF_TEXTS),
+            canary=json.dumps({"inputs": self._requests.canary_inputs()}),
+            token=self._options.token,
+        )
+        front = FrontProcess(listener, settings, home / "progress")
+        try:
+            guard.watch_process(front.pid)
+            self._serve_behind(front, guard, home, backend_port, progress)
+        finally:
+            self._stopping = True
+            front.close()
+
+    def _serve_behind(
+        self, front: FrontProcess, guard: Guard, home: Path, backend_port: int, progress: Progress
+    ) -> None:
+        triton = build_triton(
+            self.info,
+            self._requests,
+            home=home,
+            port=backend_port,
+            max_queue_delay=self._max_queue_delay,
+            preferred_batch_sizes=self._preferred_batch_sizes,
+            stop_timeout=self._stop_timeout,
+        )
+        in_order = False
         try:
             triton.run()
             processes = psutil.Process().children(recursive=True)
@@ -148,93 +233,64 @@ class RewardServer:
                 raise RewardServerError("tritonserver ended while it started; its last lines are above")
             guard.watch_process(tritonserver.pid)
             watched = [tritonserver, *tritonserver.children(recursive=True)]
-            self._check_by_canary()
+            self._warm_up(backend_port)
+            front.wait_until_up()
+            front.set_state(READY)
+            self._check_handshake()
             self._announce()
-            self._watch(triton, watched)
+            self._watch(triton, watched, front, progress)
+        except _StopRequested:
+            in_order = not self._tell_loss(front)
+            raise
+        except RewardServerError as error:
+            front.set_state(FAILED, str(error))
+            raise
         finally:
             self._stopping = True
-            self._stop(triton)
+            # After a failure no call in flight can end well, and each is tried again with the next server.
+            timeout = self._stop_timeout if in_order else 0.0
+            logger.info("event=stopping timeout_seconds=%g", timeout)
+            started = time.monotonic()
+            if in_order:
+                if not front.drain(timeout):
+                    logger.warning("event=drain_incomplete: calls were still in flight after %g s", timeout)
+                self._tell_loss(front)
+            stop_triton(triton, self._requests, max(0.0, timeout - (time.monotonic() - started)))
 
-    def _build(self, home: Path) -> Triton:
-        # The Python backend looks for libpython in the system's path alone; pyenv's and conda's are elsewhere.
-        libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
-        os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
-        os.environ["PYTRITON_HOME"] = str(home)
+    def _tell_loss(self, front: FrontProcess) -> bool:
+        """Whether the scorer is gone; health says so then. torchrun stops all ranks once it has lost one."""
         try:
-            from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
-            from pytriton.triton import Triton, TritonConfig
-        except ImportError as error:
-            raise ConfigError(
-                [f"the reward server needs PyTriton ({error}); install it with: pip install 'reinforce-rl[server]'"]
-            ) from error
-
-        config = TritonConfig.from_dict(
-            {
-                "http_address": self._host,
-                "http_port": self._port,
-                "allow_grpc": False,
-                "allow_metrics": False,
-                "exit_timeout_secs": max(1, round(self._stop_timeout)),
-            }
-        )
-        triton = Triton(config=config, workspace=home / WORKSPACE)
-        triton.bind(
-            self.info.name,
-            self._requests.__call__,
-            inputs=[
-                Tensor(name=protocol.SENTENCES, dtype=np.bytes_, shape=(1,), optional=True),
-                Tensor(name=protocol.TOKENS, dtype=np.int64, shape=(-1,), optional=True),
-                Tensor(name=protocol.SEQUENCE_LENGTHS, dtype=np.int64, shape=(1,), optional=True),
-                Tensor(name=protocol.PROMPTS, dtype=np.bytes_, shape=(1,), optional=True),
-                Tensor(name=protocol.RESPONSES, dtype=np.bytes_, shape=(1,), optional=True),
-                Tensor(name=protocol.MESSAGES, dtype=np.bytes_, shape=(1,), optional=True),
-                Tensor(name=protocol.METADATA, dtype=np.bytes_, shape=(1,), optional=True),
-                Tensor(name=protocol.FINISHED, dtype=np.int64, shape=(1,), optional=True),
-            ],
-            outputs=[
-                Tensor(name=protocol.REWARDS, dtype=np.float32, shape=(1,)),
-                Tensor(name=protocol.STATUS, dtype=np.int32, shape=(1,)),
-            ],
-            config=ModelConfig(
-                max_batch_size=self.info.max_batch_size,
-                batcher=DynamicBatcher(max_queue_delay_microseconds=round(self._max_queue_delay * 1e6)),
-            ),
-            strict=True,
-        )
-        description = np.array([self.info.to_json().encode()])
-
-        def describe(requests: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-            return [{protocol.INFO_OUTPUT: description} for _ in requests]
-
-        triton.bind(
-            protocol.INFO_MODEL,
-            describe,
-            # Triton wants a model to have an input; this one is never read.
-            inputs=[Tensor(name="unused", dtype=np.bytes_, shape=(1,), optional=True)],
-            outputs=[Tensor(name=protocol.INFO_OUTPUT, dtype=np.bytes_, shape=(1,))],
-            config=ModelConfig(batching=False),
-            strict=True,
-        )
-        return triton
+            self._check()
+        except RewardServerError as lost:
+            front.set_state(FAILED, str(lost))
+            return True
+        return False
 
     @property
     def _local_host(self) -> str:
         return "127.0.0.1" if self._host == "0.0.0.0" else self._host
 
-    def _check_by_canary(self) -> None:
-        """Health can be green with a dead back end, so a sample must have gone all the way."""
+    def _warm_up(self, backend_port: int) -> None:
+        """Samples go all the way, before the first client's do: the first passes of a model are its slowest."""
+        longest = self.info.max_length
+        lengths = sorted({1, *(min(length, longest) for length in self._warm_up_lengths)}) if longest else [1]
+        started = time.monotonic()
+        for length in lengths:
+            inputs = self._requests.canary_inputs(length)
+            answer = health.infer_json(HOST, backend_port, self.info.name, inputs, CANARY_SECONDS)
+            status = answer[protocol.STATUS][0]
+            if status != base.STATUS_OK:
+                raise RewardServerError(
+                    f"the reward model cannot score a sample of {length} tokens (id 0): "
+                    f"{base.STATUS_TEXT.get(status, status)}. See the log above; nothing is served."
+                )
+        logger.info("event=warmed_up lengths=%s seconds=%.1f", lengths, time.monotonic() - started)
+
+    def _check_handshake(self) -> None:
         try:
-            health.check_once(self._local_host, self._port, self.info.name, timeout=10.0)
+            health.check_once(self._local_host, self._port, self.info.name, timeout=10.0, token=self._options.token)
         except health.NotReadyYet as error:
             raise RewardServerError(f"the server at {self._host}:{self._port} started, but {error}") from error
-        inputs = self._requests.canary_inputs
-        answer = health.infer_json(self._local_host, self._port, self.info.name, inputs, CANARY_SECONDS)
-        status = answer[protocol.STATUS][0]
-        if status != base.STATUS_OK:
-            raise RewardServerError(
-                f"the reward model cannot score a sample of one token (id 0): {base.STATUS_TEXT.get(status, status)}. "
-                "See the log above; nothing is served."
-            )
 
     def _announce(self) -> None:
         url = f"http://{self._host}:{self._port}"
@@ -246,18 +302,29 @@ class RewardServer:
         logger.info("event=ready url=%s info=%s", url, self.info.to_json())
         print(f"ready at {url}", flush=True)
 
-    def _watch(self, triton: Triton, processes: list[psutil.Process]) -> None:
+    def _watch(self, triton: Triton, processes: list[psutil.Process], front: FrontProcess, progress: Progress) -> None:
         next_summary = time.monotonic() + SUMMARY_SECONDS
         last = self._requests.totals
         while True:
             if self._stop_signal is not None:  # it came at the start, and a library swallowed the exception
                 raise _StopRequested(self._stop_signal)
             time.sleep(WATCH_SECONDS)
+            self._check()
+            now = progress.read()
+            if now.quiet_seconds > self._options.stuck_seconds + STUCK_GRACE_SECONDS:
+                why = now.why_stuck(self._options.stuck_seconds)
+                if why is not None:
+                    raise ModelStuckError(f"{why}. The reward server ends; clients wait and retry, so start it again")
             dead = [p.pid for p in processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE]
             if dead or not triton.is_alive():
                 raise RewardServerError(
                     f"tritonserver on {self._host}:{self._port} died (process {dead or 'unknown'}); its last lines "
                     "are above. Clients wait and retry, so start the server again on the same port."
+                )
+            if front.exit_code is not None:
+                raise RewardServerError(
+                    f"the front door on {self._host}:{self._port} died (process {front.pid}, exit code "
+                    f"{front.exit_code}). Clients wait and retry, so start the server again on the same port."
                 )
             if time.monotonic() >= next_summary:
                 totals = self._requests.totals
@@ -265,33 +332,6 @@ class RewardServer:
                     logger.info("event=totals %s", totals)
                 last = totals
                 next_summary = time.monotonic() + SUMMARY_SECONDS
-
-    def _stop(self, triton: Triton) -> None:
-        """Let calls in flight finish, then end tritonserver; the guard removes whatever is left after it."""
-        logger.info("event=stopping timeout_seconds=%g", self._stop_timeout)
-        started = time.monotonic()
-        children = psutil.Process().children(recursive=True)
-
-        def stop() -> None:
-            try:
-                triton.stop()
-            except Exception:  # it is ending either way, and the guard cleans up
-                logger.exception("event=stop_failed")
-
-        stopper = threading.Thread(target=stop, daemon=True, name="stop-triton")
-        stopper.start()
-        while stopper.is_alive():
-            stopper.join(0.1)
-            elapsed = time.monotonic() - started
-            # Triton waits out its whole limit for a client that only keeps its connection open.
-            quiet = min(elapsed, self._requests.idle_seconds()) > QUIET_SECONDS
-            if quiet or elapsed > self._stop_timeout + QUIET_SECONDS:
-                for process in children:
-                    with contextlib.suppress(psutil.Error):
-                        if process.name() == "tritonserver":
-                            process.kill()
-                stopper.join(QUIET_SECONDS)
-                break
 
     @contextlib.contextmanager
     def _signals_raise(self) -> Iterator[None]:
@@ -318,31 +358,35 @@ class _StopRequested(SystemExit):
         self.name = name
 
 
-def make_home(name: str) -> Path:
-    """A fresh folder for PyTriton's files, with a path short enough for the Unix sockets in it.
-
-    A batch system's TMPDIR is often too long; then the folder is made in /tmp.
-
-    Raises:
-        ConfigError: the model's name alone is too long.
-    """
-    longest = max(name, protocol.INFO_MODEL, key=len) + "_0_0-server.sock"
-    for parent in (tempfile.gettempdir(), "/tmp"):
-        room = SOCKET_PATH_LIMIT - len(f"{parent}/{HOME_PREFIX}12345678/{WORKSPACE}/{longest}".encode())
-        if room >= 0:
-            return Path(tempfile.mkdtemp(prefix=HOME_PREFIX, dir=parent)).resolve()
-    raise ConfigError([f"the model's name '{name}' is too long for a socket's path; shorten it by {-room} letters"])
-
-
-def check_options(info: ServerInfo, port: int, max_queue_delay: float) -> None:
+def check_options(
+    info: ServerInfo,
+    host: str,
+    port: int,
+    max_queue_delay: float,
+    options: FrontOptions,
+    preferred: Sequence[int] = (),
+) -> None:
     """Raises ConfigError naming every option that cannot work."""
-    faults = []
+    faults = access_faults(host, options.token, options.allow_no_token)
     if not 1 <= port <= 65535:
         faults.append(f"inference.port is {port}; expected 1 to 65535")
     if info.max_batch_size < 1:
         faults.append(f"inference.max_batch_size is {info.max_batch_size}; expected at least 1")
     if max_queue_delay < 0:
         faults.append(f"the queue delay is {max_queue_delay} s; expected 0 or more")
+    if not all(1 <= size <= info.max_batch_size for size in preferred):
+        faults.append(
+            f"inference.preferred_batch_sizes is {list(preferred)}; expected numbers from 1 to "
+            f"inference.max_batch_size, which is {info.max_batch_size}"
+        )
+    least = {"max_request_bytes": 1024, "max_sequence_length": 1, "max_in_flight": 1, "max_queue": 0}
+    for key, bound in least.items():
+        value = getattr(options, key)
+        if value is not None and value < bound:
+            faults.append(f"inference.{key} is {value}; expected at least {bound}")
+    for key in ("request_seconds", "stuck_seconds", "canary_seconds"):
+        if not getattr(options, key) > 0:
+            faults.append(f"inference.{key} is {getattr(options, key)}; expected a number above 0")
     if not info.name or not all(c.isascii() and (c.isalnum() or c in "._-") for c in info.name):
         faults.append(f"the model's name is '{info.name}'; expected letters, digits, '.', '_' and '-'")
     if info.name == protocol.INFO_MODEL:
@@ -362,35 +406,12 @@ def check_options(info: ServerInfo, port: int, max_queue_delay: float) -> None:
         raise ConfigError(faults)
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises ConfigError where the port cannot be listened on.
-
-    It comes before Triton and before the model: with a foreign program on the port Triton waits for over a minute.
-    """
-    deadline = time.monotonic() + PORT_WAIT_SECONDS
-    while True:
-        try:
-            family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind, number) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-                probe.listen(1)
-                return
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
-            raise ConfigError([_port_fault(host, port, error)]) from error
-
-
-def _port_fault(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} of {host} is in use by another program. Choose another with inference.port=N, here and for "
-            f"the actor, or end that program (ss -ltnp 'sport = :{port}' names it)"
-        )
-    if error.errno == errno.EACCES:
-        return f"port {port} of {host} may not be used by this user; choose one above 1023 with inference.port=N"
-    return (
-        f"cannot listen on {host}:{port} ({health.reason_of(error)}); set inference.host to an address of this machine"
-    )
+def access_faults(host: str, token: str | None, allow_no_token: bool) -> list[str]:
+    """A sentence where other machines could use the server without a token and nobody said that they may."""
+    if token is not None or allow_no_token or is_loopback(host):
+        return []
+    return [
+        f"inference.host is {host}, so other machines can reach the server, and it has no access token. Give it one "
+        f"with inference.token_file=FILE or the environment variable {access.TOKEN_VARIABLE}, or say "
+        "inference.allow_no_token=true where everyone who can reach the port may use it"
+    ]

@@ -19,29 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from reinforce_rl.errors import ConfigError, DataError
-from reinforce_rl.megatron.reward_model import RewardHead
+from reinforce_rl.megatron.reward_head import RewardHead
+from reinforce_rl.reward.evaluation import Accuracy, pair_accuracy
 from reinforce_rl.reward.pairs import prompt_position
 
 DEFAULT_L2_GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
 DEFAULT_FOLDS = 5
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Share of pairs that are ordered rightly; a tie counts half.
-
-    Attributes:
-        value: between 0 and 1.
-        standard_error: of the mean over pairs.
-        count: pairs.
-    """
-
-    value: float
-    standard_error: float
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f}±{self.standard_error:.3f}"
 
 
 @dataclass(frozen=True)
@@ -104,15 +87,6 @@ class TrainedHead:
     def chosen_validation(self) -> FoldScore:
         """Cross-validation at `l2`; NaN where none was made."""
         return self.validation.get(self.l2, FoldScore(math.nan, math.nan))
-
-
-def pair_accuracy(chosen: Tensor, rejected: Tensor) -> Accuracy:
-    """How often the chosen answer's score, [P], is above the rejected one's."""
-    if not len(chosen):
-        raise DataError("no pair to measure accuracy on")
-    hits = (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
-    value, count = float(hits.mean()), len(hits)
-    return Accuracy(value, math.sqrt(float(((hits - value) ** 2).mean()) / count), count)
 
 
 def scores(head: RewardHead, features: Tensor) -> Tensor:

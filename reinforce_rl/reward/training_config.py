@@ -1,32 +1,67 @@
-"""The configuration of `examples/train_reward_model.py` as dataclasses, checked before anything is loaded."""
+"""The configuration of `examples/train_reward_model.py` as dataclasses, checked before anything is loaded.
+
+`full_checks.py` has what cannot work of `mode=full`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
-from reinforce_rl.config import build
+from reinforce_rl.config import OptimConfig, build
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.megatron.reward_model import POOLINGS
+from reinforce_rl.megatron.reward_head import POOLINGS
 from reinforce_rl.reward.training import DEFAULT_FOLDS, DEFAULT_L2_GRID
 
 AUTO_POOLING = "auto"
+MODES = ("head", "full")
+OBJECTIVES = ("ranking", "regression")
+HELPSTEER_ATTRIBUTES = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
+
+
+@dataclass
+class TrainerConfig:
+    """Ranks and numbers, of `mode=full`."""
+
+    num_nodes: int = 1
+    devices: int = 1
+    precision: str = "32"
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.devices
 
 
 @dataclass
 class ModelConfig:
-    """The trunk: a Hugging Face folder with safetensors and a chat template."""
+    """The trunk: a Hugging Face folder with safetensors and a chat template. All else is of `mode=full`."""
 
-    restore_from_path: str
+    restore_from_path: str = ""  # so that the other keys are checked too where it is missing
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    activations_checkpoint_granularity: str | None = None
+    activations_checkpoint_method: str | None = None
+    activations_checkpoint_num_layers: int | None = None
+    megatron_overrides: dict[str, Any] = field(default_factory=dict)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+
+    @property
+    def block_size(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
 @dataclass
 class DataConfig:
-    """Which pairs are used; lengths in tokens."""
+    """Which pairs, or ratings, are used; lengths in tokens."""
 
-    pairs_path: str
+    pairs_path: str | None = None
+    ratings_path: str | None = None
     max_length: int = 160
     max_pairs: int | None = None
     max_answer_tokens: int | None = None
@@ -66,11 +101,31 @@ class HeadConfig:
 
 
 @dataclass
+class FullConfig:
+    """Training of all weights: what for, and for how long."""
+
+    objective: str = "ranking"
+    attributes: list[str] = field(default_factory=lambda: list(HELPSTEER_ATTRIBUTES))
+    pooling: str = "last"
+    global_batch_size: int = 64
+    max_epochs: int = 1
+    max_steps: int = -1
+    val_check_interval: int = 100
+    patience: int | None = 3
+    gradient_clip_val: float = 1.0
+    keep_last: int = 2
+    resume_if_exists: bool = True
+
+
+@dataclass
 class TrainRewardModelConfig:
     """Every setting of `conf/train_reward_model.yaml`, which says what each is for."""
 
-    model: ModelConfig
-    data: DataConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    mode: str = "head"
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    full: FullConfig = field(default_factory=FullConfig)
     cuts: CutsConfig = field(default_factory=CutsConfig)
     degenerate: DegenerateConfig = field(default_factory=DegenerateConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -97,11 +152,16 @@ class TrainRewardModelConfig:
 
     def faults(self) -> list[str]:
         """A sentence for each value that cannot work."""
+        from reinforce_rl.reward.full_checks import full_faults, head_faults
+
         found = []
-        if not Path(self.model.restore_from_path).is_dir():
+        if not self.model.restore_from_path:
+            found.append("model.restore_from_path is not set; give it as model.restore_from_path=VALUE")
+        elif not Path(self.model.restore_from_path).is_dir():
             found.append(f"model.restore_from_path is {self.model.restore_from_path}, which is no folder")
-        if not Path(self.data.pairs_path).is_file():
-            found.append(f"data.pairs_path is {self.data.pairs_path}, which is no file")
+        if self.mode not in MODES:
+            found.append(f"mode is {self.mode!r}; expected one of {', '.join(MODES)}")
+        found += full_faults(self) if self.mode == "full" else head_faults(self)
         if not 0 < self.data.held_out_fraction < 1:
             found.append(
                 f"data.held_out_fraction is {self.data.held_out_fraction}; "

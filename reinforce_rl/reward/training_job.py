@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from reinforce_rl.reward.degenerate import MAX_EARLY_TOKENS, MAX_PHRASE_TOKENS, degenerate_answers
+from reinforce_rl.reward.evaluation import pair_accuracy
 from reinforce_rl.reward.features import (
     CutSequence,
     features_fingerprint,
@@ -26,7 +27,7 @@ from reinforce_rl.reward.features import (
 from reinforce_rl.reward.model_card import HeadReport, PoolingResult, sha256_of_file, sha256_of_files, write_head
 from reinforce_rl.reward.pairs import EncodedPair, encode_pairs, read_pairs, split_by_prompt
 from reinforce_rl.reward.template import end_of_turn_id
-from reinforce_rl.reward.training import PairFeatures, head_accuracy, pair_accuracy, train_head
+from reinforce_rl.reward.training import PairFeatures, head_accuracy, train_head
 from reinforce_rl.reward.training_config import CutsConfig, TrainRewardModelConfig
 from reinforce_rl.tokenizer import load_tokenizer
 
@@ -49,6 +50,7 @@ def train_reward_model(config: TrainRewardModelConfig, *, command: str, console:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     data, trunk_folder = config.data, Path(config.model.restore_from_path)
+    assert data.pairs_path is not None  # checked
     lines = read_pairs(data.pairs_path)
     tokenizer = load_tokenizer(trunk_folder)
     encoded = encode_pairs(

@@ -41,12 +41,16 @@ def answer(rewards: list[float], status: list[int], count: int | None = None) ->
 
 
 class FakeRewardServer:
-    """`answers` are given in turn, and the last one for ever; `info` may be replaced at any time."""
+    """`answers` (code, body and perhaps headers) are given in turn, and the last one for ever.
 
-    def __init__(self, answers: list[tuple[int, dict]] | None = None, port: int = 0):
+    `info` may be replaced at any time.
+    """
+
+    def __init__(self, answers: list[tuple] | None = None, port: int = 0):
         self.info = describe()
         self.answers = answers or []
         self.calls = 0
+        self.headers: list[dict[str, str]] = []  # of the calls
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -60,15 +64,18 @@ class FakeRewardServer:
                 if "reward_server_info" in self.path:
                     self._send(200, {"outputs": [{"name": "info", "data": [fake.info.to_json()]}]})
                 else:
-                    code, body = fake.answers[min(fake.calls, len(fake.answers) - 1)]
+                    code, body, *headers = fake.answers[min(fake.calls, len(fake.answers) - 1)]
                     fake.calls += 1
-                    self._send(code, body)
+                    fake.headers.append(dict(self.headers))
+                    self._send(code, body, *headers)
 
-            def _send(self, code: int, body: dict) -> None:
+            def _send(self, code: int, body: dict, headers: dict[str, str] | None = None) -> None:
                 data = json.dumps(body).encode()
                 self.send_response(code)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
+                for key, value in (headers or {}).items():
+                    self.send_header(key, value)
                 self.end_headers()
                 self.wfile.write(data)
 

@@ -6,6 +6,7 @@ The score of a sequence is a weighted sum of its tokens, in their order. Some to
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import tempfile
@@ -56,6 +57,8 @@ def main() -> None:
     parser.add_argument("--max-queue-delay", type=float, default=0.0)
     parser.add_argument("--stop-timeout", type=float, default=20.0)
     parser.add_argument("--ready-file")
+    parser.add_argument("--token")
+    parser.add_argument("--front", default="{}", help="further FrontOptions, as JSON")
     parser.add_argument("--tokenizer", help="folder; default: a fresh tiny one")
     args = parser.parse_args()
     for override in args.overrides:
@@ -67,7 +70,7 @@ def main() -> None:
     from helpers.tiny_tokenizer import write_tiny_tokenizer
 
     from reinforce_rl.errors import ReinforceError
-    from reinforce_rl.reward.server import RewardServer
+    from reinforce_rl.reward.server import FrontOptions, RewardServer
     from reinforce_rl.tokenizer import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -80,6 +83,7 @@ def main() -> None:
             tokenizer,
             name=args.name,
             port=args.port,
+            front=FrontOptions(token=args.token, **json.loads(args.front)),
             max_batch_size=args.max_batch_size,
             max_queue_delay=args.max_queue_delay,
             deterministic=not args.merge,

@@ -30,6 +30,8 @@ START_SECONDS = 90.0  # a busy machine imports slowly
 class ToyServer:
     """A reward server process with its own session, temporary folder and log."""
 
+    start_seconds = START_SECONDS
+
     def __init__(self, folder: Path, *options: str, port: int | None = None):
         self.port = port or free_port()
         self.folder = folder
@@ -37,6 +39,7 @@ class ToyServer:
         self.log = folder / "server.log"
         self.temporary = Path(tempfile.mkdtemp(prefix="toy-"))  # pytest's own path is too long for Unix sockets
         self.ready_file = folder / "ready.json"
+        self.server_pid = 0  # of the process that serves, which may be one below the one that was started
         self.descendants: list[psutil.Process] = []
         self.model_folders: list[Path] = []
 
@@ -50,14 +53,15 @@ class ToyServer:
             self.process = subprocess.Popen(
                 self.command(), stdout=log, stderr=log, env=environment, start_new_session=True
             )
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self.start_seconds
         while not self.ready_file.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.close()
                 raise RuntimeError(f"the server did not start:\n{self.log.read_text()}")
             time.sleep(0.05)
-        assert json.loads(self.ready_file.read_text())["pid"] == self.process.pid
+        self.server_pid = json.loads(self.ready_file.read_text())["pid"]
         self.descendants = psutil.Process(self.process.pid).children(recursive=True)
+        assert self.server_pid in {self.process.pid, *(process.pid for process in self.descendants)}
         self.model_folders = [
             Path(found.group(1))
             for process in self.descendants
@@ -71,6 +75,10 @@ class ToyServer:
     def tritonserver(self) -> psutil.Process:
         return next(process for process in self.descendants if process.name() == "tritonserver")
 
+    @property
+    def front(self) -> psutil.Process:
+        return next(p for p in self.descendants if "reinforce_rl.reward.front_process" in p.cmdline())
+
     def kill_group(self) -> None:
         """As a failing node would: no process of the group gets a chance to clean up."""
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -79,7 +87,7 @@ class ToyServer:
     def left_behind(self) -> list[str]:
         """What should be gone once the server has ended."""
         found = [f"process {p.pid} {p.name()}" for p in self.descendants if is_alive(p)]
-        found += [str(path) for path in Path("/dev/shm").glob(f"pytrtion{self.process.pid}-*")]
+        found += [str(path) for path in Path("/dev/shm").glob(f"pytrtion{self.server_pid}-*")]
         found += [
             str(path) for path in [*self.model_folders, *self.temporary.iterdir(), self.ready_file] if path.exists()
         ]

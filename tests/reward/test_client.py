@@ -151,7 +151,9 @@ def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(se
     future = client.infer_rm(request_of([[TOKEN_SLOW, 1]]))
     time.sleep(SLOW_SECONDS / 4)
     server.tritonserver.kill()
-    with pytest.raises(RewardServerError, match=f"127.0.0.1:{server.port}.* within 3 s; the last error: .*refused"):
+    with pytest.raises(
+        RewardServerError, match=f"127.0.0.1:{server.port}.* within 3 s; the last error: .*(refused|HTTP 502)"
+    ):
         future.result()
     assert server.process.wait(30) == 1
     assert "died" in server.log.read_text()  # not as its last line: an interpreter that ends may warn after it
@@ -214,6 +216,34 @@ def test_server_errors_are_retried_and_refusals_are_not(make_client):
         assert fake.calls == 3
     with FakeRewardServer([(400, {"error": "such requests are refused"})]) as fake:
         with pytest.raises(RewardServerError, match="HTTP 400: such requests are refused"):
+            make_client(fake.port).infer_rm(request_of([[1]])).result()
+        assert fake.calls == 1
+
+
+def test_a_busy_server_says_when_to_come_back(make_client):
+    """The client waits as long as that, longer than its own pause would be, and keeps the request's id."""
+    busy = (503, {"error": "busy"}, {"Retry-After": "1"})
+    with FakeRewardServer([busy, answer([1.5], [0])]) as fake:
+        client = make_client(fake.port, token="t" * 20, caller="run-rank1", max_backoff_seconds=0.05)
+        start = time.monotonic()
+        assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.5]
+        assert time.monotonic() - start >= 1.0
+        first, second = fake.headers
+    assert first["X-Request-ID"] == second["X-Request-ID"]
+    assert first["X-Request-ID"].startswith("run-rank1-call0-")
+    assert first["Authorization"] == f"Bearer {'t' * 20}"
+
+
+def test_a_time_to_come_back_beyond_the_deadline_ends_at_the_deadline(make_client):
+    text = "within 1 s; the last error: answers HTTP 503: busy"
+    busy = (503, {"error": "busy"}, {"Retry-After": "3600"})
+    with FakeRewardServer([busy]) as fake, pytest.raises(RewardServerError, match=text):
+        make_client(fake.port, deadline_seconds=1.0).infer_rm(request_of([[1]])).result()
+
+
+def test_a_refused_token_is_not_tried_again(make_client):
+    with FakeRewardServer([(401, {"error": "no"})]) as fake:
+        with pytest.raises(RewardServerError, match=r"asks for an access token.*REINFORCE_REWARD_TOKEN"):
             make_client(fake.port).infer_rm(request_of([[1]])).result()
         assert fake.calls == 1
 

@@ -13,6 +13,7 @@ from reinforce_rl.reward import base, protocol
 from reinforce_rl.reward.base import TextSample
 from reinforce_rl.reward.function_pool import PING, FunctionPool, PendingScores, Scores
 from reinforce_rl.reward.function_scoring import FunctionRequestScorer, FunctionScorer
+from reinforce_rl.reward.progress import Progress
 from reinforce_rl.reward.text_form import text_arrays
 
 
@@ -22,8 +23,10 @@ class LengthPool(FunctionPool):
     def __init__(self):
         self.asked: list[tuple[str, int]] = []
 
-    def submit(self, function, samples):
+    def submit(self, function, samples, on_sample=lambda: None):
         self.asked.append((function, len(samples)))
+        for _ in samples:
+            on_sample()
         lengths = np.array([len(sample.response) for sample in samples], np.float32)
         status = np.where(lengths == 0, base.STATUS_TIMED_OUT, base.STATUS_OK).astype(np.int32)
         future: Future[Scores] = Future()
@@ -52,9 +55,19 @@ def test_merged_requests_are_asked_together_and_a_bad_sample_is_left_out(pool):
 
 def test_the_canary_does_not_reach_the_function(pool):
     scorer = FunctionRequestScorer(FunctionScorer(pool, "f"))
-    canary = {one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs}
+    canary = {one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs()}
     scorer([canary])
     assert pool.asked == [(PING, 1)]
+
+
+def test_each_sample_is_progress(pool, tmp_path, monkeypatch):
+    """A long batch of a function that is slow, but within its time limit, is no stuck server."""
+    beats: list[None] = []
+    scorer = FunctionRequestScorer(FunctionScorer(pool, "f"))
+    scorer.report_to(Progress(tmp_path / "progress", create=True))
+    monkeypatch.setattr(Progress, "beat", lambda _: beats.append(None))
+    scorer([text_arrays([TextSample("p", "a"), TextSample("p", "b"), TextSample("p", "c")])])
+    assert len(beats) == 3 + 2  # and at the beginning and the end
 
 
 def test_tokens_are_refused(pool):

@@ -104,6 +104,7 @@ def gone(processes: list[psutil.Process], seconds: float = 20.0) -> list[psutil.
     return [process for process in processes if is_alive(process)]
 
 
+@pytest.mark.slow
 def test_the_real_server_and_an_actor_that_scores(start):
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     launched = start(TOY_SERVER, SCORING_ACTOR, "--server-args", "--max-batch-size", "4", "--actor-args", "extra=yes")
@@ -168,7 +169,7 @@ def test_a_server_of_somebody_else_on_the_port_does_not_pass_for_ours(start):
     assert not launched.log.exists()
 
 
-def test_the_port_goes_to_both_sides_unless_the_user_chose():
+def test_port_and_token_go_to_both_sides_unless_the_user_chose(tmp_path):
     plan = make_plan(["s"], ["a"], run_dir=".", server_args=["x=1"], actor_args=["y=2"])
     assert plan.server == ("s", "x=1", "inference.host=127.0.0.1", f"inference.port={plan.port}")
     assert plan.actor == (
@@ -184,6 +185,13 @@ def test_the_port_goes_to_both_sides_unless_the_user_chose():
     assert chosen.server == ("s", f"inference.port={port}", "inference.name=rm", "inference.host=127.0.0.1")
     assert f"remote_rm.reward_model.port={port}" in chosen.actor
     assert "remote_rm.reward_model.name=rm" in chosen.actor
+    token_file = tmp_path / "token"
+    token_file.write_text("0123456789abcdef")
+    token_file.chmod(0o600)
+    guarded = make_plan(["s"], ["a"], run_dir=".", server_args=[f"inference.token_file={token_file}"])
+    assert f"remote_rm.reward_model.token_file={token_file}" in guarded.actor
+    assert guarded.token == "0123456789abcdef"
+    assert guarded.token not in repr(guarded)
     with pytest.raises(ConfigError, match="'many'; expected a number"):
         make_plan(["s"], ["a"], run_dir=".", server_args=["inference.port=many"])
 

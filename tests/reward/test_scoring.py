@@ -9,6 +9,7 @@ import pytest
 from helpers.serve_toy_scorer import TOKEN_RAISE, VOCAB_SIZE, ToyScorer, toy_score
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
+from reinforce_rl.errors import RankLostError
 from reinforce_rl.reward import base
 from reinforce_rl.reward.protocol import PROTOCOL_VERSION, ServerInfo
 from reinforce_rl.reward.scoring import RequestScorer
@@ -46,6 +47,18 @@ def test_a_request_that_makes_the_model_raise_does_not_fail_another(tokenizer, d
     assert bad["status"].tolist() == [[base.STATUS_INTERNAL]]
     assert math.isnan(bad["rewards"][0, 0])
     assert (scorer.totals.requests, scorer.totals.samples, scorer.totals.failed) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_lost_rank_is_an_error_of_the_request_and_no_status(tokenizer, deterministic):
+    """A status would be final; an HTTP error is tried again, and the next server can score the samples."""
+
+    class Lost(ToyScorer):
+        def score(self, sequences):
+            raise RankLostError("rank 1 died")
+
+    with pytest.raises(RankLostError, match="rank 1 died"):
+        RequestScorer(Lost(0.0, 0.0), tokenizer, deterministic=deterministic)([request_of([1]), request_of([2])])
 
 
 @pytest.mark.parametrize("score", [1e300, math.inf, -math.inf, math.nan])

@@ -30,8 +30,10 @@ from helpers.toy_server import ToyServer, free_port, wait_for
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.reward import base
+from reinforce_rl.reward.ports import check_port
 from reinforce_rl.reward.protocol import ServerInfo
-from reinforce_rl.reward.server import RewardServer, check_port, make_home
+from reinforce_rl.reward.server import RewardServer
+from reinforce_rl.reward.triton_backend import make_home
 from reinforce_rl.tokenizer import TokenizerInfo, load_tokenizer
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
@@ -227,12 +229,15 @@ def test_the_server_describes_itself(server, tokenizer):
 
 
 def test_it_listens_on_the_loopback_only(server):
+    """The front door on its port, and Triton on another one."""
     listening = [c.laddr for p in server.descendants for c in p.net_connections("tcp") if c.status == "LISTEN"]
-    assert [tuple(address) for address in listening] == [("127.0.0.1", server.port)]
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+    assert len(listening) == 2
+    assert server.port in {address.port for address in listening}
 
 
 def test_a_busy_port_is_an_error_before_anything_starts(tokenizer, monkeypatch):
-    monkeypatch.setattr("reinforce_rl.reward.server.PORT_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("reinforce_rl.reward.ports.PORT_WAIT_SECONDS", 0.2)
     before = set(psutil.Process().children(recursive=True))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -245,10 +250,13 @@ def test_a_busy_port_is_an_error_before_anything_starts(tokenizer, monkeypatch):
 
 
 def test_impossible_options_are_named_together(tokenizer):
-    server = RewardServer(ToyScorer(0.0, 0.0), tokenizer, port=free_port(), name="a/b", max_batch_size=0)
+    server = RewardServer(
+        ToyScorer(0.0, 0.0), tokenizer, port=free_port(), name="a/b", max_batch_size=0, preferred_batch_sizes=[8]
+    )
     with pytest.raises(ConfigError) as caught:
         server.serve()
-    assert len(caught.value.faults) == 2
+    assert len(caught.value.faults) == 3
+    assert "inference.preferred_batch_sizes is [8]" in str(caught.value)
     with pytest.raises(ConfigError, match=r"inference\.host"):
         check_port("no-such-host.invalid", 5555)
 
@@ -275,10 +283,8 @@ def test_sigterm_lets_calls_finish_and_leaves_nothing(server):
         assert b"200" in idle.recv(1000)
         call.start()
         time.sleep(SLOW_SECONDS / 3)
-        start = time.monotonic()
         os.kill(server.process.pid, signal.SIGTERM)
-        assert server.process.wait(30) == 0
-        assert time.monotonic() - start < 20
+        assert server.process.wait(60) == 0
     call.join(5)
     rewards, status = answers[0]
     assert status.tolist() == [0]
@@ -286,4 +292,5 @@ def test_sigterm_lets_calls_finish_and_leaves_nothing(server):
     assert wait_for(lambda: not server.left_behind(), 5), server.left_behind()
     log = Path(server.log).read_text()
     assert "event=stopped signal=SIGTERM" in log
+    assert "Timeout 0:" not in log  # of Triton, which waits so long for an open connection
     assert SECRET not in log

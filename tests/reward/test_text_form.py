@@ -13,7 +13,8 @@ from helpers.tiny_tokenizer import CHAT_TEMPLATE, write_tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.megatron.reward_model import RewardHead, load_reward_model
+from reinforce_rl.megatron.reward_head import RewardHead
+from reinforce_rl.megatron.reward_model import load_reward_model
 from reinforce_rl.reward import base, protocol
 from reinforce_rl.reward.base import RewardRequest, TextSample
 from reinforce_rl.reward.handshake import choose_form

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
-from reinforce_rl.megatron.reward_model import RewardHead
+from reinforce_rl.megatron.reward_head import RewardHead
 from reinforce_rl.tokenizer import load_tokenizer
 
 REPO = Path(__file__).parents[2]
@@ -120,6 +120,7 @@ def test_wrong_settings_end_in_one_message(tiny_model, tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_missing_and_unknown_keys_are_named(tmp_path):
     missing = run_script(cwd=tmp_path)
     assert missing.returncode == 1

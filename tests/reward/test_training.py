@@ -11,7 +11,7 @@ import torch
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.errors import ConfigError, DataError
-from reinforce_rl.megatron.reward_model import pool
+from reinforce_rl.megatron.reward_head import pool
 from reinforce_rl.reward.degenerate import degenerate_answers
 from reinforce_rl.reward.features import CutSequence, load_features, pooled_features, save_features
 from reinforce_rl.reward.pairs import (

@@ -1,0 +1,143 @@
+"""What cannot work of a configuration of `examples/train_reward_model.py`, mode by mode. One sentence a fault."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reinforce_rl.config_checks import OPTIMIZERS, PRECISIONS, SCHEDULES
+from reinforce_rl.layout import layout_faults, recomputation_faults
+from reinforce_rl.megatron.reward_head import POOLINGS
+from reinforce_rl.reward.training_config import OBJECTIVES
+
+if TYPE_CHECKING:
+    from reinforce_rl.reward.training_config import TrainRewardModelConfig
+
+
+def head_faults(cfg: TrainRewardModelConfig) -> Iterator[str]:
+    """Of `mode=head`, which trains on one process from pairs."""
+    yield from _file_faults("data.pairs_path", cfg.data.pairs_path)
+    if cfg.data.ratings_path is not None:
+        yield "data.ratings_path is given, but mode=head trains on pairs only; set mode=full"
+    if cfg.trainer.world_size != 1 or cfg.model.block_size != 1:
+        yield (
+            "mode is head, which runs in one process; leave trainer.devices, trainer.num_nodes and the model's "
+            "parallel sizes at 1, or set mode=full"
+        )
+
+
+def full_faults(cfg: TrainRewardModelConfig) -> Iterator[str]:
+    """Of `mode=full`."""
+    yield from _objective(cfg)
+    yield from _ranges(cfg)
+    yield from _layout(cfg)
+    yield from _shape(cfg)
+    out = Path(cfg.output_dir).absolute()
+    existing = next(p for p in (out, *out.parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        yield f"output_dir is {out}, but {existing} is not a folder that can be written to"
+
+
+def _objective(cfg: TrainRewardModelConfig) -> Iterator[str]:
+    full, data = cfg.full, cfg.data
+    if full.objective == "regression":
+        yield from _file_faults("data.ratings_path", data.ratings_path)
+        if data.pairs_path is not None:
+            yield "data.pairs_path is given, but full.objective=regression trains on data.ratings_path; leave it out"
+        if not full.attributes or len(set(full.attributes)) < len(full.attributes):
+            yield f"full.attributes is {full.attributes}; expected at least one name, and each once"
+    elif full.objective == "ranking":
+        yield from _file_faults("data.pairs_path", data.pairs_path)
+        if data.ratings_path is not None:
+            yield "data.ratings_path is given, but full.objective=ranking trains on data.pairs_path; leave it out"
+        if cfg.micro_batch_size == 1:
+            yield "micro_batch_size is 1; full.objective=ranking passes both answers of a pair together: at least 2"
+    else:
+        yield f"full.objective is {full.objective!r}; expected one of {', '.join(OBJECTIVES)}"
+    if full.pooling not in POOLINGS:
+        yield f"full.pooling is {full.pooling!r}; expected one of {', '.join(POOLINGS)}"
+
+
+def _ranges(cfg: TrainRewardModelConfig) -> Iterator[str]:
+    full, optim, model = cfg.full, cfg.model.optim, cfg.model
+    at_least: list[tuple[str, float | None, float]] = [
+        ("trainer.num_nodes", cfg.trainer.num_nodes, 1),
+        ("trainer.devices", cfg.trainer.devices, 1),
+        ("model.tensor_model_parallel_size", model.tensor_model_parallel_size, 1),
+        ("model.pipeline_model_parallel_size", model.pipeline_model_parallel_size, 1),
+        ("model.context_parallel_size", model.context_parallel_size, 1),
+        ("model.activations_checkpoint_num_layers", model.activations_checkpoint_num_layers, 1),
+        ("model.optim.weight_decay", optim.weight_decay, 0),
+        ("model.optim.sched.warmup_steps", optim.sched.warmup_steps, 0),
+        ("model.optim.sched.constant_steps", optim.sched.constant_steps, 0),
+        ("model.optim.sched.min_lr", optim.sched.min_lr, 0),
+        ("full.global_batch_size", full.global_batch_size, 1),
+        ("full.max_epochs", full.max_epochs, 1),
+        ("full.val_check_interval", full.val_check_interval, 1),
+        ("full.patience", full.patience, 1),
+        ("full.gradient_clip_val", full.gradient_clip_val, 0),
+        ("full.keep_last", full.keep_last, 1),
+        ("seed", cfg.seed, 0),
+    ]
+    for key, value, least in at_least:
+        if value is not None and not value >= least:
+            yield f"{key} is {value}; expected at least {least}"
+    for key, value in (("model.optim.lr", optim.lr), ("model.optim.eps", optim.eps)):
+        if not value > 0:
+            yield f"{key} is {value}; expected above 0"
+    choices = (
+        ("trainer.precision", cfg.trainer.precision, PRECISIONS),
+        ("model.optim.name", optim.name, OPTIMIZERS),
+        ("model.optim.sched.name", optim.sched.name, SCHEDULES),
+    )
+    for key, choice, known in choices:
+        if choice not in known:
+            yield f"{key} is {choice!r}; expected one of {', '.join(known)}"
+    if full.max_steps < 1 and full.max_steps != -1:
+        yield f"full.max_steps is {full.max_steps}; expected at least 1, or -1 for all of full.max_epochs"
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"model.optim.betas is {optim.betas}; expected two numbers, each at least 0 and below 1"
+    if optim.sched.min_lr > optim.lr:
+        yield f"model.optim.sched.min_lr is {optim.sched.min_lr}, above model.optim.lr, which is {optim.lr}"
+
+
+def _layout(cfg: TrainRewardModelConfig) -> Iterator[str]:
+    model, world = cfg.model, cfg.trainer.world_size
+    ranks = f"trainer.num_nodes x trainer.devices = {cfg.trainer.num_nodes} x {cfg.trainer.devices}"
+    sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
+    if min(*sizes, world) >= 1:
+        yield from layout_faults(*sizes, model.sequence_parallel, world, ranks)
+    started = os.environ.get("WORLD_SIZE")
+    if started is not None and started != str(world):
+        yield f"{started} ranks were started (WORLD_SIZE), but {ranks} = {world}"
+    yield from recomputation_faults(
+        model.activations_checkpoint_granularity,
+        model.activations_checkpoint_method,
+        model.activations_checkpoint_num_layers,
+    )
+
+
+def _shape(cfg: TrainRewardModelConfig) -> Iterator[str]:
+    if not cfg.model.restore_from_path:
+        return
+    config_file = Path(cfg.model.restore_from_path) / "config.json"
+    try:
+        values = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # said where the architecture is read
+    limit = values.get("max_position_embeddings")
+    if isinstance(limit, int) and cfg.data.max_length > limit:
+        yield (
+            f"data.max_length is {cfg.data.max_length}, above the {limit} positions (max_position_embeddings) of "
+            f"{config_file}"
+        )
+
+
+def _file_faults(key: str, path: str | None) -> Iterator[str]:
+    if path is None:
+        yield f"{key} is not set; give it as {key}=VALUE"
+    elif not Path(path).is_file():
+        yield f"{key} is {path}, which is no file"

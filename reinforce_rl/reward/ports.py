@@ -1,0 +1,91 @@
+"""TCP ports of this machine: whether one can be listened on, and which is free."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import random
+import socket
+import time
+from pathlib import Path
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.reward.http_call import reason_of
+
+PORT_WAIT_SECONDS = 3.0  # a server that was just killed frees its port within a moment
+BACKLOG = 1024  # connections that wait to be accepted; a whole cluster may connect at the same moment
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """A socket that listens there. The kernel takes connections from now on.
+
+    Raises:
+        ConfigError: the port cannot be listened on; the text says why and what to do.
+    """
+    deadline = time.monotonic() + PORT_WAIT_SECONDS
+    while True:
+        try:
+            family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, kind, number)
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+                listener.listen(BACKLOG)
+                return listener
+            except BaseException:
+                listener.close()
+                raise
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            raise ConfigError([_port_fault(host, port, error)]) from error
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError where the port cannot be listened on. It takes no time, so it comes before all that does."""
+    open_port(host, port).close()
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nothing listens on at this moment.
+
+    It lies below those that the kernel gives to outgoing connections: the server listens on it only once its libraries
+    are loaded, and until then any program's connection could take one of those.
+    """
+    candidates = range(10240, max(_first_outgoing_port(), 10241))
+    for port in random.SystemRandom().sample(candidates, min(100, len(candidates))):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on this host name or address."""
+    try:
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses)
+
+
+def _first_outgoing_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return 32768
+
+
+def _port_fault(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} of {host} is in use by another program. Choose another with inference.port=N, here and for "
+            f"the actor, or end that program (ss -ltnp 'sport = :{port}' names it)"
+        )
+    if error.errno == errno.EACCES:
+        return f"port {port} of {host} may not be used by this user; choose one above 1023 with inference.port=N"
+    return f"cannot listen on {host}:{port} ({reason_of(error)}); set inference.host to an address of this machine"

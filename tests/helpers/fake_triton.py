@@ -1,0 +1,122 @@
+"""Stands in for Triton behind a front door that runs as a process.
+
+Its answers can be held back, and its scorer is a file of progress that the test writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from reinforce_rl.reward.front import READY, FrontSettings
+from reinforce_rl.reward.front_process import FrontProcess
+from reinforce_rl.reward.http_call import HttpAnswer, call
+from reinforce_rl.reward.limits import FrontLimits
+from reinforce_rl.reward.ports import free_port, open_port
+from reinforce_rl.reward.progress import Progress
+
+
+def infer_body(*rows: list[int]) -> bytes:
+    """A request in JSON; all rows of one width."""
+    width = len(rows[0])
+    tokens = {
+        "name": "tokens",
+        "datatype": "INT64",
+        "shape": [len(rows), width],
+        "data": [id_ for row in rows for id_ in row],
+    }
+    lengths = {"name": "sequence_lengths", "datatype": "INT64", "shape": [len(rows), 1], "data": [width] * len(rows)}
+    return json.dumps({"inputs": [tokens, lengths]}).encode()
+
+
+class FakeTriton:
+    """Answers every inference by the number of the request's bytes, once `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.code = 200
+        self.dead = False
+        self.status = 0
+        self.seen: list[tuple[str, bytes]] = []
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                fake.seen.append((self.path, b""))
+                self._send(200, b'{"name": "triton", "extensions": []}')
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                fake.seen.append((self.path, body))
+                fake.go.wait(60)
+                if fake.dead:
+                    self.close_connection = True
+                    return
+                outputs = [{"name": "rewards", "data": [len(body)]}, {"name": "status", "data": [fake.status]}]
+                self._send(fake.code, json.dumps({"outputs": outputs}).encode())
+
+            def _send(self, code: int, body: bytes) -> None:
+                self.send_response(code)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                with contextlib.suppress(BrokenPipeError):  # a canary that was given up
+                    self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def inferences(self) -> int:
+        return sum(path.endswith("/infer") for path, _ in self.seen)
+
+    def close(self) -> None:
+        self.go.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+CANARY = '{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1, 1], "data": [0]}]}'
+
+
+class FrontBeforeFake:
+    """A front door process before a FakeTriton; limits are small unless told."""
+
+    def __init__(self, folder: Path, *, token: str | None = None, ready: bool = True, **limits):
+        self.backend = FakeTriton()
+        self.progress = Progress(folder / "progress", create=True)
+        small = {"max_request_bytes": 10_000, "max_samples": 8, "max_sequence_length": 64, "canary_seconds": 0.5}
+        settings = FrontSettings("rm", self.backend.port, FrontLimits(**{**small, **limits}), CANARY, token)
+        self.port = free_port("127.0.0.1")
+        self.process = FrontProcess(open_port("127.0.0.1", self.port), settings, folder / "progress")
+        self.process.wait_until_up()
+        if ready:
+            self.process.set_state(READY)
+            while self.get("/v2/health/ready").code != 200:
+                pass
+
+    def get(self, path: str, **headers: str) -> HttpAnswer:
+        return call("127.0.0.1", self.port, path, 30.0, headers=headers)
+
+    def infer(self, body: bytes, **headers: str) -> HttpAnswer:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return call("127.0.0.1", self.port, "/v2/models/rm/infer", 30.0, body=body, headers=named)
+
+    def health(self) -> tuple[int, dict]:
+        answer = self.get("/health")
+        return answer.code, json.loads(answer.body)
+
+    def close(self) -> None:
+        self.process.close()
+        self.backend.close()

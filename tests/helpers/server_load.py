@@ -1,0 +1,124 @@
+"""Many clients at once on a real reward server, and a server of several ranks whose ranks can be killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from helpers.models import tiny_llama_folder
+from helpers.ranks import kill_tree
+from helpers.real_run import RealServer
+
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.reward_head import RewardHead
+from reinforce_rl.megatron.reward_model import load_reward_model
+from reinforce_rl.reward.base import RewardRequest, Rewards
+from reinforce_rl.reward.batching import Batching
+from reinforce_rl.reward.client import RemoteGPTRMClient
+
+VOCAB_SIZE = 64
+CLIENTS = 64
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A tiny trunk and a head, made in `folder`."""
+
+    folder: Path
+
+    @classmethod
+    def make(cls, folder: Path) -> ModelFiles:
+        tiny_llama_folder(folder / "trunk", vocab_size=VOCAB_SIZE, seed=1)
+        weight = torch.randn(32, generator=torch.Generator().manual_seed(0))
+        RewardHead(weight, torch.tensor(0.5), "mean").save(folder / "head.safetensors")
+        return cls(folder)
+
+    @property
+    def overrides(self) -> list[str]:
+        return [
+            f"reward_model.restore_from_path={self.folder / 'trunk'}",
+            f"reward_model.head_path={self.folder / 'head.safetensors'}",
+        ]
+
+    def scores(self, mesh: Mesh, requests: Sequence[Sequence[list[int]]]) -> list[list[float]]:
+        """Of each request, by a direct forward pass a sequence."""
+        head = self.folder / "head.safetensors"
+        model = load_reward_model(self.folder / "trunk", head, mesh, batching=Batching(micro_batch_size=1))
+        return [model.score(list(request)) for request in requests]
+
+
+class RankedServer(RealServer):
+    """A process of examples/serve_reward_model.py that becomes torchrun, and its ranks."""
+
+    start_seconds = 240.0
+
+    def ranks(self) -> list[psutil.Process]:
+        """Rank 0 first."""
+        ranks = [p for p in psutil.Process(self.process.pid).children() if "serve_reward_model.py" in str(p.cmdline())]
+        return sorted(ranks, key=lambda process: int(process.environ()["RANK"]))
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            kill_tree(self.process.pid)
+            self.process.wait()
+        super().close()
+
+
+def mixed_requests(count: int, longest: int = 60, most: int = 8) -> list[list[list[int]]]:
+    """Requests of 1 to `most` sequences of 1 to `longest` tokens."""
+    rng = np.random.default_rng(count)
+    return [
+        [rng.integers(3, VOCAB_SIZE, length).tolist() for length in rng.integers(1, longest + 1, size)]
+        for size in rng.integers(1, most + 1, count)
+    ]
+
+
+def score_all(
+    port: int,
+    requests: Sequence[Sequence[list[int]]],
+    *,
+    clients: int,
+    seconds: float,
+    on_answer: Callable[[], object] = lambda: None,
+) -> list[Rewards]:
+    """The answers, in order; so many clients ask at the same time, each for its share, one request after the other."""
+
+    def ask_for(client: RemoteGPTRMClient, request: Sequence[list[int]]) -> Rewards:
+        answer = client.infer_rm(request_of(request)).result()
+        on_answer()
+        return answer
+
+    def ask(first: int) -> list[Rewards]:
+        client = RemoteGPTRMClient(
+            port=port, deadline_seconds=seconds, max_in_flight=1, max_backoff_seconds=2.0, on_wait=lambda _: None
+        )
+        try:
+            return [ask_for(client, request) for request in requests[first::clients]]
+        finally:
+            client.close()
+
+    with ThreadPoolExecutor(clients) as pool:
+        shares = list(pool.map(ask, range(clients)))
+    return [shares[index % clients][index // clients] for index in range(len(requests))]
+
+
+def request_of(sequences: Sequence[list[int]]) -> RewardRequest:
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    tokens = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = torch.tensor(sequence)
+    blank = ("",) * len(sequences)
+    return RewardRequest(tokens, lengths, blank, blank)
+
+
+def check_scores(answers: Sequence[Rewards], expected: Sequence[Sequence[float]], tolerance: float = 1e-4) -> None:
+    """Every sample has its score."""
+    assert len(answers) == len(expected)
+    for answer, scores in zip(answers, expected, strict=True):
+        assert answer.status.tolist() == [0] * len(scores)
+        np.testing.assert_allclose(answer.values.numpy(), scores, atol=tolerance)

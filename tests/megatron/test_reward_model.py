@@ -1,0 +1,138 @@
+"""Hugging Face classifiers as reward models, against transformers; and the files of heads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.classifiers import FAMILIES, HELPSTEER, classifier_folder, sequences_to_score, transformers_scores
+from helpers.models import tiny_llama_folder
+from helpers.ranks import run_ranks
+
+from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.reward_head import RewardHead, counted_lengths, pool
+from reinforce_rl.megatron.reward_model import load_reward_model
+from reinforce_rl.reward.base import attributes_of
+from reinforce_rl.reward.batching import Batching
+from reinforce_rl.reward.merging import Merging
+
+SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/classifiers.py"
+KINDS = list(itertools.product(FAMILIES, (1, 5)))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("classifiers")
+    return {kind: classifier_folder(root / f"{kind[0]}{kind[1]}", *kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    return {kind: transformers_scores(folder, sequences_to_score(), padded=True) for kind, folder in folders.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_classifier_scores_as_in_transformers(kind, folders, expected, mesh):
+    model = load_reward_model(folders[kind], None, mesh, batching=Batching(4))
+    found = model.score_attributes(sequences_to_score())
+    scores = torch.tensor(found.attributes)
+    assert expected[kind].std() > 0.3  # else closeness would say little
+    torch.testing.assert_close(scores, expected[kind], atol=1e-5, rtol=0)
+    alone = transformers_scores(folders[kind], sequences_to_score(), padded=False)
+    torch.testing.assert_close(scores, alone, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(found.rewards), expected[kind].mean(1), atol=1e-5, rtol=0)
+    assert model.score(sequences_to_score()) == found.rewards
+    assert attributes_of(model) == (HELPSTEER if kind[1] == 5 else ())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(2, 1, 1), pytest.param((1, 2, 1), marks=pytest.mark.slow), pytest.param((1, 1, 2), marks=pytest.mark.slow)],
+    ids=["TP2", "PP2", "CP2"],
+)
+def test_classifiers_on_two_ranks(layout, folders, expected, tmp_path):
+    run_ranks(SCRIPT, 2, tmp_path, *layout, *folders.values(), timeout=240)
+    for kind, folder in folders.items():
+        for rank in (0, 1):
+            found = torch.load(tmp_path / f"{folder.name}.{rank}")
+            torch.testing.assert_close(found, expected[kind], atol=1e-5, rtol=0)
+
+
+def test_without_a_padding_token_every_token_counts(tmp_path, mesh):
+    folder = classifier_folder(tmp_path / "no_pad", "llama", 1, pad_token_id=None)
+    scores = load_reward_model(folder, None, mesh).score(sequences_to_score())
+    expected = transformers_scores(folder, sequences_to_score(), padded=False)[:, 0]
+    torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-5, rtol=0)
+
+
+def test_the_last_token_that_is_no_padding():
+    tokens = torch.tensor([[5, 6, 0, 9], [5, 0, 6, 0], [0, 0, 0, 0], [0, 5, 5, 5]])
+    lengths = torch.tensor([3, 4, 2, 4])
+    assert counted_lengths(tokens, lengths, 0).tolist() == [2, 3, 1, 4]
+    assert counted_lengths(tokens, lengths, None) is lengths
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_shares_of_positions_add_up(pooling):
+    hidden, lengths = torch.randn(3, 8, 4), torch.tensor([1, 8, 5])
+    whole = pool(hidden, lengths, pooling)
+    rows = [hidden[i, :n] for i, n in enumerate(lengths.tolist())]
+    expected = torch.stack([row.mean(0) if pooling == "mean" else row[-1] for row in rows])
+    torch.testing.assert_close(whole, expected)
+    parts = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])]
+    torch.testing.assert_close(sum(pool(hidden[:, part], lengths, pooling, part) for part in parts), whole)
+
+
+def test_a_folder_without_a_head_says_what_to_give(tmp_path, mesh):
+    folder = tiny_llama_folder(tmp_path / "lm")
+    with pytest.raises(CheckpointError, match=r"no score\.weight.*reward_model\.head_path"):
+        load_reward_model(folder, None, mesh)
+
+
+def test_labels_that_do_not_belong_to_the_head_are_refused(folders, tmp_path):
+    config = json.loads((folders["llama", 5] / "config.json").read_text())
+    config["id2label"] = {"0": "one", "1": "two"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(folders["llama", 5] / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"5 rows, config\.json's id2label 2 names"):
+        RewardHead.of_classifier(HFFolder(tmp_path))
+
+
+def test_a_head_of_attributes_survives_its_file(tmp_path):
+    head = RewardHead(torch.randn(2, 6), torch.randn(2), "mean", ("kind", "brief"), 0.25, 1.5)
+    head.save(tmp_path / "head.safetensors")
+    again = RewardHead.load(tmp_path / "head.safetensors")
+    assert torch.equal(again.weight, head.weight) and torch.equal(again.bias, head.bias)
+    assert (again.pooling, again.attributes, again.mean, again.deviation) == ("mean", ("kind", "brief"), 0.25, 1.5)
+    with pytest.raises(ConfigError, match="3 names"):
+        RewardHead(torch.randn(2, 6), torch.randn(2), "mean", ("a", "b", "c"))
+
+
+def test_the_demo_head_still_loads():
+    path = Path(__file__).parents[2] / "examples/demo/reward_head/head.safetensors"
+    head = RewardHead.load(path)
+    assert head.attributes == () and (head.mean, head.deviation) == (0.0, 1.0)
+
+
+def test_merging():
+    scores = torch.tensor([[1.0, 2.0, 3.0], [0.0, -1.0, 4.0]])
+    names = ("a", "b", "c")
+    assert Merging.of(names, None)(scores).tolist() == pytest.approx([2.0, 1.0])
+    assert Merging.of(names, {"c": 0.5, "a": -1})(scores).tolist() == pytest.approx([0.5, 2.0])
+    assert Merging.of(names, {"c": 0.5, "a": -1}, 0.5, 2.0)(scores).tolist() == pytest.approx([0.0, 0.75])
+    assert Merging.of((), None, 1.0, 0.5)(scores[:, :1]).tolist() == pytest.approx([0.0, -2.0])
+
+
+def test_merging_refuses_all_at_once():
+    with pytest.raises(ConfigError) as caught:
+        Merging.of(HELPSTEER, {"helpfulnes": 1.0}, mean=float("nan"), deviation=0.0)
+    text = str(caught.value)
+    assert "helpfulnes;" in text and "verbosity" in text and "mean is nan" in text and "deviation is 0" in text
+    with pytest.raises(ConfigError, match="no attributes"):
+        Merging.of((), {"helpfulness": 1.0})
+    with pytest.raises(ConfigError, match="no weight other than 0"):
+        Merging.of(HELPSTEER, {"helpfulness": 0.0})
