@@ -225,6 +225,7 @@ def connect_to_reward_server(
         server.ip,
         server.port,
         server.name,
+        replicas=server.addresses[1:],
         token=token,
         caller=f"{run}-rank{mesh.rank}",
         deadline_seconds=cfg.remote_rm.deadline_seconds,
@@ -235,10 +236,12 @@ def connect_to_reward_server(
     )
     try:
         client.wait_until_ready(cfg.remote_rm.ready_timeout_seconds)
+        for sentence in client.missing():
+            monitor.note(f"{sentence} The run goes on with the others; this one is asked again now and then.")
         vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
         form = client.check_compatible(TokenizerInfo.of(tokenizer), vocab_size, server.input)
         if form == protocol.TEXT_FORM:
-            monitor.note(f"The reward server at {server.ip}:{server.port} is sent texts.")
+            monitor.note(f"The reward model '{server.name}' is sent texts.")
     except Exception as error:  # whatever it is, the other ranks must hear of it
         client.close()
         failure = error

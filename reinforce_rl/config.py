@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.reward.addresses import Address
 
 T = TypeVar("T")
 _MISSING = dataclasses.MISSING
@@ -92,9 +93,15 @@ class RewardServerConfig:
     name: str = "reward_model"
     ip: str = "localhost"
     port: int = 5555
+    replicas: list[str] = field(default_factory=list)
     token_file: str | None = None
     weight: float = 1.0
     input: str = "auto"
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Every server of this model; `config_checks.py` has looked at their form."""
+        return [Address(self.ip, self.port), *map(Address.parse, self.replicas)]
 
 
 @dataclass

@@ -24,10 +24,11 @@ from reinforce_rl.algorithms.choices import (
     REWARD_STANDARDISATIONS,
     TRUNCATED_SAMPLES,
 )
-from reinforce_rl.config import LoraTuningConfig, RolloutConfig, SamplingConfig, TrainConfig
+from reinforce_rl.config import LoraTuningConfig, RewardServerConfig, RolloutConfig, SamplingConfig, TrainConfig
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.layout import layout_faults, recomputation_faults
+from reinforce_rl.reward.addresses import Address
 from reinforce_rl.reward.function_loading import PROVIDED, PROVIDED_NAMES
 from reinforce_rl.reward.handshake import INPUT_FORMS
 from reinforce_rl.run_timer import parse_duration
@@ -159,6 +160,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
     for key, server in servers.items():
         if not 1 <= server.port <= 65535:
             yield f"{key}.port is {server.port}; expected 1 to 65535"
+        yield from _replicas(key, server)
         if server.input not in INPUT_FORMS:
             yield f"{key}.input is {server.input!r}; expected one of {', '.join(INPUT_FORMS)}"
         if not math.isfinite(server.weight) or server.weight == 0:
@@ -184,6 +186,21 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         yield f"model.optim.betas is {optim.betas}; expected two numbers, each at least 0 and below 1"
     if optim.sched.min_lr > optim.lr:
         yield f"model.optim.sched.min_lr is {optim.sched.min_lr}, above model.optim.lr, which is {optim.lr}"
+
+
+def _replicas(key: str, server: RewardServerConfig) -> Iterator[str]:
+    """What is wrong with the further addresses of one reward model."""
+    known = {Address(server.ip.lower(), server.port): f"{key}.ip and port"}
+    for number, text in enumerate(server.replicas):
+        place = f"{key}.replicas[{number}]"
+        try:
+            address = Address.parse(text)
+        except ValueError:
+            yield f"{place} is {text!r}; expected HOST:PORT with a port of 1 to 65535"
+            continue
+        if address in known:
+            yield f"{place} is {text}, the same server as {known[address]}; name each server once"
+        known[address] = place
 
 
 def _reward_names(cfg: TrainConfig) -> Iterator[tuple[str, str]]:

@@ -109,6 +109,21 @@ def test_a_second_one_that_does_not_answer(tmp_path, mesh, servers, closed):
     assert sorted(closed) == sorted([first.port, port])
 
 
+def test_a_replica_that_is_down_is_noted_and_the_run_starts(tmp_path, mesh, servers, closed, monkeypatch):
+    first, second = servers
+    second.answers = first.answers
+    down = free_port()
+    told: list[str] = []
+    monkeypatch.setattr(SilentMonitor, "note", lambda self, text, **_: told.append(text))
+    replicas = f"{RM}.reward_model.replicas=['127.0.0.1:{down}','127.0.0.1:{second.port}']"
+    rm = connect(tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}", replicas), mesh)
+    while not (first.calls and second.calls):
+        assert rm.infer_rm(REQUEST).result().values.tolist() == [1.0, 2.0]
+    rm.close()
+    assert any(f"The reward server at 127.0.0.1:{down} does not answer (connection refused)" in text for text in told)
+    assert sum("goes on with the others" in text for text in told) == 1
+
+
 @pytest.mark.parametrize("name", ["reward_model", "other"])
 def test_two_of_one_name_are_refused_before_anything_is_asked(tmp_path, name):
     names = [f"{RM}.reward_model.name={name}", f"+{RM}.more_reward_models.{name}.port=1"]

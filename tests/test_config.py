@@ -181,6 +181,20 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["+remote_rm.more_reward_models.safety.port=0"],
         ["remote_rm.more_reward_models.safety.port is 0", "1 to 65535"],
     ),
+    ("replica without a port", ["remote_rm.reward_model.replicas=[b]"], ["replicas[0] is 'b'", "expected HOST:PORT"]),
+    (
+        "replica of a wrong port",
+        ["+remote_rm.more_reward_models.safety.replicas=['b:70000']"],
+        ["more_reward_models.safety.replicas[0] is 'b:70000'", "1 to 65535"],
+    ),
+    (
+        "replica named twice",
+        ["remote_rm.reward_model.replicas=['b:5555','localhost:5555','b:5555']"],
+        [
+            "replicas[1] is localhost:5555, the same server as remote_rm.reward_model.ip and port",
+            "replicas[2] is b:5555, the same server as remote_rm.reward_model.replicas[0]",
+        ],
+    ),
     ("its key", ["+remote_rm.more_reward_models.safety.prt=1"], ["more_reward_models.safety.prt", "did you mean"]),
     ("no weight", ["remote_rm.reward_model.weight=0"], ["reward_model.weight is 0", "other than 0"]),
     ("what is sent", ["remote_rm.reward_model.input=ids"], ["reward_model.input is 'ids'", "auto, tokens, text"]),

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from reinforce_rl.build import lora_settings
-from reinforce_rl.config import TrainConfig, read_config
+from reinforce_rl.config import RewardServerConfig, TrainConfig, read_config
 from reinforce_rl.errors import CheckpointError, ConfigError, RewardServerError
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import check_headers
@@ -23,9 +23,12 @@ from reinforce_rl.preflight.plan import longest_of, plan_batches, plan_memory
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
 from reinforce_rl.preflight.shapes import ModelSize
 from reinforce_rl.reward.access import read_token
+from reinforce_rl.reward.addresses import Address
 from reinforce_rl.reward.function_loading import LoadFault, load_function
 from reinforce_rl.reward.function_source import configured_functions
 from reinforce_rl.reward.health import NotReadyYet, check_once
+from reinforce_rl.reward.protocol import ServerInfo
+from reinforce_rl.reward.replicas import unlike
 
 SERVER_SECONDS = 3.0
 
@@ -86,20 +89,30 @@ def _warnings(cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory]) ->
         yield f"{cfg.pretrained_checkpoint.restore_from_path} holds no safetensors: a run could not load its weights"
     first = [cfg.remote_rm.reward_model] if cfg.reward == "server" else []
     for server in (*first, *cfg.remote_rm.more_reward_models.values()):
-        try:
-            check_once(
-                server.ip,
-                server.port,
-                server.name,
-                timeout=SERVER_SECONDS,
-                token=read_token(server.token_file, "token_file"),
-            )
-        except NotReadyYet as error:
-            yield f"the reward server at {server.ip}:{server.port} is not ready now: it {error}"
-        except (ConfigError, RewardServerError) as error:
-            yield str(error)
+        yield from _server_warnings(server)
     if memory:
         yield from _too_much_memory(cfg, memory)
+
+
+def _server_warnings(server: RewardServerConfig) -> Iterator[str]:
+    """Of each server of one reward model, and of two that are not alike."""
+    try:
+        token = read_token(server.token_file, "token_file")
+    except ConfigError as error:
+        yield str(error)
+        return
+    first: tuple[Address, ServerInfo] | None = None
+    for place in server.addresses:
+        try:
+            info = check_once(place.host, place.port, server.name, timeout=SERVER_SECONDS, token=token)
+        except NotReadyYet as error:
+            yield f"the reward server at {place} is not ready now: it {error}"
+        except RewardServerError as error:
+            yield str(error)
+        else:
+            first = first or (place, info)
+            if differences := first[1].differences(info, f"at {first[0]}", f"at {place}"):
+                yield unlike(first[0], place, differences)
 
 
 def _has_weights(cfg: TrainConfig) -> bool:

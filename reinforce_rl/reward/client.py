@@ -1,6 +1,7 @@
 """The trainer's side of the reward server: scores over HTTP as futures, through restarts and network faults.
 
-A failed call never becomes a reward. It is tried again until the request's deadline, and then it is an error.
+A failed call never becomes a reward. It is tried again until the request's deadline, at whichever server of the model
+is up, and then it is an error.
 """
 
 from __future__ import annotations
@@ -8,88 +9,83 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
-import random
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
 
 import numpy as np
 import torch
 
 from reinforce_rl.errors import RewardServerError
-from reinforce_rl.reward import access, protocol
+from reinforce_rl.reward import protocol
+from reinforce_rl.reward.addresses import Address
 from reinforce_rl.reward.base import RewardRequest, Rewards
 from reinforce_rl.reward.handshake import AUTO_FORM, choose_form
-from reinforce_rl.reward.health import NotReadyYet, check_once, text_of, token_refused
-from reinforce_rl.reward.http_call import HttpAnswer, call, reason_of
+from reinforce_rl.reward.infer_call import ModelAddress, Scores, infer
 from reinforce_rl.reward.protocol import ServerInfo
-from reinforce_rl.reward.text_form import text_arrays
+from reinforce_rl.reward.replicas import NoServerInTime, Replicas
+from reinforce_rl.reward.request_parts import arrays_of, cut
+from reinforce_rl.reward.retrying import Deadline, FailedAttempt
 from reinforce_rl.tokenizer import TokenizerInfo
 
 logger = logging.getLogger(__name__)
 
-PROBE_SECONDS = 10.0  # for one question about health
-UNKNOWN_MODEL_SECONDS = 30.0  # a starting server may lack its models for so long
 BAD_ANSWERS_ALLOWED = 3  # a proxy may cut one answer short; a server that always does so is broken
 DEADLINE_SLACK_SECONDS = 1.0
-RETRIED_CODES = (408, 425, 429)  # besides every 5xx
-
-T = TypeVar("T")
 
 
-class _Transient(Exception):
-    """An attempt failed in a way that another attempt may mend."""
+class _Call:
+    """One request under way.
 
-    def __init__(
-        self, text: str, *, timed_out: bool = False, bad_answer: bool = False, retry_after: float | None = None
-    ):
-        super().__init__(text)
-        self.timed_out = timed_out
-        self.bad_answer = bad_answer
-        self.retry_after = retry_after
+    Args:
+        request: what is asked.
+        deadline: of all of it.
+        id: in this side's log; with a part's number, in the server's.
+    """
 
+    def __init__(self, request: RewardRequest, deadline: Deadline, id: str):
+        self.request = request
+        self.deadline = deadline
+        self.id = id
+        self.future: Future[Rewards] = Future()
+        self._lock = threading.Lock()
+        self._info: ServerInfo | None = None
+        self._parts: list[Scores | None] = []
 
-class _Deadline:
-    """How long something has been going on, and how long it still may."""
+    def expect(self, info: ServerInfo, parts: int) -> None:
+        """So many parts will come, from servers that describe themselves so."""
+        self._info = info
+        self._parts = [None] * parts
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._start = time.monotonic()
+    def add(self, number: int, scores: Scores) -> None:
+        """One part's scores; the last one ends the call."""
+        with self._lock:
+            self._parts[number] = scores
+            parts = [part for part in self._parts if part is not None]
+            if len(parts) == len(self._parts) and self._info is not None and not self.future.done():
+                self.future.set_result(_rewards_of(Scores.join(parts), self._info))
 
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self._start
-
-    @property
-    def remaining(self) -> float:
-        return self.seconds - self.elapsed
-
-
-@dataclass(frozen=True)
-class _Job:
-    request: RewardRequest
-    deadline: _Deadline
-    future: Future[Rewards]
-    id: str  # of the call, in this side's log and in the server's
+    def fail(self, error: BaseException) -> None:
+        """The first error ends the call."""
+        with self._lock:
+            if not self.future.done():
+                self.future.set_exception(error)
 
 
 class RemoteRewardFuture:
-    """Scores that a reward server is computing."""
+    """Scores that reward servers are computing."""
 
-    def __init__(self, client: RemoteGPTRMClient, future: Future[Rewards], deadline: _Deadline, request_id: str):
+    def __init__(self, client: RemoteGPTRMClient, call: _Call):
         self._client = client
-        self._future = future
-        self._deadline = deadline
-        self._request_id = request_id
+        self._call = call
 
     def done(self) -> bool:
         """Whether `result` would return at once."""
-        return self._future.done()
+        return self._call.future.done()
 
     def result(self) -> Rewards:
         """Wait for the scores; calls the client's `on_wait` now and then.
@@ -97,37 +93,38 @@ class RemoteRewardFuture:
         Raises:
             RewardServerError: no answer within the request's deadline, or a wrong one.
         """
-        client = self._client
+        client, call = self._client, self._call
         while True:
             # An attempt ends by itself at the deadline; the slack is for one that does not.
-            left = max(self._deadline.remaining + DEADLINE_SLACK_SECONDS, 0.0)
+            left = max(call.deadline.remaining + DEADLINE_SLACK_SECONDS, 0.0)
             try:
-                return self._future.result(min(left, client.wait_report_seconds))
+                return call.future.result(min(left, client.wait_report_seconds))
             except FutureTimeoutError:
-                if self._future.done():
+                if call.future.done():
                     continue
-                if self._deadline.remaining + DEADLINE_SLACK_SECONDS <= 0:
-                    raise client._past_deadline(self._deadline, "it has not answered", self._request_id) from None
-                state = f"{client._trouble}; retrying" if client._trouble else "has not answered yet; waiting"
-                client._report(state, self._deadline, self._request_id, warn=False)
+                if call.deadline.remaining + DEADLINE_SLACK_SECONDS <= 0:
+                    raise client._past_deadline(call.deadline, call.id) from None
+                client._report(call.deadline, call.id, without_trouble=True)
 
 
 class RemoteGPTRMClient:
-    """A reward source that asks a `RewardServer`, from threads of its own.
+    """A reward source that asks one `RewardServer` or several of the same model, from threads of its own.
 
     Args:
         host, port: where the server listens.
         name: the reward model's name there.
-        token: the access token, where the server asks for one.
+        replicas: further servers of the same model. Each part of a request goes to the one with the fewest samples
+            outstanding; one that fails is set aside until it answers again.
+        token: the access token, where the servers ask for one.
         caller: begins the ids of the requests; letters, digits, '.', '_' and '-', such as a run's name and a rank.
         deadline_seconds: for a whole request, from `infer_rm` on, every attempt included.
         attempt_timeout_seconds: network silence after which one attempt is given up. It doubles after each such
             attempt, so that a slow server gets done in the end.
         pad_to_length: tokens that rows are padded to; Triton merges only requests of equal width. None: not padded.
         pad_id: the token id for it. The server never reads it.
-        on_wait: called with a sentence for people while the server does not answer, from any thread.
+        on_wait: called with a sentence for people while no server answers, from any thread.
         wait_report_seconds: the least time between two such calls.
-        max_in_flight: requests that are under way at the same time; more are queued.
+        max_in_flight: parts of requests that are under way at the same time, for each server; more are queued.
         first_backoff_seconds, max_backoff_seconds: the pause between attempts grows from one to the other.
     """
 
@@ -137,6 +134,7 @@ class RemoteGPTRMClient:
         port: int = protocol.DEFAULT_PORT,
         name: str = protocol.DEFAULT_NAME,
         *,
+        replicas: Sequence[Address] = (),
         token: str | None = None,
         caller: str = "client",
         deadline_seconds: float = 600.0,
@@ -149,29 +147,27 @@ class RemoteGPTRMClient:
         first_backoff_seconds: float = 0.25,
         max_backoff_seconds: float = 10.0,
     ):
-        self.host = host
         self.port = port
         self.name = name
         self.wait_report_seconds = wait_report_seconds
-        self._token = token
+        places = [Address(host, port), *replicas]
+        models = [ModelAddress(place, name, token) for place in places]
+        self._replicas = Replicas(models, first_backoff_seconds, max_backoff_seconds)
+        self._first_place = places[0]
         self._caller = caller
-        self._calls = itertools.count()
+        self._numbers = itertools.count()
         self._deadline_seconds = deadline_seconds
         self._attempt_timeout_seconds = attempt_timeout_seconds
         self._pad_to_length = pad_to_length
         self._pad_id = pad_id
         self._on_wait = on_wait
-        self._max_in_flight = max_in_flight
-        self._first_backoff_seconds = first_backoff_seconds
-        self._max_backoff_seconds = max_backoff_seconds
-        self._random = random.Random()  # its own, so that jitter does not touch the trainer's random state
+        self._max_threads = max_in_flight * len(places)
         self._lock = threading.Lock()
-        self._info: ServerInfo | None = None
         self._form: str | None = None  # what is sent; None: what the server prefers
         self._next_report = 0.0
-        self._trouble: str | None = None  # why the last attempt failed; None after one that did not
         self._closed = threading.Event()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._calls: set[_Call] = set()
+        self._jobs: queue.SimpleQueue[tuple[_Call, Callable[[], None]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def infer_rm(self, request: RewardRequest) -> RemoteRewardFuture:
@@ -182,35 +178,40 @@ class RemoteGPTRMClient:
             RewardServerError: the client was closed.
         """
         _check_request(request)
-        if self._closed.is_set():
-            raise RewardServerError(f"the client of the reward server at {self.host}:{self.port} is closed")
-        deadline = _Deadline(self._deadline_seconds)
-        job_id = f"{self._caller}-call{next(self._calls)}-{uuid.uuid4().hex[:8]}"
-        job = _Job(request, deadline, Future(), job_id)
-        if len(self._threads) < self._max_in_flight:
-            # Daemons: a trainer that ends with an error must not wait here for a server that hangs.
-            thread = threading.Thread(target=self._work, daemon=True, name=f"reward-client-{len(self._threads)}")
-            self._threads.append(thread)
-            thread.start()
-        self._jobs.put(job)
-        return RemoteRewardFuture(self, job.future, deadline, job.id)
+        job_id = f"{self._caller}-call{next(self._numbers)}-{uuid.uuid4().hex[:8]}"
+        call = _Call(request, Deadline(self._deadline_seconds), job_id)
+        with self._lock:
+            if self._closed.is_set():
+                raise RewardServerError(f"the client of the {self._replicas.title} is closed")
+            self._calls.add(call)
+        call.future.add_done_callback(lambda _: self._forget(call))
+        self._put(call, partial(self._begin, call))
+        return RemoteRewardFuture(self, call)
 
     def wait_until_ready(self, deadline_seconds: float | None = None) -> ServerInfo:
-        """Wait for the server, saying what is being waited for.
+        """Ask every server who it is, and wait until one is up, saying what is being waited for.
 
         Args:
             deadline_seconds: how long; None means the client's own deadline.
 
         Raises:
-            RewardServerError: the deadline passed, another program is on the port, or another model is served.
+            RewardServerError: the deadline passed, another program is on a port, or another model is served.
         """
-        deadline = _Deadline(self._deadline_seconds if deadline_seconds is None else deadline_seconds)
-        return self._retry(self._shake_hands, deadline, f"{self._caller}-handshake")
+        deadline = Deadline(self._deadline_seconds if deadline_seconds is None else deadline_seconds)
+        request_id = f"{self._caller}-handshake"
+        try:
+            return self._replicas.ready(deadline, partial(self._report, deadline, request_id))
+        except NoServerInTime:
+            raise self._past_deadline(deadline, request_id) from None
+
+    def missing(self) -> list[str]:
+        """A sentence for each server that is not up while others are, for people."""
+        return [f"The reward server at {trouble}." for trouble in self._replicas.troubles()]
 
     def check_compatible(self, tokenizer_info: TokenizerInfo, vocab_size: int, form: str = AUTO_FORM) -> str:
         """Choose what to send, and make sure that tokens mean the same here and there where they are sent.
 
-        Waits for the server where that was not done yet.
+        Waits for a server where that was not done yet.
 
         Args:
             tokenizer_info: of the actor's tokenizer.
@@ -223,212 +224,138 @@ class RemoteGPTRMClient:
         Raises:
             ConfigError: the server does not read this form, or reads other tokens; every difference is named.
         """
-        self._form = choose_form(
-            self._info or self.wait_until_ready(), f"{self.host}:{self.port}", tokenizer_info, vocab_size, form
-        )
+        info, model = self._describe(Deadline(self._deadline_seconds), f"{self._caller}-handshake")
+        self._form = choose_form(info, str(model.place), tokenizer_info, vocab_size, form)
         return self._form
 
     def close(self) -> None:
         """End the threads. Requests under way fail. Safe to call twice."""
-        self._closed.set()
+        with self._lock:
+            self._closed.set()
+            calls = list(self._calls)
+        self._replicas.close()
+        for call in calls:
+            call.fail(RewardServerError(f"the client of the {self._replicas.title} was closed"))
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join(0.2)  # one that waits for the network is a daemon and ends with the process
 
-    def _arrays_of(self, request: RewardRequest, info: ServerInfo) -> dict[str, np.ndarray]:
-        if (self._form or info.input_forms[0]) == protocol.TEXT_FORM:
-            return text_arrays(request.samples)
-        tokens = request.tokens.detach().cpu().numpy().astype(np.int64, copy=True)
-        lengths = request.lengths.detach().cpu().numpy().astype(np.int64, copy=True)
-        width = max(self._pad_to_length or 0, tokens.shape[1], 1)  # Triton cannot carry a width of 0
-        if width > tokens.shape[1]:
-            padding = ((0, 0), (0, width - tokens.shape[1]))
-            tokens = np.pad(tokens, padding, constant_values=self._pad_id)
-        return {protocol.TOKENS: tokens, protocol.SEQUENCE_LENGTHS: lengths[:, None]}
+    def _forget(self, call: _Call) -> None:
+        with self._lock:
+            self._calls.discard(call)
+
+    def _put(self, call: _Call, job: Callable[[], None]) -> None:
+        with self._lock:
+            if len(self._threads) < self._max_threads:
+                # Daemons: a trainer that ends with an error must not wait here for a server that hangs.
+                thread = threading.Thread(target=self._work, daemon=True, name=f"reward-client-{len(self._threads)}")
+                self._threads.append(thread)
+                thread.start()
+        self._jobs.put((call, job))
 
     def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
+        while (item := self._jobs.get()) is not None:
+            call, job = item
             try:
-                job.future.set_result(self._score(job))
+                job()
+            except NoServerInTime:
+                call.fail(self._past_deadline(call.deadline, call.id))
             except BaseException as error:  # whoever asked for the result gets it, also for a bug in here
-                job.future.set_exception(error)
+                call.fail(error)
 
-    def _score(self, job: _Job) -> Rewards:
-        count = len(job.request.lengths)
-        if count == 0:
-            return Rewards(torch.zeros(0), torch.zeros(0, dtype=torch.int32))
-        info = self._info or self._retry(self._shake_hands, job.deadline, job.id)
-        arrays = self._arrays_of(job.request, info)
-        values, status, attributes = [], [], []
-        for number, start in enumerate(range(0, count, info.max_batch_size)):
-            part = {name: array[start : start + info.max_batch_size] for name, array in arrays.items()}
-            part_id = f"{job.id}-{number}"
-            one_values, one_status, one_attributes = self._retry(
-                lambda timeout, part=part, part_id=part_id: self._infer(part, timeout, part_id), job.deadline, part_id
-            )
-            values.append(one_values)
-            status.append(one_status)
-            attributes.append(one_attributes)
-        by_name = torch.from_numpy(np.concatenate(attributes)).t()
-        return Rewards(
-            torch.from_numpy(np.concatenate(values)),
-            torch.from_numpy(np.concatenate(status)),
-            {name: column.contiguous() for name, column in zip(info.attributes, by_name, strict=True)},
-        )
+    def _begin(self, call: _Call) -> None:
+        """Cut a request into parts, and queue them: several servers and threads share them."""
+        if len(call.request.lengths) == 0:
+            call.future.set_result(Rewards(torch.zeros(0), torch.zeros(0, dtype=torch.int32)))
+            return
+        info, _ = self._describe(call.deadline, call.id)
+        arrays = arrays_of(call.request, self._form or info.input_forms[0], self._pad_to_length, self._pad_id)
+        parts = cut(arrays, info)
+        call.expect(info, len(parts))
+        for number, part in enumerate(parts):
+            self._put(call, partial(self._score, call, number, part, len(info.attributes)))
 
-    def _retry(self, attempt: Callable[[float], T], deadline: _Deadline, request_id: str) -> T:
-        """Call `attempt(timeout)` until it succeeds. After a failure the server must first introduce itself again."""
-        timeout = self._attempt_timeout_seconds
-        backoff = self._first_backoff_seconds
-        last = "it was not reached"
-        bad_answers = 0
-        unknown_since: float | None = None
-        failed = False
-        while True:
-            if self._closed.is_set():
-                raise RewardServerError(f"the client of the reward server at {self.host}:{self.port} was closed")
-            if deadline.remaining <= 0:
-                raise self._past_deadline(deadline, last, request_id)
-            retry_after = None
-            try:
-                if failed:
-                    self._shake_hands(deadline.remaining)
-                answer = attempt(min(timeout, deadline.remaining))
-                self._trouble = None
-                return answer
-            except NotReadyYet as error:
-                last, retry_after = str(error), error.retry_after
-                unknown_since = (unknown_since or time.monotonic()) if error.unknown else None
-                if unknown_since is not None and time.monotonic() - unknown_since > UNKNOWN_MODEL_SECONDS:
-                    raise RewardServerError(
-                        f"the server at {self.host}:{self.port} {last}, and that for {UNKNOWN_MODEL_SECONDS:.0f} s: "
-                        "it is no reward server of this project. Check host and port."
-                    ) from error
-            except _Transient as error:
-                last, retry_after = str(error), error.retry_after
-                bad_answers += error.bad_answer
-                if bad_answers >= BAD_ANSWERS_ALLOWED:
-                    raise RewardServerError(
-                        f"{bad_answers} wrong answers: the reward server at {self.host}:{self.port} {last}"
-                    ) from error
-                if error.timed_out:
-                    timeout *= 2
-            failed = True
-            self._trouble = last
-            self._report(f"{last}; retrying", deadline, request_id, warn=True)
-            pause = min(backoff * self._random.uniform(0.5, 1.5), self._max_backoff_seconds)
-            if retry_after is not None:
-                # The server knows when it will have time. Later, never sooner: all of its clients got such an answer.
-                pause = retry_after * self._random.uniform(1.0, 1.5)
-            self._closed.wait(max(0.0, min(pause, deadline.remaining)))
-            backoff *= 2
-
-    def _shake_hands(self, timeout: float) -> ServerInfo:
-        """Ask who the server is. After a restart it must be the one that it was."""
-        info = check_once(self.host, self.port, self.name, min(timeout, PROBE_SECONDS), token=self._token)
-        with self._lock:
-            if self._info is None:
-                self._info = info
-        differences = self._info.differences(info)
-        if differences:
-            raise RewardServerError(
-                f"the reward server at {self.host}:{self.port} was replaced by another one during the run "
-                f"({'; '.join(differences)}). Start the one from before, or start the run again."
-            )
-        return info
-
-    def _infer(
-        self, arrays: dict[str, np.ndarray], timeout: float, request_id: str
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rewards float32 [N], statuses int32 [N] and attributes float32 [N, K], where K may be 0."""
-        # tritonclient writes and reads the bodies. It hides the headers of an answer, so the sending is done here.
-        import tritonclient.http as triton
-        from tritonclient.utils import np_to_triton_dtype
-
-        inputs = []
-        for name, array in arrays.items():
-            inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
-            inputs[-1].set_data_from_numpy(array)
+    def _score(self, call: _Call, number: int, arrays: dict[str, np.ndarray], attributes: int) -> None:
+        """One part, at one server after another until one has scored it."""
         count = len(next(iter(arrays.values())))
-        names = self._info.attributes if self._info else []
-        keys = [protocol.REWARDS, protocol.STATUS, *([protocol.ATTRIBUTES] if names else [])]
-        outputs = [triton.InferRequestedOutput(key) for key in keys]
-        body, json_size = triton.InferenceServerClient.generate_request_body(inputs, outputs=outputs)
-        headers = {
-            "Content-Type": "application/octet-stream",
-            protocol.HEADER_LENGTH: str(json_size),
-            protocol.REQUEST_ID: request_id,
-            **access.bearer(self._token),
-        }
-        path = f"/v2/models/{self.name}/infer"
-        try:
-            answer = call(self.host, self.port, path, timeout, body=body, headers=headers)
-        except Exception as error:
-            text = reason_of(error)
-            raise _Transient(f"does not answer ({text})", timed_out=isinstance(error, TimeoutError)) from error
-        if answer.code != 200:
-            raise self._judge(answer, request_id)
-        try:
-            json_length = answer.headers.get(protocol.HEADER_LENGTH.lower())
-            found = triton.InferenceServerClient.parse_response_body(
-                answer.body, header_length=int(json_length) if json_length else None
-            )
-            values, codes = protocol.check_answer(
-                found.as_numpy(protocol.REWARDS), found.as_numpy(protocol.STATUS), count
-            )
-            scores = found.as_numpy(protocol.ATTRIBUTES) if names else np.zeros((count, 0), np.float32)
-            return values, codes, protocol.check_attributes(scores, codes, len(names))
-        except Exception as error:  # whatever tritonclient makes of bytes that are no such answer
-            raise _Transient(f"gave a wrong answer: {error}", bad_answer=True) from error
+        request_id = f"{call.id}-{number}"
+        timeout = self._attempt_timeout_seconds
+        bad_answers = 0
+        while not call.future.done():  # another part may have failed
+            waiting = partial(self._report, call.deadline, request_id)
+            with self._replicas.lease(count, call.deadline, waiting) as lease:
+                try:
+                    seconds = max(min(timeout, call.deadline.remaining), 0.001)
+                    scores = infer(lease.model, arrays, attributes, seconds, request_id)
+                    self._replicas.succeeded(lease)
+                    call.add(number, scores)
+                    return
+                except FailedAttempt as failure:
+                    self._replicas.failed(lease, failure)
+                    bad_answers += failure.bad_answer
+                    if bad_answers >= BAD_ANSWERS_ALLOWED:
+                        raise RewardServerError(
+                            f"{bad_answers} wrong answers: the reward server at {lease.model.place} {failure}"
+                        ) from failure
+                    if failure.timed_out:
+                        timeout *= 2
+            self._report(call.deadline, request_id)
 
-    def _judge(self, answer: HttpAnswer, request_id: str) -> Exception:
-        """What an HTTP error of the server means: worth another attempt, or not."""
-        code, text = answer.code, text_of(answer)
-        if code in (401, 403):
-            return token_refused(self.host, self.port, self._token)
-        if code >= 500 or code in RETRIED_CODES:
-            return _Transient(f"answers HTTP {code}{text}", retry_after=answer.retry_after)
+    def _describe(self, deadline: Deadline, request_id: str) -> tuple[ServerInfo, ModelAddress]:
         try:
-            check_once(
-                self.host, self.port, self.name, PROBE_SECONDS, token=self._token
-            )  # while starting, Triton calls its models unknown
-        except NotReadyYet as error:
-            return _Transient(str(error), retry_after=error.retry_after)
-        except RewardServerError as error:
-            return error
-        if "unknown model" in text or "not ready" in text:  # it has become ready since
-            return _Transient(f"answers HTTP {code}{text}")
-        return RewardServerError(
-            f"the reward server at {self.host}:{self.port} refused a request (id {request_id}): HTTP {code}{text}"
-        )
+            return self._replicas.describe(deadline, partial(self._report, deadline, request_id))
+        except NoServerInTime:
+            raise self._past_deadline(deadline, request_id) from None
 
-    def _report(self, text: str, deadline: _Deadline, request_id: str, *, warn: bool) -> None:
-        """Tell people, at most every `wait_report_seconds` over all threads."""
+    def _report(self, deadline: Deadline, request_id: str, *, without_trouble: bool = False) -> None:
+        """Tell people what is wrong, at most every `wait_report_seconds` over all threads.
+
+        Args:
+            deadline: of what waits.
+            request_id: its name.
+            without_trouble: where nothing is wrong, say that it takes long; else say nothing.
+        """
+        troubles = self._replicas.troubles()
+        if not troubles and not without_trouble:
+            return
+        several = self._replicas.several
+        text = "; ".join(troubles)
+        if self._replicas.all_in_trouble():
+            text += "; retrying"
+        else:
+            text += f"{'; the rest ' if troubles else ''}{'have' if several else 'has'} not answered yet; waiting"
         logger.debug("event=reward_retry id=%s %s", request_id, text)
         with self._lock:
             if time.monotonic() < self._next_report:
                 return
             self._next_report = time.monotonic() + self.wait_report_seconds
-        sentence = (
-            f"reward server {self.host}:{self.port} {text}, {deadline.elapsed:.0f} s of {deadline.seconds:.0f} s"
-        )
+        title = "reward servers:" if several and troubles else self._replicas.title
+        sentence = f"{title} {text}, {deadline.elapsed:.0f} s of {deadline.seconds:.0f} s"
+        level = logging.WARNING if troubles else logging.INFO
         if self._on_wait is not None:
             self._on_wait(sentence)
-            warn = False  # people have been told; a warning would tell them twice
-        logger.log(logging.WARNING if warn else logging.INFO, "%s (request %s)", sentence, request_id)
+            level = logging.INFO  # people have been told; a warning would tell them twice
+        logger.log(level, "%s (request %s)", sentence, request_id)
 
-    def _past_deadline(self, deadline: _Deadline, last: str, request_id: str) -> RewardServerError:
+    def _past_deadline(self, deadline: Deadline, request_id: str) -> RewardServerError:
+        last = "; ".join(self._replicas.troubles()) or "it has not answered"
         return RewardServerError(
-            f"no answer of the reward server at {self.host}:{self.port} (model '{self.name}') within "
+            f"no answer of the {self._replicas.title} (model '{self.name}') within "
             f"{deadline.seconds:.0f} s; the last error: {last}. Check that it runs "
-            f"(curl http://{self.host}:{self.port}/v2/health/ready), that its log shows no error, and that this "
+            f"(curl http://{self._first_place}/v2/health/ready), that its log shows no error, and that this "
             "machine can reach that host and port; the request's id there and here is "
             f"{request_id}. Start it again on the same port and continue the run."
         )
+
+
+def _rewards_of(scores: Scores, info: ServerInfo) -> Rewards:
+    by_name = torch.from_numpy(scores.attributes).t()
+    return Rewards(
+        torch.from_numpy(scores.values),
+        torch.from_numpy(scores.status),
+        {name: column.contiguous() for name, column in zip(info.attributes, by_name, strict=True)},
+    )
 
 
 def _check_request(request: RewardRequest) -> None:

@@ -79,6 +79,7 @@ class ServerInfo:
             empty where there is none.
         protocol: version of this file's contract.
         input_forms: what a trainer may send, of TOKENS_FORM and TEXT_FORM, the server's preference first.
+        max_request_bytes: of one request's body; None from a server that does not say.
     """
 
     name: str
@@ -92,6 +93,7 @@ class ServerInfo:
     attributes: list[str] = field(default_factory=list)
     protocol: int = PROTOCOL_VERSION
     input_forms: tuple[str, ...] = (TOKENS_FORM,)
+    max_request_bytes: int | None = None
 
     def to_json(self) -> str:
         """As sent by the server."""
@@ -118,10 +120,15 @@ class ServerInfo:
         except (TypeError, KeyError) as error:
             raise ValueError(f"an incomplete description: {error}") from error
 
-    def differences(self, other: ServerInfo) -> list[str]:
-        """One sentence for each field that tells two servers apart."""
+    def differences(self, other: ServerInfo, here: str, there: str) -> list[str]:
+        """One sentence for each field that tells two servers apart.
+
+        Args:
+            other: the second.
+            here, there: where or when the first and the second were seen.
+        """
         mine, theirs = asdict(self), asdict(other)
-        return [f"{key}: {mine[key]} before, {theirs[key]} now" for key in mine if mine[key] != theirs[key]]
+        return [f"{key}: {mine[key]} {here}, {theirs[key]} {there}" for key in mine if mine[key] != theirs[key]]
 
 
 def check_answer(rewards: Any, status: Any, count: int) -> tuple[np.ndarray, np.ndarray]:

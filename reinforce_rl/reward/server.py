@@ -162,6 +162,7 @@ class RewardServer:
             add_special_tokens=add_special_tokens,
             details=dict(details or {}),
             attributes=list(base.attributes_of(scorer)),
+            max_request_bytes=self._limits(max_batch_size, scorer.max_length).max_request_bytes,
         )
 
     def serve(self) -> None:
@@ -186,6 +187,9 @@ class RewardServer:
                 self._stopping = True
                 guard.close()
 
+    def _limits(self, max_samples: int, max_length: int | None) -> FrontLimits:
+        return self._options.limits(max_samples, max_length or WIDTH_OF_TEXTS)
+
     def _serve(self, guard: Guard, listener: socket.socket) -> None:
         home = make_home(self.info.name)
         guard.remove_folder(home)
@@ -200,7 +204,7 @@ class RewardServer:
         settings = FrontSettings(
             model=self.info.name,
             backend_port=backend_port,
-            limits=self._options.limits(self.info.max_batch_size, self.info.max_length or WIDTH_OF_TEXTS),
+            limits=self._limits(self.info.max_batch_size, self.info.max_length),
             canary=json.dumps({"inputs": self._requests.canary_inputs()}),
             token=self._options.token,
         )

@@ -6,8 +6,10 @@ As a script, `fake_reward_server.py inference.port=N`, it only introduces itself
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -40,15 +42,38 @@ def answer(rewards: list[float], status: list[int], count: int | None = None) ->
     }
 
 
+def sequences_of(body: bytes, header_length: int) -> list[list[int]]:
+    """The token ids of a request in the form `tokens`, as binary tensors."""
+    import numpy as np
+
+    arrays, start = [], header_length
+    for tensor in json.loads(body[:header_length])["inputs"]:
+        end = start + tensor["parameters"]["binary_data_size"]
+        arrays.append(np.frombuffer(body[start:end], np.int64).reshape(tensor["shape"]))
+        start = end
+    tokens, lengths = arrays
+    return [row[: length[0]].tolist() for row, length in zip(tokens, lengths, strict=True)]
+
+
 class FakeRewardServer:
     """`answers` (code, body and perhaps headers) are given in turn, and the last one for ever.
 
-    `info` may be replaced at any time.
+    With `score` it scores the token ids that it is sent instead; NaN is a failed sample. `info` may be replaced at any
+    time, and so may `gate`, which each of its calls waits for.
     """
 
-    def __init__(self, answers: list[tuple] | None = None, port: int = 0):
+    def __init__(
+        self,
+        answers: list[tuple] | None = None,
+        port: int = 0,
+        score: Callable[[list[int]], float] | None = None,
+    ):
         self.info = describe()
         self.answers = answers or []
+        self.score = score
+        self.gate = threading.Event()
+        self.gate.set()
+        self.requests: list[list[list[int]]] = []  # token ids, where it scores
         self.calls = 0
         self.headers: list[dict[str, str]] = []  # of the calls
         fake = self
@@ -60,14 +85,26 @@ class FakeRewardServer:
                 self._send(200, {"name": "triton", "extensions": []})
 
             def do_POST(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                request = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 if "reward_server_info" in self.path:
                     self._send(200, {"outputs": [{"name": "info", "data": [fake.info.to_json()]}]})
                 else:
-                    code, body, *headers = fake.answers[min(fake.calls, len(fake.answers) - 1)]
+                    if fake.score is not None:
+                        code, body, *headers = self._score(request)
+                    else:
+                        code, body, *headers = fake.answers[min(fake.calls, len(fake.answers) - 1)]
                     fake.calls += 1
                     fake.headers.append(dict(self.headers))
+                    fake.gate.wait(60)
                     self._send(code, body, *headers)
+
+            def _score(self, request: bytes) -> tuple:
+                from reinforce_rl.reward.base import STATUS_INTERNAL, STATUS_OK
+
+                sequences = sequences_of(request, int(self.headers["Inference-Header-Content-Length"]))
+                fake.requests.append(sequences)
+                rewards = [fake.score(sequence) for sequence in sequences]
+                return answer(rewards, [STATUS_INTERNAL if math.isnan(reward) else STATUS_OK for reward in rewards])
 
             def _send(self, code: int, body: dict, headers: dict[str, str] | None = None) -> None:
                 data = json.dumps(body).encode()

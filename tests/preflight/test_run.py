@@ -11,7 +11,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from helpers.fake_reward_server import FakeRewardServer
+from helpers.fake_reward_server import FakeRewardServer, describe
 from helpers.models import tiny_llama_folder
 from helpers.public_configs import LLAMA_3_1_8B
 from helpers.tiny_run import compose, three_letters, write_prompts
@@ -88,6 +88,15 @@ def test_the_plan_of_a_right_configuration(files):
 
 def test_a_server_that_is_not_there_is_a_warning(files):
     assert "warning: the reward server at localhost:1 " in printed(*right(files), "remote_rm.reward_model.port=1")
+
+
+def test_replicas_that_are_away_or_unlike_are_warnings(files):
+    with FakeRewardServer() as first, FakeRewardServer() as second:
+        second.info = describe(max_batch_size=4)
+        replicas = f"remote_rm.reward_model.replicas=['127.0.0.1:{second.port}','127.0.0.1:1']"
+        text = printed(*right(files), f"remote_rm.reward_model.port={first.port}", replicas)
+    assert f"localhost:{first.port} and 127.0.0.1:{second.port} do not serve the same model" in text
+    assert "warning: the reward server at 127.0.0.1:1 is not ready now" in text
 
 
 def test_a_large_model_from_its_config_alone(files, monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
+from helpers.faulty_proxy import ALL, FaultyProxy
 from helpers.serve_toy_scorer import TOKEN_NAN, TOKEN_SLOW, VOCAB_SIZE, toy_score
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer, free_port, wait_for
@@ -74,6 +75,16 @@ def test_large_batches_are_split_and_joined_in_order(server, make_client, option
     rewards = make_client(server.port, **options).infer_rm(request_of(sequences)).result()
     assert rewards.values.dtype == torch.float32
     assert rewards.status.dtype == torch.int32
+    assert rewards.status.tolist() == [0] * 19
+    assert rewards.values.tolist() == expected(sequences)
+
+
+@pytest.mark.parametrize("fault", ALL)
+def test_a_fault_of_the_network_between_is_borne(server, make_client, fault):
+    sequences = [[row + 4, 2 * row + 4] for row in range(19)]
+    with FaultyProxy(server.port, [fault] * 2) as proxy:
+        rewards = make_client(proxy.port, attempt_timeout_seconds=1.0).infer_rm(request_of(sequences)).result()
+        assert proxy.happened == [fault] * 2
     assert rewards.status.tolist() == [0] * 19
     assert rewards.values.tolist() == expected(sequences)
 
