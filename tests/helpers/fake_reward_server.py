@@ -90,7 +90,7 @@ class FakeRewardServer:
                     self._send(200, {"outputs": [{"name": "info", "data": [fake.info.to_json()]}]})
                 else:
                     if fake.score is not None:
-                        code, body, *headers = self._score(request)
+                        code, body, *headers = self._score(request, fake.score)
                     else:
                         code, body, *headers = fake.answers[min(fake.calls, len(fake.answers) - 1)]
                     fake.calls += 1
@@ -98,12 +98,12 @@ class FakeRewardServer:
                     fake.gate.wait(60)
                     self._send(code, body, *headers)
 
-            def _score(self, request: bytes) -> tuple:
+            def _score(self, request: bytes, score: Callable[[list[int]], float]) -> tuple:
                 from reinforce_rl.reward.base import STATUS_INTERNAL, STATUS_OK
 
                 sequences = sequences_of(request, int(self.headers["Inference-Header-Content-Length"]))
                 fake.requests.append(sequences)
-                rewards = [fake.score(sequence) for sequence in sequences]
+                rewards = [score(sequence) for sequence in sequences]
                 return answer(rewards, [STATUS_INTERNAL if math.isnan(reward) else STATUS_OK for reward in rewards])
 
             def _send(self, code: int, body: dict, headers: dict[str, str] | None = None) -> None:
