@@ -141,7 +141,7 @@ class Actor:
             self.process.wait()
 
 
-def freeze_at_step(step: int, actors: list[Actor], seconds: float = 120.0) -> None:
+def freeze_at_step(step: int, actors: list[Actor], seconds: float = 240.0) -> None:
     """Stop each actor by SIGSTOP once it has done so many steps, so that something can be done to all in mid-run."""
     deadline = time.monotonic() + seconds
     running = list(actors)
