@@ -238,7 +238,7 @@ def parallel_mesh(
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
             stack.callback(dist.destroy_process_group)
-        stack.callback(parallel_state.destroy_model_parallel)
+        stack.callback(_leave_groups)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
@@ -246,6 +246,8 @@ def parallel_mesh(
             distributed_timeout_minutes=timeout_seconds / 60,  # type: ignore[arg-type]
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        block_group = _block_group(rank, (tp, cp, world_size // (tp * pp * cp), pp), timeout)
+        stack.callback(dist.destroy_process_group, block_group)
         yield Mesh(
             rank=rank,
             world_size=world_size,
@@ -259,8 +261,18 @@ def parallel_mesh(
             cp_size=cp,
             sequence_parallel=sequence_parallel,
             device=device,
-            block_group=_block_group(rank, (tp, cp, world_size // (tp * pp * cp), pp), timeout),
+            block_group=block_group,
         )
+
+
+def _leave_groups() -> None:
+    """megatron leaves most groups open, and each of gloo's has threads that wake a hundred times a second."""
+    groups = list(parallel_state._global_process_group_list or [])
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group is not None:  # which stands for the job's own
+            with contextlib.suppress(ValueError):  # megatron has ended some itself
+                dist.destroy_process_group(group)
 
 
 def _block_group(rank: int, sizes: tuple[int, int, int, int], timeout: timedelta) -> dist.ProcessGroup:
