@@ -340,8 +340,9 @@ class RemoteGPTRMClient:
 
     def _past_deadline(self, deadline: Deadline, request_id: str) -> RewardServerError:
         last = "; ".join(self._replicas.troubles()) or "it has not answered"
+        servers = "reward servers" if self._replicas.several else "reward server"
         return RewardServerError(
-            f"no answer of the {self._replicas.title} (model '{self.name}') within "
+            f"no answer of the {servers} at {self._replicas.places} (model '{self.name}') within "
             f"{deadline.seconds:.0f} s; the last error: {last}. Check that it runs "
             f"(curl http://{self._first_place}/v2/health/ready), that its log shows no error, and that this "
             "machine can reach that host and port; the request's id there and here is "
