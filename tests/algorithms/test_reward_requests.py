@@ -13,6 +13,7 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 from reinforce_rl.algorithms.rollouts import RolloutMaker
 from reinforce_rl.reward.base import RewardRequest
 from reinforce_rl.rollout import Completions, Prompt
+from reinforce_rl.stop import StopRequest
 from reinforce_rl.tokenizer import load_tokenizer
 
 MESSAGES = ({"role": "user", "content": "tea"},)
@@ -44,13 +45,14 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
     model: Any = SimpleNamespace(
         tokenizer=tokenizer,
         pad_id=0,
-        mesh=SimpleNamespace(is_block_leader=True),
+        mesh=SimpleNamespace(is_block_leader=True, dp_size=1, world_size=1, any_rank=bool),
         settings=SimpleNamespace(sampling=SimpleNamespace(stop_token_ids=(2, dot))),
         infer=lambda *_, **__: completions,
     )
     prompts = [Prompt(0, "plain", (5,), {"answer": "1"}), Prompt(1, "U: tea<eos>A:", (6, 7), {}, MESSAGES)]
     rm = Asked()
-    RolloutMaker(model, rm, lambda prompts, _: [prompts], drop_truncated=False).sample(prompts, 3, seed=0)
+    maker = RolloutMaker(model, rm, lambda prompts, _: [prompts], drop_truncated=False, stop=StopRequest())
+    maker.sample(prompts, 3, seed=0)
     samples = rm.requests[0].samples
     assert [sample.response for sample in samples] == ["ab", "ab.a", "", "", "ab", "a"]
     assert [sample.finished for sample in samples] == [True, False, True, False, True, True]
