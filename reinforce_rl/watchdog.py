@@ -73,6 +73,7 @@ class Watchdog:
         self._peers: dict[int, _Peer] = {}  # by rank; on rank 0 all others, on the others rank 0
         self._strangers: set[_Peer] = set()
         self._verdict: Verdict | None = None
+        self._end_message: Message | None = None
         self._judged = threading.Event()
         self._closing = threading.Event()
         self._ending = threading.Event()
@@ -133,9 +134,10 @@ class Watchdog:
         """The main thread ends by itself from now on, well or not: the others are told. Only the first call counts."""
         if self.is_ending:
             return
+        self._end_message = {"end": exit_code, "text": text}
         self._ending.set()
         for peer in list(self._peers.values()):
-            peer.send({"end": exit_code, "text": text})
+            peer.send(self._end_message)
 
     def close(self) -> None:
         """Watch no longer; `end` comes before."""
@@ -239,6 +241,8 @@ class Watchdog:
             return False
         self._strangers.discard(peer)
         self._peers[rank] = peer
+        if self._end_message is not None:  # this rank failed before that one had said who it is
+            peer.send(self._end_message)
         return True
 
     def _excuse(self, now: float) -> None:
