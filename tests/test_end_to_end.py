@@ -104,6 +104,11 @@ def rows_by_step(run_dir: Path) -> dict[int, list[RolloutRow]]:
     return {step: read_rollouts(path) for step, path in rollout_files(run_dir).items()}
 
 
+def requests_of(server: RealServer) -> int:
+    """How many it has answered."""
+    return server.log.read_text().count("event=request id=")
+
+
 def curl(server: RealServer, inputs: list[dict]) -> tuple[list[float], list[int]]:
     url = f"http://127.0.0.1:{server.port}/v2/models/reward_model/infer"
     command = ["curl", "-sS", "--fail", "-m", "30", "-d", json.dumps({"inputs": inputs}), url]
@@ -273,6 +278,36 @@ def test_a_server_with_another_tokenizer_is_refused_before_the_model_is_loaded(w
     assert f"vocabulary size {VOCAB_SIZE} here, {OTHER_VOCAB_SIZE} there" in actor.output
     assert "vocabulary hash" in actor.output
     assert "Traceback" not in actor.output
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_second_server_while_the_first_is_killed_and_comes_back(
+    world, servers, undisturbed, tmp_path
+):
+    first = servers["mean"]
+    (tmp_path / "second").mkdir()
+    second = RealServer(tmp_path / "second", *world.server_overrides("mean")).start()
+    actor = None
+    try:
+        already = requests_of(first)  # of other tests
+        replicas = f"remote_rm.reward_model.replicas=[127.0.0.1:{second.port}]"
+        actor = Actor(world, tmp_path / "run", first.port, replicas, "remote_rm.deadline_seconds=60")
+        freeze_at_step(3, [actor])
+        first.kill_group()
+        os.kill(actor.process.pid, signal.SIGCONT)
+        freeze_at_step(STEPS // 2, [actor])  # on the second alone
+        first.start()
+        os.kill(actor.process.pid, signal.SIGCONT)
+        assert actor.finish(100) == 0, actor.output
+        asked = [requests_of(first) - already, requests_of(second)]
+    finally:
+        if actor is not None:
+            actor.close()
+        second.close()
+    assert f"127.0.0.1:{first.port}" in actor.output  # that it failed is said
+    assert min(asked) > 0, asked
+    assert same_but_for_times(actor.run_dir, undisturbed.run_dir)
+    assert rows_by_step(actor.run_dir) == rows_by_step(undisturbed.run_dir)
 
 
 def test_a_killed_server_delays_a_patient_run_and_ends_an_impatient_one(world, servers, undisturbed, tmp_path):

@@ -27,28 +27,33 @@ CLIENTS = 64
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A tiny trunk and a head, made in `folder`."""
+    """A trunk, and a head in `folder`."""
 
     folder: Path
+    trunk: Path
 
     @classmethod
     def make(cls, folder: Path) -> ModelFiles:
-        tiny_llama_folder(folder / "trunk", vocab_size=VOCAB_SIZE, seed=1)
+        """Tiny and random."""
+        files = cls(folder, tiny_llama_folder(folder / "trunk", vocab_size=VOCAB_SIZE, seed=1))
         weight = torch.randn(32, generator=torch.Generator().manual_seed(0))
-        RewardHead(weight, torch.tensor(0.5), "mean").save(folder / "head.safetensors")
-        return cls(folder)
+        RewardHead(weight, torch.tensor(0.5), "mean").save(files.head)
+        return files
+
+    @property
+    def head(self) -> Path:
+        return self.folder / "head.safetensors"
 
     @property
     def overrides(self) -> list[str]:
         return [
-            f"reward_model.restore_from_path={self.folder / 'trunk'}",
-            f"reward_model.head_path={self.folder / 'head.safetensors'}",
+            f"reward_model.restore_from_path={self.trunk}",
+            f"reward_model.head_path={self.head}",
         ]
 
     def scores(self, mesh: Mesh, requests: Sequence[Sequence[list[int]]]) -> list[list[float]]:
         """Of each request, by a direct forward pass a sequence."""
-        head = self.folder / "head.safetensors"
-        model = load_reward_model(self.folder / "trunk", head, mesh, batching=Batching(micro_batch_size=1))
+        model = load_reward_model(self.trunk, self.head, mesh, batching=Batching(micro_batch_size=1))
         return [model.score(list(request)) for request in requests]
 
 

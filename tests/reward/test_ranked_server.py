@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from helpers.models import smollm2_folder
 from helpers.real_run import EXAMPLES, RealServer
 from helpers.server_load import CLIENTS, ModelFiles, RankedServer, check_scores, mixed_requests, score_all
 from helpers.toy_server import ToyServer, is_alive, wait_for
@@ -21,6 +23,7 @@ from omegaconf import OmegaConf
 
 from reinforce_rl.cli import CONF_FOLDER
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_LOST_RANK, ConfigError
+from reinforce_rl.megatron.reward_head import RewardHead
 from reinforce_rl.reward.base import Rewards
 from reinforce_rl.reward.http_call import call
 
@@ -30,6 +33,7 @@ pytestmark = pytest.mark.timeout(1500)  # on a busy machine; everything that is 
 
 QUICK_REQUESTS = 300
 LOAD_SECONDS = 240.0
+SMOLLM2_SECONDS = 900.0
 TENSOR_PARALLEL = ["devices=2", "reward_model.tensor_model_parallel_size=2"]
 DATA_PARALLEL = ["devices=2"]
 PIPELINE = ["devices=2", "reward_model.pipeline_model_parallel_size=2"]
@@ -157,6 +161,23 @@ def test_thousands_of_requests(start, files, mesh, options, deterministic):
     server = start(*options, *merging, f"inference.deterministic={deterministic}")
     requests = mixed_requests(5000)
     answers = score_all(server.port, requests, clients=CLIENTS, seconds=LOAD_SECONDS)
+    check_scores(answers, files.scores(mesh, requests))
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_of_smollm2(mesh, tmp_path):
+    """64 clients share one server of a real model, whose queue is short enough that some are told to come back."""
+    files = ModelFiles(tmp_path, smollm2_folder())
+    weight = torch.randn(576, generator=torch.Generator().manual_seed(0)) / 24
+    RewardHead(weight, torch.tensor(0.5), "mean").save(files.head)
+    server = RealServer(tmp_path, *files.overrides, "inference.max_in_flight=8", "inference.max_queue=40").start()
+    try:
+        requests = mixed_requests(200, most=4)
+        answers = score_all(server.port, requests, clients=CLIENTS, seconds=SMOLLM2_SECONDS)
+        refused = server.log.read_text().count("code=503")
+    finally:
+        server.close()
+    assert refused > 0
     check_scores(answers, files.scores(mesh, requests))
 
 
