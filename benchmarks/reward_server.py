@@ -159,7 +159,7 @@ def tiny_model(folder: Path) -> tuple[Path, Path]:
     sys.path.insert(0, str(ROOT / "tests"))
     from helpers.models import tiny_llama_folder
 
-    from reinforce_rl.megatron.reward_model import RewardHead
+    from reinforce_rl.megatron.reward_head import RewardHead
 
     trunk = tiny_llama_folder(folder / "trunk", vocab_size=VOCAB_SIZE, max_positions=1024)
     weight = torch.randn(32, generator=torch.Generator().manual_seed(0))
@@ -201,11 +201,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended too
     from reinforce_rl.megatron.mesh import parallel_mesh
     from reinforce_rl.megatron.reward_model import load_reward_model
+    from reinforce_rl.reward.batching import Batching
 
     with tempfile.TemporaryDirectory() as name, parallel_mesh() as mesh:
         folder = Path(name)
         trunk, head = (args.trunk, args.head) if args.trunk else tiny_model(folder)
-        scorer = load_reward_model(trunk, head, mesh, micro_batch_size=args.micro_batch)
+        scorer = load_reward_model(trunk, head, mesh, batching=Batching(micro_batch_size=args.micro_batch))
         rng = np.random.default_rng(0)
         tokens = rng.integers(3, scorer.vocab_size, (args.batch, args.length), dtype=np.int64)
         lengths = np.full((args.batch, 1), args.length, np.int64)
