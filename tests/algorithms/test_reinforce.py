@@ -420,7 +420,7 @@ class StopsAfter(RunTimer):
         super().__init__()
         self._left = questions
 
-    def outlook(self, due: Due = Due()) -> Outlook:
+    def outlook(self, due: Due | None = None) -> Outlook:
         self._left -= 1
         return Outlook("the time of this run is used up" if self._left < 0 else None)
 

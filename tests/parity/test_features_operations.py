@@ -330,7 +330,7 @@ class StopsAfter(RunTimer):
         super().__init__()
         self._left = steps
 
-    def outlook(self, due: Due = Due()) -> Outlook:
+    def outlook(self, due: Due | None = None) -> Outlook:
         self._left -= 1
         return Outlook("the time of this run is used up" if self._left < 0 else None)
 
