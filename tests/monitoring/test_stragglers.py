@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from helpers.ranks import TESTS, run_ranks
-from helpers.tiny_run import metrics_of, without_times
+from helpers.tiny_run import metrics_of, tiny_overrides, without_times
 
 from reinforce_rl.monitoring.stragglers import (
     REPEAT_STEPS,
@@ -53,10 +53,8 @@ def test_against_brute_force():
         hosts = [f"h{draw.randint(0, 2)}" for _ in range(count)]
         seconds = [round(draw.uniform(0, 4), 3) for _ in range(count)]
         (found,) = slowest_of_phases([RankSeconds(h, {"p": s}) for h, s in zip(hosts, seconds, strict=True)])
-        assert (found.seconds, found.rank, found.host) == max((s, -n, hosts[n]) for n, s in enumerate(seconds))[:1] + (
-            seconds.index(max(seconds)),
-            hosts[seconds.index(max(seconds))],
-        )
+        most = seconds.index(max(seconds))
+        assert (found.seconds, found.rank, found.host) == (seconds[most], most, hosts[most])
         assert found.median == sorted(seconds)[(count - 1) // 2]
         if len(set(hosts)) == 1:
             assert found.node is None
@@ -118,7 +116,8 @@ def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
     ("ranks", "tensor", "slow"), [(2, 1, 1), pytest.param(4, 1, 2, marks=pytest.mark.slow), (4, 2, 3)]
 )
 def test_a_slow_rank_is_named(tmp_path, ranks, tensor, slow):
-    output = run_ranks(SCRIPT, ranks, tmp_path, tensor, slow, timeout=400)
+    base = [*tiny_overrides(tmp_path), f"model.tensor_model_parallel_size={tensor}", f"trainer.devices={ranks}"]
+    output = run_ranks(SCRIPT, ranks, tmp_path, slow, *base, timeout=400)
     lines = metrics_of(tmp_path / "slow")
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:

@@ -1,6 +1,6 @@
 """Several ranks: a run on the tiny model as it is, and one in which a rank is slow.
 
-Usage: stragglers.py FOLDER TENSOR_MODEL_PARALLEL_SIZE SLOW_RANK. The runs lie in FOLDER/plain and FOLDER/slow.
+Usage: stragglers.py FOLDER SLOW_RANK OVERRIDE... The runs lie in FOLDER/plain and FOLDER/slow.
 """
 
 from __future__ import annotations
@@ -34,25 +34,16 @@ def slow_down(trainer: ReinforceTrainer) -> None:
 
 
 def main() -> None:
-    folder, tp, slow = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, slow, *overrides = sys.argv[1:]
+    tp = next(int(text.partition("=")[2]) for text in overrides if text.startswith("model.tensor_model_parallel_size"))
     with parallel_mesh(tensor_model_parallel_size=tp) as mesh:
         for name in ("plain", "slow"):
-            # Written by each rank for itself, so that nobody reads what another one is writing.
-            overrides = tiny_run.tiny_overrides(folder / name / str(mesh.rank))
-            run_folder = f"exp_manager.explicit_log_dir={folder / name / 'run'}"
-            config = load_config(
-                tiny_run.compose(
-                    *overrides,
-                    run_folder,
-                    f"model.tensor_model_parallel_size={tp}",
-                    f"trainer.devices={mesh.world_size}",
-                )
-            )
+            run_folder = Path(folder) / name / "run"
+            config = load_config(tiny_run.compose(*overrides, f"exp_manager.explicit_log_dir={run_folder}"))
             with tiny_run.tiny_trainer(config, mesh) as trainer:
-                if name == "slow" and mesh.rank == slow:
+                if name == "slow" and mesh.rank == int(slow):
                     slow_down(trainer)
                 trainer.fit()
-            mesh.barrier()
 
 
 if __name__ == "__main__":
