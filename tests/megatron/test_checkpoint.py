@@ -96,7 +96,8 @@ def test_the_size_of_a_checkpoint_is_about_what_is_foretold(mesh, models, tmp_pa
     run.train(1)
     folder = run.checkpointer.save(1, {})
     written = sum(path.stat().st_size for path in (folder / "model").glob("*.distcp"))
-    assert written == pytest.approx(state_bytes(run.ddp, mesh), rel=0.3)
+    headers = 0.4  # of such small tensors
+    assert 1.0 <= written / state_bytes(run.ddp, mesh) < 1.0 + headers
 
 
 def test_uninterrupted_run_is_not_disturbed_by_a_save(mesh, models, tmp_path):

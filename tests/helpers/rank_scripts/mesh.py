@@ -23,8 +23,8 @@ def raised(mesh: Mesh, error: Exception | None) -> Exception | None:
 
 
 def check_time_limits() -> None:
-    """Of every group, whoever made it."""
-    groups = dist.distributed_c10d._world.pg_map
+    """Of every group, whoever made it. megatron leaves out one of experts, of which there are none here."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if "EXPERT" not in group.group_desc]
     assert len(groups) > 5
     for group in groups:
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=SECONDS), group.group_desc
