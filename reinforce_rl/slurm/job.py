@@ -240,6 +240,9 @@ class Job:
     def _end_all(self, servers: Sequence[Step], actor: Step, unasked: str) -> bool:
         """The actor first, which may still wait for rewards; whether it ended by itself."""
         by_itself = True
+        for node in {step.failed_node for step in self._steps} - {None}:
+            step = history.newest_checkpoint(self._settings.run_dir)
+            self._say(f"node {node} has failed: Slurm requeues the job, and it goes on from step {step}")
         if not actor.has_ended:
             why = f"{unasked} has ended without being asked to" if unasked else f"got {self._signal_name()}"
             if self._stop.number == signal.SIGTERM:

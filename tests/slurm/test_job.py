@@ -228,14 +228,3 @@ def test_all_faults_of_the_settings_are_told(started: type[Job]) -> None:
     output, _ = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
     assert output.startswith("error: 3 faults in the configuration:")
-
-
-def test_the_batch_host_needs_nothing_but_python() -> None:
-    program = "import reinforce_rl.slurm.job, reinforce_rl.slurm.task"
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(REPOSITORY)!r}); {program}"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stderr

@@ -99,6 +99,14 @@ def test_signals_are_passed_on(tmp_path: Path) -> None:
     assert [end.code for end in read_ends(tmp_path)] == [75]
 
 
+def test_a_program_that_dies_of_the_signal_it_is_asked_to_end_by(tmp_path: Path) -> None:
+    process = start(tmp_path, SLEEP.replace("sys.exit(75)", "signal.raise_signal(9)").replace("TERM, l", "INT, l"))
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 0  # others may still save
+    assert [end.code for end in read_ends(tmp_path)] == [143]
+
+
 def test_a_program_that_is_killed(tmp_path: Path) -> None:
     code, _ = finish(start(tmp_path, "import os; os.kill(os.getpid(), 9)"))
     assert code == 137
@@ -127,7 +135,8 @@ def test_a_task_that_is_stopped_while_it_waits_for_the_first(tmp_path: Path) -> 
         lambda: int(Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0], 16) >> 14 & 1
     )
     process.send_signal(signal.SIGTERM)
-    assert finish(process)[0] == 143
+    assert finish(process)[0] == 0
+    assert read_ends(tmp_path)[0].code == 143
     assert read_ends(tmp_path)[0].reason == "stopped before the program began"
 
 
