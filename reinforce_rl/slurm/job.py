@@ -22,7 +22,7 @@ from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_STOPPED, ConfigE
 from reinforce_rl.slurm import calls, health, history
 from reinforce_rl.slurm.allocation import Allocation, read_allocation
 from reinforce_rl.slurm.calls import SlurmCallError
-from reinforce_rl.slurm.commands import StepPlan, actor_plan, server_plan, srun_line
+from reinforce_rl.slurm.commands import StepPlan, actor_plan, server_plan, srun_environment, srun_line
 from reinforce_rl.slurm.endings import FAILED, FINISHED, STOPPED, Ending, judge
 from reinforce_rl.slurm.history import Attempt, History
 from reinforce_rl.slurm.journal import Journal, last_lines
@@ -174,9 +174,9 @@ class Job:
 
     def _start(self, plan: StepPlan) -> Step:
         line = srun_line(self._settings, plan, self._folder)
-        step = Step(plan, line, self._environment, self._folder, self._say)
+        step = Step(plan, line, srun_environment(self._environment), self._folder, self._say)
         self._steps.append(step)
-        self._say(f"{plan.name}: {plan.ranks} ranks, log {step.log}")
+        self._say(f"{plan.name}: {plan.ranks} rank{'s' if plan.ranks > 1 else ''}, log {step.log}")
         return step
 
     def _wait_until_healthy(self, servers: Sequence[Step]) -> list[Place] | Ending:

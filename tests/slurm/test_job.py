@@ -20,7 +20,7 @@ from helpers.ranks import kill_tree
 from reinforce_rl.slurm.history import Attempt, History
 
 REPOSITORY = Path(__file__).parents[2]
-SECONDS = 60.0
+SECONDS = 180.0
 
 
 class Job:
