@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -296,7 +297,11 @@ class Job:
                 what = f"not requeued after a failure ({RESTART_AFTER_CRASH} is false); {go_on}"
             else:
                 requeue = decision.requeue
-                what = f"requeued: {decision.why}" if requeue else f"not requeued: {decision.why}; {go_on}"
+                what = (
+                    f"requeued: {decision.why}; Slurm waits about two minutes before"
+                    if requeue
+                    else f"not requeued: {decision.why}; {go_on}"
+                )
         self._say(f"the run stands at step {step}, which was {attempt.step_before} when this attempt began; {what}")
         first = ending.first.name if ending.first else None
         closed = history.close(
@@ -314,6 +319,8 @@ class Job:
                 calls.requeue(self._allocation.job_id)
             except SlurmCallError as error:
                 self._say(f"error: the job could not be requeued ({error}); submit the same command again")
+                with contextlib.suppress(OSError):
+                    self._history.write(replace(closed, requeued=False))
         return ending.code
 
 

@@ -126,7 +126,7 @@ def test_the_signal_before_the_time_limit_saves_and_requeues(started: type[Job])
     job.process.send_signal(signal.SIGUSR1)
     code, lines = job.finish()
     assert code == 75, lines
-    assert lines[-1].endswith("requeued: from step 0 to step 7, restart 1 of 10"), lines
+    assert "; requeued: from step 0 to step 7, restart 1 of 10" in lines[-1], lines
     assert job.requeued and job.attempts[0].requeued
 
 
