@@ -173,6 +173,15 @@ def test_a_failed_job_is_requeued_where_that_was_asked_for(started: type[Job]) -
     assert job.requeued
 
 
+def test_a_run_goes_on_while_one_of_its_servers_lives(started: type[Job]) -> None:
+    nodes = {"SLURM_JOB_NODELIST_HET_GROUP_0": "rm0,rm1", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "2"}
+    job = started(FAKE_SERVER="dies1", FAKE_ACTOR="finishes later", REINFORCE_SERVERS="2", **nodes)
+    code, lines = job.finish()
+    assert code == 0, lines
+    assert "rm-1 has ended without being asked to; the run goes on with rm-0" in lines
+    assert lines[-2] == "the run has finished"
+
+
 def test_a_server_that_is_never_healthy(started: type[Job]) -> None:
     job = started(FAKE_SERVER="loads", REINFORCE_READY_SECONDS="4")
     code, lines = job.finish()
