@@ -18,12 +18,14 @@ from types import FrameType
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ReinforceError
 from reinforce_rl.slurm.exits import TaskEnd, record
+from reinforce_rl.slurm.leftovers import adopt_orphans, end_orphans
 from reinforce_rl.slurm.ports import claim_ports, own_address
 from reinforce_rl.slurm.rendezvous import Place, publish, wait_for
 from reinforce_rl.slurm.settings import SRUN, TORCHRUN
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PR_SET_PDEATHSIG = 1
+ORPHAN_SECONDS = 45.0  # a reward server drains for 30 s
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ def run(
         ReinforceError: it could not be started.
     """
     signals = _Signals()
+    adopt_orphans()
     parent = os.getpid()
 
     def in_child() -> None:
@@ -172,7 +175,9 @@ def run(
         code = child.wait()
         # Slurm may send a signal twice, and Python no longer listens when it has all but ended.
         asked = signals.first is not None and -code in SIGNALS
-        return task.end(code if code >= 0 else 128 - code), code == EXIT_STOPPED or asked
+        end = task.end(code if code >= 0 else 128 - code)
+        end_orphans(ORPHAN_SECONDS)  # while the ports are still locked
+        return end, code == EXIT_STOPPED or asked
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -128,6 +128,25 @@ def test_a_program_does_not_outlive_its_wrapper(tmp_path: Path) -> None:
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
 
 
+def test_what_a_program_leaves_is_ended(tmp_path: Path) -> None:
+    # One that would run on, and one that has work left for a moment, as a guard has.
+    program = """
+import os, subprocess, sys
+guard = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(1); open(WORK, 'w')"
+rank = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+children = [
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+    for code in (guard, rank)
+]
+print(*(int(child.stdout.readline()) for child in children), flush=True)
+os.kill(os.getpid(), 9)
+""".replace("WORK", repr(str(tmp_path / "work")))
+    code, output = finish(start(tmp_path, program))
+    assert code == 137
+    assert not Path(f"/proc/{output.split()[1]}").exists()
+    assert (tmp_path / "work").exists()
+
+
 def test_a_task_that_is_stopped_while_it_waits_for_the_first(tmp_path: Path) -> None:
     process = start(tmp_path, SAY_PLACE, number=1)
     wait_until(lambda: Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0] != "0" * 16)
