@@ -1,0 +1,244 @@
+"""Whether a cluster's nodes suffice for both components at once, from what sinfo prints.
+
+`sbatch --test-only` looks at one component after the other: it says yes to two that fit singly and not together, to a
+partition that is down, and to a time above the partition's limit. Such a job would wait for ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from reinforce_rl.slurm.submission.commands import SlurmError
+from reinforce_rl.slurm.submission.plan import Component
+from reinforce_rl.slurm.submission.values import Gpus, parse_time
+
+SINFO = ("sinfo", "--noheader", "--Node", "--format=%N|%P|%T|%c|%m|%G|%a|%l|%f")
+UNUSABLE = ("down", "drained", "draining", "drain", "fail", "failing", "error", "future", "inval", "maint", "unknown")
+NOT_RESPONDING = "*"
+SHOWN_NODES = 6
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node in one of its partitions.
+
+    Attributes:
+        name: of the node.
+        partition: of this entry.
+        default: that partition is the one of jobs that name none.
+        up: that partition starts jobs.
+        state: as sinfo writes it, such as idle, mixed or down*.
+        cpus: of the node.
+        megabytes: of memory that jobs may have.
+        gpus: of the node, one entry a type.
+        seconds: the partition's time limit; None for none.
+        features: of the node.
+    """
+
+    name: str
+    partition: str
+    default: bool
+    up: bool
+    state: str
+    cpus: int
+    megabytes: int
+    gpus: tuple[Gpus, ...]
+    seconds: int | None
+    features: frozenset[str]
+
+    @property
+    def usable(self) -> bool:
+        """Whether a job may start there, sooner or later."""
+        return not self.state.endswith(NOT_RESPONDING) and self.state.rstrip("*~#!%$@^-+") not in UNUSABLE
+
+    @property
+    def free(self) -> bool:
+        return self.usable and self.state.startswith("idle")
+
+    def gpus_of(self, type: str | None) -> int:
+        """GPUs of a type, or of all."""
+        return sum(gpus.count for gpus in self.gpus if type is None or gpus.type == type)
+
+
+def parse_sinfo(text: str) -> list[Node]:
+    """The nodes of `SINFO`'s output.
+
+    Raises:
+        SlurmError: naming a line that is none of it.
+    """
+    nodes = []
+    for line in filter(str.strip, text.splitlines()):
+        try:
+            name, partition, state, cpus, memory, gres, available, limit, features = line.strip().split("|")
+            nodes.append(
+                Node(
+                    name=name,
+                    partition=partition.rstrip("*"),
+                    default=partition.endswith("*"),
+                    up=available == "up",
+                    state=state,
+                    cpus=int(cpus.rstrip("+")),
+                    megabytes=int(memory.rstrip("+")),
+                    gpus=tuple(_gpus(gres)),
+                    seconds=parse_time("UNLIMITED" if limit == "n/a" else limit),
+                    features=frozenset(features.split(",")),
+                )
+            )
+        except ValueError as error:
+            raise SlurmError(f"sinfo printed {line!r}; expected 9 fields of a node, as {SINFO[-1]} asks for") from error
+    return nodes
+
+
+def _gpus(gres: str) -> Iterator[Gpus]:
+    """Of gpu:h100:8(S:0-1),gpu:2,craynetwork:1."""
+    for entry in re.split(r",(?![^(]*\))", gres):
+        if found := re.match(r"gpu(?::([A-Za-z][^:(]*))?(?::(\d+))?(?:\(|$)", entry):
+            yield Gpus(int(found.group(2) or 1), found.group(1))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a cluster serves a job.
+
+    Attributes:
+        faults: why it never can; one sentence each.
+        free: how many nodes that would do are idle now, of the server's component and of the actor's.
+    """
+
+    faults: tuple[str, ...]
+    free: tuple[int, int] = (0, 0)
+
+
+def check_totals(
+    server: Component,
+    actor: Component,
+    nodes: Sequence[Node],
+    seconds: int | None,
+    hosts: Mapping[str, frozenset[str]],
+) -> Fit:
+    """Whether each component fits, and both together: Slurm gives no node to two components of a job.
+
+    Args:
+        server, actor: the components.
+        nodes: of the cluster.
+        seconds: the job's time limit.
+        hosts: the names in each list of nodes that an option has.
+    """
+    components = (server, actor)
+    options = [_of_component(component, nodes) for component in components]
+    faults = [fault for component, own in zip(components, options, strict=True) for fault in _singly(
+        component, own, nodes, seconds, hosts
+    )]
+    if faults:
+        return Fit(tuple(faults))
+    wanted = [hosts[component.options.nodelist] if component.options.nodelist else frozenset() for component in components]
+    if twice := wanted[0] & wanted[1]:
+        return Fit((f"--server-nodelist and --actor-nodelist both have {_names(twice)}; expected nodes of their own",))
+    pairs = []
+    for ours, theirs in itertools.product(*options):
+        one = {node.name for node in _suitable(server, ours, seconds, hosts)} - wanted[1]
+        two = {node.name for node in _suitable(actor, theirs, seconds, hosts)} - wanted[0]
+        pairs.append((one, two))
+    if any(_both_fit(len(one), len(two), len(one | two), server.nodes, actor.nodes) for one, two in pairs):
+        idle = {node.name for node in nodes if node.free}
+        return Fit((), (len(pairs[0][0] & idle), len(pairs[0][1] & idle)))
+    one, two = max(pairs, key=lambda pair: len(pair[0] | pair[1]))
+    return Fit(
+        (
+            f"the components fit singly, but not together: the {server.name} needs {server.nodes} of {_names(one)}, the "
+            f"{actor.name} {actor.nodes} of {_names(two)}, and no node serves both; expected {server.nodes + actor.nodes} "
+            f"nodes, found {len(one | two)}. The job would wait for ever: use fewer nodes or another partition",
+        )
+    )
+
+
+def _both_fit(one: int, two: int, either: int, need_one: int, need_two: int) -> bool:
+    return one >= need_one and two >= need_two and either >= need_one + need_two
+
+
+def _of_component(component: Component, nodes: Sequence[Node]) -> list[list[Node]]:
+    """The nodes of each partition that a component may run in; the default one's where none is given."""
+    if component.options.partition is None:
+        return [[node for node in nodes if node.default]]
+    wanted = component.options.partition.split(",")
+    return [[node for node in nodes if node.partition == name] for name in wanted]
+
+
+def _singly(
+    component: Component,
+    options: Sequence[Sequence[Node]],
+    nodes: Sequence[Node],
+    seconds: int | None,
+    hosts: Mapping[str, frozenset[str]],
+) -> Iterator[str]:
+    """Why no partition of a component suffices for it alone."""
+    known = ", ".join(sorted({node.partition for node in nodes}))
+    names = component.options.partition
+    if any(not own for own in options):
+        what = f"partition {names} has no nodes" if names else "the cluster has no default partition with nodes"
+        yield f"the {component.name}: {what}; expected --partition to be of {known}"
+        return
+    if any(len({n.name for n in _suitable(component, own, seconds, hosts)}) >= component.nodes for own in options):
+        return
+    own = max(options, key=lambda own: len(_suitable(component, own, seconds, hosts)))
+    fit = _suitable(component, own, seconds, hosts)
+    reasons: dict[str, list[str]] = {}
+    for node in own:
+        if reason := _unsuitable(component, node, seconds, hosts):
+            reasons.setdefault(reason, []).append(node.name)
+    told = "; ".join(f"{_names(names)}: {reason}" for reason, names in reasons.items())
+    need = f"{component.nodes} node{'s' if component.nodes > 1 else ''} with {component.cpus_per_node} CPUs"
+    gpus = f" and GPUs {component.gpus}" if component.gpus else ""
+    yield (
+        f"the {component.name} needs {need}{gpus}, and {len(fit)} of the {len(own)} of partition {own[0].partition} "
+        f"will do{f' ({told})' if told else ''}; use fewer nodes or ranks a node, or another partition"
+    )
+
+
+def _suitable(
+    component: Component, nodes: Sequence[Node], seconds: int | None, hosts: Mapping[str, frozenset[str]]
+) -> list[Node]:
+    return [node for node in nodes if _unsuitable(component, node, seconds, hosts) is None]
+
+
+def _unsuitable(
+    component: Component, node: Node, seconds: int | None, hosts: Mapping[str, frozenset[str]]
+) -> str | None:
+    """Why a component cannot have a node."""
+    own, gpus = component.options, component.gpus
+    listed = hosts[own.nodelist] if own.nodelist else frozenset()
+    if not node.up:
+        return f"partition {node.partition} is not up"
+    if node.seconds is not None and (seconds is None or seconds > node.seconds):
+        return f"partition {node.partition} allows {node.seconds} s, the job asks for {seconds or 'no limit'}"
+    if not node.usable:
+        return f"state {node.state}"
+    if own.exclude and node.name in hosts[own.exclude]:
+        return "excluded"
+    if len(listed) >= component.nodes and node.name not in listed:
+        return "not in the nodelist"
+    if own.constraint and not _has_features(own.constraint, node.features):
+        return f"not {own.constraint}"
+    if node.cpus < component.cpus_per_node:
+        return f"{node.cpus} CPUs"
+    if component.megabytes and node.megabytes < component.megabytes:
+        return f"{node.megabytes} MB of memory"
+    if gpus is not None and node.gpus_of(gpus.type) < gpus.count:
+        return f"GPUs {', '.join(map(str, node.gpus)) or 'none'}"
+    return None
+
+
+def _has_features(constraint: str, features: frozenset[str]) -> bool:
+    """Of a&b and a|b; other forms are left to sbatch."""
+    if re.search(r"[^\w.&|,-]", constraint):
+        return True
+    return any(set(re.split("[&,]", choice)) <= features for choice in constraint.split("|"))
+
+
+def _names(nodes: Sequence[str] | set[str] | frozenset[str]) -> str:
+    ordered = sorted(nodes)
+    more = len(ordered) - SHOWN_NODES
+    return ", ".join(ordered[:SHOWN_NODES]) + (f" and {more} more" if more > 0 else "") if ordered else "no node"
