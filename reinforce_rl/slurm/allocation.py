@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.overrides import override_of
 from reinforce_rl.slurm import settings as names
-from reinforce_rl.slurm.settings import Settings, override_of
+from reinforce_rl.slurm.settings import Settings
 
 SERVER_GROUP, ACTOR_GROUP = 0, 1
 

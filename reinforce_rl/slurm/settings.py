@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.overrides import override_of
 
 RUN_DIR = "REINFORCE_RUN_DIR"
 PYTHON = "REINFORCE_PYTHON"
@@ -105,7 +106,7 @@ class Settings:
     srun_args: tuple[str, ...] = ()
     setup: str = ""
     actor_args: tuple[str, ...] = ()
-    server_args: tuple[str, ...] = field(default=())
+    server_args: tuple[str, ...] = ()
 
     @property
     def slurm_folder(self) -> Path:
@@ -128,14 +129,6 @@ def split_arguments(argv: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
         return tuple(argv), ()
     place = list(argv).index(SEPARATOR)
     return tuple(argv[:place]), tuple(argv[place + 1 :])
-
-
-def override_of(args: Sequence[str], key: str) -> str | None:
-    """The value that Hydra overrides give to a key; the last one counts."""
-    values = [
-        value for name, found, value in (arg.partition("=") for arg in args) if found and name.lstrip("+") == key
-    ]
-    return values[-1] if values else None
 
 
 # What the job itself says to both programs.
