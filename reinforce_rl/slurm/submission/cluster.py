@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from reinforce_rl.slurm.submission.commands import SlurmError
+from reinforce_rl.slurm.calls import SlurmCallError
 from reinforce_rl.slurm.submission.plan import Component
 from reinforce_rl.slurm.submission.values import Gpus, parse_time
 
@@ -67,7 +67,7 @@ def parse_sinfo(text: str) -> list[Node]:
     """The nodes of `SINFO`'s output.
 
     Raises:
-        SlurmError: naming a line that is none of it.
+        SlurmCallError: naming a line that is none of it.
     """
     nodes = []
     for line in filter(str.strip, text.splitlines()):
@@ -88,7 +88,7 @@ def parse_sinfo(text: str) -> list[Node]:
                 )
             )
         except ValueError as error:
-            raise SlurmError(f"sinfo printed {line!r}; expected 9 fields of a node, as {SINFO[-1]} asks for") from error
+            raise SlurmCallError(SINFO, f"printed {line!r}; expected the 9 fields of a node") from error
     return nodes
 
 
@@ -106,10 +106,12 @@ class Fit:
     Attributes:
         faults: why it never can; one sentence each.
         free: how many nodes that would do are idle now, of the server's component and of the actor's.
+        actor_megabytes: of the actor's nodes that would do, the least memory.
     """
 
     faults: tuple[str, ...]
     free: tuple[int, int] = (0, 0)
+    actor_megabytes: int | None = None
 
 
 def check_totals(
@@ -129,34 +131,38 @@ def check_totals(
     """
     components = (server, actor)
     options = [_of_component(component, nodes) for component in components]
-    faults = [fault for component, own in zip(components, options, strict=True) for fault in _singly(
-        component, own, nodes, seconds, hosts
-    )]
+    faults = [
+        fault
+        for component, own in zip(components, options, strict=True)
+        for fault in _singly(component, own, nodes, seconds, hosts)
+    ]
     if faults:
         return Fit(tuple(faults))
-    wanted = [hosts[component.options.nodelist] if component.options.nodelist else frozenset() for component in components]
+    wanted = [_listed(component, hosts) for component in components]
     if twice := wanted[0] & wanted[1]:
-        return Fit((f"--server-nodelist and --actor-nodelist both have {_names(twice)}; expected nodes of their own",))
-    pairs = []
+        both = ", ".join(sorted(twice))
+        return Fit((f"--server-nodelist and --actor-nodelist both have {both}; expected nodes of their own",))
+    best: tuple[list[Node], list[Node]] = ([], [])
     for ours, theirs in itertools.product(*options):
-        one = {node.name for node in _suitable(server, ours, seconds, hosts)} - wanted[1]
-        two = {node.name for node in _suitable(actor, theirs, seconds, hosts)} - wanted[0]
-        pairs.append((one, two))
-    if any(_both_fit(len(one), len(two), len(one | two), server.nodes, actor.nodes) for one, two in pairs):
-        idle = {node.name for node in nodes if node.free}
-        return Fit((), (len(pairs[0][0] & idle), len(pairs[0][1] & idle)))
-    one, two = max(pairs, key=lambda pair: len(pair[0] | pair[1]))
+        one = [node for node in _suitable(server, ours, seconds, hosts) if node.name not in wanted[1]]
+        two = [node for node in _suitable(actor, theirs, seconds, hosts) if node.name not in wanted[0]]
+        if len(one) >= server.nodes and len(two) >= actor.nodes and _either(one, two) >= server.nodes + actor.nodes:
+            free = (sum(node.free for node in one), sum(node.free for node in two))
+            return Fit((), free, min(node.megabytes for node in two))
+        best = max(best, (one, two), key=lambda pair: _either(*pair))
+    one, two = best
     return Fit(
         (
-            f"the components fit singly, but not together: the {server.name} needs {server.nodes} of {_names(one)}, the "
-            f"{actor.name} {actor.nodes} of {_names(two)}, and no node serves both; expected {server.nodes + actor.nodes} "
-            f"nodes, found {len(one | two)}. The job would wait for ever: use fewer nodes or another partition",
+            f"the components fit singly, but not together: the {server.name} needs {server.nodes} of {_names(one)}, "
+            f"the {actor.name} {actor.nodes} of {_names(two)}, and Slurm gives no node to both; expected "
+            f"{server.nodes + actor.nodes} nodes, found {_either(one, two)}. The job would wait for ever: use fewer "
+            "nodes or another partition",
         )
     )
 
 
-def _both_fit(one: int, two: int, either: int, need_one: int, need_two: int) -> bool:
-    return one >= need_one and two >= need_two and either >= need_one + need_two
+def _either(one: Sequence[Node], two: Sequence[Node]) -> int:
+    return len({node.name for node in (*one, *two)})
 
 
 def _of_component(component: Component, nodes: Sequence[Node]) -> list[list[Node]]:
@@ -176,20 +182,20 @@ def _singly(
 ) -> Iterator[str]:
     """Why no partition of a component suffices for it alone."""
     known = ", ".join(sorted({node.partition for node in nodes}))
-    names = component.options.partition
+    asked = component.options.partition
     if any(not own for own in options):
-        what = f"partition {names} has no nodes" if names else "the cluster has no default partition with nodes"
+        what = f"partition {asked} has no nodes" if asked else "the cluster has no default partition with nodes"
         yield f"the {component.name}: {what}; expected --partition to be of {known}"
         return
-    if any(len({n.name for n in _suitable(component, own, seconds, hosts)}) >= component.nodes for own in options):
+    if any(len(_suitable(component, own, seconds, hosts)) >= component.nodes for own in options):
         return
     own = max(options, key=lambda own: len(_suitable(component, own, seconds, hosts)))
     fit = _suitable(component, own, seconds, hosts)
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, list[Node]] = {}
     for node in own:
         if reason := _unsuitable(component, node, seconds, hosts):
-            reasons.setdefault(reason, []).append(node.name)
-    told = "; ".join(f"{_names(names)}: {reason}" for reason, names in reasons.items())
+            reasons.setdefault(reason, []).append(node)
+    told = "; ".join(f"{_names(unfit)}: {reason}" for reason, unfit in reasons.items())
     need = f"{component.nodes} node{'s' if component.nodes > 1 else ''} with {component.cpus_per_node} CPUs"
     gpus = f" and GPUs {component.gpus}" if component.gpus else ""
     yield (
@@ -209,7 +215,7 @@ def _unsuitable(
 ) -> str | None:
     """Why a component cannot have a node."""
     own, gpus = component.options, component.gpus
-    listed = hosts[own.nodelist] if own.nodelist else frozenset()
+    listed = _listed(component, hosts)
     if not node.up:
         return f"partition {node.partition} is not up"
     if node.seconds is not None and (seconds is None or seconds > node.seconds):
@@ -231,6 +237,11 @@ def _unsuitable(
     return None
 
 
+def _listed(component: Component, hosts: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """The nodes that must be among a component's."""
+    return hosts[component.options.nodelist] if component.options.nodelist else frozenset()
+
+
 def _has_features(constraint: str, features: frozenset[str]) -> bool:
     """Of a&b and a|b; other forms are left to sbatch."""
     if re.search(r"[^\w.&|,-]", constraint):
@@ -238,7 +249,7 @@ def _has_features(constraint: str, features: frozenset[str]) -> bool:
     return any(set(re.split("[&,]", choice)) <= features for choice in constraint.split("|"))
 
 
-def _names(nodes: Sequence[str] | set[str] | frozenset[str]) -> str:
-    ordered = sorted(nodes)
+def _names(nodes: Sequence[Node]) -> str:
+    ordered = sorted(node.name for node in nodes)
     more = len(ordered) - SHOWN_NODES
-    return ", ".join(ordered[:SHOWN_NODES]) + (f" and {more} more" if more > 0 else "") if ordered else "no node"
+    return (", ".join(ordered[:SHOWN_NODES]) + (f" and {more} more" if more > 0 else "")) or "no node"

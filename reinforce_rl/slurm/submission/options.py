@@ -125,8 +125,11 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
     def of(name: str, variable: str) -> str | None:
         return given[name] or environment.get(variable, "").strip() or None
 
-    variables = {v.name: given[_destination(v.name)] or environment.get(v.name, "").strip() for v in VARIABLES if
-                 v.name not in PLANNED}
+    variables = {
+        v.name: given[_destination(v.name)] or environment.get(v.name, "").strip()
+        for v in VARIABLES
+        if v.name not in PLANNED
+    }
     return Options(
         actor_args=tuple(args.overrides),
         server_args=server_args,
@@ -145,7 +148,8 @@ def _component(component: str, given: Mapping[str, str | None], environment: Map
     """The component's own option counts before that of both, and the command line before the environment."""
     values: dict[str, str | None] = {}
     for option in COMPONENT_OPTIONS:
-        written = [given[name[2:].replace("-", "_")] for name in (option.option(component), option.option(None)) if name]
+        options = (option.option(component), option.option(None))
+        written = [given[name[2:].replace("-", "_")] for name in options if name]
         found = [environment.get(variable, "").strip() for variable in option.variables(component)]
         values[option.name.replace("-", "_")] = next(filter(None, [*written, *found]), None)
     extra = [*(given["sbatch_arg"] or ()), *(given[f"{component}_sbatch_arg"] or ())]
@@ -168,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("overrides", nargs="*", metavar="ACTOR_OVERRIDE", help="KEY=VALUE")
     parser.add_argument("--dry-run", action="store_true", help="check and print the plan; make and submit nothing")
-    parser.add_argument("--chain", default="1", metavar="N", help="jobs that follow each other, whatever the end of one")
+    parser.add_argument("--chain", default="1", metavar="N", help="so many jobs, each after the end of the last")
     for variable in JOB_VARIABLES:
         help = f"{variable.meaning}{f' ({variable.default})' if variable.default else ''}"
         parser.add_argument(_option(variable), metavar=_metavar(variable), help=help)
@@ -179,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
         for component in (ACTOR, SERVER):
             help = argparse.SUPPRESS if both and option.common == "" else option.meaning
             sbatch.add_argument(str(option.option(component)), metavar=option.metavar, help=help)
-    sbatch.add_argument("--sbatch-arg", action="append", metavar="ARG", help="for sbatch: --sbatch-arg=--reservation=X")
+    sbatch.add_argument("--sbatch-arg", action="append", metavar="ARG", help="as in --sbatch-arg=--reservation=X")
     for component in (ACTOR, SERVER):
         sbatch.add_argument(f"--{component}-sbatch-arg", action="append", metavar="ARG", help=argparse.SUPPRESS)
     job = parser.add_argument_group("the job")

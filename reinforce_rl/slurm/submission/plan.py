@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from reinforce_rl.slurm.settings import SEPARATOR, TORCHRUN
 from reinforce_rl.slurm.submission.options import ComponentOptions
-from reinforce_rl.slurm.submission.values import Gpus, parse_memory
+from reinforce_rl.slurm.submission.values import Gpus
 
 DEFAULT_LEAD, LEAST_LEAD = 300, 120
 # Slurm sends the signal at some moment of the minute before the lead begins, and the job needs some to end.
@@ -41,7 +40,7 @@ class Component:
     cpus_per_task: int | None = None
     gpus: Gpus | None = None
     megabytes: int | None = None
-    options: ComponentOptions = ComponentOptions()
+    options: ComponentOptions = field(default_factory=ComponentOptions)
 
     @property
     def cpus_per_node(self) -> int:
@@ -136,21 +135,8 @@ class JobPlan:
         return [f"--time={self.time}", f"--output={output}", "--open-mode=append", "--requeue", "--export=ALL"]
 
 
-def component_faults(component: Component, gpus: str) -> list[str]:
-    """What does not go together, one sentence a fault.
-
-    Args:
-        component: as asked for.
-        gpus: the option that says its GPUs.
-    """
-    ranks = component.ranks_per_node
-    if component.gpus is not None and component.gpus.count < ranks:
-        return [f"{gpus} gives {component.gpus} to {ranks} ranks of a node of the {component.name}; expected {ranks}"]
-    return []
-
-
 def tasks_of(ranks_per_node: int, launcher: str, cpus_per_task: int | None) -> tuple[int, int | None]:
-    """Tasks of a node, and CPUs of each: with torchrun one task, with a CPU for each of its ranks if nothing is said."""
+    """Tasks of a node, and CPUs of each; with torchrun one task that has a CPU for each rank if nothing is said."""
     if launcher == TORCHRUN:
         return 1, cpus_per_task or ranks_per_node
     return ranks_per_node, cpus_per_task
@@ -190,13 +176,3 @@ def lead_faults(lead: int, seconds: int | None, save_seconds: float | None) -> l
             f"{least} s, so that a save fits before the limit"
         )
     return faults
-
-
-def parsed_memory(text: str | None) -> int | None:
-    """Megabytes of an option that may be absent."""
-    return None if text is None else parse_memory(text)
-
-
-def clean_overrides(overrides: Sequence[str], key: str) -> tuple[str, ...]:
-    """Hydra overrides without those of one key."""
-    return tuple(text for text in overrides if text.partition("=")[0].lstrip("+") != key)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from reinforce_rl.files import read_json_lines
-from reinforce_rl.slurm.submission.commands import SlurmError, run
+from reinforce_rl.slurm.calls import SlurmCallError, call
+from reinforce_rl.slurm.history import HISTORY_FILE, History
 
 SUBMITTED_FILE = "submitted.jsonl"
 LAST_JOBS = 100  # that are asked for: more than any chain, and a short command line
@@ -48,46 +48,37 @@ def recorded(folder: Path) -> list[Submitted]:
     return [Submitted(**line) for line in read_json_lines(path)] if path.is_file() else []
 
 
-@dataclass(frozen=True)
-class Queued:
-    """A job that waits, runs or ends just now."""
+def still_queued(run_dir: Path) -> str | None:
+    """A sentence where jobs of this run wait, run or end just now.
 
-    job: str
-    name: str
-    state: str
-
-
-def still_queued(jobs: Iterable[Submitted]) -> list[Queued]:
-    """Those of the jobs that Slurm still has to do with.
+    Args:
+        run_dir: of the run.
 
     Raises:
-        SlurmError: squeue failed.
+        SlurmCallError: squeue failed.
     """
-    names = {job.job: job.name for job in list(jobs)[-LAST_JOBS:]}
+    folder = run_dir / "slurm"
+    names: dict[str, str | None] = {job.job: job.name for job in recorded(folder)}
+    for attempt in History(folder / HISTORY_FILE).attempts():
+        if attempt.end is None or attempt.requeued:
+            names.setdefault(attempt.job, None)  # of a job that was submitted without this program
     if not names:
-        return []
-    try:
-        text = run(["squeue", "--noheader", f"--jobs={','.join(names)}", "--format=%A|%T|%j"])
-    except SlurmError as error:
-        if "Invalid job id" in str(error):  # of a single job that ended long ago
-            return []
-        raise
-    found = []
-    for line in text.splitlines():
-        job, state, name = line.strip().split("|", 2)
-        if names.get(job) == name:  # ids begin again some day
-            found.append(Queued(job, name, state))
-    return found
-
-
-def queue_fault(queued: Iterable[Queued], run_dir: Path) -> str | None:
-    """A sentence where there are such jobs."""
-    jobs = list(queued)
-    if not jobs:
         return None
-    told = ", ".join(f"{job.job} ({job.name}, {job.state})" for job in jobs)
-    ids = " ".join(job.job for job in jobs)
+    ids = list(names)[-LAST_JOBS:]
+    try:
+        text = call(["squeue", "--noheader", f"--jobs={','.join(ids)}", "--format=%i|%A|%T|%j"])
+    except SlurmCallError as error:
+        if "Invalid job id" in error.said:  # of a single job that ended long ago
+            return None
+        raise
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        shown, job, state, name = line.strip().split("|", 3)
+        if job in names and names[job] in (None, name):  # the numbers begin again some day
+            found[job] = f"{shown.split('+')[0]} ({name}, {state.lower()})"
+    if not found:
+        return None
     return (
-        f"exp_manager.explicit_log_dir is {run_dir}, and jobs of this run are in the queue already: {told}; wait for "
-        f"them, cancel them (scancel {ids}), or give this run another folder"
+        f"{', '.join(found.values())}: jobs of the run in {run_dir} that are in the queue already; wait for them, "
+        f"cancel them (scancel {' '.join(found)}), or set exp_manager.explicit_log_dir to another folder"
     )
