@@ -187,6 +187,9 @@ def _singly(
         what = f"partition {asked} has no nodes" if asked else "the cluster has no default partition with nodes"
         yield f"the {component.name}: {what}; expected --partition to be of {known}"
         return
+    if len(listed := _listed(component, hosts)) > component.nodes:
+        yield f"the {component.name} has {component.nodes} nodes, and its nodelist {len(listed)}; expected no more"
+        return
     if any(len(_suitable(component, own, seconds, hosts)) >= component.nodes for own in options):
         return
     own = max(options, key=lambda own: len(_suitable(component, own, seconds, hosts)))
