@@ -8,12 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from helpers.slurm_lab import SlurmLab, assert_nothing_left, processes_of
+from helpers.slurm_lab import assert_nothing_left, processes_of
 from helpers.toy_server import is_alive, wait_for
 
 pytestmark = pytest.mark.slurm

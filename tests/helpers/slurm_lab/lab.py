@@ -70,8 +70,8 @@ class Job:
 class SlurmLab:
     """One controller and the nodes rm0, rm1, act0 and act1, with 8 cores each; a context manager.
 
-    The nodes have host names, addresses and processes of their own, and share the file system, the network and /dev/shm,
-    which is not that of the machine. In `small` each node sees one file system of 16 MiB.
+    The nodes have host names, addresses and processes of their own. They share the file system, the network and a
+    /dev/shm that is not the machine's. In `small` each node sees one file system of 16 MiB.
     """
 
     def __init__(self) -> None:

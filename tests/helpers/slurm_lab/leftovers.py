@@ -56,8 +56,7 @@ def published_ports(run_dir: Path) -> set[int]:
     for path in (run_dir / "slurm").glob("*/*.json"):
         with contextlib.suppress(json.JSONDecodeError):
             content = json.loads(path.read_text())
-            if isinstance(content, dict) and "port" in content:
-                ports.add(int(content["port"]))
+            ports |= {value for key, value in content.items() if key.endswith("port") and value}
     return ports
 
 
