@@ -1,0 +1,89 @@
+"""Questions and orders to Slurm's controller, each with a deadline."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CALL_SECONDS = 30.0
+
+
+class SlurmCallError(Exception):
+    """A command of Slurm failed, or took too long. The text has the command and what it said."""
+
+
+@dataclass(frozen=True)
+class JobTimes:
+    """Attributes:
+    start, end: of the allocation, unix seconds; None where Slurm does not know.
+    """
+
+    start: int | None = None
+    end: int | None = None
+
+
+def call(command: Sequence[str], **environment: str) -> str:
+    """What the command prints.
+
+    Raises:
+        SlurmCallError: it failed.
+    """
+    try:
+        done = subprocess.run(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=CALL_SECONDS,
+            env={**os.environ, **environment},
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SlurmCallError(f"{' '.join(command)}: {error}") from error
+    if done.returncode:
+        raise SlurmCallError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def job_times(job_id: str) -> JobTimes:
+    """Of a job, or of one component of a heterogeneous one."""
+    text = call(["squeue", "-h", "-j", job_id, "-o", "%A|%S|%e"], SLURM_TIME_FORMAT="%s")
+    for line in text.splitlines():
+        found, start, end = line.split("|")
+        if found == job_id:
+            return JobTimes(*(int(value) if value.isdecimal() else None for value in (start, end)))
+    return JobTimes()
+
+
+def node_names(nodelist: str) -> list[str]:
+    """Of a list such as act[0-3]."""
+    return call(["scontrol", "show", "hostnames", nodelist]).split()
+
+
+def step_id(job_id: str, name: str) -> str | None:
+    """The id of the running step of that name, such as 12.1; None where there is none."""
+    for line in call(["squeue", "-h", "--steps", "-j", job_id, "-o", "%i|%j"]).splitlines():
+        found, _, step = line.strip().partition("|")
+        if step == name:
+            return found
+    return None
+
+
+def signal_step(step: str, number: int) -> None:
+    """Send a signal to every process of a step."""
+    call(["scancel", "--quiet", f"--signal={int(number)}", step])
+
+
+def requeue(job_id: str) -> None:
+    """Put the running job back into the queue; the leader's id stands for all components."""
+    call(["scontrol", "requeue", job_id])
+
+
+def is_running(job_id: str) -> bool:
+    """Whether the job has nodes."""
+    try:
+        states = call(["squeue", "-h", "-j", job_id, "-o", "%t"]).split()
+    except SlurmCallError:  # it is too long ago for Slurm to know it
+        return False
+    return any(state in ("R", "CF", "S", "ST") for state in states)

@@ -1,0 +1,339 @@
+"""The supervisor of a job: starts the reward servers and the actor, watches both, and ends or requeues the job.
+
+python -m reinforce_rl.slurm.job ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]
+
+It runs on the batch host, as `slurm/train_hetjob.sbatch` starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_STOPPED, ConfigError
+from reinforce_rl.slurm import calls, health, history
+from reinforce_rl.slurm.allocation import Allocation, read_allocation
+from reinforce_rl.slurm.calls import SlurmCallError
+from reinforce_rl.slurm.commands import StepPlan, actor_plan, server_plan, srun_line
+from reinforce_rl.slurm.endings import FAILED, FINISHED, SAVED, Ending, judge
+from reinforce_rl.slurm.history import Attempt, History
+from reinforce_rl.slurm.rendezvous import Place, look_up
+from reinforce_rl.slurm.settings import RESTART_AFTER_CRASH, Settings, read_settings
+from reinforce_rl.slurm.steps import POLL_SECONDS, Step
+from reinforce_rl.status import read_status
+
+REPORT_SECONDS = 30.0
+LAST_LOG_LINES = 20
+ASK_SECONDS = 1.0
+
+
+class StopSignal:
+    """The first signal that this process got, and when."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.at = 0.0
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.number is None:
+            self.number, self.at = number, time.monotonic()
+
+
+class Journal:
+    """Says lines to people: to the job's output, and to job.log of the attempt."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def say(self, text: str) -> None:
+        """Print it with the time of day."""
+        lines = "".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in text.splitlines())
+        with contextlib.suppress(OSError):  # a full disk must not end what can still be ended in good order
+            sys.stdout.write(lines)
+            sys.stdout.flush()
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(lines)
+
+
+class Job:
+    """One attempt at the run.
+
+    Args:
+        settings: of the job.
+        allocation: what Slurm gave it.
+        environment: of the tasks.
+        stop: the signals of this process.
+    """
+
+    def __init__(self, settings: Settings, allocation: Allocation, environment: dict[str, str], stop: StopSignal):
+        self._settings = settings
+        self._allocation = allocation
+        self._environment = environment
+        self._stop = stop
+        self._folder = settings.slurm_folder / allocation.label
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._journal = Journal(self._folder / "job.log")
+        self._say = self._journal.say
+        self._history = History(settings.slurm_folder / "history.jsonl")
+        self._steps: list[Step] = []
+        self._end_time: int | None = None
+
+    def run(self) -> int:
+        """The exit code."""
+        attempts = self._history.attempts()
+        text = self._nothing_to_do(attempts)
+        if text is not None:
+            self._say(text)
+            return EXIT_FINISHED
+        step = history.newest_checkpoint(self._settings.run_dir)
+        text = self._why_not(attempts, step)
+        if text is not None:
+            self._say(f"error: {text}. Nothing was started; the run stands at step {step}.")
+            return EXIT_ERROR
+        args = (self._settings.actor_args, self._settings.server_args)
+        attempt = Attempt(self._allocation.job_id, self._allocation.restart, time.time(), step, args)
+        self._history.write(attempt)
+        self._say(
+            f"job {self._allocation.job_id}, restart {self._allocation.restart}: run {self._settings.run_dir} at step "
+            f"{step}, logs in {self._folder}"
+        )
+        try:
+            ending = self._attempt()
+        finally:
+            for left in self._steps:  # after an error of this program itself
+                if not left.has_ended:
+                    left.end(signal.SIGTERM, time.monotonic() + self._settings.grace_seconds)
+        return self._close(attempt, ending)
+
+    def _nothing_to_do(self, attempts: Sequence[Attempt]) -> str | None:
+        """Where the run has finished."""
+        status = read_status(self._settings.run_dir)
+        if status is None or status.state != "finished":
+            return None
+        args = (self._settings.actor_args, self._settings.server_args)
+        finished = [attempt for attempt in attempts if attempt.exit_code == EXIT_FINISHED]
+        if finished and finished[-1].arguments != args:
+            return None  # more steps were asked for, or something else that the trainer has to judge
+        return f"the run in {self._settings.run_dir} has finished, at step {status.step}; nothing was started"
+
+    def _why_not(self, attempts: Sequence[Attempt], step: int) -> str | None:
+        job, restart = self._allocation.job_id, self._allocation.restart
+        open_jobs = {attempt.job for attempt in attempts if attempt.end is None and attempt.job != job}
+        for other in sorted(open_jobs):
+            if calls.is_running(other):
+                return f"job {other} works in {self._settings.run_dir}; wait for it, or cancel it (scancel {other})"
+        return history.refusal(attempts, job=job, restart=restart, max_restarts=self._settings.max_restarts, step=step)
+
+    def _attempt(self) -> Ending:
+        """Servers, then the actor, to their end."""
+        self._make_token()
+        times = self._times()
+        self._end_time = times.end
+        for name, value in (("SLURM_JOB_START_TIME", times.start), ("SLURM_JOB_END_TIME", times.end)):
+            if value is not None:
+                self._environment.setdefault(name, str(value))
+        server_nodes = calls.node_names(self._environment["SLURM_JOB_NODELIST_HET_GROUP_0"])
+        actor_nodes = calls.node_names(self._environment["SLURM_JOB_NODELIST_HET_GROUP_1"])
+        servers = [
+            self._start(
+                server_plan(self._settings, self._allocation, number, server_nodes, self._folder, actor_nodes[:1])
+            )
+            for number in range(self._settings.servers)
+        ]
+        places = self._wait_until_healthy(servers)
+        if isinstance(places, Ending):
+            return places
+        actor = self._start(actor_plan(self._settings, self._allocation, places, server_nodes[:1]))
+        unasked = self._watch(servers, actor)
+        self._end_all(servers, actor, unasked)
+        lost = [end for step in self._steps for end in step.lost()]
+        return judge(
+            actor.ends(),
+            [end for server in servers for end in server.ends()],
+            lost,
+            unasked=unasked,
+            told=self._stop.number,
+            unstarted=[] if actor.ends() or actor.lost() or self._stop.number else [actor.name],
+        )
+
+    def _make_token(self) -> None:
+        path = self._settings.token_file
+        with contextlib.suppress(FileExistsError):
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+
+    def _times(self) -> calls.JobTimes:
+        try:
+            return calls.job_times(self._allocation.server.job_id)
+        except SlurmCallError as error:
+            self._say(f"warning: when this job ends is not known: {error}")
+            return calls.JobTimes()
+
+    def _start(self, plan: StepPlan) -> Step:
+        line = srun_line(self._settings, plan, self._folder)
+        step = Step(plan, line, self._environment, self._folder, self._say)
+        self._steps.append(step)
+        self._say(f"{plan.name}: {plan.ranks} ranks, log {step.log}")
+        return step
+
+    def _wait_until_healthy(self, servers: Sequence[Step]) -> list[Place] | Ending:
+        """Where the servers are, as soon as all can score."""
+        start = time.monotonic()
+        next_report = start + REPORT_SECONDS
+        healthy: dict[str, Place] = {}
+        while True:
+            why = ""
+            for server in servers:
+                if server.has_ended:
+                    return self._never_healthy(servers, f"{server.name} ended before it was healthy")
+                if server.name in healthy:
+                    continue
+                place = look_up(self._folder, server.name)
+                fault = health.ask(place.address, place.http_port) if place else "its tasks have not begun"
+                if place is not None and fault is None:
+                    healthy[server.name] = place
+                    self._say(f"{server.name}: healthy at http://{place.http} ({place.host})")
+                elif fault is not None:
+                    why = f"{server.name}: {fault}"
+            if len(healthy) == len(servers):
+                return [healthy[server.name] for server in servers]
+            elapsed = time.monotonic() - start
+            if self._stop.number is not None:
+                return self._never_healthy(servers, f"{self._signal_name()} came before the reward server was healthy")
+            if elapsed > self._settings.ready_seconds:
+                return self._never_healthy(
+                    servers, f"no healthy reward server within {self._settings.ready_seconds:.0f} s ({why})"
+                )
+            if time.monotonic() >= next_report:
+                self._say(f"waiting, {elapsed:.0f} s of {self._settings.ready_seconds:.0f} s: {why}")
+                next_report += REPORT_SECONDS
+            time.sleep(ASK_SECONDS)
+
+    def _never_healthy(self, servers: Sequence[Step], text: str) -> Ending:
+        ended = [server for server in servers if server.has_ended]
+        self._end_servers(servers)
+        if self._stop.number is not None:
+            return Ending(SAVED, EXIT_STOPPED, text)
+        if not ended:
+            return Ending(FAILED, EXIT_ERROR, text, None, servers[0].name)
+        ends = [end for server in ended for end in server.ends()]
+        lost = [end for server in ended for end in server.lost()]
+        ending = judge([], ends, lost, unasked=ended[0].name, told=None)
+        return Ending(FAILED, ending.code, f"{text}; {ending.text}", ending.first, ended[0].name)
+
+    def _watch(self, servers: Sequence[Step], actor: Step) -> str:
+        """Until the actor ends, or a server does, whose name comes back, or a signal comes."""
+        while not actor.has_ended and self._stop.number is None:
+            for server in servers:
+                if server.has_ended:
+                    # Both may have ended at once, with the node or the network that they share.
+                    return server.name
+            time.sleep(POLL_SECONDS)
+        return ""
+
+    def _end_all(self, servers: Sequence[Step], actor: Step, unasked: str) -> None:
+        """The actor first: it needs the server for nothing once it is told, and the server's end would confuse it."""
+        if not actor.has_ended:
+            number = self._stop.number or signal.SIGTERM
+            self._say(
+                f"{self._signal_name() if not unasked else f'{unasked} has ended'}; {actor.name} is asked to save"
+            )
+            actor.end(number if number == signal.SIGUSR1 else signal.SIGTERM, self._actor_deadline())
+        self._end_servers(servers)
+
+    def _actor_deadline(self) -> float:
+        """For its save: what is left of the allocation, if it is its end that is near."""
+        seconds = self._settings.grace_seconds
+        if self._stop.number == signal.SIGUSR1 and self._end_time is not None:
+            seconds = max(seconds, self._end_time - time.time())
+        return time.monotonic() + seconds
+
+    def _end_servers(self, servers: Sequence[Step]) -> None:
+        deadline = time.monotonic() + self._settings.grace_seconds
+        for server in servers:
+            if not server.has_ended:
+                server.signal(signal.SIGTERM)  # all at once; `end` does it again where this one was lost
+        for server in servers:
+            server.end(signal.SIGTERM, deadline)
+
+    def _signal_name(self) -> str:
+        return signal.Signals(self._stop.number).name if self._stop.number is not None else ""
+
+    def _close(self, attempt: Attempt, ending: Ending) -> int:
+        """Say what happened, decide on a requeue, and keep both."""
+        step = history.newest_checkpoint(self._settings.run_dir)
+        if ending.log_of:
+            self._say(self._last_lines(self._folder / f"{ending.log_of}.log"))
+        self._say(ending.text)
+        cancelled = self._stop.number is not None and self._stop.number != signal.SIGUSR1
+        requeue, what = False, "nothing is left to do"
+        if ending.kind != FINISHED:
+            go_on = f"submit the same command again to go on from step {step}"
+            decision = history.decide(
+                restart=self._allocation.restart,
+                max_restarts=self._settings.max_restarts,
+                step_before=attempt.step_before,
+                step_after=step,
+            )
+            if cancelled:
+                what = f"not requeued after {self._signal_name()}; {go_on}"
+            elif ending.kind == FAILED and not self._settings.restart_after_crash:
+                what = f"not requeued after a failure ({RESTART_AFTER_CRASH} is false); {go_on}"
+            else:
+                requeue = decision.requeue
+                what = f"requeued: {decision.why}" if requeue else f"not requeued: {decision.why}; {go_on}"
+        self._say(f"the run stands at step {step}, which was {attempt.step_before} when this attempt began; {what}")
+        first = ending.first.name if ending.first else None
+        closed = history.close(
+            attempt,
+            step_after=step,
+            reason=ending.text,
+            exit_code=ending.code,
+            first_failed=first,
+            requeued=requeue,
+        )
+        with contextlib.suppress(OSError):
+            self._history.write(closed)
+        if requeue:
+            try:
+                calls.requeue(self._allocation.job_id)
+            except SlurmCallError as error:
+                self._say(f"error: the job could not be requeued ({error}); submit the same command again")
+        return ending.code
+
+    def _last_lines(self, log: Path) -> str:
+        try:
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - 65536))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            return f"{log} cannot be read: {error.strerror}"
+        shown = "\n".join(f"  | {line}" for line in lines[-LAST_LOG_LINES:]) or "  | (empty)"
+        return f"the last lines of {log}:\n{shown}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job; from a batch script."""
+    stop = StopSignal()
+    repository = Path(__file__).resolve().parents[2]
+    try:
+        settings = read_settings(sys.argv[1:] if argv is None else argv, os.environ, repository)
+        allocation = read_allocation(settings, os.environ)
+    except ConfigError as error:
+        print(f"error: {error}", flush=True)
+        return EXIT_ERROR
+    return Job(settings, allocation, dict(os.environ), stop).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
