@@ -133,7 +133,7 @@ def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
     if component.cpus_per_task is not None:  # which srun does not take from the job by itself
         cpus = component.cpus_per_task * max(1, component.tasks_per_node * nodes // plan.tasks)
         line.append(f"--cpus-per-task={cpus}")
-    line += ["--kill-on-bad-exit=1", "--export=ALL", "--label", "--unbuffered", f"--output={folder / plan.name}.log"]
+    line += ["--kill-on-bad-exit=1", "--export=ALL", "--label", f"--output={folder / plan.name}.log"]
     if settings.mpi:
         line.append(f"--mpi={settings.mpi}")
     if plan.image:

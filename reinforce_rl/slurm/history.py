@@ -84,12 +84,12 @@ class History:
         """Add a line, whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = (json.dumps(asdict(attempt)) + "\n").encode()
-        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(handle, line)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        with self.path.open("a+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":  # torn by a full disk or a kill
+                line = b"\n" + line
+            file.write(line)
+            os.fsync(file.fileno())
 
 
 def close(attempt: Attempt, **values: object) -> Attempt:

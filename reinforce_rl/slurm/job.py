@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +23,15 @@ from reinforce_rl.slurm import calls, health, history
 from reinforce_rl.slurm.allocation import Allocation, read_allocation
 from reinforce_rl.slurm.calls import SlurmCallError
 from reinforce_rl.slurm.commands import StepPlan, actor_plan, server_plan, srun_line
-from reinforce_rl.slurm.endings import FAILED, FINISHED, SAVED, Ending, judge
+from reinforce_rl.slurm.endings import FAILED, FINISHED, STOPPED, Ending, judge
 from reinforce_rl.slurm.history import Attempt, History
 from reinforce_rl.slurm.rendezvous import Place, look_up
 from reinforce_rl.slurm.settings import RESTART_AFTER_CRASH, Settings, read_settings
 from reinforce_rl.slurm.steps import POLL_SECONDS, Step
 
 REPORT_SECONDS = 30.0
+REQUEUE_SECONDS = 30.0  # before the end of the allocation, when only a requeue must still fit
+LEAST_SECONDS = 10.0
 LAST_LOG_LINES = 20
 ASK_SECONDS = 1.0
 
@@ -142,7 +145,7 @@ class Job:
             return places
         actor = self._start(actor_plan(self._settings, self._allocation, places, server_nodes[:1]))
         unasked = self._watch(servers, actor)
-        self._end_all(servers, actor, unasked)
+        by_itself = self._end_all(servers, actor, unasked)
         lost = [end for step in self._steps for end in step.lost()]
         return judge(
             actor.ends(),
@@ -150,15 +153,18 @@ class Job:
             lost,
             unasked=unasked,
             told=self._stop.number,
+            killed=not by_itself,
             unstarted=[] if actor.ends() or actor.lost() or self._stop.number else [actor.name],
         )
 
     def _make_token(self) -> None:
         path = self._settings.token_file
-        with contextlib.suppress(FileExistsError):
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(handle, "w") as file:
-                file.write(secrets.token_urlsafe(32) + "\n")
+        if path.exists():
+            return
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".token.")  # mode 0600
+        with os.fdopen(handle, "w") as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+        os.replace(name, path)  # whole, or not at all
 
     def _times(self) -> calls.JobTimes:
         try:
@@ -211,7 +217,7 @@ class Job:
         ended = [server for server in servers if server.has_ended]
         self._end_servers(servers)
         if self._stop.number is not None:
-            return Ending(SAVED, EXIT_STOPPED, text)
+            return Ending(STOPPED, EXIT_STOPPED, text)
         if not ended:
             return Ending(FAILED, EXIT_ERROR, text, None, servers[0].name)
         ends = [end for server in ended for end in server.ends()]
@@ -220,34 +226,38 @@ class Job:
         return Ending(FAILED, ending.code, f"{text}; {ending.text}", ending.first, ended[0].name)
 
     def _watch(self, servers: Sequence[Step], actor: Step) -> str:
-        """Until the actor ends, or a server does, whose name comes back, or a signal comes."""
+        """Until the actor ends, a signal comes, or the last server ends, whose name comes back."""
+        left = list(servers)
         while not actor.has_ended and self._stop.number is None:
-            for server in servers:
-                if server.has_ended:
-                    # Both may have ended at once, with the node or the network that they share.
+            for server in [server for server in left if server.has_ended]:
+                left.remove(server)
+                if not left:
                     return server.name
+                names = ", ".join(other.name for other in left)
+                self._say(f"{server.name} has ended without being asked to; the run goes on with {names}")
             time.sleep(POLL_SECONDS)
         return ""
 
-    def _end_all(self, servers: Sequence[Step], actor: Step, unasked: str) -> None:
-        """The actor first: it needs the server for nothing once it is told, and the server's end would confuse it."""
+    def _end_all(self, servers: Sequence[Step], actor: Step, unasked: str) -> bool:
+        """The actor first, which may still wait for rewards; whether it ended by itself."""
+        by_itself = True
         if not actor.has_ended:
-            number = self._stop.number or signal.SIGTERM
-            self._say(
-                f"{self._signal_name() if not unasked else f'{unasked} has ended'}; {actor.name} is asked to save"
-            )
-            actor.end(number if number == signal.SIGUSR1 else signal.SIGTERM, self._actor_deadline())
+            why = f"{unasked} has ended without being asked to" if unasked else f"got {self._signal_name()}"
+            self._say(f"{why}; the actor is asked to save, and to end")
+            number = signal.SIGUSR1 if self._stop.number == signal.SIGUSR1 else signal.SIGTERM
+            by_itself = actor.end(number, self._deadline())
         self._end_servers(servers)
+        return by_itself
 
-    def _actor_deadline(self) -> float:
-        """For its save: what is left of the allocation, if it is its end that is near."""
+    def _deadline(self) -> float:
+        """When whoever was asked to end is killed: in time for a requeue, where the end of the allocation is near."""
         seconds = self._settings.grace_seconds
         if self._stop.number == signal.SIGUSR1 and self._end_time is not None:
-            seconds = max(seconds, self._end_time - time.time())
+            seconds = max(self._end_time - REQUEUE_SECONDS - time.time(), LEAST_SECONDS)
         return time.monotonic() + seconds
 
     def _end_servers(self, servers: Sequence[Step]) -> None:
-        deadline = time.monotonic() + self._settings.grace_seconds
+        deadline = self._deadline()
         for server in servers:
             if not server.has_ended:
                 server.signal(signal.SIGTERM)  # all at once; `end` does it again where this one was lost
@@ -320,7 +330,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", flush=True)
         return EXIT_ERROR
-    return Job(settings, allocation, dict(os.environ), stop).run()
+    try:
+        return Job(settings, allocation, dict(os.environ), stop).run()
+    except (OSError, SlurmCallError) as error:
+        print(f"error: {error}", flush=True)
+        return EXIT_ERROR
 
 
 if __name__ == "__main__":

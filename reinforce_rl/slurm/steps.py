@@ -18,7 +18,7 @@ POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
 KILL_SECONDS = 60.0  # from SIGKILL of a step to that of its srun
 KILLED = 128 + 9
-LOST_REASON = "it left no word: its wrapper was killed, or its node is gone"
+LOST_REASON = "it left no word: its wrapper was killed, its node is gone, or the run's folder is full"
 
 
 class Step:
