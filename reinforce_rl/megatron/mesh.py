@@ -123,6 +123,10 @@ class Mesh:
         dist.all_gather_object(gathered, value, group=self.dp_group)
         return gathered
 
+    def join_over_dp(self, values: list[Any]) -> list[Any]:
+        """The picklable values of every data-parallel rank in one list, in rank order, on every rank."""
+        return [value for part in self.gather_over_dp(values) for value in part]
+
     def gather_on_main(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in rank order, on the first rank; an empty list on the others."""
         gathered: list[Any] | None = [None] * self.world_size if self.is_main else None
