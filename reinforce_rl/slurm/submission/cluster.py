@@ -95,7 +95,7 @@ def parse_sinfo(text: str) -> list[Node]:
 def _gpus(gres: str) -> Iterator[Gpus]:
     """Of gpu:h100:8(S:0-1),gpu:2,craynetwork:1."""
     for entry in re.split(r",(?![^(]*\))", gres):
-        if found := re.match(r"gpu(?::([A-Za-z][^:(]*))?(?::(\d+))?(?:\(|$)", entry):
+        if found := re.match(r"gpu(?::([^:(]*[A-Za-z][^:(]*))?(?::(\d+))?(?:\(|$)", entry):
             yield Gpus(int(found.group(2) or 1), found.group(1))
 
 

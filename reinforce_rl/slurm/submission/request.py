@@ -168,7 +168,7 @@ def _settings(
 def _times(options: Options, run_dir: Path, faults: _Faults) -> tuple[int | None, int]:
     """Seconds of the limit, and of the lead before it."""
     status = read_status(run_dir)
-    save_seconds = None if status is None else getattr(status, "save_seconds", None)
+    save_seconds = None if status is None else status.save_seconds
     before = len(faults.found)
     seconds = faults.value("--time", lambda: parse_time(options.time), None)
     lead = faults.count("--signal-lead", options.signal_lead) or default_lead(save_seconds)

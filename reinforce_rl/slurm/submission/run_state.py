@@ -78,7 +78,8 @@ def still_queued(run_dir: Path) -> str | None:
             found[job] = f"{shown.split('+')[0]} ({name}, {state.lower()})"
     if not found:
         return None
+    told = ", ".join(text for _, text in sorted(found.items(), key=lambda item: int(item[0])))
     return (
-        f"{', '.join(found.values())}: jobs of the run in {run_dir} that are in the queue already; wait for them, "
-        f"cancel them (scancel {' '.join(found)}), or set exp_manager.explicit_log_dir to another folder"
+        f"the run in {run_dir} is in the queue already: {told}; wait for it, cancel it (scancel {' '.join(found)}), "
+        "or set exp_manager.explicit_log_dir to another folder"
     )

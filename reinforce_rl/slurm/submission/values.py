@@ -70,7 +70,7 @@ class Gpus:
         Raises:
             ValueError: it is nothing of the kind.
         """
-        found = re.fullmatch(r"(?:([A-Za-z][\w.-]*):)?(\d+)", text)
+        found = re.fullmatch(r"(?:([\w.-]*[A-Za-z][\w.-]*):)?(\d+)", text)
         if found is None:
             raise ValueError(f"'{text}'; expected GPUs of a node as [TYPE:]COUNT, such as 8 or h100:8, or 0 for none")
         return cls(int(found.group(2)), found.group(1)) if int(found.group(2)) else None
