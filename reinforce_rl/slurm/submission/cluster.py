@@ -1,7 +1,9 @@
 """Whether a cluster's nodes suffice for both components at once, from what sinfo prints.
 
 `sbatch --test-only` looks at one component after the other: it says yes to two that fit singly and not together, to a
-partition that is down, and to a time above the partition's limit. Such a job would wait for ever.
+partition that is down, and to a time above the partition's limit. Such a job would wait for ever. So does one whose
+component 0 may be put on nodes that component 1 cannot do without: Slurm places one after the other, and never anew
+(seen with 22.05: one CPU node beside two GPU nodes of a cluster of four waited on four idle nodes).
 """
 
 from __future__ import annotations
@@ -143,14 +145,30 @@ def check_totals(
         both = ", ".join(sorted(twice))
         return Fit((f"--server-nodelist and --actor-nodelist both have {both}; expected nodes of their own",))
     best: tuple[list[Node], list[Node]] = ([], [])
+    fit_together = False
     for ours, theirs in itertools.product(*options):
-        one = [node for node in _suitable(server, ours, seconds, hosts) if node.name not in wanted[1]]
-        two = [node for node in _suitable(actor, theirs, seconds, hosts) if node.name not in wanted[0]]
-        if len(one) >= server.nodes and len(two) >= actor.nodes and _either(one, two) >= server.nodes + actor.nodes:
-            free = (sum(node.free for node in one), sum(node.free for node in two))
-            return Fit((), free, min(node.megabytes for node in two))
-        best = max(best, (one, two), key=lambda pair: _either(*pair))
+        one, two = _suitable(server, ours, seconds, hosts), _suitable(actor, theirs, seconds, hosts)
+        two = [node for node in two if node.name not in wanted[0]]
+        left = [node for node in one if node.name not in wanted[1]]
+        enough = _either(left, two) >= server.nodes + actor.nodes
+        if enough and len(left) >= server.nodes and len(two) >= actor.nodes:
+            fit_together, best = True, (one, two)
+            if _leaves_enough(server, one, wanted[0], actor, two, wanted[1]):
+                free = (sum(node.free for node in one), sum(node.free for node in two))
+                return Fit((), free, min(node.megabytes for node in two))
+        elif not fit_together:
+            best = max(best, (left, two), key=lambda pair: _either(*pair))
     one, two = best
+    if fit_together:
+        shared = {node.name for node in two}
+        return Fit(
+            (
+                f"the {server.name} may be put on nodes that the {actor.name} cannot do without "
+                f"({_names([node for node in one if node.name in shared])}), and the job would wait for ever, since "
+                "Slurm chooses the nodes of component 0 without a look at component 1; keep them apart with "
+                "--server-partition, --server-constraint, --server-exclude or --server-nodelist",
+            )
+        )
     return Fit(
         (
             f"the components fit singly, but not together: the {server.name} needs {server.nodes} of {_names(one)}, "
@@ -159,6 +177,28 @@ def check_totals(
             "nodes or another partition",
         )
     )
+
+
+def _leaves_enough(
+    server: Component,
+    one: Sequence[Node],
+    fixed: frozenset[str],
+    actor: Component,
+    two: Sequence[Node],
+    needed: frozenset[str],
+) -> bool:
+    """Whether the actor has enough nodes left, whichever the server gets.
+
+    Args:
+        server, actor: the components.
+        one, two: the nodes that each can use.
+        fixed: of the server's nodes, those that must be among them, none of which is in `two`.
+        needed: of the actor's nodes, those that must be.
+    """
+    chosen = {node.name for node in one} - fixed
+    shared = chosen & {node.name for node in two}
+    taken = min(server.nodes - len(fixed), len(shared))
+    return len(two) - taken >= actor.nodes and not (taken and shared & needed)
 
 
 def _either(one: Sequence[Node], two: Sequence[Node]) -> int:
@@ -190,10 +230,10 @@ def _singly(
     if len(listed := _listed(component, hosts)) > component.nodes:
         yield f"the {component.name} has {component.nodes} nodes, and its nodelist {len(listed)}; expected no more"
         return
-    if any(len(_suitable(component, own, seconds, hosts)) >= component.nodes for own in options):
+    fits = [_suitable(component, own, seconds, hosts) for own in options]
+    if any(len(fit) >= component.nodes and listed <= {node.name for node in fit} for fit in fits):
         return
-    own = max(options, key=lambda own: len(_suitable(component, own, seconds, hosts)))
-    fit = _suitable(component, own, seconds, hosts)
+    fit, own = max(zip(fits, options, strict=True), key=lambda pair: len(pair[0]))
     reasons: dict[str, list[Node]] = {}
     for node in own:
         if reason := _unsuitable(component, node, seconds, hosts):
@@ -201,9 +241,10 @@ def _singly(
     told = "; ".join(f"{_names(unfit)}: {reason}" for reason, unfit in reasons.items())
     need = f"{component.nodes} node{'s' if component.nodes > 1 else ''} with {component.cpus_per_node} CPUs"
     gpus = f" and GPUs {component.gpus}" if component.gpus else ""
+    must = f", {component.options.nodelist} among them" if listed else ""
     yield (
-        f"the {component.name} needs {need}{gpus}, and {len(fit)} of the {len(own)} of partition {own[0].partition} "
-        f"will do{f' ({told})' if told else ''}; use fewer nodes or ranks a node, or another partition"
+        f"the {component.name} needs {need}{gpus}{must}, and {len(fit)} of the {len(own)} of partition "
+        f"{own[0].partition} will do{f' ({told})' if told else ''}; use fewer nodes or ranks a node, or another partition"
     )
 
 

@@ -42,7 +42,7 @@ def test_lines_of_sinfo():
 
 
 def test_a_line_that_is_none_is_named():
-    with pytest.raises(SlurmCallError, match="printed 'act0.idle'"):
+    with pytest.raises(SlurmCallError, match=r"printed 'act0\|idle'"):
         parse_sinfo("act0|idle\n")
 
 
@@ -58,6 +58,18 @@ def faults(server: Component, actor: Component, *, seconds=600, text=SINFO, **ho
 def test_what_fits():
     found = check_totals(component(1), component(2), parse_sinfo(SINFO), 600, {})
     assert (found.faults, found.free, found.actor_megabytes) == ((), (2, 2), 4000)
+
+
+def test_a_server_that_may_take_the_actors_nodes():
+    """As seen on a real Slurm, which leaves four idle nodes idle."""
+    actor = component(2, gpus=Gpus(8, "h100"))
+    found = faults(component(1, name="reward server"), actor)
+    assert "the reward server may be put on nodes that the actor cannot do without (act0, act1)" in found
+    assert faults(component(1, exclude="act"), actor, act="act0 act1") == ""
+    assert faults(component(1, constraint="small"), actor) == ""
+    assert faults(component(1, nodelist="rm0"), actor, rm0="rm0") == ""
+    assert faults(component(1), component(1, gpus=Gpus(8, "h100"))) == ""
+    assert "cannot do without" in faults(component(1), component(1, nodelist="act1"), act1="act1")
 
 
 def test_components_that_fit_singly_but_not_together():
@@ -90,6 +102,7 @@ def test_one_of_several_partitions_is_enough():
         (component(1, constraint="big&small"), ["act0, act1, rm0: not big&small"]),
         (component(3, constraint="big|small", exclude="act0"), ["act0: excluded"]),
         (component(1, nodelist="act0,act1"), ["has 1 nodes, and its nodelist 2"]),
+        (component(2, nodelist="rm1"), ["2 nodes with 1 CPUs, rm1 among them, and 3 of the 4", "rm1: state down*"]),
         (component(1, nodelist="rm1"), ["not in the nodelist", "rm1: state down*"]),
     ],
 )
@@ -120,23 +133,32 @@ def test_forms_of_a_constraint_that_only_sbatch_reads_are_left_to_it():
 def test_against_every_choice_of_nodes():
     random.seed(0)
     answers = set()
-    for _ in range(300):
+    for _ in range(400):
         names = [f"n{i}" for i in range(random.randint(1, 5))]
         text = "".join(
             f"{name}|p*|{random.choice(['idle', 'mixed', 'down'])}|{random.choice([2, 4])}|100|(null)|up|infinite|f\n"
             for name in names
         )
+        lists = {"one": frozenset(random.sample(names, 1)), "two": frozenset(random.sample(names, 1))}
         server, actor = (
-            component(random.randint(1, 3), cpus=random.choice([1, 3])),
-            component(random.randint(1, 3), cpus=random.choice([1, 3])),
+            component(random.randint(1, 3), cpus=random.choice([1, 3]), nodelist=random.choice([None, None, name]))
+            for name in lists
         )
         nodes = parse_sinfo(text)
-        able = [[n.name for n in nodes if n.state != "down" and n.cpus >= c.cpus_per_node] for c in (server, actor)]
-        possible = any(
-            not set(one) & set(two)
-            for one in itertools.combinations(able[0], server.nodes)
-            for two in itertools.combinations(able[1], actor.nodes)
-        )
-        assert (check_totals(server, actor, nodes, 60, {}).faults == ()) == possible, (text, server, actor)
-        answers.add(possible)
-    assert answers == {True, False}
+        choices = [
+            [
+                set(chosen)
+                for chosen in itertools.combinations([n.name for n in nodes if n.cpus >= own.cpus_per_node], own.nodes)
+                if not any(n.state == "down" and n.name in chosen for n in nodes)
+                and (own.options.nodelist is None or lists[own.options.nodelist] <= set(chosen))
+            ]
+            for own in (server, actor)
+        ]
+        # Slurm chooses for component 0 first, so whatever it chooses must leave a choice for component 1.
+        possible = all(any(not one & two for two in choices[1]) for one in choices[0]) and choices[0] != []
+        found = check_totals(server, actor, nodes, 60, lists).faults
+        assert (found == ()) == possible, (text, server, actor, lists, found)
+        together = any(not one & two for one in choices[0] for two in choices[1])
+        assert ("cannot do without" in " ".join(found)) == (together and not possible)
+        answers.add((together, possible))
+    assert answers == {(True, True), (True, False), (False, False)}
