@@ -24,8 +24,8 @@ from reinforce_rl.monitoring.jsonl import read_metrics
 ROOT = Path(__file__).parents[2]
 BATCH_FILE = ROOT / "slurm" / "train_hetjob.sbatch"
 ACTOR_SCRIPT, SERVER_SCRIPT = "train_reinforce_actor.py", "serve_reward_model.py"
-START_SECONDS = 150.0  # to the first step: imports of all ranks on a busy machine
-RUN_SECONDS = 240.0
+START_SECONDS = 300.0  # to the first step: imports of all ranks on a busy machine
+RUN_SECONDS = 400.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,17 @@ class Layout:
 
 
 SMALL = Layout()
+# Overrides of a run of short steps, each saved: so many that a signal comes in the midst of them.
+STEPS = 40
+SHORT = [
+    f"trainer.reinforce.max_steps={STEPS}",
+    "trainer.reinforce.val_check_interval=0",
+    "trainer.reinforce.save_interval=1",
+    "trainer.reinforce.num_rollouts_per_prompt=2",
+    "model.reinforce.num_rollout_samples=4",
+    "model.reinforce.length_params.max_length=4",
+    "model.reinforce.num_val_samples=4",
+]
 
 
 @dataclass(frozen=True)
@@ -130,15 +141,22 @@ class SlurmRun:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.report(job)}") from None
 
-    def rank(self, job: Job, script: str, number: int) -> psutil.Process:
-        """The process of a rank, as it is named by its environment."""
+    def ranks(self, job: Job, script: str) -> dict[int, psutil.Process]:
+        """The processes of a program that run now, by rank; wrappers are not among them."""
+        found = {}
         for process in processes_of(self.lab, job):
             with contextlib.suppress(psutil.Error):
-                words = process.cmdline()
-                mine = process.environ().get("RANK", "0") == str(number)
-                if mine and any(Path(word).name == script for word in words[1:2]):
-                    return process
-        raise AssertionError(f"no rank {number} of {script} in job {job.id}:\n{self.report(job)}")
+                # The script's place is behind the interpreter's options; a wrapper has its own program before it.
+                words = process.cmdline()[1:3]
+                if any(Path(word).name == script for word in words):
+                    found[int(process.environ().get("RANK", "0"))] = process
+        return found
+
+    def rank(self, job: Job, script: str, number: int) -> psutil.Process:
+        """The process of one."""
+        found = self.ranks(job, script)
+        assert number in found, f"no rank {number} of {script} among {found}:\n{self.report(job)}"
+        return found[number]
 
     def report(self, job: Job) -> str:
         """All that the job wrote, shortened."""

@@ -29,11 +29,11 @@ ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL
 
 def missing_for_a_lab() -> tuple[str, bool]:
     """What this machine lacks for a lab, empty if nothing; and whether an installation would help."""
+    if os.geteuid() != 0:
+        return "a lab of Slurm must be started by root", False
     programs = [name for name in PROGRAMS if shutil.which(name) is None]
     if programs:
         return f"Slurm is not installed: no {', '.join(programs)}", True
-    if os.geteuid() != 0:
-        return "a lab of Slurm must be started by root", False
     tried = subprocess.run([*UNSHARE, "unshare", "--uts", "true"], capture_output=True, text=True, timeout=30)
     if tried.returncode:
         return f"no namespaces can be made here: {tried.stderr.strip()}", False
