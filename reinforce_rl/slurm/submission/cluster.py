@@ -244,7 +244,8 @@ def _singly(
     must = f", {component.options.nodelist} among them" if listed else ""
     yield (
         f"the {component.name} needs {need}{gpus}{must}, and {len(fit)} of the {len(own)} of partition "
-        f"{own[0].partition} will do{f' ({told})' if told else ''}; use fewer nodes or ranks a node, or another partition"
+        f"{own[0].partition} will do{f' ({told})' if told else ''}; use fewer nodes or ranks a node, or another "
+        "partition"
     )
 
 

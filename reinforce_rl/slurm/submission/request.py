@@ -74,11 +74,14 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     if server_cfg is not None:
         faults.found += _server_faults(server_cfg)
     settings = _settings(options, actor_args, run_dir, repository, environment, faults)
+    asked = _asked(options, run_dir, faults)
+    if cfg is not None:
+        faults.found += _gpu_faults(ACTOR, asked.actor, cfg.trainer.devices)
+    if server_cfg is not None:
+        faults.found += _gpu_faults(SERVER, asked.server, server_cfg.devices)
     plan = None
-    if cfg is None or server_cfg is None or settings is None:
-        _times(options, run_dir, faults)  # whose faults are to be told too
-    else:
-        plan = _plan(options, cfg, server_cfg, settings, faults)
+    if cfg is not None and server_cfg is not None:
+        plan = _plan(options, asked, cfg, server_cfg, settings)
     megabytes = _megabytes(actor)
     warnings = [] if cfg is None else list(_warnings(cfg, plan, megabytes))
     return Request(plan, run_dir, megabytes, tuple(faults.found), tuple(warnings))
@@ -156,17 +159,37 @@ def _settings(
     repository: Path,
     environment: Mapping[str, str],
     faults: _Faults,
-) -> Settings | None:
-    """What the job will read, but for what follows from the configurations."""
+) -> Settings:
+    """What the job will read, but for what follows from the configurations; defaults where it is wrong."""
     variables = {**dict(options.variables), names.RUN_DIR: str(run_dir)}
     if not any(name in variables for name in (names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE)):
         variables[names.PYTHON] = sys.executable
     argv = [*actor_args, SEPARATOR, *options.server_args]
-    return faults.attempt(lambda: read_settings(argv, variables, repository))
+    found = faults.attempt(lambda: read_settings(argv, variables, repository))
+    return found or Settings(run_dir, repository, actor_args=actor_args, server_args=options.server_args)
 
 
-def _times(options: Options, run_dir: Path, faults: _Faults) -> tuple[int | None, int]:
-    """Seconds of the limit, and of the lead before it."""
+@dataclass(frozen=True)
+class _Values:
+    """Of a component's options."""
+
+    cpus_per_task: int | None
+    gpus: Gpus | None
+    megabytes: int | None
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The values of options; defaults where they are wrong."""
+
+    seconds: int | None
+    lead: int
+    chain: int
+    actor: _Values
+    server: _Values
+
+
+def _asked(options: Options, run_dir: Path, faults: _Faults) -> _Asked:
     status = read_status(run_dir)
     save_seconds = None if status is None else status.save_seconds
     before = len(faults.found)
@@ -174,30 +197,52 @@ def _times(options: Options, run_dir: Path, faults: _Faults) -> tuple[int | None
     lead = faults.count("--signal-lead", options.signal_lead) or default_lead(save_seconds)
     if len(faults.found) == before:
         faults.found += lead_faults(lead, seconds, save_seconds)
-    return seconds, lead
+    return _Asked(
+        seconds=seconds,
+        lead=lead,
+        chain=faults.count("--chain", options.chain) or 1,
+        actor=_values(ACTOR, options.actor, faults),
+        server=_values(SERVER, options.server, faults),
+    )
 
 
-def _plan(
-    options: Options, cfg: TrainConfig, server: DictConfig, settings: Settings, faults: _Faults
-) -> JobPlan | None:
-    seconds, lead = _times(options, settings.run_dir, faults)
-    chain = faults.count("--chain", options.chain) or 1
+def _values(component: str, options: ComponentOptions, faults: _Faults) -> _Values:
+    gpus, mem = options.gpus, options.mem
+    return _Values(
+        cpus_per_task=faults.count(f"--{component}-cpus-per-task", options.cpus_per_task),
+        gpus=None if gpus is None else faults.value(f"--{component}-gpus", lambda: Gpus.parse(gpus), None),
+        megabytes=None if mem is None else faults.value(f"--{component}-mem", lambda: parse_memory(mem), None),
+    )
+
+
+def _gpu_faults(component: str, values: _Values, ranks: object) -> list[str]:
+    if values.gpus is None or not isinstance(ranks, int) or values.gpus.count >= ranks:
+        return []
+    return [f"--{component}-gpus is {values.gpus}, for {ranks} ranks of a node; expected a GPU for each"]
+
+
+def _plan(options: Options, asked: _Asked, cfg: TrainConfig, server: DictConfig, settings: Settings) -> JobPlan | None:
     of_actor, of_server = (cfg.trainer.num_nodes, cfg.trainer.devices), (server.num_nodes, server.devices)
     if not all(isinstance(number, int) and number > 0 for number in (*of_actor, *of_server)):
         return None  # which the programs' own faults say
     base = options.job_name or cfg.exp_manager.name
     gpu = cfg.trainer.precision == "bf16"  # which nobody uses on a CPU
-    plural = "" if settings.servers == 1 else "s"
-    actor = _component(ACTOR, f"{base}-actor", of_actor, options.actor, settings.launcher, gpu, faults)
-    servers = _component(
-        f"reward {SERVER}{plural}",
-        f"{base}-rm",
-        (settings.servers * of_server[0], of_server[1]),
-        options.server,
-        settings.launcher,
-        gpu and not serves_function(server),
-        faults,
-    )
+    serves_model = not serves_function(server)
+    components = []
+    for name, job_name, (nodes, ranks), own, values, on_gpu in (
+        (
+            f"reward {SERVER}{'s' if settings.servers > 1 else ''}",
+            f"{base}-rm",
+            (settings.servers * of_server[0], of_server[1]),
+            options.server,
+            asked.server,
+            gpu and serves_model,
+        ),
+        (ACTOR, f"{base}-actor", of_actor, options.actor, asked.actor, gpu),
+    ):
+        tasks, cpus = tasks_of(ranks, settings.launcher, values.cpus_per_task)
+        gpus = values.gpus if own.gpus is not None or not on_gpu else Gpus(ranks)
+        components.append(Component(name, job_name, nodes, ranks, tasks, cpus, gpus, values.megabytes, own))
     variables = {
         names.RUN_DIR: str(settings.run_dir),
         names.REPOSITORY: str(settings.repository),
@@ -207,42 +252,18 @@ def _plan(
         names.SERVER_DEVICES: str(of_server[1]),
     }
     return JobPlan(
-        server=servers,
-        actor=actor,
+        server=components[0],
+        actor=components[1],
         time=options.time,
-        seconds=seconds,
-        lead=lead,
-        chain=chain,
+        seconds=asked.seconds,
+        lead=asked.lead,
+        chain=asked.chain,
         run_dir=settings.run_dir,
         batch_file=settings.repository / BATCH_FILE,
         actor_args=settings.actor_args,
         server_args=settings.server_args,
         variables=tuple(variables.items()),
     )
-
-
-def _component(
-    name: str,
-    job_name: str,
-    size: tuple[int, int],
-    options: ComponentOptions,
-    launcher: str,
-    gpu: bool,
-    faults: _Faults,
-) -> Component:
-    """Of nodes and ranks a node."""
-    nodes, ranks = size
-    of = ACTOR if name == ACTOR else SERVER
-    tasks, cpus = tasks_of(ranks, launcher, faults.count(f"--{of}-cpus-per-task", options.cpus_per_task))
-    gpus = Gpus(ranks) if gpu else None
-    if (text := options.gpus) is not None:
-        gpus = faults.value(f"--{of}-gpus", lambda: Gpus.parse(text), None)
-        if gpus is not None and gpus.count < ranks:
-            faults.found.append(f"--{of}-gpus is {gpus}, for {ranks} ranks of a node; expected a GPU for each")
-    megabytes = None
-    if (size_text := options.mem) is not None:
-        megabytes = faults.value(f"--{of}-mem", lambda: parse_memory(size_text), None)
-    return Component(name, job_name, nodes, ranks, tasks, cpus, gpus, megabytes, options)
 
 
 def _megabytes(actor: Examination | None) -> int | None:

@@ -50,9 +50,9 @@ def component(nodes: int, *, name="actor", cpus=1, gpus=None, megabytes=None, **
     return Component(name, name, nodes, cpus, cpus, None, gpus, megabytes, ComponentOptions(**options))
 
 
-def faults(server: Component, actor: Component, *, seconds=600, text=SINFO, **hosts) -> str:
+def faults(server: Component, actor: Component, seconds: int | None = 600, **hosts: str) -> str:
     lists = {name: frozenset(names.split()) for name, names in hosts.items()}
-    return "\n".join(check_totals(server, actor, parse_sinfo(text), seconds, lists).faults)
+    return "\n".join(check_totals(server, actor, parse_sinfo(SINFO), seconds, lists).faults)
 
 
 def test_what_fits():
@@ -108,15 +108,15 @@ def test_one_of_several_partitions_is_enough():
 )
 def test_why_a_component_does_not_fit(actor, words):
     lists = {name: name.replace(",", " ") for name in ("act0", "rm1", "act0,act1")}
-    found = faults(component(1, name="reward server", partition="small"), actor, **lists)
+    found = faults(component(1, name="reward server", partition="small"), actor, 600, **lists)
     assert all(word in found for word in words), found
 
 
 def test_a_time_above_the_limit_of_the_partition():
     server = component(1, partition="small")
-    assert faults(server, component(1), seconds=3600) == ""
-    assert "partition small allows 3600 s, the job asks for 3660" in faults(server, component(1), seconds=3660)
-    assert "the job asks for no limit" in faults(server, component(1), seconds=None)
+    assert faults(server, component(1), 3600) == ""
+    assert "partition small allows 3600 s, the job asks for 3660" in faults(server, component(1), 3660)
+    assert "the job asks for no limit" in faults(server, component(1), None)
 
 
 def test_nodes_that_both_want():
