@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from reinforce_rl.cli import compose
@@ -61,9 +63,12 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
         console: for the trainer's own plan, which is printed where its configuration has no faults.
     """
     faults = _Faults()
-    run_dir = _run_dir(options, environment, faults)
+    actor_cfg = faults.attempt(lambda: compose(ACTOR_CONFIG, options.actor_args))
+    run_dir = _run_dir(options, actor_cfg, environment)
+    # The job itself says this one, so that it is absolute and the same for all.
     actor_args = tuple(arg for arg in options.actor_args if arg.partition("=")[0].lstrip("+") != RUN_DIR_KEY)
-    actor_cfg = faults.attempt(lambda: compose(ACTOR_CONFIG, [*actor_args, f"{RUN_DIR_KEY}={run_dir}"]))
+    if actor_cfg is not None:
+        OmegaConf.update(actor_cfg, RUN_DIR_KEY, str(run_dir))
     server_cfg = faults.attempt(lambda: compose(SERVER_CONFIG, options.server_args))
     actor = None if actor_cfg is None else examine(actor_cfg, console, here=False)
     if actor is not None:
@@ -114,11 +119,14 @@ class _Faults:
         return None
 
 
-def _run_dir(options: Options, environment: Mapping[str, str], faults: _Faults) -> Path:
-    given = override_of(options.actor_args, RUN_DIR_KEY) or environment.get(names.RUN_DIR, "").strip()
-    if not given:
-        plain = faults.attempt(lambda: compose(ACTOR_CONFIG, ()))
-        given = "" if plain is None else plain.exp_manager.explicit_log_dir
+def _run_dir(options: Options, cfg: DictConfig | None, environment: Mapping[str, str]) -> Path:
+    given = environment.get(names.RUN_DIR, "").strip()
+    own = override_of(options.actor_args, RUN_DIR_KEY)
+    if own is not None or not given:
+        given = own or "."
+        # What cannot be resolved is among the faults of the configuration.
+        with contextlib.suppress(OmegaConfBaseException):
+            given = given if cfg is None else str(cfg.exp_manager.explicit_log_dir)
     return Path(given).absolute()
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from helpers.real_run import World, environment
 from helpers.slurm_lab import Job, assert_nothing_left
-from helpers.slurm_run import RUN_SECONDS, SHORT, results
+from helpers.slurm_run import RUN_SECONDS, SHORT
+from helpers.tiny_run import json_lines
 from rich.console import Console
 
 from reinforce_rl.slurm.submission.submit import main
@@ -44,9 +45,11 @@ def words_of(world: World, run_dir: Path, *words: str) -> list[str]:
         (["trainer.devices=9"], "act0, act1, rm0, rm1: 8 CPUs"),
         (["--partition=nowhere"], "partition nowhere has no nodes; expected --partition to be of batch"),
         (["--server-nodelist=rm[0-1]"], "has 1 nodes, and its nodelist 2"),
-        (["--exclude=rm[0-1],act0"], "excluded"),
+        (
+            ["--exclude=rm[0-1],act0"],
+            "the actor 1 of act1, and Slurm gives no node to both; expected 2 nodes, found 1",
+        ),
         (["--gpus-per-node=h100:1"], "GPUs none"),
-        (["--actor-sbatch-arg=--time-min=9"], "sbatch --test-only refuses the component of the actor"),
         (["--actor-sbatch-arg=--nonsense"], "sbatch --test-only refuses the component of the actor: sbatch: unrec"),
     ],
 )
@@ -86,6 +89,6 @@ def test_a_chain_of_two_jobs(lab, in_lab, world, tmp_path):
         assert_nothing_left(lab, job, run_dir)
     assert f"the run stands at step {STEPS}" in first.last_lines
     assert f"has finished, at step {STEPS}; nothing was started" in second.last_lines
-    assert len(results(run_dir)) == STEPS + 1
+    assert [line["step"] for line in json_lines(run_dir / "metrics.jsonl")] == [1, 2]
     expected_code = 0
     assert f"has finished, at step {STEPS}. Nothing was submitted." in submit()
