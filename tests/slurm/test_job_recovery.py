@@ -41,7 +41,7 @@ def run(lab, world, tmp_path) -> SlurmRun:
 
 def assert_equal(run: SlurmRun, uninterrupted: tuple[SlurmRun, Job]) -> None:
     expected = results(uninterrupted[0].run_dir)
-    assert len(expected) == STEPS + 1
+    assert len(expected) == STEPS
     assert results(run.run_dir) == expected
     assert_same_weights(run.run_dir, uninterrupted[0].run_dir)
 

@@ -79,4 +79,4 @@ def test_the_signal_before_the_time_limit_saves_requeues_and_goes_on(lab, world,
     assert {(part.state, part.exit_code, part.restarts) for part in components} == {("COMPLETED", "0:0", 1)}
     assert_nothing_left(lab, job, run.run_dir)
     assert f"at step {STEPS}" in job.last_lines
-    assert len(results(run.run_dir)) == STEPS + 1
+    assert len(results(run.run_dir)) == STEPS
