@@ -24,8 +24,8 @@ from reinforce_rl.monitoring.jsonl import read_metrics
 ROOT = Path(__file__).parents[2]
 BATCH_FILE = ROOT / "slurm" / "train_hetjob.sbatch"
 ACTOR_SCRIPT, SERVER_SCRIPT = "train_reinforce_actor.py", "serve_reward_model.py"
-START_SECONDS = 300.0  # to the first step: imports of all ranks on a busy machine
-RUN_SECONDS = 400.0
+START_SECONDS = 600.0  # to the first step: imports of all ranks on a busy machine
+RUN_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class SlurmRun:
                 "PYTHONPATH": str(ROOT),
                 "REINFORCE_RUN_DIR": str(self.run_dir),
                 "REINFORCE_PYTHON": sys.executable,
-                "REINFORCE_GRACE_SECONDS": "60",
+                "REINFORCE_GRACE_SECONDS": "300",
                 **self.variables,
                 **variables,
             },

@@ -10,7 +10,7 @@ from helpers.toy_server import wait_for
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3600)]
 ENDLESS = [*SHORT, "trainer.reinforce.max_epochs=10000", "trainer.reinforce.max_steps=100000"]
 
 
