@@ -72,7 +72,7 @@ def step_id(job_id: str, name: str) -> str | None:
 
 def signal_step(step: str, number: int) -> None:
     """Send a signal to every process of a step."""
-    call(["scancel", "--quiet", f"--signal={int(number)}", step])
+    call(["scancel", f"--signal={int(number)}", step])
 
 
 def requeue(job_id: str) -> None:
@@ -82,8 +82,16 @@ def requeue(job_id: str) -> None:
 
 def is_running(job_id: str) -> bool:
     """Whether the job has nodes."""
+    return any(state in ("R", "CF", "S", "ST") for state in _states(job_id))
+
+
+def is_completing(job_id: str) -> bool:
+    """Whether Slurm itself is ending the job, after `scancel` or `scontrol requeue`."""
+    return "CG" in _states(job_id)
+
+
+def _states(job_id: str) -> list[str]:
     try:
-        states = call(["squeue", "-h", "-j", job_id, "-o", "%t"]).split()
+        return call(["squeue", "-h", "-j", job_id, "-o", "%t"]).split()
     except SlurmCallError:  # it is too long ago for Slurm to know it
-        return False
-    return any(state in ("R", "CF", "S", "ST") for state in states)
+        return []

@@ -160,7 +160,7 @@ def _task(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
     line = [settings.interpreter(plan.image), "-c", START_TASK, str(settings.repository)]
     line += [f"--component={plan.name}", f"--folder={folder}", f"--repository={settings.repository}"]
     line += [f"--launcher={settings.launcher}", f"--devices={plan.component.devices}"]
-    line += [f"--seconds={settings.ready_seconds:g}", f"--peers={','.join(plan.peers)}"]
+    line += [f"--seconds={settings.ready_seconds:g}", "--peers", *plan.peers]
     if plan.serves:
         line.append("--serves")
     return [*line, "--", *plan.program]

@@ -25,15 +25,15 @@ from reinforce_rl.slurm.calls import SlurmCallError
 from reinforce_rl.slurm.commands import StepPlan, actor_plan, server_plan, srun_line
 from reinforce_rl.slurm.endings import FAILED, FINISHED, STOPPED, Ending, judge
 from reinforce_rl.slurm.history import Attempt, History
+from reinforce_rl.slurm.journal import Journal, last_lines
 from reinforce_rl.slurm.rendezvous import Place, look_up
-from reinforce_rl.slurm.settings import RESTART_AFTER_CRASH, Settings, read_settings
+from reinforce_rl.slurm.settings import REPOSITORY, RESTART_AFTER_CRASH, Settings, read_settings
 from reinforce_rl.slurm.steps import POLL_SECONDS, Step
 from reinforce_rl.status import read_status
 
 REPORT_SECONDS = 30.0
 REQUEUE_SECONDS = 30.0  # before the end of the allocation, when only a requeue must still fit
 LEAST_SECONDS = 10.0
-LAST_LOG_LINES = 20
 ASK_SECONDS = 1.0
 
 
@@ -49,22 +49,6 @@ class StopSignal:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.number is None:
             self.number, self.at = number, time.monotonic()
-
-
-class Journal:
-    """Says lines to people: to the job's output, and to job.log of the attempt."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def say(self, text: str) -> None:
-        """Print it with the time of day."""
-        lines = "".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in text.splitlines())
-        with contextlib.suppress(OSError):  # a full disk must not end what can still be ended in good order
-            sys.stdout.write(lines)
-            sys.stdout.flush()
-        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(lines)
 
 
 class Job:
@@ -109,6 +93,9 @@ class Job:
             f"job {self._allocation.job_id}, restart {self._allocation.restart}: run {self._settings.run_dir} at step "
             f"{step}, logs in {self._folder}"
         )
+        for other in attempts:
+            if other.job == attempt.job and other.end is None:
+                self._say(f"restart {other.restart} ended without a word: a node failed, or somebody requeued the job")
         try:
             ending = self._attempt()
         finally:
@@ -143,7 +130,7 @@ class Job:
         self._end_time = times.end
         for name, value in (("SLURM_JOB_START_TIME", times.start), ("SLURM_JOB_END_TIME", times.end)):
             if value is not None:
-                self._environment.setdefault(name, str(value))
+                self._environment[name] = str(value)
         server_nodes = calls.node_names(self._environment["SLURM_JOB_NODELIST_HET_GROUP_0"])
         actor_nodes = calls.node_names(self._environment["SLURM_JOB_NODELIST_HET_GROUP_1"])
         servers = [
@@ -255,9 +242,14 @@ class Job:
         by_itself = True
         if not actor.has_ended:
             why = f"{unasked} has ended without being asked to" if unasked else f"got {self._signal_name()}"
-            self._say(f"{why}; the actor is asked to save, and to end")
+            if self._stop.number == signal.SIGTERM:
+                why += " (the job is being cancelled, or requeued by somebody)"
+            self._say(f"{why}; the actor is asked to save and to end")
             number = signal.SIGUSR1 if self._stop.number == signal.SIGUSR1 else signal.SIGTERM
             by_itself = actor.end(number, self._deadline())
+            # Before the servers have ended, which a job that is cancelled may not live to see.
+            step = history.newest_checkpoint(self._settings.run_dir)
+            self._say(f"the actor has ended; the run's newest checkpoint is that of step {step}")
         self._end_servers(servers)
         return by_itself
 
@@ -283,7 +275,7 @@ class Job:
         """Say what happened, decide on a requeue, and keep both."""
         step = history.newest_checkpoint(self._settings.run_dir)
         if ending.log_of:
-            self._say(self._last_lines(self._folder / f"{ending.log_of}.log"))
+            self._say(last_lines(self._folder / f"{ending.log_of}.log"))
         self._say(ending.text)
         cancelled = self._stop.number is not None and self._stop.number != signal.SIGUSR1
         requeue, what = False, "nothing is left to do"
@@ -321,21 +313,11 @@ class Job:
                 self._say(f"error: the job could not be requeued ({error}); submit the same command again")
         return ending.code
 
-    def _last_lines(self, log: Path) -> str:
-        try:
-            with log.open("rb") as file:
-                file.seek(max(0, log.stat().st_size - 65536))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError as error:
-            return f"{log} cannot be read: {error.strerror}"
-        shown = "\n".join(f"  | {line}" for line in lines[-LAST_LOG_LINES:]) or "  | (empty)"
-        return f"the last lines of {log}:\n{shown}"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; from a batch script."""
     stop = StopSignal()
-    repository = Path(__file__).resolve().parents[2]
+    repository = Path(os.environ.get(REPOSITORY) or Path(__file__).resolve().parents[2])
     try:
         settings = read_settings(sys.argv[1:] if argv is None else argv, os.environ, repository)
         allocation = read_allocation(settings, os.environ)

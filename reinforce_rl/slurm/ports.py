@@ -101,21 +101,27 @@ def own_address(peers: Sequence[str]) -> str:
 
     Args:
         peers: names of nodes of the job.
+
+    Raises:
+        ReinforceError: neither this node's name nor another's has one.
     """
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-        if not address.startswith("127."):
-            return address
-        others = [socket.gethostbyname(peer) for peer in peers]
-    except OSError:
-        address, others = "", []
+    address = _address_of(socket.gethostname())
+    if address is not None and not address.startswith("127."):
+        return address
     # Debian gives a machine's own name the address 127.0.1.1, which says nothing to other machines: the address that
     # packets to them come from does. Where all nodes are one machine, each has an address of the loopback.
-    for other in others:
-        if not other.startswith("127."):
+    for other in map(_address_of, peers):
+        if other is not None and not other.startswith("127."):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
                 probe.connect((other, 9))  # sends nothing
                 return probe.getsockname()[0]
-    if address:
-        return address
-    raise ReinforceError(f"the name of this node, {socket.gethostname()}, has no IPv4 address")
+    if address is None:
+        raise ReinforceError(f"the name of this node, {socket.gethostname()}, has no IPv4 address")
+    return address
+
+
+def _address_of(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from reinforce_rl.slurm.calls import SlurmCallError, signal_step, step_id
+from reinforce_rl.slurm.calls import SlurmCallError, is_completing, signal_step, step_id
 from reinforce_rl.slurm.commands import StepPlan
 from reinforce_rl.slurm.exits import TaskEnd, read_ends
 
@@ -42,8 +42,7 @@ class Step:
     ):
         self.plan = plan
         self.log = folder / f"{plan.name}.log"
-        self.started = time.time()
-        self.messages: list[str] = []
+        self._messages: list[tuple[float, str]] = []
         self._folder = folder
         self._say = say
         self._srun = subprocess.Popen(
@@ -75,17 +74,19 @@ class Step:
         # What srun itself says: tasks that were killed, steps that cannot be made. Tasks write to the log.
         assert self._srun.stderr is not None
         for line in self._srun.stderr:
-            self.messages.append(line.rstrip())
+            self._messages.append((time.time(), line.rstrip()))
             self._say(f"{self.name}: {line.rstrip()}")
 
     def signal(self, number: int) -> bool:
-        """Signal every process of the step; False where it has ended, or Slurm does not answer."""
+        """Signal every process of the step; False where that is to be tried again."""
         try:
             found = None if self.has_ended else step_id(self.plan.component.job_id, self.name)
             if found is not None:
                 signal_step(found, number)
             return found is not None
         except SlurmCallError as error:
+            if is_completing(self.plan.component.job_id):  # and Slurm sends SIGTERM itself
+                return True
             self._say(f"cannot signal {self.name}, trying again: {error}")
             return False
 
@@ -140,11 +141,11 @@ class Step:
     def _lost_task(self, task: int, each: int) -> TaskEnd:
         ranks = str(task) if each == 1 else f"{task * each}-{(task + 1) * each - 1}"
         # srun: error: act1: task 2: Killed        srun: error: act0: tasks 0-1: Exited with exit code 1
-        for order, message in enumerate(self.messages):
+        for when, message in self._messages:
             found = re.search(r"error: (\S+): tasks? ([\d,-]+): (Exited with exit code (\d+))?", message)
             if found and task in _numbers(found.group(2)):
                 code = int(found.group(4) or KILLED)
-                return TaskEnd(self.name, task, ranks, found.group(1), code, self.started + order, LOST_REASON)
+                return TaskEnd(self.name, task, ranks, found.group(1), code, when, LOST_REASON)
         return TaskEnd(self.name, task, ranks, "an unknown node", KILLED, time.time(), LOST_REASON)
 
 

@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--launcher", choices=(SRUN, TORCHRUN), required=True)
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True, help="for the first task to say where it is")
-    parser.add_argument("--peers", default="", help="names of other nodes")
+    parser.add_argument("--peers", nargs="*", default=(), help="names of other nodes")
     parser.add_argument("--serves", action="store_true")
     parser.add_argument("script", nargs="+")
     options = parser.parse_args(argv)
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nodes=int(os.environ["SLURM_STEP_NUM_NODES"]),
     )
     try:
-        end = run(task, options.script, options.repository, options.peers.split(","), options.seconds)
+        end = run(task, options.script, options.repository, options.peers, options.seconds)
     except ReinforceError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         end = task.end(EXIT_ERROR, str(error))

@@ -53,7 +53,8 @@ def test_the_servers_line() -> None:
         "--launcher=srun",
         "--devices=1",
         "--seconds=600",
-        "--peers=act0",
+        "--peers",
+        "act0",
         "--serves",
     ]
     assert program == [
