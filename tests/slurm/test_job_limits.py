@@ -10,7 +10,7 @@ from helpers.toy_server import wait_for
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3600)]
 ENDLESS = [*SHORT, "trainer.reinforce.max_epochs=10000", "trainer.reinforce.max_steps=100000"]
 
 
@@ -25,10 +25,10 @@ def run(lab, world, tmp_path) -> SlurmRun:
 
 
 def test_a_time_limit_saves_in_time_requeues_and_goes_on(lab, run):
-    """The signal comes 60 to 90 s before the end of four minutes."""
-    job = run.submit(options=["--time=4", "--signal=B:USR1@60"])
-    run.wait_for_step(job, 1, seconds=200)
-    lab.wait_for_attempt(job, 1, 240)
+    """The signal comes 60 to 90 s before the end of five minutes."""
+    job = run.submit(options=["--time=5", "--signal=B:USR1@60"])
+    run.wait_for_step(job, 1, seconds=230)
+    lab.wait_for_attempt(job, 1, 400)
     step = run.saved_step
     assert f"requeued: from step 0 to step {step}" in job.output
     assert run.status["state"] == "stopped"

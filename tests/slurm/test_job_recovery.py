@@ -15,7 +15,7 @@ from helpers.slurm_run import ACTOR_SCRIPT, RUN_SECONDS, SHORT, SlurmRun, assert
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3600)]
 STEPS = 80
 LONGER = [*SHORT, f"trainer.reinforce.max_steps={STEPS}"]
 
@@ -41,7 +41,7 @@ def run(lab, world, tmp_path) -> SlurmRun:
 
 def assert_equal(run: SlurmRun, uninterrupted: tuple[SlurmRun, Job]) -> None:
     expected = results(uninterrupted[0].run_dir)
-    assert len(expected) == STEPS + 1
+    assert len(expected) == STEPS
     assert results(run.run_dir) == expected
     assert_same_weights(run.run_dir, uninterrupted[0].run_dir)
 
@@ -57,10 +57,10 @@ def test_twice_signalled_and_once_crashed(lab, run, uninterrupted):
     job = run.submit(REINFORCE_RESTART_AFTER_CRASH="true")
     run.wait_for_step(job, 2)
     lab.signal(job, "USR1")
-    lab.wait_for_attempt(job, 1, 120)
+    lab.wait_for_attempt(job, 1, 300)
     run.wait_for_step(job, run.saved_step + 2)
     os.kill(run.rank(job, ACTOR_SCRIPT, 0).pid, signal.SIGKILL)
-    lab.wait_for_attempt(job, 2, 120)
+    lab.wait_for_attempt(job, 2, 300)
     run.wait_for_step(job, run.saved_step + 2)
     lab.signal(job, "USR1")
     finish(run, job, restarts=3)
@@ -91,7 +91,7 @@ def test_two_jobs_on_the_same_nodes(lab, run, world, tmp_path, uninterrupted):
     other = SlurmRun(lab, world, tmp_path / "other", overrides=LONGER)
     jobs = {run.submit(): run, other.submit(): other}
     for job in jobs:
-        lab.wait_for_attempt(job, 0, 60)
+        lab.wait_for_attempt(job, 0, 300)
     ports = [set(), set()]
     for each, (job, its_run) in zip(ports, jobs.items(), strict=True):
         its_run.wait_for_step(job, 1, RUN_SECONDS)

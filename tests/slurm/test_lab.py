@@ -51,7 +51,7 @@ def test_a_heterogeneous_job_over_four_nodes(lab, script, tmp_path):
 
 
 def test_what_is_left_of_a_running_job_is_found(lab, script, tmp_path):
-    job = lab.submit(str(script), "trap '' TERM; setsid sleep 600 & wait", log=tmp_path / "log")
+    job = lab.submit(str(script), "setsid sleep 600 & wait", log=tmp_path / "log")
     lab.wait_for_attempt(job, 0, 30)
     assert wait_for(lambda: len(lab.steps(job)) == 2, 20)
     assert wait_for(lambda: sum(p.cmdline()[:1] == ["sleep"] for p in processes_of(lab, job)) == 4, 20)

@@ -215,7 +215,7 @@ class SlurmLab:
                 return components
             if time.monotonic() > deadline:
                 raise AssertionError(f"after {seconds} s the job is {components}:\n{job.output}\n{self.logs()}")
-            time.sleep(0.5)
+            time.sleep(1.0)
 
     def wait_for_attempt(self, job: Job, restarts: int, seconds: float) -> None:
         """Until all components run for the `restarts`-th time after the first."""
