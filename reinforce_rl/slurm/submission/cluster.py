@@ -18,7 +18,7 @@ from reinforce_rl.slurm.submission.plan import Component
 from reinforce_rl.slurm.submission.values import Gpus, parse_time
 
 SINFO = ("sinfo", "--noheader", "--Node", "--format=%N|%P|%T|%c|%m|%G|%a|%l|%f")
-UNUSABLE = ("down", "drained", "draining", "drain", "fail", "failing", "error", "future", "inval", "maint", "unknown")
+UNUSABLE = ("down", "drained", "draining", "drain", "fail", "failing", "error", "future", "inval", "unknown")
 NOT_RESPONDING = "*"
 SHOWN_NODES = 6
 

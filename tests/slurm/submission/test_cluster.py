@@ -41,6 +41,15 @@ def test_lines_of_sinfo():
     assert (big.gpus_of("h100"), big.gpus_of(None), big.gpus_of("a100")) == (8, 10, 0)
 
 
+@pytest.mark.parametrize(
+    ("state", "usable"),
+    [("idle", True), ("mixed-", True), ("maint", True), ("idle*", False), ("drained", False), ("draining@", False)],
+)
+def test_states(state, usable):
+    (node,) = parse_sinfo(f"n0|p*|{state}|8|4000|(null)|up|infinite|(null)\n")
+    assert node.usable is usable
+
+
 def test_a_line_that_is_none_is_named():
     with pytest.raises(SlurmCallError, match=r"printed 'act0\|idle'"):
         parse_sinfo("act0|idle\n")
