@@ -228,7 +228,7 @@ def _singly(
         yield f"the {component.name}: {what}; expected --partition to be of {known}"
         return
     if len(listed := _listed(component, hosts)) > component.nodes:
-        yield f"the {component.name} has {component.nodes} nodes, and its nodelist {len(listed)}; expected no more"
+        yield f"the nodelist of the {component.name} has {len(listed)} nodes, and it gets {component.nodes}"
         return
     fits = [_suitable(component, own, seconds, hosts) for own in options]
     if any(len(fit) >= component.nodes and listed <= {node.name for node in fit} for fit in fits):

@@ -14,7 +14,7 @@ from reinforce_rl.slurm.submission.plan import Component, JobPlan
 
 
 def print_job(console: Console, plan: JobPlan, fit: Fit | None) -> None:
-    """Components, times, folders and the command.
+    """Components, times and folders.
 
     Args:
         console: where to.
@@ -41,8 +41,22 @@ def print_job(console: Console, plan: JobPlan, fit: Fit | None) -> None:
     ]
     console.print()
     _print_rows(console, rows)
+
+
+def print_command(console: Console, plan: JobPlan) -> None:
+    """What is handed to Slurm, as it can be pasted: a line for the variables, each component, and the program.
+
+    Args:
+        console: where to.
+        plan: of the job.
+    """
+    lines = [["env", *(f"{name}={value}" for name, value in plan.variables)], []]
+    for argument in plan.command():
+        if argument in (":", str(plan.batch_file)):
+            lines.append([])
+        lines[-1].append(argument)
     console.print(Text("\nCommand", style="bold"))
-    console.print(Text(_shell(plan)))
+    console.print(Text(" \\\n    ".join(shlex.join(line) for line in lines)))
 
 
 def _column(number: int, component: Component, free: str) -> list[str]:
@@ -66,13 +80,3 @@ def _print_rows(console: Console, rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
         console.print(Text(f"  {'  '.join(cells)}".rstrip()))
-
-
-def _shell(plan: JobPlan) -> str:
-    """The command as it can be pasted, a line for the variables, each component, and the program."""
-    lines = [["env", *(f"{name}={value}" for name, value in plan.variables)], []]
-    for argument in plan.command():
-        if argument in (":", str(plan.batch_file)):
-            lines.append([])
-        lines[-1].append(argument)
-    return " \\\n    ".join(shlex.join(line) for line in lines)

@@ -19,7 +19,7 @@ from reinforce_rl.slurm.submission import run_state
 from reinforce_rl.slurm.submission.cluster import SINFO, Fit, check_totals, parse_sinfo
 from reinforce_rl.slurm.submission.options import parse_options
 from reinforce_rl.slurm.submission.plan import JobPlan
-from reinforce_rl.slurm.submission.report import print_job
+from reinforce_rl.slurm.submission.report import print_command, print_job
 from reinforce_rl.slurm.submission.request import Request, make_request
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -33,11 +33,12 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
 
     Args:
         argv: [options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]
-        console: where to; None for the terminal.
+        console: where to; None for the standard output, and errors to the other.
 
     Returns:
         the exit code: 0 where the jobs were submitted, or would be, or the run has finished; else 1.
     """
+    errors = console or Console(stderr=True, highlight=False, soft_wrap=True)
     console = console or wide_console()
     options = parse_options(argv, os.environ)
     request = make_request(options, os.environ, REPOSITORY, console)
@@ -50,18 +51,19 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     if not options.dry_run:
         faults += cluster.unchecked
     elif cluster.unchecked:
-        console.print("\nNot checked:", *(f"  {reason}" for reason in cluster.unchecked), sep="\n")
+        console.print("\nNot checked:", *(f"  {reason}" for reason in cluster.unchecked), sep="\n", markup=False)
     if faults or plan is None:
-        console.print(f"error: {ConfigError(faults)}\nNothing was submitted.", style="red")
+        errors.print(f"error: {ConfigError(faults)}\nNothing was submitted.", style="red", markup=False)
         return EXIT_ERROR
+    print_command(console, plan)
     attempts = History(plan.folder / HISTORY_FILE).attempts()
     if text := finished(plan.run_dir, attempts, (plan.actor_args, plan.server_args)):
-        console.print(f"\n{text}. Nothing was submitted.")
+        console.print(f"\n{text}. Nothing was submitted.", markup=False)
         return EXIT_FINISHED
     if options.dry_run:
         console.print("\nNo fault was found. Nothing was submitted.")
         return EXIT_FINISHED
-    return _submit(plan, console)
+    return _submit(plan, console, errors)
 
 
 @dataclass
@@ -150,7 +152,7 @@ def job_environment(plan: JobPlan, environment: Mapping[str, str]) -> dict[str, 
     return {**kept, **dict(plan.variables)}
 
 
-def _submit(plan: JobPlan, console: Console) -> int:
+def _submit(plan: JobPlan, console: Console, errors: Console) -> int:
     """Hand the links of the chain to Slurm, each after the one before."""
     jobs: list[str] = []
     try:
@@ -161,17 +163,20 @@ def _submit(plan: JobPlan, console: Console) -> int:
             jobs.append(out.strip().split(";")[0])  # ID;CLUSTER where there are several clusters
             run_state.record(plan.folder, jobs[-1], plan.server.job_name)
     except OSError as error:
-        console.print(f"error: exp_manager.explicit_log_dir is {plan.run_dir}: {error}", style="red")
+        errors.print(f"error: exp_manager.explicit_log_dir is {plan.run_dir}: {error}", style="red", markup=False)
     except SlurmCallError as error:
-        console.print(f"error: sbatch did not take job {len(jobs) + 1} of {plan.chain}: {error.said}", style="red")
+        errors.print(
+            f"error: sbatch did not take job {len(jobs) + 1} of {plan.chain}: {error.said}", style="red", markup=False
+        )
     if not jobs:
-        console.print("Nothing was submitted.")
+        errors.print("Nothing was submitted.")
         return EXIT_ERROR
     console.print(f"\nSubmitted: {' then '.join(jobs)}")
     console.print(
         f"  look      squeue -j {','.join(jobs)}\n"
         f"  output    tail -F {plan.folder}/{jobs[0]}.out\n"
         f"  state     {plan.run_dir}/status.json\n"
-        f"  cancel    scancel {' '.join(jobs)}"
+        f"  cancel    scancel {' '.join(jobs)}",
+        markup=False,
     )
     return EXIT_FINISHED if len(jobs) == plan.chain else EXIT_ERROR

@@ -110,7 +110,7 @@ def test_one_of_several_partitions_is_enough():
         (component(1, partition="nowhere"), ["partition nowhere has no nodes", "batch, dgx, off, small"]),
         (component(1, constraint="big&small"), ["act0, act1, rm0: not big&small"]),
         (component(3, constraint="big|small", exclude="act0"), ["act0: excluded"]),
-        (component(1, nodelist="act0,act1"), ["has 1 nodes, and its nodelist 2"]),
+        (component(1, nodelist="act0,act1"), ["nodelist of the actor has 2 nodes, and it gets 1"]),
         (component(2, nodelist="rm1"), ["2 nodes with 1 CPUs, rm1 among them, and 3 of the 4", "rm1: state down*"]),
         (component(1, nodelist="rm1"), ["not in the nodelist", "rm1: state down*"]),
     ],

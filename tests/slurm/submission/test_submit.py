@@ -247,7 +247,9 @@ def test_what_sbatch_refuses_is_told_with_the_component(submit):
     assert submit.code == 1
     assert "sbatch --test-only refuses the component of the actor: allocation failure: Invalid qos" in text
     submit.slurm.answer("test-reinforce-actor")
-    assert "sbatch --test-only refuses the job: allocation failure: Invalid qos" in submit()
+    text = submit()
+    assert "sbatch --test-only refuses the job: allocation failure: Invalid qos" in text
+    assert "Command" not in text
 
 
 def test_a_chain_that_breaks_off_tells_which_jobs_there_are(submit):

@@ -44,7 +44,7 @@ def words_of(world: World, run_dir: Path, *words: str) -> list[str]:
         (["--servers=2", "trainer.num_nodes=3"], "fit singly, but not together"),
         (["trainer.devices=9"], "act0, act1, rm0, rm1: 8 CPUs"),
         (["--partition=nowhere"], "partition nowhere has no nodes; expected --partition to be of batch"),
-        (["--server-nodelist=rm[0-1]"], "has 1 nodes, and its nodelist 2"),
+        (["--server-nodelist=rm[0-1]"], "nodelist of the reward server has 2 nodes, and it gets 1"),
         (
             ["--exclude=rm[0-1],act0"],
             "the actor 1 of act1, and Slurm gives no node to both; expected 2 nodes, found 1",
