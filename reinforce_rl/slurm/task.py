@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         end, is_well = run(task, options.script, options.repository, options.peers, options.seconds)
-    except ReinforceError as error:
+    except (ReinforceError, OSError) as error:  # the latter of a full disk, which nothing can be published on
         print(f"error: {error}", file=sys.stderr, flush=True)
         end, is_well = task.end(EXIT_ERROR, str(error)), False
     try:
