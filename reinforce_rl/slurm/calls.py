@@ -72,7 +72,8 @@ def step_id(job_id: str, name: str) -> str | None:
 
 def signal_step(step: str, number: int) -> None:
     """Send a signal to every process of a step."""
-    call(["scancel", f"--signal={int(number)}", step])
+    # Through the controller: scancel itself asks all nodes of the component, and fails where a step has only some.
+    call(["scancel", "--ctld", f"--signal={int(number)}", step])
 
 
 def requeue(job_id: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,14 @@ START_TASK = (
     "from reinforce_rl.slurm.task import main; sys.exit(main(sys.argv[2:]))"
 )
 ACTOR = "actor"
+# srun takes these for options, and Slurm sets them to what component 0 was asked for, whichever component srun is of.
+# Without them a step has all that its component has on its nodes, and a rank finds its GPU by LOCAL_RANK among them.
+FOREIGN_OPTIONS = (
+    *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
+    *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"),
+    *("SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_TRES_PER_TASK", "SLURM_DISTRIBUTION"),
+    *("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_CORE"),
+)
 
 
 @dataclass(frozen=True)
@@ -144,6 +152,11 @@ def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
     if settings.setup:
         line += ["bash", "-c", _with_setup(settings.setup), "bash"]
     return [*line, *_task(settings, plan, folder)]
+
+
+def srun_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of an srun, without what would be taken for options of its own."""
+    return {name: value for name, value in environment.items() if name not in FOREIGN_OPTIONS}
 
 
 def _with_setup(setup: str) -> str:

@@ -16,7 +16,7 @@ def ask(address: str, port: int) -> str | None:
         answer = connection.getresponse()
         body = answer.read(1 << 16)
     except (OSError, http.client.HTTPException) as error:
-        return f"{address}:{port} does not answer ({getattr(error, 'strerror', None) or error!r})"
+        return f"{address}:{port} does not answer ({getattr(error, 'strerror', None) or repr(error)})"
     finally:
         connection.close()
     try:

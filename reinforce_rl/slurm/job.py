@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -22,7 +23,7 @@ from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_STOPPED, ConfigE
 from reinforce_rl.slurm import calls, health, history
 from reinforce_rl.slurm.allocation import Allocation, read_allocation
 from reinforce_rl.slurm.calls import SlurmCallError
-from reinforce_rl.slurm.commands import StepPlan, actor_plan, server_plan, srun_line
+from reinforce_rl.slurm.commands import StepPlan, actor_plan, server_plan, srun_environment, srun_line
 from reinforce_rl.slurm.endings import FAILED, FINISHED, STOPPED, Ending, judge
 from reinforce_rl.slurm.history import Attempt, History
 from reinforce_rl.slurm.journal import Journal, last_lines
@@ -174,9 +175,9 @@ class Job:
 
     def _start(self, plan: StepPlan) -> Step:
         line = srun_line(self._settings, plan, self._folder)
-        step = Step(plan, line, self._environment, self._folder, self._say)
+        step = Step(plan, line, srun_environment(self._environment), self._folder, self._say)
         self._steps.append(step)
-        self._say(f"{plan.name}: {plan.ranks} ranks, log {step.log}")
+        self._say(f"{plan.name}: {plan.ranks} rank{'s' if plan.ranks > 1 else ''}, log {step.log}")
         return step
 
     def _wait_until_healthy(self, servers: Sequence[Step]) -> list[Place] | Ending:
@@ -240,6 +241,9 @@ class Job:
     def _end_all(self, servers: Sequence[Step], actor: Step, unasked: str) -> bool:
         """The actor first, which may still wait for rewards; whether it ended by itself."""
         by_itself = True
+        for node in {step.failed_node for step in self._steps} - {None}:
+            step = history.newest_checkpoint(self._settings.run_dir)
+            self._say(f"node {node} has failed: Slurm requeues the job, and it goes on from step {step}")
         if not actor.has_ended:
             why = f"{unasked} has ended without being asked to" if unasked else f"got {self._signal_name()}"
             if self._stop.number == signal.SIGTERM:
@@ -293,7 +297,11 @@ class Job:
                 what = f"not requeued after a failure ({RESTART_AFTER_CRASH} is false); {go_on}"
             else:
                 requeue = decision.requeue
-                what = f"requeued: {decision.why}" if requeue else f"not requeued: {decision.why}; {go_on}"
+                what = (
+                    f"requeued: {decision.why}; Slurm waits about two minutes before"
+                    if requeue
+                    else f"not requeued: {decision.why}; {go_on}"
+                )
         self._say(f"the run stands at step {step}, which was {attempt.step_before} when this attempt began; {what}")
         first = ending.first.name if ending.first else None
         closed = history.close(
@@ -311,6 +319,8 @@ class Job:
                 calls.requeue(self._allocation.job_id)
             except SlurmCallError as error:
                 self._say(f"error: the job could not be requeued ({error}); submit the same command again")
+                with contextlib.suppress(OSError):
+                    self._history.write(replace(closed, requeued=False))
         return ending.code
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from reinforce_rl.errors import ReinforceError
 
-LOCK_FOLDER = Path("/tmp/reinforce_rl-ports")  # not TMPDIR, which is often a job's own
+# Of the node. TMPDIR is often a job's own, and /tmp a container's own (enroot); /dev is the node's in both.
+LOCK_FOLDER = Path("/dev/shm/reinforce_rl-ports")
 FIRST_PORT, PORTS = 20000, 10000  # below net.ipv4.ip_local_port_range, from which the kernel gives ports away
 
 
@@ -39,17 +40,18 @@ def claim_ports(count: int, key: str, folder: Path = LOCK_FOLDER) -> Iterator[li
         _make_shared(folder)
         for offset in range(PORTS):
             port = FIRST_PORT + (start + offset) % PORTS
-            lock = _lock(folder / str(port))
+            path = folder / str(port)
+            lock = _lock(path)
             if lock is None:
                 continue
             if _is_free(port):
-                locks.callback(os.close, lock)
+                locks.callback(_unlock, path, lock)
                 ports.append(port)
                 if len(ports) == count:
                     yield ports
                     return
             else:
-                os.close(lock)
+                _unlock(path, lock)
         raise ReinforceError(f"no {count} free ports from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on this node")
 
 
@@ -78,10 +80,19 @@ def _lock(path: Path) -> int | None:
         raise ReinforceError(f"cannot open {path}, by which a port is locked: {error.strerror}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return handle
+        # Else it was removed meanwhile by whoever had it, and a file that somebody makes now is another one.
+        if os.stat(path).st_ino == os.fstat(handle).st_ino:
+            return handle
     except OSError:
-        os.close(handle)
-        return None
+        pass
+    os.close(handle)
+    return None
+
+
+def _unlock(path: Path, handle: int) -> None:
+    with contextlib.suppress(OSError):  # another user's, in a sticky folder
+        path.unlink()
+    os.close(handle)
 
 
 def _is_free(port: int) -> bool:

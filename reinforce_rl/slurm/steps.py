@@ -70,6 +70,12 @@ class Step:
     def has_ended(self) -> bool:
         return self.code is not None
 
+    @property
+    def failed_node(self) -> str | None:
+        """The node that Slurm says has failed, for which it requeues the job."""
+        found = (re.search(r"error: Node failure on (\S+)", message) for _, message in list(self._messages))
+        return next((match.group(1) for match in found if match), None)
+
     def _read_messages(self) -> None:
         # What srun itself says: tasks that were killed, steps that cannot be made. Tasks write to the log.
         assert self._srun.stderr is not None

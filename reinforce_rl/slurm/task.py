@@ -18,12 +18,14 @@ from types import FrameType
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ReinforceError
 from reinforce_rl.slurm.exits import TaskEnd, record
+from reinforce_rl.slurm.leftovers import adopt_orphans, end_orphans
 from reinforce_rl.slurm.ports import claim_ports, own_address
 from reinforce_rl.slurm.rendezvous import Place, publish, wait_for
 from reinforce_rl.slurm.settings import SRUN, TORCHRUN
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PR_SET_PDEATHSIG = 1
+ORPHAN_SECONDS = 45.0  # a reward server drains for 30 s
 
 
 @dataclass(frozen=True)
@@ -132,13 +134,20 @@ def _place(task: Task, peers: Sequence[str], seconds: float, signals: _Signals) 
         yield place
 
 
-def run(task: Task, script: Sequence[str], repository: Path, peers: Sequence[str], seconds: float) -> TaskEnd:
+def run(
+    task: Task, script: Sequence[str], repository: Path, peers: Sequence[str], seconds: float
+) -> tuple[TaskEnd, bool]:
     """Run the program to its end.
+
+    Returns:
+        how it ended, and whether srun is to think well of it: it has saved, or was asked to end. For
+        `--kill-on-bad-exit` would kill the tasks that still save.
 
     Raises:
         ReinforceError: it could not be started.
     """
     signals = _Signals()
+    adopt_orphans()
     parent = os.getpid()
 
     def in_child() -> None:
@@ -151,7 +160,7 @@ def run(task: Task, script: Sequence[str], repository: Path, peers: Sequence[str
 
     with _place(task, peers, seconds, signals) as place:
         if place is None or signals.first is not None:
-            return task.end(128 + (signals.first or signal.SIGTERM), "stopped before the program began")
+            return task.end(128 + (signals.first or signal.SIGTERM), "stopped before the program began"), True
         command = command_of(task, place, script)
         try:
             child = subprocess.Popen(
@@ -164,12 +173,15 @@ def run(task: Task, script: Sequence[str], repository: Path, peers: Sequence[str
             raise ReinforceError(f"cannot start {command[0]}: {error.strerror}") from error
         signals.pass_to(child)
         code = child.wait()
-        return task.end(code if code >= 0 else 128 - code)
+        # Slurm may send a signal twice, and Python no longer listens when it has all but ended.
+        asked = signals.first is not None and -code in SIGNALS
+        end = task.end(code if code >= 0 else 128 - code)
+        end_orphans(ORPHAN_SECONDS)  # while the ports are still locked
+        return end, code == EXIT_STOPPED or asked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the program's exit code, 128 and the signal's number where one ended it, and 0 for `EXIT_STOPPED`:
-    `--kill-on-bad-exit` must not end ranks that have not quite finished what they save."""
+    """Run the task; returns its exit code for srun."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--component", required=True)
     parser.add_argument("--folder", type=Path, required=True)
@@ -193,15 +205,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         nodes=int(os.environ["SLURM_STEP_NUM_NODES"]),
     )
     try:
-        end = run(task, options.script, options.repository, options.peers, options.seconds)
-    except ReinforceError as error:
+        end, is_well = run(task, options.script, options.repository, options.peers, options.seconds)
+    except (ReinforceError, OSError) as error:  # the latter of a full disk, which nothing can be published on
         print(f"error: {error}", file=sys.stderr, flush=True)
-        end = task.end(EXIT_ERROR, str(error))
+        end, is_well = task.end(EXIT_ERROR, str(error)), False
     try:
         record(task.folder, end)
     except OSError as error:
         print(f"error: cannot write down how this task ended, {end}: {error}", file=sys.stderr, flush=True)
-    return 0 if end.code == EXIT_STOPPED else end.code
+    return 0 if is_well else end.code
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ SERVER = """
 import http.server, json, os, sys, time
 if os.environ.get("FAKE_SERVER") == "fails":
     sys.exit(3)
-if os.environ.get("FAKE_SERVER") == "dies" and os.environ["RANK"] == "0":
+values = dict(arg.split("=", 1) for arg in sys.argv[1:])
+number = values["inference.ready_file"][-6]
+if os.environ.get("FAKE_SERVER") in ("dies", "dies" + number):
     import threading
     threading.Timer(3.0, lambda: os.kill(os.getpid(), 9)).start()
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -30,7 +32,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-values = dict(arg.split("=", 1) for arg in sys.argv[1:])
 import signal
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 http.server.HTTPServer((values["inference.host"], int(values["inference.port"])), Handler).serve_forever()
@@ -52,7 +53,8 @@ signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGUSR1, stop)
 what = os.environ.get("FAKE_ACTOR", "finishes")
 (run_dir / "began").touch()
-if what == "finishes":
+if what in ("finishes", "finishes later"):
+    time.sleep(6 if what == "finishes later" else 0)
     save(9, "finished")
 elif what == "fails" and os.environ["RANK"] == "1":
     print("an error of rank 1", flush=True)
@@ -143,7 +145,7 @@ def main(name: str, arguments: list[str]) -> int:
     if name == "squeue":
         return squeue(home, arguments)
     if name == "scancel":
-        send(home / f"step-{arguments[-1].partition('.')[2]}", int(arguments[0].partition("=")[2]))
+        send(home / f"step-{arguments[-1].partition('.')[2]}", int(arguments[1].partition("=")[2]))
     elif arguments[:2] == ["show", "hostnames"]:
         print(*arguments[2].split(","), sep="\n")
     elif arguments[0] == "requeue":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from reinforce_rl.slurm.allocation import Allocation, Component
-from reinforce_rl.slurm.commands import StepPlan, actor_plan, server_plan, srun_line
+from reinforce_rl.slurm.commands import StepPlan, actor_plan, server_plan, srun_environment, srun_line
 from reinforce_rl.slurm.rendezvous import Place
 from reinforce_rl.slurm.settings import Settings
 
@@ -87,6 +87,14 @@ def test_what_the_person_has_said_is_not_said_again() -> None:
     line = actor_line(replace(SETTINGS, actor_args=("trainer.devices=4",), server_args=("inference.name=helpful",)))
     assert line.count("trainer.devices=4") == 1
     assert "remote_rm.reward_model.name=helpful" in line
+
+
+def test_the_actor_does_not_get_the_servers_memory() -> None:
+    # as Slurm 22.05 sets them for `--mem=100 : --mem=300`
+    found = srun_environment(
+        {"SLURM_MEM_PER_NODE": "100", "SLURM_MEM_PER_NODE_HET_GROUP_1": "300", "SLURM_JOB_ID": "7"}
+    )
+    assert found == {"SLURM_MEM_PER_NODE_HET_GROUP_1": "300", "SLURM_JOB_ID": "7"}
 
 
 def test_torchrun_is_one_task_a_node_with_all_its_cores() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import stat
 import subprocess
@@ -63,6 +64,20 @@ def test_all_users_may_lock(tmp_path: Path) -> None:
     with claim_ports(1, "key", folder) as found:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
         assert (folder / str(found[0])).exists()
+    assert not list(folder.iterdir())
+
+
+def test_a_lock_on_a_file_that_is_no_longer_there_counts_for_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "20000"
+    first = ports._lock(path)
+    assert first is not None
+    late = os.open(path, os.O_RDONLY)  # as somebody who comes between its opening and its lock
+    ports._unlock(path, first)
+    second = ports._lock(path)  # of a new file
+    assert second is not None and os.fstat(second).st_ino != os.fstat(late).st_ino
+    assert ports._lock(path) is None
+    ports._unlock(path, second)
+    os.close(late)
 
 
 def test_the_numbers_wrap_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from reinforce_rl.slurm.rendezvous import Place, look_up
 from reinforce_rl.slurm.task import Task, command_of, environment_of
 
 REPOSITORY = Path(__file__).parents[2]
-SECONDS = 60.0
+SECONDS = 180.0
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SAY_PLACE = f"import json, os, sys; print(json.dumps([[os.environ[n] for n in {NAMES!r}], sys.argv[1:]]))"
 SLEEP = """
@@ -99,6 +99,14 @@ def test_signals_are_passed_on(tmp_path: Path) -> None:
     assert [end.code for end in read_ends(tmp_path)] == [75]
 
 
+def test_a_program_that_dies_of_the_signal_it_is_asked_to_end_by(tmp_path: Path) -> None:
+    process = start(tmp_path, SLEEP.replace("sys.exit(75)", "signal.raise_signal(9)").replace("TERM, l", "INT, l"))
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 0  # others may still save
+    assert [end.code for end in read_ends(tmp_path)] == [143]
+
+
 def test_a_program_that_is_killed(tmp_path: Path) -> None:
     code, _ = finish(start(tmp_path, "import os; os.kill(os.getpid(), 9)"))
     assert code == 137
@@ -120,6 +128,25 @@ def test_a_program_does_not_outlive_its_wrapper(tmp_path: Path) -> None:
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
 
 
+def test_what_a_program_leaves_is_ended(tmp_path: Path) -> None:
+    # One that would run on, and one that has work left for a moment, as a guard has.
+    program = """
+import os, subprocess, sys
+guard = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(1); open(WORK, 'w')"
+rank = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+children = [
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+    for code in (guard, rank)
+]
+print(*(int(child.stdout.readline()) for child in children), flush=True)
+os.kill(os.getpid(), 9)
+""".replace("WORK", repr(str(tmp_path / "work")))
+    code, output = finish(start(tmp_path, program))
+    assert code == 137
+    assert not Path(f"/proc/{output.split()[1]}").exists()
+    assert (tmp_path / "work").exists()
+
+
 def test_a_task_that_is_stopped_while_it_waits_for_the_first(tmp_path: Path) -> None:
     process = start(tmp_path, SAY_PLACE, number=1)
     wait_until(lambda: Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0] != "0" * 16)
@@ -127,7 +154,8 @@ def test_a_task_that_is_stopped_while_it_waits_for_the_first(tmp_path: Path) -> 
         lambda: int(Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0], 16) >> 14 & 1
     )
     process.send_signal(signal.SIGTERM)
-    assert finish(process)[0] == 143
+    assert finish(process)[0] == 0
+    assert read_ends(tmp_path)[0].code == 143
     assert read_ends(tmp_path)[0].reason == "stopped before the program began"
 
 
