@@ -13,12 +13,12 @@ def test_a_command_that_does_not_answer() -> None:
 
 
 def test_a_command_that_fails() -> None:
-    with pytest.raises(SlurmCallError, match="^sh -c .*: it is full$") as caught:
+    with pytest.raises(SlurmCallError, match=r"^sh -c .*: it is full$") as caught:
         call(["sh", "-c", "echo it is full >&2; exit 3"])
     assert caught.value.said == "it is full"
     with pytest.raises(SlurmCallError, match="false: exit code 1"):
         call(["false"])
-    with pytest.raises(SlurmCallError, match="nothing-of-this-name: .*No such file"):
+    with pytest.raises(SlurmCallError, match=r"nothing-of-this-name: .*No such file"):
         call(["nothing-of-this-name"])
 
 
