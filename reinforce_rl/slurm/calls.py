@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 CALL_SECONDS = 30.0
 
 
 class SlurmCallError(Exception):
-    """A command of Slurm failed, or took too long. The text has the command and what it said."""
+    """A command of Slurm failed, or took too long. The text has the command and what it said.
+
+    Args:
+        command: with its arguments.
+        said: by it, or why it said nothing.
+    """
+
+    def __init__(self, command: Sequence[str], said: str):
+        super().__init__(f"{' '.join(command)}: {said}")
+        self.said = said
 
 
 @dataclass(frozen=True)
@@ -24,8 +33,20 @@ class JobTimes:
     end: int | None = None
 
 
-def call(command: Sequence[str], **environment: str) -> str:
+def call(
+    command: Sequence[str],
+    *,
+    seconds: float = CALL_SECONDS,
+    base: Mapping[str, str] | None = None,
+    **environment: str,
+) -> str:
     """What the command prints.
+
+    Args:
+        command: with its arguments.
+        seconds: that it may take.
+        base: its environment; None: this process's.
+        environment: besides.
 
     Raises:
         SlurmCallError: it failed.
@@ -36,13 +57,17 @@ def call(command: Sequence[str], **environment: str) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=CALL_SECONDS,
-            env={**os.environ, **environment},
+            timeout=seconds,
+            env={**(os.environ if base is None else base), **environment},
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SlurmCallError(f"{' '.join(command)}: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmCallError(
+            command, f"no answer within {seconds:.0f} s; is the controller up (scontrol ping)?"
+        ) from error
+    except OSError as error:
+        raise SlurmCallError(command, str(error)) from error
     if done.returncode:
-        raise SlurmCallError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        raise SlurmCallError(command, done.stderr.strip() or f"exit code {done.returncode}")
     return done.stdout
 
 

@@ -9,6 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from reinforce_rl.errors import EXIT_FINISHED
+from reinforce_rl.status import read_status
+
+Arguments = tuple[tuple[str, ...], tuple[str, ...]]
+
+HISTORY_FILE = "history.jsonl"
 IDLE_ATTEMPTS = 3  # of one job that began at the same checkpoint; the next one is not begun
 
 
@@ -31,7 +37,7 @@ class Attempt:
     restart: int
     start: float
     step_before: int
-    arguments: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    arguments: Arguments = ((), ())
     end: float | None = None
     step_after: int | None = None
     reason: str = ""
@@ -95,6 +101,24 @@ def newest_checkpoint(run_dir: Path) -> int:
     """The step that the run goes on from; 0 where there is no checkpoint."""
     names = [path.name for path in (run_dir / "checkpoints").glob("step_*")]
     return max((int(name[5:]) for name in names if name[5:].isdecimal()), default=0)
+
+
+def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -> str | None:
+    """Half a sentence where the run has finished; None where there may be something left to do.
+
+    Args:
+        run_dir: of the run.
+        attempts: of the run.
+        arguments: of actor and server, as they are now. Others than before may ask for more steps, or for something
+            else that the trainer has to judge.
+    """
+    status = read_status(run_dir)
+    if status is None or status.state != "finished":
+        return None
+    complete = [attempt for attempt in attempts if attempt.exit_code == EXIT_FINISHED]
+    if complete and complete[-1].arguments != arguments:
+        return None
+    return f"the run in {run_dir} has finished, at step {status.step}"
 
 
 def decide(*, restart: int, max_restarts: int, step_before: int, step_after: int) -> Decision:

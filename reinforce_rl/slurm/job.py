@@ -30,7 +30,6 @@ from reinforce_rl.slurm.journal import Journal, last_lines
 from reinforce_rl.slurm.rendezvous import Place, look_up
 from reinforce_rl.slurm.settings import REPOSITORY, RESTART_AFTER_CRASH, Settings, read_settings
 from reinforce_rl.slurm.steps import POLL_SECONDS, Step
-from reinforce_rl.status import read_status
 
 REPORT_SECONDS = 30.0
 REQUEUE_SECONDS = 30.0  # before the end of the allocation, when only a requeue must still fit
@@ -71,23 +70,23 @@ class Job:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(self._folder / "job.log")
         self._say = self._journal.say
-        self._history = History(settings.slurm_folder / "history.jsonl")
+        self._history = History(settings.slurm_folder / history.HISTORY_FILE)
         self._steps: list[Step] = []
         self._end_time: int | None = None
 
     def run(self) -> int:
         """The exit code."""
         attempts = self._history.attempts()
-        text = self._nothing_to_do(attempts)
+        args = (self._settings.actor_args, self._settings.server_args)
+        text = history.finished(self._settings.run_dir, attempts, args)
         if text is not None:
-            self._say(text)
+            self._say(f"{text}; nothing was started")
             return EXIT_FINISHED
         step = history.newest_checkpoint(self._settings.run_dir)
         text = self._why_not(attempts, step)
         if text is not None:
             self._say(f"error: {text}. Nothing was started; the run stands at step {step}.")
             return EXIT_ERROR
-        args = (self._settings.actor_args, self._settings.server_args)
         attempt = Attempt(self._allocation.job_id, self._allocation.restart, time.time(), step, args)
         self._history.write(attempt)
         self._say(
@@ -104,17 +103,6 @@ class Job:
                 if not left.has_ended:
                     left.end(signal.SIGTERM, time.monotonic() + self._settings.grace_seconds)
         return self._close(attempt, ending)
-
-    def _nothing_to_do(self, attempts: Sequence[Attempt]) -> str | None:
-        """Where the run has finished."""
-        status = read_status(self._settings.run_dir)
-        if status is None or status.state != "finished":
-            return None
-        args = (self._settings.actor_args, self._settings.server_args)
-        finished = [attempt for attempt in attempts if attempt.exit_code == EXIT_FINISHED]
-        if finished and finished[-1].arguments != args:
-            return None  # more steps were asked for, or something else that the trainer has to judge
-        return f"the run in {self._settings.run_dir} has finished, at step {status.step}; nothing was started"
 
     def _why_not(self, attempts: Sequence[Attempt], step: int) -> str | None:
         job, restart = self._allocation.job_id, self._allocation.restart
