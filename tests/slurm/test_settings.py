@@ -127,3 +127,9 @@ def test_interpreter(tmp_path: Path) -> None:
     assert settings.interpreter("") == str(own)
     assert settings.interpreter("image") == "python3"  # the host's environment is of no use in a container
     assert Settings(Path("/run"), tmp_path, "/opt/python").interpreter("image") == "/opt/python"
+
+
+def test_the_page_has_a_row_for_every_variable():
+    page = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text(encoding="utf-8")
+    for variable in VARIABLES:
+        assert f"| `{variable.name}` | {variable.default} | {variable.meaning} |" in page
