@@ -47,7 +47,8 @@ class TaskEnd:
     def __str__(self) -> str:
         how = f"ended with exit code {self.code}"
         if self.code > 128:
-            how = f"was ended by {_signal_name(self.code - 128)} (exit code {self.code})"
+            verb = "were" if "-" in self.ranks else "was"
+            how = f"{verb} ended by {_signal_name(self.code - 128)} (exit code {self.code})"
         why = f": {self.reason}" if self.reason else ""
         at = time.strftime("%H:%M:%S", time.localtime(self.time))
         return f"{self.name} {how} at {at}{why}"

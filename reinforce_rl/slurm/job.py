@@ -336,9 +336,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     try:
         return Job(settings, allocation, dict(os.environ), stop).run()
-    except (OSError, SlurmCallError) as error:
-        print(f"error: {error}", flush=True)
-        return EXIT_ERROR
+    except OSError as error:
+        print(f"error: cannot work in {settings.run_dir}, the run's folder: {error}", flush=True)
+    except SlurmCallError as error:
+        print(f"error: Slurm does not answer: {error}", flush=True)
+    return EXIT_ERROR
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ def test_texts() -> None:
     assert end_of(2, 1).name == "actor rank 2 on node2"
     assert replace(end_of(1, 1), ranks="2-3").name == "actor ranks 2-3 on node1"
     assert "was ended by SIGKILL (exit code 137) at " in str(end_of(2, 137))
+    assert "ranks 2-3 on node1 were ended by SIGKILL" in str(replace(end_of(1, 137), ranks="2-3"))
     assert str(replace(end_of(2, 1), reason="because")).endswith(": because")
 
 
