@@ -16,7 +16,7 @@ from helpers.slurm_run import ACTOR_SCRIPT, RUN_SECONDS, SHORT, SlurmRun, assert
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3600)]
-STEPS = 80
+STEPS = 60
 LONGER = [*SHORT, f"trainer.reinforce.max_steps={STEPS}"]
 
 
@@ -48,8 +48,8 @@ def assert_equal(run: SlurmRun, uninterrupted: tuple[SlurmRun, Job]) -> None:
 
 def finish(run: SlurmRun, job: Job, restarts: int) -> None:
     components = run.wait(job)
-    found = {(part.state, part.exit_code, part.restarts) for part in components}
-    assert found == {("COMPLETED", "0:0", restarts)}, run.report(job)
+    assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, run.report(job)
+    assert components[0].restarts == restarts
     assert_nothing_left(run.lab, job, run.run_dir)
 
 
@@ -69,7 +69,7 @@ def test_twice_signalled_and_once_crashed(lab, run, uninterrupted):
 
 @pytest.mark.parametrize("node", ["rm0", "act1"])
 def test_a_node_that_crashes(node, lab, run, uninterrupted):
-    """rm0 is where the batch script runs. Slurm itself requeues."""
+    """rm0 is where the batch script runs. Slurm itself requeues: after rm0's crash component 0 alone."""
     job = run.submit()
     run.wait_for_step(job, 2)
     lab.crash(node)
