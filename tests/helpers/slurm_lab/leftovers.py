@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from reinforce_rl.slurm.ports import LOCK_FOLDER
+
 if TYPE_CHECKING:
     from helpers.slurm_lab.lab import Job, SlurmLab
 
@@ -77,7 +79,8 @@ def left_of(lab: SlurmLab, job: Job, ports: set[int]) -> list[str]:
             found.append(f"process {process.pid} {' '.join(process.cmdline())[:200]}")
     found += [f"port {port}" for port in ports if is_listening(port)]
     if not processes_of(lab):  # else those of another job
-        found += [f"/dev/shm/{path.name}" for path in lab.shared_memory.iterdir()]
+        # The folder of the locks of ports stays, for other jobs; not the locks.
+        found += [str(path) for path in lab.shared_memory.rglob("*") if path.name != LOCK_FOLDER.name]
     return found
 
 
