@@ -86,13 +86,15 @@ def node_names(nodelist: str) -> list[str]:
     return call(["scontrol", "show", "hostnames", nodelist]).split()
 
 
+def steps(job_id: str) -> dict[str, str]:
+    """Ids, such as 12.1, and names of the steps of a component that run, the batch script among them."""
+    lines = call(["squeue", "-h", "--steps", "-j", job_id, "-o", "%i|%j"]).splitlines()
+    return {step: name for step, _, name in (line.strip().partition("|") for line in lines)}
+
+
 def step_id(job_id: str, name: str) -> str | None:
-    """The id of the running step of that name, such as 12.1; None where there is none."""
-    for line in call(["squeue", "-h", "--steps", "-j", job_id, "-o", "%i|%j"]).splitlines():
-        found, _, step = line.strip().partition("|")
-        if step == name:
-            return found
-    return None
+    """The id of the running step of that name; None where there is none."""
+    return next((step for step, found in steps(job_id).items() if found == name), None)
 
 
 def signal_step(step: str, number: int) -> None:

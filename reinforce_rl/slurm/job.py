@@ -24,6 +24,7 @@ from reinforce_rl.slurm import calls, health, history
 from reinforce_rl.slurm.allocation import Allocation, read_allocation
 from reinforce_rl.slurm.calls import SlurmCallError
 from reinforce_rl.slurm.commands import StepPlan, actor_plan, server_plan, srun_environment, srun_line
+from reinforce_rl.slurm.earlier import end_earlier_steps
 from reinforce_rl.slurm.endings import FAILED, FINISHED, STOPPED, Ending, judge
 from reinforce_rl.slurm.history import Attempt, History
 from reinforce_rl.slurm.journal import Journal, last_lines
@@ -76,6 +77,8 @@ class Job:
 
     def run(self) -> int:
         """The exit code."""
+        jobs = (self._allocation.server.job_id, self._allocation.actor.job_id)
+        end_earlier_steps(jobs, self._settings.grace_seconds, self._say)
         attempts = self._history.attempts()
         args = (self._settings.actor_args, self._settings.server_args)
         text = history.finished(self._settings.run_dir, attempts, args)
@@ -156,10 +159,14 @@ class Job:
 
     def _times(self) -> calls.JobTimes:
         try:
-            return calls.job_times(self._allocation.server.job_id)
+            server = calls.job_times(self._allocation.server.job_id)
+            actor = calls.job_times(self._allocation.actor.job_id)
         except SlurmCallError as error:
             self._say(f"warning: when this job ends is not known: {error}")
             return calls.JobTimes()
+        # They differ where Slurm has requeued component 0 alone.
+        ends = [times.end for times in (server, actor) if times.end is not None]
+        return calls.JobTimes(server.start, min(ends, default=None))
 
     def _start(self, plan: StepPlan) -> Step:
         line = srun_line(self._settings, plan, self._folder)

@@ -16,7 +16,7 @@ from helpers.slurm_run import ACTOR_SCRIPT, RUN_SECONDS, SHORT, SlurmRun, assert
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3600)]
-STEPS = 80
+STEPS = 60
 LONGER = [*SHORT, f"trainer.reinforce.max_steps={STEPS}"]
 
 
@@ -48,8 +48,8 @@ def assert_equal(run: SlurmRun, uninterrupted: tuple[SlurmRun, Job]) -> None:
 
 def finish(run: SlurmRun, job: Job, restarts: int) -> None:
     components = run.wait(job)
-    found = {(part.state, part.exit_code, part.restarts) for part in components}
-    assert found == {("COMPLETED", "0:0", restarts)}, run.report(job)
+    assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, run.report(job)
+    assert components[0].restarts == restarts
     assert_nothing_left(run.lab, job, run.run_dir)
 
 
@@ -69,7 +69,7 @@ def test_twice_signalled_and_once_crashed(lab, run, uninterrupted):
 
 @pytest.mark.parametrize("node", ["rm0", "act1"])
 def test_a_node_that_crashes(node, lab, run, uninterrupted):
-    """rm0 is where the batch script runs. Slurm itself requeues."""
+    """rm0 is where the batch script runs. Slurm itself requeues: after rm0's crash component 0 alone."""
     job = run.submit()
     run.wait_for_step(job, 2)
     lab.crash(node)
@@ -92,12 +92,11 @@ def test_two_jobs_on_the_same_nodes(lab, run, world, tmp_path, uninterrupted):
     jobs = {run.submit(): run, other.submit(): other}
     for job in jobs:
         lab.wait_for_attempt(job, 0, 300)
-    ports = [set(), set()]
-    for each, (job, its_run) in zip(ports, jobs.items(), strict=True):
+    ports = []
+    for job, its_run in jobs.items():
         its_run.wait_for_step(job, 1, RUN_SECONDS)
-        each |= published_ports(its_run.run_dir)
-    assert all(len(each) >= 2 for each in ports)
-    assert not ports[0] & ports[1]
+        ports += [port for _, port in published_ports(its_run.run_dir)]
+    assert len(set(ports)) == len(ports) == 6  # two of each server, one of each actor
     for job, its_run in jobs.items():
         finish(its_run, job, restarts=0)
         assert_equal(its_run, uninterrupted)

@@ -43,7 +43,7 @@ def test_a_heterogeneous_job_over_four_nodes(lab, script, tmp_path):
     assert sorted(line for line in lines if re.fullmatch(r"(rm|act)\d", line)) == ["act0", "act1", "rm0", "rm1"]
     assert len({line for line in lines if line.endswith(" rm1")}) == 1
     assert sorted(path.name for path in lab.shared_memory.iterdir()) == ["act0", "act1", "rm0", "rm1"]
-    with pytest.raises(AssertionError, match="/dev/shm/act0"):
+    with pytest.raises(AssertionError, match="act0"):
         assert_nothing_left(lab, job, seconds=0.0)
     for path in lab.shared_memory.iterdir():
         path.unlink()

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import psutil
 from helpers.slurm_lab.configuration import NODES, write_configuration
 
+from reinforce_rl.slurm.ports import LOCK_FOLDER
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -70,8 +72,8 @@ class Job:
 class SlurmLab:
     """One controller and the nodes rm0, rm1, act0 and act1, with 8 cores each; a context manager.
 
-    The nodes have host names, addresses and processes of their own. They share the file system, the network and a
-    /dev/shm that is not the machine's. In `small` each node sees one file system of 16 MiB.
+    The nodes have host names, addresses and processes of their own. They share the file system, the machine's network
+    and its locks of ports, and a /dev/shm that is not the machine's. In `small` nodes see a file system of 16 MiB.
     """
 
     def __init__(self) -> None:
@@ -85,7 +87,7 @@ class SlurmLab:
         self._environment = environment
         with (self.folder / "log" / "lab.out").open("w") as log:
             self._process = subprocess.Popen(
-                [*UNSHARE, "bash", str(NAMESPACES), str(self.folder), str(self.shared_memory)],
+                [*UNSHARE, "bash", str(NAMESPACES), str(self.folder), str(self.shared_memory), str(LOCK_FOLDER)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from reinforce_rl.slurm.ports import LOCK_FOLDER
+
 if TYPE_CHECKING:
     from helpers.slurm_lab.lab import Job, SlurmLab
 
@@ -50,34 +52,31 @@ def job_id_of(process: psutil.Process) -> int | None:
     return None if found is None else int(found)
 
 
-def published_ports(run_dir: Path) -> set[int]:
-    """Those that the tasks of a run's attempts wrote down for others."""
-    ports = set()
-    for path in (run_dir / "slurm").glob("*/*.json"):
-        with contextlib.suppress(json.JSONDecodeError):
-            content = json.loads(path.read_text())
-            ports |= {value for key, value in content.items() if key.endswith("port") and value}
-    return ports
+def published_ports(run_dir: Path) -> set[tuple[str, int]]:
+    """Addresses and ports of the tasks of all of a run's attempts, as they wrote them down for others."""
+    places = [json.loads(path.read_text()) for path in (run_dir / "slurm").glob("*/rendezvous-*.json")]
+    return {(place["address"], place[key]) for place in places for key in ("rank_port", "http_port") if place[key]}
 
 
-def is_listening(port: int) -> bool:
+def is_listening(address: str, port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", port))
+            probe.bind((address, port))
         except OSError:
             return True
     return False
 
 
-def left_of(lab: SlurmLab, job: Job, ports: set[int]) -> list[str]:
+def left_of(lab: SlurmLab, job: Job, ports: set[tuple[str, int]]) -> list[str]:
     found = [f"step {name}" for name in lab.steps(job)]
     for process in processes_of(lab, job):
         with contextlib.suppress(psutil.Error):
             found.append(f"process {process.pid} {' '.join(process.cmdline())[:200]}")
-    found += [f"port {port}" for port in ports if is_listening(port)]
+    found += [f"port {port} of {address}" for address, port in ports if is_listening(address, port)]
     if not processes_of(lab):  # else those of another job
-        found += [f"/dev/shm/{path.name}" for path in lab.shared_memory.iterdir()]
+        # The folder of the locks of ports stays, for other jobs; not the locks.
+        found += [str(path) for path in lab.shared_memory.rglob("*") if path.name != LOCK_FOLDER.name]
     return found
 
 
@@ -88,7 +87,7 @@ def assert_nothing_left(lab: SlurmLab, job: Job, run_dir: Path | None = None, se
         run_dir: of the run whose published ports are looked at.
         seconds: that it may take until all is gone.
     """
-    ports = set() if run_dir is None else published_ports(run_dir)
+    ports: set[tuple[str, int]] = set() if run_dir is None else published_ports(run_dir)
     deadline = time.monotonic() + seconds
     while left := left_of(lab, job, ports):
         assert time.monotonic() < deadline, "\n".join(["left behind:", *left, job.output])

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# namespaces.sh FOLDER SHARED_MEMORY: process 1 of the lab's own process and mount namespaces.
+# namespaces.sh FOLDER SHARED_MEMORY LOCKS: process 1 of the lab's own process and mount namespaces.
 # It reads commands, `up NODE` or `crash NODE`, and ends with its input, also where whoever wrote that was killed. The kernel
 # then ends every process of the lab and takes its mounts away.
 set -euo pipefail
-folder=$1 shared_memory=$2
+folder=$1 shared_memory=$2 locks=$3
 declare -A nodes
 
 up() {
@@ -14,7 +14,10 @@ up() {
 }
 
 mount --bind "$folder/hosts" /etc/hosts
-mount --bind "$shared_memory" /dev/shm
+# The network is that of the machine, and so are the locks of its ports: a folder below /dev/shm.
+mkdir -p -m 1777 "$locks" "$shared_memory/${locks##*/}"
+mount --bind "$locks" "$shared_memory/${locks##*/}"
+mount --rbind "$shared_memory" /dev/shm
 mount -t tmpfs -o size=16m none "$folder/small"
 munged --force --socket="$folder/run/munge.sock" --key-file="$folder/run/munge.key" --pid-file="$folder/run/munged.pid" \
     --log-file="$folder/log/munged.log" --seed-file="$folder/run/munge.seed"
@@ -25,5 +28,5 @@ while read -r verb node; do
     crash) kill -KILL "${nodes[$node]}" ;;
     esac
 done
-umount -l "$folder/small" /dev/shm
+umount -l "$folder/small" "$locks" /dev/shm "$shared_memory/${locks##*/}"
 rm -rf "$folder" "$shared_memory" || true # the daemons still write
