@@ -96,5 +96,5 @@ def test_a_full_disk_ends_the_job_and_keeps_the_last_checkpoint(lab, run):
     again = run.submit()
     assert {part.state for part in run.wait(again)} == {"COMPLETED"}, run.report(again)
     assert_nothing_left(lab, again, run.run_dir)
-    assert f"after step {step} of {STEPS}" in run.report(again)
+    assert f"{run.run_dir} at step {step}, logs in" in again.output
     assert len(results(run.run_dir)) == STEPS

@@ -72,8 +72,8 @@ class Job:
 class SlurmLab:
     """One controller and the nodes rm0, rm1, act0 and act1, with 8 cores each; a context manager.
 
-    The nodes have host names, addresses and processes of their own. They share the file system, the machine's network
-    and its locks of ports, and a /dev/shm that is not the machine's. In `small` nodes see a file system of 16 MiB.
+    The nodes have host names, addresses, processes and a /dev/shm (below `shared_memory`) of their own. They share the
+    file system, the machine's network and the locks of its ports. In `small` they see a file system of 16 MiB.
     """
 
     def __init__(self) -> None:

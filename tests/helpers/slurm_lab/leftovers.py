@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from reinforce_rl.slurm.ports import LOCK_FOLDER
-
 if TYPE_CHECKING:
     from helpers.slurm_lab.lab import Job, SlurmLab
 
@@ -75,8 +73,7 @@ def left_of(lab: SlurmLab, job: Job, ports: set[tuple[str, int]]) -> list[str]:
             found.append(f"process {process.pid} {' '.join(process.cmdline())[:200]}")
     found += [f"port {port} of {address}" for address, port in ports if is_listening(address, port)]
     if not processes_of(lab):  # else those of another job
-        # The folder of the locks of ports stays, for other jobs; not the locks.
-        found += [str(path) for path in lab.shared_memory.rglob("*") if path.name != LOCK_FOLDER.name]
+        found += [f"shared memory {path}" for path in lab.shared_memory.rglob("*") if not path.is_dir()]
     return found
 
 

@@ -7,17 +7,28 @@ folder=$1 shared_memory=$2 locks=$3
 declare -A nodes
 
 up() {
-    # A namespace of processes a node, so that it can die as a whole, and of names, so that it has its own.
-    unshare --uts --mount --pid --fork --kill-child --mount-proc \
-        sh -c 'hostname "$1"; slurmd -D -N "$1" & wait' slurmd "$1" </dev/null >"$folder/log/$1.out" 2>&1 &
+    # Namespaces of processes and mounts a node, so that it can die as a whole and its memory with it, and of host names.
+    # The network is that of the machine, and so are the locks of its ports, a folder of /dev/shm.
+    mkdir -p "$shared_memory/$1/${locks##*/}"
+    unshare --uts --mount --pid --fork --kill-child --mount-proc sh -c '
+        set -e
+        mount --bind "$3" "$2/${3##*/}"
+        mount --rbind "$2" /dev/shm
+        hostname "$1"
+        slurmd -D -N "$1" &
+        wait
+    ' slurmd "$1" "$shared_memory/$1" "$locks" </dev/null >"$folder/log/$1.out" 2>&1 &
     nodes[$1]=$!
 }
 
+crash() {
+    kill -KILL "${nodes[$1]}"
+    wait "${nodes[$1]}" || true
+    rm -rf "${shared_memory:?}/$1"
+}
+
+mkdir -p -m 1777 "$locks"
 mount --bind "$folder/hosts" /etc/hosts
-# The network is that of the machine, and so are the locks of its ports: a folder below /dev/shm.
-mkdir -p -m 1777 "$locks" "$shared_memory/${locks##*/}"
-mount --bind "$locks" "$shared_memory/${locks##*/}"
-mount --rbind "$shared_memory" /dev/shm
 mount -t tmpfs -o size=16m none "$folder/small"
 munged --force --socket="$folder/run/munge.sock" --key-file="$folder/run/munge.key" --pid-file="$folder/run/munged.pid" \
     --log-file="$folder/log/munged.log" --seed-file="$folder/run/munge.seed"
@@ -25,8 +36,8 @@ slurmctld </dev/null
 while read -r verb node; do
     case $verb in
     up) up "$node" ;;
-    crash) kill -KILL "${nodes[$node]}" ;;
+    crash) crash "$node" ;;
     esac
 done
-umount -l "$folder/small" "$locks" /dev/shm "$shared_memory/${locks##*/}"
+umount -l "$folder/small"
 rm -rf "$folder" "$shared_memory" || true # the daemons still write
