@@ -33,7 +33,7 @@ def end_earlier_steps(job_ids: Sequence[str], seconds: float, say: Callable[[str
         left = _end(job_ids, number, time.monotonic() + limit, say)
         if not left:
             return
-    raise SlurmCallError(f"cannot end {left}; see squeue --steps")
+    raise SlurmCallError(("squeue", "--steps"), f"cannot end {left}")
 
 
 def _end(job_ids: Sequence[str], number: int, deadline: float, say: Callable[[str], None]) -> str:

@@ -236,7 +236,7 @@ class Job:
     def _end_all(self, servers: Sequence[Step], actor: Step, unasked: str) -> bool:
         """The actor first, which may still wait for rewards; whether it ended by itself."""
         by_itself = True
-        for node in {step.failed_node for step in self._steps} - {None}:
+        for node in self._failed_nodes():
             step = history.newest_checkpoint(self._settings.run_dir)
             self._say(f"node {node} has failed: Slurm requeues the job, and it goes on from step {step}")
         if not actor.has_ended:
@@ -251,6 +251,10 @@ class Job:
             self._say(f"the actor has ended; the run's newest checkpoint is that of step {step}")
         self._end_servers(servers)
         return by_itself
+
+    def _failed_nodes(self) -> list[str]:
+        """Those that Slurm has given up while steps ran on them."""
+        return sorted({step.failed_node for step in self._steps if step.failed_node is not None})
 
     def _deadline(self) -> float:
         """When whoever was asked to end is killed: in time for a requeue, where the end of the allocation is near."""
@@ -286,7 +290,11 @@ class Job:
                 step_before=attempt.step_before,
                 step_after=step,
             )
-            if cancelled:
+            if nodes := self._failed_nodes():
+                what = (
+                    f"Slurm itself requeues the job, since {' and '.join(nodes)} failed; it goes on from step {step}"
+                )
+            elif cancelled:
                 what = f"not requeued after {self._signal_name()}; {go_on}"
             elif ending.kind == FAILED and not self._settings.restart_after_crash:
                 what = f"not requeued after a failure ({RESTART_AFTER_CRASH} is false); {go_on}"
