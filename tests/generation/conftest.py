@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +19,8 @@ def fake_engine(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_transfer, "device_uuid", weight_transfer.device_uuid)
     monkeypatch.setattr(weight_transfer, "handle_of", weight_transfer.handle_of)
     monkeypatch.setenv("FAKE_ENGINE", "{}")
-    folder = tmp_path / "engine"
 
-    def install(**options: object):
+    def install(folder: Path = tmp_path / "engine", **options: object) -> Path:
         install_fake(folder, **options)  # type: ignore[arg-type]
         return folder
 

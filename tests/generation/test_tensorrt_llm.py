@@ -11,8 +11,10 @@ import pytest
 import torch
 from helpers.engine_fake import PACKAGE
 from helpers.models import tiny_llama_folder
+from helpers.ranks import run_ranks
 from helpers.tiny_run import (
     compose,
+    however_cut,
     largest_difference,
     metrics_of,
     rollouts_of,
@@ -20,7 +22,6 @@ from helpers.tiny_run import (
     tiny_config,
     tiny_overrides,
     tiny_trainer,
-    without_times,
 )
 from safetensors.torch import load_file
 
@@ -37,6 +38,7 @@ from reinforce_rl.rollout import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP, Pro
 from reinforce_rl.tokenizer import load_tokenizer
 
 ENGINE = ("generation=tensorrt_llm", "tensorrt_llm.weight_bucket_megabytes=1")
+OF_RUNS = ("trainer.reinforce.val_check_interval=2", "trainer.reinforce.initial_policy_kl_penalty=0")
 PROMPTS = [Prompt(7, "tea", (6, 7, 8)), Prompt(9, "to", (6, 9))]
 PARAMS = SamplingParams(max_length=5, stop_token_ids=(2, 5))
 
@@ -60,45 +62,61 @@ def draw(engine):
         return engine.generate(PROMPTS, 2, PARAMS, seed=3)
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, mesh):
+    """A folder for runs of one model, with that of the native engine in it."""
+    folder = tmp_path_factory.mktemp("runs")
+    model = folder / "model"
+    tiny_llama_folder(model, vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16, tied=False)
+    for name in ("native", "tp1", "tp2", "pp2"):
+        (folder / name).mkdir()
+        (folder / name / "model").symlink_to(model)
+    run(folder / "native", mesh, *OF_RUNS)
+    return folder
+
+
 class TestRun:
     """The trainer on the fake engine against the trainer on the native one."""
 
-    def test_it_takes_the_same_steps_and_is_given_the_exported_weights(self, tmp_path, mesh, fake_engine):
-        overrides = ["trainer.reinforce.val_check_interval=2", "trainer.reinforce.initial_policy_kl_penalty=0"]
-        model = tmp_path / "model"
-        tiny_llama_folder(model, vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16, tied=False)
-        for name in ("native", "engine"):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "model").symlink_to(model)
-        expected = run(tmp_path / "native", mesh, *overrides)
-
-        given = fake_engine()
-        with tiny_trainer(tiny_config(tmp_path / "engine", *overrides, *ENGINE), mesh) as trainer:
-            trainer.fit()
-            trainer.model.export(model, tmp_path / "exported")
-            trainer.model.generator.close()
-        found = metrics_of(tmp_path / "engine")
+    def check(self, folder: Path, name: str) -> None:
+        """Same metrics and responses as the native engine's; the weights that came are those that were trained."""
+        found, expected = metrics_of(folder / name), metrics_of(folder / "native")
         assert len(found) == len(expected) > 2
         for line, other in zip(found, expected, strict=True):
-            assert largest_difference(without_times(line), without_times(other)) < 1e-4
+            assert largest_difference(however_cut(line), however_cut(other)) < 1e-4
         for step in (1, 2):
-            rows, others = rollouts_of(tmp_path / "engine", step), rollouts_of(tmp_path / "native", step)
+            rows, others = rollouts_of(folder / name, step), rollouts_of(folder / "native", step)
             assert [row["response"] for row in rows] == [row["response"] for row in others]
 
+        given = folder / name / "engine"
         names = json.loads((given / "names_0.json").read_text())
-        assert names == list(dict.fromkeys(names)) and set(names) == HFFolder(model).names
-        start, first = load_file(model / "model.safetensors"), load_file(given / "weights_0.safetensors")
-        assert start.keys() == first.keys()
-        assert all(torch.equal(start[name], first[name]) for name in start)
-        exported = load_file(tmp_path / "exported" / "model.safetensors")
-        last = load_file(max(given.glob("weights_*"), key=lambda path: int(path.stem.split("_")[1])))
-        assert exported.keys() == last.keys()
-        assert all(torch.equal(exported[name], last[name]) for name in exported)
+        assert names == list(dict.fromkeys(names)) and set(names) == HFFolder(folder / "model").names
+        first, last = (
+            load_file(given / f"weights_{i}.safetensors") for i in (0, len(list(given.glob("names_*"))) - 1)
+        )
+        start, end = (load_file(path / "model.safetensors") for path in (folder / "model", folder / name / "exported"))
+        for received, held in ((first, start), (last, end)):
+            assert received.keys() == held.keys()
+            assert all(torch.equal(received[key], held[key]) for key in held)
         assert not torch.equal(first[names[0]], last[names[0]])
-        # Its validation came after the last step; it slept in between, and gave its memory back at the end.
+
+    def test_on_one_rank(self, runs, mesh, fake_engine):
+        given = fake_engine(folder=runs / "tp1" / "engine")
+        with tiny_trainer(tiny_config(runs / "tp1", *OF_RUNS, *ENGINE), mesh) as trainer:
+            trainer.fit()
+            trainer.model.export(runs / "model", runs / "tp1" / "exported")
+            trainer.model.generator.close()
+        self.check(runs, "tp1")
+        # It gives its memory back after each time that it was awake.
         calls = calls_of(given)
         assert calls.count("AsyncLLM.release") == calls.count("AsyncLLM.resume") // 2 + 1
         assert "BaseLLM.shutdown" in calls
+
+    def test_on_two_ranks(self, runs):
+        """TP=2, whose engine has a worker on each device, and PP=2, whose engine has no stages."""
+        run_ranks(Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py", 2, runs, timeout=240)
+        self.check(runs, "tp2")
+        self.check(runs, "pp2")
 
 
 class TestContract:
@@ -259,7 +277,7 @@ class TestFaults:
         assert calls_of(given).count("AsyncLLM.setup_async") == 2
 
     def test_when_it_dies_again_the_run_saves_and_stops(self, tmp_path, mesh, fake_engine):
-        fake_engine(model="scripted", fault="die", times=0)
+        fake_engine(model="scripted")
         options = [*ENGINE, "trainer.reinforce.save_interval=100"]
         with tiny_trainer(tiny_config(tmp_path, *options), mesh) as trainer:
             step = trainer.run_training
@@ -267,7 +285,7 @@ class TestFaults:
             def step_and_break(batch):
                 metrics = step(batch)
                 trainer.model.generator.close()  # as if it had died between two steps
-                fake_engine(model="scripted", fault="die", times=9)
+                fake_engine(model="scripted", fault="die", times=99)
                 return metrics
 
             trainer.run_training = step_and_break

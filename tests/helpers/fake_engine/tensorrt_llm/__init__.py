@@ -68,8 +68,8 @@ class AsyncLLM:
         bound = bind("AsyncLLM.__init__", *args, **kwargs)
         rest = bound.arguments.get("kwargs", {})
         bind("TorchLlmArgs", **rest, orchestrator_type="ray", ray_placement_config=None)
-        # What AsyncLLM hands on.
-        self.args = SimpleNamespace(**bind("BaseLLM.__init__", **rest).kwargs)
+        handed_on = bind("BaseLLM.__init__", **rest).arguments
+        self.args = SimpleNamespace(**{**handed_on, **handed_on.pop("kwargs", {})})
         if strikes("out_of_memory"):
             raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
         self._asleep: set[str] = set()

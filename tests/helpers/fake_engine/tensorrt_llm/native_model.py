@@ -26,8 +26,9 @@ from reinforce_rl.tokenizer import load_tokenizer
 class NativeModel:
     def __init__(self, folder: str):
         self._folder = Path(folder)
-        self._mesh = contextlib.ExitStack().enter_context(parallel_mesh())
-        self._lm = CausalLM(Architecture.from_folder(folder), self._mesh, torch.float32)
+        self._open = contextlib.ExitStack()  # as long as this lives, so that its groups do
+        mesh = self._open.enter_context(parallel_mesh())
+        self._lm = CausalLM(Architecture.from_folder(folder), mesh, torch.float32)
         self._engine = native.NativeGenerator(self._lm, load_tokenizer(folder))
         native.noise_keys = lambda seed, prompts, samples, count: position_keys(  # type: ignore[assignment]
             np.array([seed], dtype=np.uint64), count
