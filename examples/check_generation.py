@@ -93,7 +93,6 @@ def check(options: argparse.Namespace) -> int:
                 model=str(options.model),
                 dtype=DTYPES[options.precision],
                 tensor_parallel_size=options.tensor_parallel * options.pipeline_parallel,
-                skip_tokenizer_init=True,
                 max_batch_size=len(prompts),
                 max_seq_len=length,
                 max_num_tokens=max(8192, length),

@@ -377,13 +377,11 @@ def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokeniz
     from reinforce_rl.generation.engine_process import Deadlines
     from reinforce_rl.generation.tensorrt_llm import EngineSettings, TensorRTLLMGenerator
 
-    engine, rollout = cfg.tensorrt_llm, cfg.model.reinforce
-    with_text = rollout.sampling_params.end_strings or rollout.val_sampling_params.end_strings
+    engine = cfg.tensorrt_llm
     arguments = EngineArguments(
         model=cfg.pretrained_checkpoint.restore_from_path,
         dtype=DTYPES[cfg.trainer.precision],
         tensor_parallel_size=engine.tensor_parallel_size or cfg.model.block_size,
-        skip_tokenizer_init=not with_text,
         max_batch_size=engine.max_batch_size,
         max_seq_len=cfg.model.encoder_seq_length,
         max_num_tokens=engine.max_num_tokens,

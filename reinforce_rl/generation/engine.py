@@ -29,10 +29,9 @@ class EngineArguments:
     """How an engine is made.
 
     Attributes:
-        model: a Hugging Face folder, for its config and, where stop strings are given, its tokenizer.
+        model: a Hugging Face folder, for its config.
         dtype: of weights and computation, e.g. "bfloat16".
         tensor_parallel_size: GPUs that share the model.
-        skip_tokenizer_init: the engine is given and gives token ids only.
         max_batch_size: requests that are decoded together.
         max_seq_len: tokens of prompt and response.
         max_num_tokens: tokens of a forward pass.
@@ -42,7 +41,6 @@ class EngineArguments:
     model: str
     dtype: str
     tensor_parallel_size: int
-    skip_tokenizer_init: bool
     max_batch_size: int
     max_seq_len: int
     max_num_tokens: int
@@ -68,7 +66,6 @@ class EngineSampling:
     top_p: float | None
     repetition_penalty: float | None
     stop_token_ids: list[int]
-    stop: list[str] | None
     end_id: int = -1  # with the end tokens in stop_token_ids all of them are treated alike, and stay in the output
     pad_id: int = 0
     include_stop_str_in_output: bool = True
@@ -91,7 +88,7 @@ class Answer:
     Attributes:
         tokens: of the response, the stop token included.
         log_probs: one a token; None from an engine that gives none.
-        stopped: it ended by a stop token or string, rather than at its length.
+        stopped: it ended by a stop token, rather than at its length.
         fault: why there is no response; None where there is one.
     """
 

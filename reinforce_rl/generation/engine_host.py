@@ -57,6 +57,7 @@ class EngineHost:
         self._llm = package.AsyncLLM(
             **options,
             backend="pytorch",
+            skip_tokenizer_init=True,
             max_input_len=arguments.max_seq_len,
             kv_cache_config=cache,
             load_format="dummy",

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from reinforce_rl.errors import EngineLostError, GenerationError
 from reinforce_rl.generation import engine
 from reinforce_rl.generation.engine import Answer, EngineArguments, Request, Started
+from reinforce_rl.generation.engine_model import write_engine_model
 
 KEY = "tensorrt_llm"
 STOP_SECONDS = 30.0
@@ -81,6 +82,8 @@ class EngineProcess:
         self.kill()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        model = write_engine_model(Path(self._arguments.model), self._folder / "model")
+        arguments = replace(self._arguments, model=str(model))
         self._connection, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-m", "reinforce_rl.generation.engine_host", str(theirs.fileno()), str(os.getpid())]
         with self._log.open("ab") as log, theirs:
@@ -94,7 +97,7 @@ class EngineProcess:
                 env=engine_environment(os.environ, self._folder, self._devices),
             )
         try:
-            return self._call(engine.START, (self._arguments,), self._deadlines.start, "start_timeout_seconds")
+            return self._call(engine.START, (arguments,), self._deadlines.start, "start_timeout_seconds")
         except EngineLostError as error:
             advice = "see its log"
             if "out of memory" in str(error).lower():

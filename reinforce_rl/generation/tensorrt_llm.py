@@ -142,7 +142,7 @@ class TensorRTLLMGenerator:
         return Completions(tokens=tokens, lengths=lengths, finish_reasons=reasons, log_probs=log_probs)
 
     def _cut_at_end_string(self, answer: Answer, end_strings: Sequence[str]) -> Answer:
-        """The engine looks for the tokens of an end string; its text can be made of others too."""
+        """The engine stops at single tokens only: with `end_id` given, it never makes tokens of stop strings."""
         known = all(0 <= token < len(self._tokenizer) for token in answer.tokens)
         for count in range(1, len(answer.tokens) + 1) if end_strings and known else ():
             text = self._tokenizer.decode(list(answer.tokens[:count]))
@@ -280,7 +280,6 @@ def requests_of(
                 top_p=None if greedy else params.top_p,
                 repetition_penalty=None if params.repetition_penalty == 1.0 else params.repetition_penalty,
                 stop_token_ids=list(params.stop_token_ids),
-                stop=list(params.end_strings) or None,
                 pad_id=pad_id,
             ),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from reinforce_rl.errors import EngineLostError, GenerationError
 from reinforce_rl.generation.engine import EngineArguments
+from reinforce_rl.generation.engine_model import write_engine_model
 from reinforce_rl.generation.engine_process import (
     MAX_FOLDER_CHARACTERS,
     Deadlines,
@@ -18,12 +20,12 @@ from reinforce_rl.generation.engine_process import (
     private_folder,
 )
 
-ARGUMENTS = EngineArguments("model", "bfloat16", 1, True, 8, 64, 64, 0.5)
-
 
 def process_of(tmp_path: Path, **deadlines: float) -> EngineProcess:
+    (tmp_path / "config.json").write_text("{}")
+    arguments = EngineArguments(str(tmp_path), "bfloat16", 1, 8, 64, 64, 0.5)
     seconds = {"start": 60.0, "update": 60.0, "request": 60.0, **deadlines}
-    return EngineProcess(ARGUMENTS, Deadlines(**seconds), tmp_path / "engine.log", 0, None)
+    return EngineProcess(arguments, Deadlines(**seconds), tmp_path / "engine.log", 0, None)
 
 
 def test_folders_differ_by_job_restart_process_and_rank(monkeypatch):
@@ -67,6 +69,26 @@ def test_the_launchers_variables_stay_outside():
     gone = {"RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PMIX_RANK", "SLURM_PROCID", "RAY_ADDRESS"}
     assert not gone & found.keys()
     assert engine_environment(given, Path("/tmp/rrl-5-1"), None)["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+
+
+def test_an_engines_config_is_one_that_transformers_4_reads_too(tmp_path):
+    rope = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0}
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    (source / "model.safetensors").touch()
+    (source / "config.json").write_text(json.dumps({"rope_parameters": rope, "dtype": "bfloat16"}))
+    found = json.loads((write_engine_model(source, out) / "config.json").read_text())
+    assert found == {
+        "rope_parameters": rope,
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+    (source / "config.json").write_text(json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}))
+    found = json.loads((write_engine_model(source, out) / "config.json").read_text())
+    assert (found["rope_theta"], found["rope_scaling"]) == (1e5, None)
 
 
 def test_without_the_package_it_says_so_and_leaves_nothing_behind(tmp_path):
