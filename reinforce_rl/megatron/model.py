@@ -242,5 +242,5 @@ def rope_parameters(architecture: Architecture) -> tuple[Tensor, float]:
     if transformers.__version__.startswith("4."):
         values = with_old_rope_keys(values)
     config: Any = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    rotary = LlamaRotaryEmbedding(config, device=torch.device("cpu"))
+    rotary = LlamaRotaryEmbedding(config)
     return rotary.inv_freq, float(rotary.attention_scaling)

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 from helpers.engine_fake import install_fake
 from helpers.tiny_run import tiny_config, tiny_trainer
 
@@ -25,6 +26,7 @@ OVERRIDES = (
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo")  # once, as joining the same store again is a race
     for name, key in (("tp2", "tensor"), ("pp2", "pipeline")):
         place = folder / name
         install_fake(place / "engine", rank=rank)
@@ -33,6 +35,7 @@ def main() -> None:
             trainer.fit()
             trainer.model.export(place / "model", place / "exported")
             trainer.model.generator.close()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
