@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -25,7 +26,7 @@ from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_v
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.files import write_atomically
-from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
@@ -103,7 +104,8 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
             try:
                 trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control)
                 trainer.wandb_run_id = wandb_run_id
-                trainer.fit()
+                with contextlib.closing(trainer.model.generator):
+                    trainer.fit()
                 control.stop.check(mesh)
                 if cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end:
                     control.activity.begin("export")
@@ -362,7 +364,7 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
     return MegatronGPTReinforceActorModel(
         lm,
         tokenizer,
-        NativeGenerator(lm, tokenizer),
+        build_generator(cfg, lm, tokenizer),
         ActorSettings(
             sampling=_sampling_params(cfg, rollout.sampling_params, stop_ids),
             val_sampling=_sampling_params(cfg, rollout.val_sampling_params, stop_ids),
@@ -380,6 +382,37 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
         lora=None if lora is None else LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint()),
         data_parallel=DataParallelSettings(cfg.model.optim.distributed, cfg.model.optim.overlap_grad_sync),
     )
+
+
+def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Generator:
+    """What draws the responses. Of TensorRT-LLM nothing is imported here, and nothing at all where it is not chosen.
+
+    Raises:
+        ConfigError: this machine cannot run it.
+    """
+    if cfg.generation == "native":
+        return NativeGenerator(lm, tokenizer)
+    from reinforce_rl.generation.engine import EngineArguments
+    from reinforce_rl.generation.engine_process import Deadlines
+    from reinforce_rl.generation.tensorrt_llm import EngineSettings, TensorRTLLMGenerator
+
+    engine = cfg.tensorrt_llm
+    arguments = EngineArguments(
+        model=cfg.pretrained_checkpoint.restore_from_path,
+        dtype=DTYPES[cfg.trainer.precision],
+        tensor_parallel_size=engine.tensor_parallel_size or cfg.model.block_size,
+        max_batch_size=engine.max_batch_size,
+        max_seq_len=cfg.model.encoder_seq_length,
+        max_num_tokens=engine.max_num_tokens,
+        free_gpu_memory_fraction=engine.free_gpu_memory_fraction,
+    )
+    settings = EngineSettings(
+        arguments,
+        Deadlines(engine.start_timeout_seconds, engine.update_timeout_seconds, engine.request_timeout_seconds),
+        bucket_bytes=engine.weight_bucket_megabytes * 2**20,
+        log_folder=Path(cfg.exp_manager.explicit_log_dir) / "engines",
+    )
+    return TensorRTLLMGenerator(lm, tokenizer, settings)
 
 
 def model_options(cfg: TrainConfig) -> ModelOptions:

@@ -279,10 +279,25 @@ class ModelConfig:
 
 
 @dataclass
+class TensorRTLLMConfig:
+    mode: str = "colocated"
+    tensor_parallel_size: int | None = None
+    free_gpu_memory_fraction: float = 0.5
+    max_batch_size: int = 256
+    max_num_tokens: int = 8192
+    weight_bucket_megabytes: int = 512
+    start_timeout_seconds: float = 900.0
+    update_timeout_seconds: float = 300.0
+    request_timeout_seconds: float = 1200.0
+
+
+@dataclass
 class TrainConfig:
     pretrained_checkpoint: PretrainedConfig
     model: ModelConfig
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    generation: str = "native"
+    tensorrt_llm: TensorRTLLMConfig = field(default_factory=TensorRTLLMConfig)
     reward: str = "server"
     reward_function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
     remote_rm: RemoteRMConfig = field(default_factory=RemoteRMConfig)

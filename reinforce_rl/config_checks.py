@@ -27,6 +27,7 @@ from reinforce_rl.algorithms.choices import (
 from reinforce_rl.config import LoraTuningConfig, RewardServerConfig, RolloutConfig, SamplingConfig, TrainConfig
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.generation_checks import generation_faults
 from reinforce_rl.layout import layout_faults, recomputation_faults
 from reinforce_rl.reward.addresses import Address
 from reinforce_rl.reward.function_loading import PROVIDED, PROVIDED_NAMES
@@ -429,6 +430,7 @@ _CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
     _layout,
     _lengths,
     _sampling,
+    generation_faults,
     _best_checkpoints,
     _files,
 )

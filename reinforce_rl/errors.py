@@ -68,3 +68,11 @@ class RankLostError(RewardServerError):
 
 class ModelStuckError(RewardServerError):
     """The reward server's model has been in one call for too long, which its thread may never leave."""
+
+
+class GenerationError(ReinforceError):
+    """The generation engine cannot go on: it did not start, or failed again after it was started anew."""
+
+
+class EngineLostError(GenerationError):
+    """An engine that died, did not answer in time or refused its weights. A new one may do better."""

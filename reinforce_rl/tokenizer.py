@@ -80,12 +80,17 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: the folder is missing or holds no tokenizer.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError([f"tokenizer folder {folder} does not exist; expected a Hugging Face model folder"])
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        try:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except ValueError as error:
+            if "TokenizersBackend" not in str(error):  # version 5's name for the class below
+                raise
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError([f"{folder} holds no tokenizer that transformers can load: {error}"]) from error

@@ -28,7 +28,7 @@ from reinforce_rl.algorithms.rewards import RewardShaping, shape_rewards
 from reinforce_rl.algorithms.rollouts import RolloutMaker
 from reinforce_rl.algorithms.step_rollouts import StepRolloutMaker
 from reinforce_rl.algorithms.updates import mini_batches, total_steps
-from reinforce_rl.errors import CheckpointError, RewardServerError, StoppedEarly
+from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.metrics import reinforce_means, take_means, update_metrics
 from reinforce_rl.monitoring.samples import sample_rows
 from reinforce_rl.monitoring.stragglers import of_this_rank
@@ -139,7 +139,8 @@ class ReinforceTrainer:
         Raises:
             StoppedEarly: the time is used up, or a signal came.
             RewardServerError: the reward server did not answer within its deadline, or failed too many samples.
-                The state after the last complete step is saved before either.
+            GenerationError: the generation engine cannot go on.
+                The state after the last complete step is saved before any of them.
         """
         self._stop.wait_for_checks()
         try:
@@ -169,7 +170,7 @@ class ReinforceTrainer:
                     self.save()
             self.save(wait=True)
             self.test()
-        except RewardServerError as error:
+        except (RewardServerError, GenerationError) as error:
             self.logger.note(f"Stopping: {error}")
             self._save_last_step()
             raise

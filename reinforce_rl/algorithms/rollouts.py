@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from reinforce_rl.errors import RewardServerError, StoppedEarly
+from reinforce_rl.errors import GenerationError, RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.samples import decode_responses
 from reinforce_rl.reward.base import STATUS_OK, STATUS_TEXT, RewardFuture, RewardRequest, RewardSource
 from reinforce_rl.rollout import (
@@ -73,17 +73,24 @@ class RolloutMaker:
 
         Raises:
             StoppedEarly: on all ranks, once one was asked to stop.
+            GenerationError: on all ranks, once an engine of some rank cannot go on.
         """
         mesh = self._model.mesh
         parts: list[Completions] = []
         futures: list[RewardFuture] = []
-        for batch in self._batch_iterator_cls(prompts, validation):
-            if self._stop.asked_of_block(mesh):
-                break
-            part = self._model.infer(batch, num_samples, seed, validation=validation)
-            parts.append(part)
-            if mesh.is_block_leader:
-                futures.append(self._rm.infer_rm(self._reward_request(batch, part)))
+        failure: Exception | None = None
+        try:
+            with self._model.generator.awake():
+                for batch in self._batch_iterator_cls(prompts, validation):
+                    if self._stop.asked_of_block(mesh):
+                        break
+                    part = self._model.infer(batch, num_samples, seed, validation=validation)
+                    parts.append(part)
+                    if mesh.is_block_leader:
+                        futures.append(self._rm.infer_rm(self._reward_request(batch, part)))
+        except GenerationError as error:
+            failure = error
+        mesh.check_together(failure)
         self._stop.check(mesh)
         completions = join_completions(parts, self._model.pad_id)
         return PendingRollouts(self._unscored(prompts, completions), tuple(futures))

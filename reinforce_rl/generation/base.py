@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,13 +41,24 @@ class SamplingParams:
 class Generator(Protocol):
     """Whatever completes prompts. How it batches, caches and shards is its own affair."""
 
+    def awake(self) -> AbstractContextManager[None]:
+        """Responses are drawn inside the block; outside it an engine with memory of its own gives that back."""
+        ...
+
     def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
-        """`num_samples` completions of each prompt, prompt-major.
+        """`num_samples` completions of each prompt, prompt-major; inside `awake`.
 
         Noise is keyed by (seed, prompt id, sample, position): a sample does not depend on what it is batched with.
+
+        Raises:
+            GenerationError: an engine failed; on all ranks of this rank's block.
         """
         ...
 
     def refit(self) -> None:
-        """Take over the policy's current weights."""
+        """Take over the policy's current weights before the next response."""
+        ...
+
+    def close(self) -> None:
+        """End what was started. May be called in any state, on one rank alone."""
         ...

@@ -8,7 +8,9 @@ Notation: P prompts, G samples a prompt, R unfinished samples, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,8 +42,15 @@ class NativeGenerator:
         self._tokenizer = tokenizer
         self._pad_id = pad_id_of(tokenizer)
 
+    def awake(self) -> AbstractContextManager[None]:
+        """Nothing to wake: the cache of a call is freed after it."""
+        return contextlib.nullcontext()
+
     def refit(self) -> None:
         """Nothing to do: this engine decodes with the weights that the optimizer updates."""
+
+    def close(self) -> None:
+        """Nothing to end."""
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:

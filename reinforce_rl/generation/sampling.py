@@ -27,12 +27,22 @@ def noise_keys(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray, num_po
     Returns:
         int32 [R, num_positions, 2].
     """
+    return position_keys(sample_seeds(seed, prompt_ids, sample_ids), num_positions)
+
+
+def sample_seeds(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray) -> np.ndarray:
+    """One 64-bit seed for each (seed, prompt, sample): uint64 [R], for engines that have a generator of their own."""
     with np.errstate(over="ignore"):
         state = _mix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF))
-        rows = _mix(_mix(state + _GOLDEN * prompt_ids.astype(np.uint64)) + _GOLDEN * sample_ids.astype(np.uint64))
+        return _mix(_mix(state + _GOLDEN * prompt_ids.astype(np.uint64)) + _GOLDEN * sample_ids.astype(np.uint64))
+
+
+def position_keys(seeds: np.ndarray, num_positions: int) -> Tensor:
+    """The keys of a sample's positions: uint64 [R] to int32 [R, num_positions, 2]."""
+    with np.errstate(over="ignore"):
         positions = np.arange(1, num_positions + 1, dtype=np.uint64)
-        keys = _mix(rows[:, None] + _GOLDEN * positions[None, :])
-    return torch.from_numpy(np.ascontiguousarray(keys).view(np.int32).reshape(len(rows), num_positions, 2))
+        keys = _mix(seeds[:, None] + _GOLDEN * positions[None, :])
+    return torch.from_numpy(np.ascontiguousarray(keys).view(np.int32).reshape(len(seeds), num_positions, 2))
 
 
 def _mix(value: np.ndarray | np.uint64) -> np.ndarray:

@@ -207,3 +207,18 @@ def _windows(values: dict[str, Any]) -> set[int | None]:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def with_old_rope_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a config.json so that transformers 4 reads RoPE's from them too.
+
+    Version 5 writes `rope_parameters`, which version 4 passes over without a word, and takes its own default.
+    """
+    rope = values.get("rope_parameters")
+    if not rope:
+        return values
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    old: dict[str, Any] = {"rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None}
+    if "rope_theta" in rope:
+        old["rope_theta"] = rope["rope_theta"]
+    return {**values, **old}

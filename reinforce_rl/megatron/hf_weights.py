@@ -126,6 +126,7 @@ def hf_tensors(
     *,
     rows: list[Row] | None = None,
     dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
     track: Track = iter,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """The model's weights in Hugging Face names and shapes, one at a time.
@@ -137,10 +138,11 @@ def hf_tensors(
         values: what to map in place of the weights, such as their gradients, by the names of `parameters_of`.
         rows: which of them; None for all of `weight_map`.
         dtype: of the result; None for that of the weights.
+        device: of the result.
         track: runs through the parameters.
 
     Yields:
-        name and whole tensor, on the CPU and with memory of its own, on the first tensor-parallel rank of the first
+        name and whole tensor, with memory of its own, on the first tensor-parallel rank of the first
         stage; elsewhere name and None.
     """
     mesh = lm.mesh
@@ -154,7 +156,8 @@ def hf_tensors(
         if stage == mesh.pp_rank:
             parts = _on_first_rank(own[name].detach().to(dtype), mesh, of_parameter[0].split is not None)
         for row in of_parameter:
-            yield row.hf, _on_first_stage(None if parts is None else _assembled(row, parts), row, dtype, stage, mesh)
+            whole = None if parts is None else _assembled(row, parts, device)
+            yield row.hf, _on_first_stage(whole, row, dtype, device, stage, mesh)
 
 
 def _by_parameter(rows: list[Row]) -> list[tuple[str, list[Row]]]:
@@ -178,7 +181,9 @@ def _on_first_rank(value: Tensor, mesh: Mesh, shared: bool) -> list[Tensor] | No
     return parts
 
 
-def _on_first_stage(whole: Tensor | None, row: Row, dtype: torch.dtype, stage: int, mesh: Mesh) -> Tensor | None:
+def _on_first_stage(
+    whole: Tensor | None, row: Row, dtype: torch.dtype, device: torch.device | str, stage: int, mesh: Mesh
+) -> Tensor | None:
     """A tensor that the first tensor-parallel rank of a stage holds, on that of the first stage."""
     if stage == 0 or mesh.tp_rank:
         return whole
@@ -187,12 +192,12 @@ def _on_first_stage(whole: Tensor | None, row: Row, dtype: torch.dtype, stage: i
     elif mesh.pp_rank == 0:
         received = torch.empty(row.shape, dtype=dtype, device=mesh.device)
         mesh.receive_from_stage(received, stage)
-        return received.cpu()
+        return received.to(device)
     return None
 
 
-def _assembled(row: Row, parts: list[Tensor]) -> Tensor:
-    whole = torch.empty(row.shape, dtype=parts[0].dtype)
+def _assembled(row: Row, parts: list[Tensor], device: torch.device | str) -> Tensor:
+    whole = torch.empty(row.shape, dtype=parts[0].dtype, device=device)
     for rank, part in enumerate(parts):
         start, end = row.part(rank)
         if start < end:

@@ -26,6 +26,7 @@ from reinforce_rl.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    GenerationError,
     LostRankError,
     ReinforceError,
     RewardServerError,
@@ -35,7 +36,14 @@ from reinforce_rl.errors import (
 from reinforce_rl.layout import Layout, layout_faults, rank_at
 
 # Errors that mean the same on every rank, by the name under which they travel.
-_KINDS = (CheckpointError, DataError, RewardServerError, StoppedEarly, TooManyFailedRewardsError)
+_KINDS = (
+    CheckpointError,
+    DataError,
+    GenerationError,
+    RewardServerError,
+    StoppedEarly,
+    TooManyFailedRewardsError,
+)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -154,6 +162,18 @@ class Mesh:
     def from_block_leader(self, value: Any) -> Any:
         """The picklable value that the leader holds, on every rank of its block."""
         return _from_rank(value, 0, self.block_group)
+
+    def gather_on_block_leader(self, value: Any) -> list[Any]:
+        """Every picklable value of this rank's block, in rank order, on its leader; an empty list on the others."""
+        count = dist.get_world_size(self.block_group)
+        gathered: list[Any] | None = [None] * count if self.is_block_leader else None
+        dist.gather_object(value, gathered, group=self.block_group, group_dst=0)
+        return gathered or []
+
+    def copy_from_block_leader(self, tensor: Tensor) -> None:
+        """Fill a tensor of the same shape and dtype on every rank of the block with the leader's."""
+        if dist.get_world_size(self.block_group) > 1:
+            dist.broadcast(tensor, group=self.block_group, group_src=0)
 
     def from_last_stage(self, value: Any) -> Any:
         """The picklable value that the last stage holds, on every stage."""

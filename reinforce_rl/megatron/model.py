@@ -18,7 +18,7 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
 from reinforce_rl.megatron.attention import CoreAttention, KVCache
 from reinforce_rl.megatron.chunked_head import VocabShard
 from reinforce_rl.megatron.context_parallel import zigzag_positions
@@ -235,13 +235,12 @@ def rope_parameters(architecture: Architecture) -> tuple[Tensor, float]:
 
     The factor, which only YaRN has, applies to queries and keys alike: its square scales the attention scores.
     """
-    from transformers import CONFIG_MAPPING
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    import transformers
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config: Any = CONFIG_MAPPING[architecture.raw["model_type"]].from_dict(architecture.raw)
-    kind = config.rope_parameters["rope_type"]
-    default = LlamaRotaryEmbedding.compute_default_rope_parameters
-    compute = default if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
-    inverse_frequencies, scale = compute(config, device=torch.device("cpu"))
-    return inverse_frequencies, float(scale)
+    values = architecture.raw
+    if transformers.__version__.startswith("4."):
+        values = with_old_rope_keys(values)
+    config: Any = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    rotary = LlamaRotaryEmbedding(config)
+    return rotary.inv_freq, float(rotary.attention_scaling)

@@ -22,7 +22,10 @@ COPY slurm slurm
 # looked up in an index, so pip must find them installed, as it does.
 RUN python3 -m pip list --format=freeze \
         | grep -viE '^(reinforce-rl|pip|setuptools|wheel)==' > /tmp/base.txt \
-    && python3 -m pip install -c /tmp/base.txt -c constraints/gpu.txt -e '.[server,tensorboard,wandb]' \
-    && rm /tmp/base.txt
+    # Of our pins only those of packages that the base has not: two constraints on one package cannot both hold.
+    && awk -F== '/^#/ {next} {name = tolower($1); gsub(/[-_.]+/, "-", name)} NR == FNR {has[name]; next} \
+        !(name in has)' /tmp/base.txt constraints/gpu.txt > /tmp/rest.txt \
+    && python3 -m pip install -c /tmp/base.txt -c /tmp/rest.txt -e '.[server,tensorboard,wandb]' \
+    && rm /tmp/base.txt /tmp/rest.txt
 
 CMD ["bash"]

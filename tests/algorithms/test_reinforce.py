@@ -229,8 +229,14 @@ class EmptyEverySecond:
         reasons = tuple(FINISH_STOP if row in rows else reason for row, reason in enumerate(full.finish_reasons))
         return replace(full, tokens=tokens, lengths=lengths, finish_reasons=reasons)
 
+    def awake(self):
+        return self._inner.awake()
+
     def refit(self) -> None:
         self._inner.refit()
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 class TestWhatDoesNotCount:

@@ -68,16 +68,19 @@ def test_the_scaling_of_llama3_changes_the_frequencies(mesh, tmp_path):
     assert (all_logits(plain, tokens) - all_logits(scaled, tokens)).abs().max() > 0.01
 
 
-def test_config_of_older_transformers_is_read_alike(mesh, tmp_path):
+def test_config_of_older_and_newer_transformers_is_read_alike(mesh, tmp_path):
     """`rope_theta` and `rope_scaling` stood at the top level before transformers 5, and `dtype` was `torch_dtype`."""
     folder = tiny_llama_folder(tmp_path / "source", rope_scaling=LLAMA3_SCALING)
     tokens = random_tokens(64, 2, 100)
     expected = all_logits(megatron_model(folder, mesh), tokens)
-    config = json.loads((folder / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": config.pop("dtype")}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert torch.equal(all_logits(megatron_model(folder, mesh), tokens), expected)
+    values = json.loads((folder / "config.json").read_text())
+    common = {key: value for key, value in values.items() if not key.startswith("rope_") and "dtype" not in key}
+    theta = 10_000.0  # transformers' own, which the helper leaves as it is
+    older = {"rope_theta": theta, "rope_scaling": LLAMA3_SCALING, "torch_dtype": "float32"}
+    newer = {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": theta}, "dtype": "float32"}
+    for form in (older, newer):
+        (folder / "config.json").write_text(json.dumps({**common, **form}))
+        assert torch.equal(all_logits(megatron_model(folder, mesh), tokens), expected)
 
 
 def test_exported_folder_has_the_tokenizer_and_replaces_an_older_one(mesh, tmp_path):

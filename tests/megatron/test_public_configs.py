@@ -45,7 +45,8 @@ OTHERWISE = {
 def test_the_defaults_of_the_config_classes(name):
     ours = CONFIGS[name]
     known = CONFIG_MAPPING[ours["model_type"]]().to_dict()
-    known["rope_theta"] = known["rope_parameters"]["rope_theta"]
+    if "rope_parameters" in known:  # since transformers 5
+        known["rope_theta"] = known["rope_parameters"]["rope_theta"]
     compared = [key for key in SHAPE if key in ours and key in known]
     assert {key for key in compared if ours[key] != known[key]} == OTHERWISE[name]
     assert len(compared) >= 10

@@ -1,0 +1,60 @@
+"""What cannot work with a generation engine; a part of `config_checks.py`. One sentence a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reinforce_rl.config import TrainConfig
+
+GENERATIONS = ("native", "tensorrt_llm")
+
+
+def generation_faults(cfg: TrainConfig) -> Iterator[str]:
+    """The choice of the engine, and what it asks of other keys."""
+    if cfg.generation not in GENERATIONS:
+        yield f"generation is {cfg.generation!r}; expected one of {', '.join(GENERATIONS)}"
+    if cfg.generation == "tensorrt_llm":
+        yield from _ranges(cfg)
+        yield from _sampling(cfg)
+
+
+def _ranges(cfg: TrainConfig) -> Iterator[str]:
+    engine, block = cfg.tensorrt_llm, cfg.model.block_size
+    if engine.mode != "colocated":
+        yield (
+            f"tensorrt_llm.mode is {engine.mode!r}; expected colocated. TensorRT-LLM 1.2 takes weights through CUDA "
+            "IPC only, from a process on the same GPU, so engines on GPUs of their own are not built"
+        )
+    if engine.tensor_parallel_size is not None and not 1 <= engine.tensor_parallel_size <= block:
+        yield (
+            f"tensorrt_llm.tensor_parallel_size is {engine.tensor_parallel_size}; expected 1 to {block}, the ranks "
+            "that share a copy of the model, or null for all of them"
+        )
+    if not 0 < engine.free_gpu_memory_fraction < 1:
+        yield f"tensorrt_llm.free_gpu_memory_fraction is {engine.free_gpu_memory_fraction}; expected above 0, below 1"
+    for key in ("max_batch_size", "max_num_tokens", "weight_bucket_megabytes"):
+        if getattr(engine, key) < 1:
+            yield f"tensorrt_llm.{key} is {getattr(engine, key)}; expected at least 1"
+    limit = cfg.trainer.collective_timeout_seconds
+    for key in ("start_timeout_seconds", "update_timeout_seconds", "request_timeout_seconds"):
+        seconds = getattr(engine, key)
+        if not 0 < seconds < limit:
+            yield (
+                f"tensorrt_llm.{key} is {seconds}; expected above 0 and below trainer.collective_timeout_seconds, "
+                f"which is {limit}: the other ranks wait for the engine so long"
+            )
+
+
+def _sampling(cfg: TrainConfig) -> Iterator[str]:
+    rollout = cfg.model.reinforce
+    if rollout.length_params.min_length:
+        yield (
+            f"model.reinforce.length_params.min_length is {rollout.length_params.min_length}, but TensorRT-LLM holds "
+            "back one end token only; set it to 0, or generation=native"
+        )
+    if cfg.trainer.reinforce.generator_correction != "none" and rollout.sampling_params.temperature != 1.0:
+        yield (
+            f"trainer.reinforce.generator_correction is {cfg.trainer.reinforce.generator_correction!r} and "
+            f"model.reinforce.sampling_params.temperature is {rollout.sampling_params.temperature}; whether "
+            "TensorRT-LLM's log-probs are those at the temperature has not been established, so expected 1.0"
+        )

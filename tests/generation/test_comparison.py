@@ -1,0 +1,104 @@
+"""Where two generators part, and the script that compares an engine with the native one."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+from pathlib import Path
+
+import torch
+from helpers.models import tiny_llama_folder
+
+from reinforce_rl.generation import weight_transfer
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.comparison import compare
+from reinforce_rl.rollout import FINISH_STOP, Completions, Prompt
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "check_generation.py"
+PROMPTS = [Prompt(0, "", (5,)), Prompt(1, "", (6,))]
+GREEDY = SamplingParams(max_length=3, use_greedy=True)
+
+
+class Fixed:
+    """Gives the same responses whatever it is asked."""
+
+    def __init__(self, rows: list[list[int]], log_probs: list[list[float]] | None):
+        lengths = [len(row) for row in rows]
+        width = max(lengths)
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        values = None if log_probs is None else torch.tensor([v + [0.0] * (width - len(v)) for v in log_probs])
+        self._found = Completions(tokens, torch.tensor(lengths), (FINISH_STOP,) * len(rows), values)
+
+    def awake(self):
+        return contextlib.nullcontext()
+
+    def generate(self, prompts, num_samples, params, seed) -> Completions:
+        return self._found
+
+    def refit(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("check_generation", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_only_what_lies_before_a_difference_is_compared():
+    left = Fixed([[3, 4, 5], [6]], [[-1.0, -2.0, -3.0], [-0.5]])
+    right = Fixed([[3, 4, 9], [6, 7]], [[-1.5, -2.0, -9.0], [-0.4, -1.0]])
+    found = compare(left, right, PROMPTS, GREEDY)
+    assert (found.responses, found.equal_responses, found.tokens, found.common_tokens) == (2, 0, 4, 3)
+    assert math.isclose(found.mean_gap, (0.5 + 0 + 0.1) / 3, abs_tol=1e-6)
+    assert math.isclose(found.largest_gap, 0.5, abs_tol=1e-6)
+
+
+def test_without_log_probs_there_is_no_gap():
+    left, right = Fixed([[3], [4]], [[-1.0], [-1.0]]), Fixed([[3], [4]], None)
+    found = compare(left, right, PROMPTS, GREEDY)
+    assert found.equal_responses == 2 and math.isnan(found.mean_gap)
+
+
+def model_below(folder: Path) -> str:
+    return str(tiny_llama_folder(folder / "model", vocab_size=64, max_positions=64))
+
+
+OPTIONS = ["--precision", "32", "--max-length", "4", "--bucket-megabytes", "1"]
+
+
+def test_the_script_with_native_against_native(tmp_path, capsys):
+    assert script().main([model_below(tmp_path), "--engine", "native", *OPTIONS]) == 0
+    assert capsys.readouterr().out.count("8 of 8 responses equal, ") == 2
+
+
+def test_the_script_with_the_fake_engine(tmp_path, capsys, fake_engine):
+    fake_engine()
+    logs = ["--log-folder", str(tmp_path / "logs")]
+    assert script().main([model_below(tmp_path), *OPTIONS, *logs, "--tolerance", "1e-4"]) == 0
+    assert capsys.readouterr().out.count("8 of 8 responses equal, ") == 2
+
+
+def test_the_script_sees_an_engine_that_kept_the_old_weights(tmp_path, capsys, fake_engine, monkeypatch):
+    fake_engine()
+    send, sent = weight_transfer.send_weights, []
+
+    def send_copies(lm, deliver, **options):
+        sent.extend(p.detach().clone() for p in lm.parameters() if len(sent) < len(list(lm.parameters())))
+        now = [p.detach().clone() for p in lm.parameters()]
+        with torch.no_grad():
+            for parameter, old in zip(lm.parameters(), sent, strict=False):
+                parameter.copy_(old)
+            send(lm, deliver, **options)
+            for parameter, new in zip(lm.parameters(), now, strict=True):
+                parameter.copy_(new)
+
+    monkeypatch.setattr(weight_transfer, "send_weights", send_copies)
+    logs = ["--log-folder", str(tmp_path / "logs")]
+    assert script().main([model_below(tmp_path), *OPTIONS, *logs, "--tolerance", "1e-4"]) == 1

@@ -1,0 +1,329 @@
+"""Generation by TensorRT-LLM, with a fake that has its signatures and this project's model behind it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.engine_fake import PACKAGE
+from helpers.models import tiny_llama_folder
+from helpers.ranks import run_ranks
+from helpers.tiny_run import (
+    compose,
+    however_cut,
+    largest_difference,
+    metrics_of,
+    rollouts_of,
+    run,
+    tiny_config,
+    tiny_overrides,
+    tiny_trainer,
+)
+from safetensors.torch import load_file
+
+from reinforce_rl.build import build_generator
+from reinforce_rl.config import load_config
+from reinforce_rl.errors import ConfigError, GenerationError
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.engine import Answer
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.checkpoint import latest_checkpoint
+from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.rollout import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP, Prompt
+from reinforce_rl.tokenizer import load_tokenizer
+
+ENGINE = ("generation=tensorrt_llm", "tensorrt_llm.weight_bucket_megabytes=1")
+OF_RUNS = ("trainer.reinforce.val_check_interval=2", "trainer.reinforce.initial_policy_kl_penalty=0")
+PROMPTS = [Prompt(7, "tea", (6, 7, 8)), Prompt(9, "to", (6, 9))]
+PARAMS = SamplingParams(max_length=5, stop_token_ids=(2, 5))
+
+
+def generator_of(folder: Path, mesh, *overrides: str):
+    """The configured generator on the tiny model of a run's folder."""
+    config = load_config(compose(*tiny_overrides(folder), *ENGINE, *overrides))
+    model = config.pretrained_checkpoint.restore_from_path
+    lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
+    load_hf_weights(lm, HFFolder(model))
+    return build_generator(config, lm, load_tokenizer(model))
+
+
+def calls_of(folder: Path) -> list[str]:
+    return [line.split(" ")[0] for line in (folder / "calls.txt").read_text().splitlines()]
+
+
+def draw(engine):
+    """What it gives for two samples of each prompt."""
+    with engine.awake():
+        return engine.generate(PROMPTS, 2, PARAMS, seed=3)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, mesh):
+    """A folder for runs of one model, with that of the native engine in it."""
+    folder = tmp_path_factory.mktemp("runs")
+    model = folder / "model"
+    tiny_llama_folder(model, vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16, tied=False)
+    for name in ("native", "tp1", "tp2", "pp2"):
+        (folder / name).mkdir()
+        (folder / name / "model").symlink_to(model)
+    run(folder / "native", mesh, *OF_RUNS)
+    return folder
+
+
+class TestRun:
+    """The trainer on the fake engine against the trainer on the native one."""
+
+    def check(self, folder: Path, name: str) -> None:
+        """Same metrics and responses as the native engine's; the weights that came are those that were trained."""
+        found, expected = metrics_of(folder / name), metrics_of(folder / "native")
+        assert len(found) == len(expected) > 2
+        for line, other in zip(found, expected, strict=True):
+            assert largest_difference(however_cut(line), however_cut(other)) < 1e-4
+        for step in (1, 2):
+            rows, others = rollouts_of(folder / name, step), rollouts_of(folder / "native", step)
+            assert [row["response"] for row in rows] == [row["response"] for row in others]
+
+        given = folder / name / "engine"
+        names = json.loads((given / "names_0.json").read_text())
+        assert names == list(dict.fromkeys(names)) and set(names) == HFFolder(folder / "model").names
+        first, last = (
+            load_file(given / f"weights_{i}.safetensors") for i in (0, len(list(given.glob("names_*"))) - 1)
+        )
+        start, end = (load_file(path / "model.safetensors") for path in (folder / "model", folder / name / "exported"))
+        for received, held in ((first, start), (last, end)):
+            assert received.keys() == held.keys()
+            assert all(torch.equal(received[key], held[key]) for key in held)
+        assert not torch.equal(first[names[0]], last[names[0]])
+
+    def test_on_one_rank(self, runs, mesh, fake_engine):
+        given = fake_engine(folder=runs / "tp1" / "engine")
+        with tiny_trainer(tiny_config(runs / "tp1", *OF_RUNS, *ENGINE), mesh) as trainer:
+            trainer.fit()
+            trainer.model.export(runs / "model", runs / "tp1" / "exported")
+            trainer.model.generator.close()
+        self.check(runs, "tp1")
+        # It gives its memory back after each time that it was awake.
+        calls = calls_of(given)
+        assert calls.count("AsyncLLM.release") == calls.count("AsyncLLM.resume") // 2 + 1
+        assert "BaseLLM.shutdown" in calls
+
+    def test_on_two_ranks(self, runs):
+        """TP=2, whose engine has a worker on each device, and PP=2, whose engine has no stages."""
+        run_ranks(Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py", 2, runs, timeout=240)
+        self.check(runs, "tp2")
+        self.check(runs, "pp2")
+
+
+class TestContract:
+    def test_a_call_that_drifts_is_refused(self, tmp_path, mesh, fake_engine):
+        record = Path(__file__).with_name("tensorrt_llm_signatures.json")
+        signatures = json.loads(record.read_text())
+        for parameter in signatures["signatures"]["SamplingParams"]["parameters"]:
+            if parameter["name"] == "seed":
+                parameter["name"] = "random_seed"
+        drifted = tmp_path / "drifted.json"
+        drifted.write_text(json.dumps(signatures))
+        fake_engine(model="scripted", signatures=str(drifted))
+        engine = generator_of(tmp_path, mesh)
+        with pytest.raises(GenerationError, match="SamplingParams: got an unexpected keyword argument 'seed'"):
+            draw(engine)
+        engine.close()
+
+    def test_every_recorded_call_is_made_or_read(self, tmp_path, mesh, fake_engine):
+        given = fake_engine(model="scripted", fault="lost")
+        engine = generator_of(tmp_path, mesh, "tensorrt_llm.request_timeout_seconds=1")
+        for _ in range(2):
+            draw(engine)
+        engine.close()
+        recorded = json.loads(Path(__file__).with_name("tensorrt_llm_signatures.json").read_text())["signatures"]
+        # Reached through others: collective_rpc and the engine's own await.
+        behind = {
+            "RayGPUWorker.sleep",
+            "RayGPUWorker.wakeup",
+            "RayWorkerWrapper.report_device_id",
+            "GenerationResult.aresult",
+        }
+        assert set(calls_of(given)) == recorded.keys() - behind
+
+    def test_nothing_of_it_is_imported_in_the_trainer(self, tmp_path, mesh, fake_engine):
+        fake_engine(model="scripted")
+        for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
+            del sys.modules[name]
+        engine = generator_of(tmp_path, mesh)
+        with engine.awake():
+            engine.generate(PROMPTS, 1, PARAMS, seed=3)
+        engine.close()
+        assert "tensorrt_llm" not in sys.modules
+
+
+class TestSamples:
+    @pytest.fixture
+    def engine(self, tmp_path, mesh, fake_engine):
+        fake_engine(model="scripted")
+        engine = generator_of(tmp_path, mesh)
+        with engine.awake():
+            yield engine
+        engine.close()
+
+    def test_a_sample_depends_on_seed_prompt_and_sample_alone(self, engine):
+        both = engine.generate(PROMPTS, 3, PARAMS, seed=3)
+        alone = engine.generate(PROMPTS[1:], 3, PARAMS, seed=3)
+        assert torch.equal(both.tokens[3:], alone.tokens)
+        assert len({tuple(row) for row in both.tokens.tolist()}) > 4
+        assert not torch.equal(engine.generate(PROMPTS, 3, PARAMS, seed=4).tokens, both.tokens)
+        assert both.log_probs is not None and both.log_probs.shape == both.tokens.shape
+        assert set(both.finish_reasons) == {FINISH_LENGTH}
+
+    def test_an_end_string_cuts_wherever_its_text_appears(self, engine):
+        tokens = (6, 7, 8, 9)
+        text = engine._tokenizer.decode([6, 7, 8])
+        found = engine._cut_at_end_string(Answer(tokens, (-1.0, -2.0, -3.0, -4.0)), ("nowhere", text[1:]))
+        assert (found.tokens, found.log_probs, found.stopped) == ((6, 7, 8), (-1.0, -2.0, -3.0), True)
+        assert engine._cut_at_end_string(Answer(tokens), ("nowhere",)) == Answer(tokens)
+
+    def test_rows_of_unequal_length_are_padded(self, engine):
+        answers = [Answer((5, 6), (-1.0, -2.0), stopped=True), Answer((), ()), Answer((4,), None)]
+        found = engine._completions(answers[:2], PARAMS)
+        assert found.tokens.tolist() == [[5, 6], [0, 0]]
+        assert found.lengths.tolist() == [2, 0]
+        assert found.finish_reasons == (FINISH_STOP, FINISH_LENGTH)
+        assert found.log_probs is not None and found.log_probs.tolist() == [[-1.0, -2.0], [0.0, 0.0]]
+        assert engine._completions(answers, PARAMS).log_probs is None
+
+
+class TestFaults:
+    """Each is survived, or is an error that says what happened and what to do."""
+
+    def test_weights_refused_once(self, tmp_path, mesh, fake_engine):
+        given = fake_engine(model="scripted", fault="update_refused")
+        engine = generator_of(tmp_path, mesh)
+        assert draw(engine).lengths.tolist() == [3] * 4
+        engine.close()
+        assert calls_of(given).count("AsyncLLM.setup_async") == 2
+
+    def test_weights_refused_always(self, tmp_path, mesh, fake_engine):
+        fake_engine(model="scripted", fault="update_refused", times=9)
+        engine = generator_of(tmp_path, mesh)
+        with pytest.raises(
+            GenerationError, match=r"failed again after .* update_weights failed: ValueError: Device UUID"
+        ):
+            draw(engine)
+        engine.close()
+
+    def test_out_of_memory_at_start(self, tmp_path, mesh, fake_engine):
+        fake_engine(model="scripted", fault="out_of_memory", times=9)
+        engine = generator_of(tmp_path, mesh)
+        with pytest.raises(GenerationError, match=r"did not start: .*out of memory.*lower tensorrt_llm.free_gpu"):
+            draw(engine)
+        engine.close()
+
+    def test_a_lost_request_is_made_again(self, tmp_path, mesh, fake_engine):
+        fake_engine(model="scripted")
+        engine = generator_of(tmp_path, mesh)
+        expected = draw(engine)
+        engine.close()
+        given = fake_engine(model="scripted", fault="lost")
+        engine = generator_of(tmp_path, mesh, "tensorrt_llm.request_timeout_seconds=1")
+        assert torch.equal(draw(engine).tokens, expected.tokens)
+        engine.close()
+        assert "GenerationResult.abort" in calls_of(given)
+
+    def test_a_request_lost_twice(self, tmp_path, mesh, fake_engine):
+        fake_engine(model="scripted", fault="lost", times=99)
+        engine = generator_of(tmp_path, mesh, "tensorrt_llm.request_timeout_seconds=0.5")
+        with pytest.raises(
+            GenerationError, match=r"lost 4 of 4 requests twice, of the prompts \[7, 9\]: no answer wi"
+        ):
+            draw(engine)
+        engine.close()
+
+    def test_a_slow_request_is_waited_for(self, tmp_path, mesh, fake_engine):
+        given = fake_engine(model="scripted", fault="slow")
+        engine = generator_of(tmp_path, mesh)
+        assert draw(engine).lengths.tolist() == [3] * 4
+        engine.close()
+        assert "GenerationResult.abort" not in calls_of(given)
+
+    def test_a_call_that_never_returns(self, tmp_path, mesh, fake_engine):
+        fake_engine(model="scripted", fault="hang", times=9)
+        engine = generator_of(tmp_path, mesh, "tensorrt_llm.update_timeout_seconds=1")
+        start = time.monotonic()
+        with pytest.raises(
+            GenerationError, match=r"no answer to update_weights within 1 s \(tensorrt_llm.update_time"
+        ):
+            draw(engine)
+        assert time.monotonic() - start < 60
+        engine.close()
+
+    def test_a_token_outside_the_vocabulary_does_not_count(self, tmp_path, mesh, fake_engine):
+        fake_engine(model="scripted", fault="outside")
+        engine = generator_of(tmp_path, mesh)
+        found = draw(engine).within_vocabulary(32, 0)
+        engine.close()
+        assert found.finish_reasons.count(FINISH_OUTSIDE) == 1
+        assert int(found.tokens.max()) < 32
+
+    def test_an_engine_that_dies_is_started_anew_with_the_present_weights(self, tmp_path, mesh, fake_engine):
+        given = fake_engine(model="scripted", fault="die")
+        with tiny_trainer(tiny_config(tmp_path, *ENGINE), mesh) as trainer:
+            trainer.fit()
+            trainer.model.generator.close()
+        assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
+        assert calls_of(given).count("AsyncLLM.setup_async") == 2
+
+    def test_when_it_dies_again_the_run_saves_and_stops(self, tmp_path, mesh, fake_engine):
+        fake_engine(model="scripted")
+        options = [*ENGINE, "trainer.reinforce.save_interval=100"]
+        with tiny_trainer(tiny_config(tmp_path, *options), mesh) as trainer:
+            step = trainer.run_training
+
+            def step_and_break(batch):
+                metrics = step(batch)
+                trainer.model.generator.close()  # as if it had died between two steps
+                fake_engine(model="scripted", fault="die", times=99)
+                return metrics
+
+            trainer.run_training = step_and_break
+            with pytest.raises(
+                GenerationError, match=r"failed again after it had been started anew: the engine ended"
+            ):
+                trainer.fit()
+            trainer.model.generator.close()
+        checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
+        assert checkpoint is not None and checkpoint.trainer_state["step"] == 1
+
+
+class TestConfiguration:
+    @pytest.mark.parametrize(
+        ("override", "text"),
+        [
+            ("generation=vllm", "generation is 'vllm'; expected one of native, tensorrt_llm"),
+            ("tensorrt_llm.mode=separate", "takes weights through CUDA IPC only"),
+            ("tensorrt_llm.tensor_parallel_size=2", "expected 1 to 1, the ranks that share a copy"),
+            ("tensorrt_llm.free_gpu_memory_fraction=1.5", "expected above 0, below 1"),
+            ("tensorrt_llm.weight_bucket_megabytes=0", "expected at least 1"),
+            ("tensorrt_llm.request_timeout_seconds=9999", "below trainer.collective_timeout_seconds, which is 1800"),
+            ("model.reinforce.length_params.min_length=1", "TensorRT-LLM holds back one end token only"),
+        ],
+    )
+    def test_what_cannot_work_is_refused(self, tmp_path, override, text):
+        allowed = "model.reinforce.allow_biased_sampling=true"
+        with pytest.raises(ConfigError, match=text):
+            load_config(compose(*tiny_overrides(tmp_path), *ENGINE, allowed, override))
+
+    def test_no_gpu(self, tmp_path, mesh):
+        with pytest.raises(ConfigError, match="the ranks compute on cpu; it needs CUDA"):
+            generator_of(tmp_path, mesh)
+
+    def test_no_package(self, tmp_path, mesh, fake_engine):
+        fake_engine(model="scripted")
+        sys.path.remove(str(PACKAGE))
+        for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
+            del sys.modules[name]
+        with pytest.raises(ConfigError, match="no package tensorrt_llm is installed"):
+            generator_of(tmp_path, mesh)

@@ -1,0 +1,31 @@
+"""Puts the fake TensorRT-LLM of `fake_engine/` in place of the real one; see its `__init__.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from reinforce_rl.generation import weight_transfer
+
+PACKAGE = Path(__file__).with_name("fake_engine")
+
+
+def install_fake(folder: Path, *, rank: int = 0, model: str = "native", **options: object) -> None:
+    """From now on engines of this process are fakes, and their weights travel in files.
+
+    Args:
+        folder: for what they are given.
+        rank: of this process in its block; it names the device.
+        model: "native" or "scripted".
+        options: the others of FAKE_ENGINE.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["FAKE_ENGINE"] = json.dumps({"folder": str(folder), "model": model, **options})
+    if str(PACKAGE) not in sys.path:
+        sys.path.insert(0, str(PACKAGE))
+    from tensorrt_llm.sharing import file_handle  # type: ignore[import-not-found]
+
+    weight_transfer.device_uuid = lambda _: f"cpu:{rank}"  # type: ignore[assignment]
+    weight_transfer.handle_of = file_handle if model == "native" else lambda _: ()  # type: ignore[assignment]

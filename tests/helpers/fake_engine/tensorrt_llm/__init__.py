@@ -1,0 +1,178 @@
+"""Stands in for TensorRT-LLM 1.2 in the engine's process: its signatures, and behind them a model of this project.
+
+Every call binds to `tensorrt_llm_signatures.json` first. FAKE_ENGINE is a JSON object:
+
+folder: for what it was given: weights_N.safetensors and names_N.json after each update, calls.txt.
+model: "native" decodes with the native engine, "scripted" gives tokens that follow from the seed.
+signatures: another file of them.
+fault, times: what goes wrong so many times, in all engines of the folder together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+__version__ = "1.2.1"
+
+OPTIONS = json.loads(os.environ.get("FAKE_ENGINE", "{}"))
+RECORD = Path(__file__).parents[3] / "generation" / "tensorrt_llm_signatures.json"
+SIGNATURES = json.loads(Path(OPTIONS.get("signatures", RECORD)).read_text())["signatures"]
+OUTSIDE = 1_000_000
+
+
+def bind(name: str, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+    """The arguments as TensorRT-LLM's own function would take them, defaults left out."""
+    parameters = [
+        inspect.Parameter(
+            p["name"],
+            getattr(inspect.Parameter, p["kind"]),
+            default=inspect.Parameter.empty if p["default"] is None or p["kind"].startswith("VAR") else p["default"],
+        )
+        for p in SIGNATURES[name]["parameters"]
+    ]
+    try:
+        bound = inspect.Signature(parameters).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+    if "folder" in OPTIONS:
+        with (Path(OPTIONS["folder"]) / "calls.txt").open("a") as calls:
+            calls.write(f"{name} {sorted(bound.arguments)}\n")
+    return bound
+
+
+def strikes(fault: str) -> bool:
+    """Whether this fault happens now."""
+    if OPTIONS.get("fault") != fault:
+        return False
+    file = Path(OPTIONS["folder"]) / f"{fault}.txt"
+    count = int(file.read_text()) if file.exists() else 0
+    file.write_text(str(count + 1))
+    return count < OPTIONS.get("times", 1)
+
+
+class SamplingParams(SimpleNamespace):
+    def __init__(self, **kwargs: Any):
+        bind("SamplingParams", **kwargs)
+        super().__init__(**{"top_k": None, "top_p": None, "temperature": None, "n": 1, **kwargs})
+        assert self.seed.bit_length() <= 64  # the runtime's seed is a uint64
+
+
+class AsyncLLM:
+    def __init__(self, *args: Any, **kwargs: Any):
+        bound = bind("AsyncLLM.__init__", *args, **kwargs)
+        rest = bound.arguments.get("kwargs", {})
+        bind("TorchLlmArgs", **rest, orchestrator_type="ray", ray_placement_config=None)
+        handed_on = bind("BaseLLM.__init__", **rest).arguments
+        self.args = SimpleNamespace(**{**handed_on, **handed_on.pop("kwargs", {})})
+        if strikes("out_of_memory"):
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        self._asleep: set[str] = set()
+        self._received: dict[str, Any] = {}
+        self._updates = 0
+        self._model: Any = None
+
+    async def setup_async(self) -> AsyncLLM:
+        bind("AsyncLLM.setup_async")
+        if OPTIONS.get("model") == "native":
+            from .native_model import NativeModel
+
+            self._model = NativeModel(self.args.model)
+        return self
+
+    async def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]:
+        method = bind("AsyncLLM.collective_rpc", *args, **kwargs).arguments["method"]
+        assert method == "report_device_id", f"the worker has no method called '{method}'"
+        return self._devices()
+
+    def _devices(self) -> list[str]:
+        return [f"cpu:{rank}" for rank in range(self.args.tensor_parallel_size)]
+
+    async def release(self, *args: Any, **kwargs: Any) -> None:
+        tags = bind("AsyncLLM.release", *args, **kwargs).arguments["tags"]
+        assert self.args.enable_sleep and not self._asleep
+        self._asleep.update(tags)
+
+    async def resume(self, *args: Any, **kwargs: Any) -> None:
+        tags = bind("AsyncLLM.resume", *args, **kwargs).arguments["tags"]
+        assert self._asleep.issuperset(tags)
+        self._asleep.difference_update(tags)
+
+    async def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        handles = bind("AsyncLLM.update_weights", *args, **kwargs).arguments["weights"]
+        bind("WorkerExtension.update_weights", handles)
+        assert "model" not in self._asleep, "weights came while their memory was given back"
+        if strikes("hang"):
+            await asyncio.sleep(3600)
+        if handles is None:
+            self._finalise()
+            return
+        if strikes("update_refused"):
+            raise ValueError("Device UUID GPU-0 not found in ipc_handles")
+        if self._model is not None:
+            from .sharing import received
+
+            for name, tensor in received(handles, self._devices()):
+                assert name not in self._received, f"{name} came twice"
+                self._received[name] = tensor
+
+    def _finalise(self) -> None:
+        if self._model is not None:
+            from safetensors.torch import save_file
+
+            folder = Path(OPTIONS["folder"])
+            save_file(self._received, folder / f"weights_{self._updates}.safetensors")
+            (folder / f"names_{self._updates}.json").write_text(json.dumps(list(self._received)))
+            self._model.load(self._received)
+        self._received = {}
+        self._updates += 1
+
+    def generate_async(self, *args: Any, **kwargs: Any) -> Result:
+        given = bind("BaseLLM.generate_async", *args, **kwargs).arguments
+        assert not self._asleep and self._updates, "asked without weights, or while it sleeps"
+        if strikes("die"):
+            os._exit(13)
+        return Result(self._model, given["inputs"], given["sampling_params"])
+
+    def shutdown(self) -> None:
+        bind("BaseLLM.shutdown")
+
+
+class Result:
+    def __init__(self, model: Any, inputs: list[int], sampling: SamplingParams):
+        self._model, self._inputs, self._sampling = model, inputs, sampling
+        self.outputs: list[Any] = []
+        self.aborted = False
+
+    def abort(self) -> None:
+        bind("GenerationResult.abort")
+        self.aborted = True
+
+    def __await__(self) -> Any:
+        return self._run().__await__()
+
+    async def _run(self) -> Result:
+        if strikes("lost"):
+            await asyncio.sleep(3600)
+        if strikes("slow"):
+            await asyncio.sleep(0.5)
+        if self._model is None:
+            count = min(3, self._sampling.max_tokens)
+            tokens = [3 + (self._sampling.seed >> 8 * i) % 20 for i in range(count)]
+            log_probs, reason = [-1.0] * count, "length"
+        else:
+            tokens, log_probs, reason = self._model.complete(self._inputs, self._sampling)
+        if strikes("outside"):
+            tokens[0] = OUTSIDE
+        logprobs = [
+            {token: SimpleNamespace(**bind("Logprob", logprob=value).kwargs)}
+            for token, value in zip(tokens, log_probs, strict=True)
+        ]
+        output = bind("CompletionOutput", index=0, token_ids=tokens, logprobs=logprobs, finish_reason=reason)
+        self.outputs = [SimpleNamespace(**output.kwargs)]
+        return self

@@ -1,0 +1,57 @@
+"""The model behind the fake: the native engine, given its weights as a folder and its noise by each request's seed."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from reinforce_rl.generation import native
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.sampling import position_keys
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.rollout import Prompt
+from reinforce_rl.tokenizer import load_tokenizer
+
+
+class NativeModel:
+    def __init__(self, folder: str):
+        self._folder = Path(folder)
+        self._open = contextlib.ExitStack()  # as long as this lives, so that its groups do
+        mesh = self._open.enter_context(parallel_mesh())
+        self._lm = CausalLM(Architecture.from_folder(folder), mesh, torch.float32)
+        self._engine = native.NativeGenerator(self._lm, load_tokenizer(folder))
+        native.noise_keys = lambda seed, prompts, samples, count: position_keys(  # type: ignore[assignment]
+            np.array([seed], dtype=np.uint64), count
+        )
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        """Take the weights; one that is missing, unknown or of another shape is an error."""
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(self._folder / "config.json", folder)
+            save_file(weights, Path(folder) / "model.safetensors")
+            load_hf_weights(self._lm, HFFolder(folder))
+
+    def complete(self, tokens: list[int], asked: Any) -> tuple[list[int], list[float], str]:
+        greedy = asked.temperature is None and asked.top_k is None and asked.top_p is None
+        params = SamplingParams(
+            max_length=asked.max_tokens,
+            temperature=1.0 if greedy else asked.temperature,
+            top_k=asked.top_k or 0,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            use_greedy=greedy,
+            stop_token_ids=tuple(asked.stop_token_ids),
+        )
+        found = self._engine.generate([Prompt(0, "", tuple(tokens))], 1, params, asked.seed)
+        assert found.log_probs is not None
+        count = int(found.lengths[0])
+        return found.tokens[0, :count].tolist(), found.log_probs[0, :count].tolist(), found.finish_reasons[0]
