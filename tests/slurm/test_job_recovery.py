@@ -46,10 +46,10 @@ def assert_equal(run: SlurmRun, uninterrupted: tuple[SlurmRun, Job]) -> None:
     assert_same_weights(run.run_dir, uninterrupted[0].run_dir)
 
 
-def finish(run: SlurmRun, job: Job, restarts: int) -> None:
+def finish(run: SlurmRun, job: Job, *restarts: int) -> None:
     components = run.wait(job)
     assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, run.report(job)
-    assert components[0].restarts == restarts
+    assert components[0].restarts in restarts
     assert_nothing_left(run.lab, job, run.run_dir)
 
 
@@ -63,18 +63,22 @@ def test_twice_signalled_and_once_crashed(lab, run, uninterrupted):
     lab.wait_for_attempt(job, 2, 300)
     run.wait_for_step(job, run.saved_step + 2)
     lab.signal(job, "USR1")
-    finish(run, job, restarts=3)
+    finish(run, job, 3)
     assert_equal(run, uninterrupted)
 
 
 @pytest.mark.parametrize("node", ["rm0", "act1"])
 def test_a_node_that_crashes(node, lab, run, uninterrupted):
-    """rm0 is where the batch script runs. Slurm itself requeues: after rm0's crash component 0 alone."""
+    """rm0 is where the batch script runs. Slurm itself requeues: after rm0's crash component 0 alone.
+
+    A node that comes back may still be told to end the attempt that it was lost in. Slurm knows a step by its job's id
+    alone, so it is the next attempt's tasks that get SIGTERM: they save, and the job is requeued once more.
+    """
     job = run.submit()
     run.wait_for_step(job, 2)
     lab.crash(node)
     lab.up(node)
-    finish(run, job, restarts=1)
+    finish(run, job, 1, 2)
     assert_equal(run, uninterrupted)
     assert f"job {job.id}, restart 1" in job.output
     if node == "act1":  # the batch script has gone with rm0
@@ -85,7 +89,7 @@ def test_scontrol_requeue(lab, run, uninterrupted):
     job = run.submit()
     run.wait_for_step(job, 2)
     lab.requeue(job)
-    finish(run, job, restarts=1)
+    finish(run, job, 1)
     assert_equal(run, uninterrupted)
 
 
@@ -100,7 +104,7 @@ def test_two_jobs_on_the_same_nodes(lab, run, world, tmp_path, uninterrupted):
         ports += [port for _, port in published_ports(its_run.run_dir)]
     assert len(set(ports)) == len(ports) == 6  # two of each server, one of each actor
     for job, its_run in jobs.items():
-        finish(its_run, job, restarts=0)
+        finish(its_run, job, 0)
         assert_equal(its_run, uninterrupted)
 
 
