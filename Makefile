@@ -54,10 +54,10 @@ demo: install ## Align a real language model on this machine's CPU and write a r
 	$(BIN)/python examples/demo/run_demo.py $(DEMO_ARGS)
 
 test: install lint types ## Lint, types and every test that takes seconds
-	$(PYTEST) -m "not slow and not slurm and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: install ## The tests that take minutes, which `make test` leaves out
-	$(PYTEST) -m "slow and not slurm and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
 
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -11,14 +11,12 @@ import logging
 import os
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from reinforce_rl.cli import start_ranks, with_config
 from reinforce_rl.errors import ConfigError, ModelStuckError
-from reinforce_rl.layout import layout_faults
 from reinforce_rl.reward.access import read_token
 from reinforce_rl.reward.base import Scorer
 from reinforce_rl.reward.function_loading import FunctionSpec
@@ -26,6 +24,7 @@ from reinforce_rl.reward.function_pool import FunctionPool
 from reinforce_rl.reward.function_scoring import FunctionScorer
 from reinforce_rl.reward.ports import check_port
 from reinforce_rl.reward.server import FrontOptions, RewardServer, access_faults
+from reinforce_rl.reward.server_checks import model_faults, serves_function
 from reinforce_rl.tokenizer import load_tokenizer
 
 
@@ -152,21 +151,6 @@ def inference_options(cfg: DictConfig) -> dict[str, Any]:
     }
 
 
-def check_paths(cfg: DictConfig) -> None:
-    """Raises ConfigError naming each key that is not set, or whose file or folder is not there."""
-    faults = [f"{key} is not set; expected a path" for key in sorted(OmegaConf.missing_keys(cfg))]
-    if not faults:
-        trunk, head = Path(cfg.reward_model.restore_from_path), cfg.reward_model.head_path
-        if not trunk.is_dir():
-            faults.append(
-                f"reward_model.restore_from_path: {trunk} is no folder; expected a Hugging Face model folder"
-            )
-        if head is not None and not Path(head).is_file():
-            faults.append(f"reward_model.head_path: {head} is no file; examples/train_reward_model.py makes one")
-    if faults:
-        raise ConfigError(faults)
-
-
 def check_access(cfg: DictConfig) -> None:
     """Raises ConfigError where there is no access token and should be one, or the port is busy."""
     inference = cfg.inference
@@ -176,42 +160,12 @@ def check_access(cfg: DictConfig) -> None:
     check_port(inference.host, inference.port)
 
 
-def check_ranks(cfg: DictConfig) -> None:
-    """Raises ConfigError naming what cannot work of the number of ranks and of how they share the model."""
-    rm = cfg.reward_model
-    counts = {
-        "devices": cfg.devices,
-        "num_nodes": cfg.num_nodes,
-        "reward_model.tensor_model_parallel_size": rm.tensor_model_parallel_size,
-        "reward_model.pipeline_model_parallel_size": rm.pipeline_model_parallel_size,
-        "inference.rank_timeout_seconds": cfg.inference.rank_timeout_seconds,
-    }
-    faults = [f"{key} is {value}; expected at least 1" for key, value in counts.items() if value < 1]
-    if not faults:
-        ranks, world_size = f"num_nodes x devices = {cfg.num_nodes} x {cfg.devices}", cfg.num_nodes * cfg.devices
-        faults += layout_faults(
-            rm.tensor_model_parallel_size,
-            rm.pipeline_model_parallel_size,
-            1,
-            rm.sequence_parallel,
-            world_size,
-            ranks,
-            "reward_model",
-        )
-        started = os.environ.get("WORLD_SIZE")
-        if started is not None and int(started) != world_size:
-            faults.append(f"{started} ranks were started (WORLD_SIZE), but {ranks} = {world_size}")
-    if faults:
-        raise ConfigError(faults)
-
-
 @with_config("serve_reward_model")
 def main(cfg: DictConfig) -> None:
     logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    with_function = cfg.reward_function.name is not None
-    if not with_function:
-        check_paths(cfg)
-        check_ranks(cfg)
+    with_function = serves_function(cfg)
+    if not with_function and (faults := model_faults(cfg)):
+        raise ConfigError(faults)
     if os.environ.get("RANK", "0") == "0":
         check_access(cfg)  # before minutes of loading
     if with_function:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from reinforce_rl.monitoring.memory import PeakMemory
+from reinforce_rl.stack import WaitMeter
 
 
 @dataclass(frozen=True)
@@ -60,23 +62,27 @@ class StepClock:
     Args:
         activity: hears of the phases.
         device: whose memory is looked at.
+        among_ranks: measure how long this thread waits for other ranks.
 
     Attributes:
-        seconds, gigabytes: by phase. A phase that comes again adds its seconds, and keeps the higher peak.
+        seconds, own_seconds, gigabytes: by phase, `own_seconds` less what was seen of waits for other ranks. A phase
+            that comes again adds its seconds, and keeps the higher peak.
     """
 
-    def __init__(self, activity: Activity, device: torch.device):
+    def __init__(self, activity: Activity, device: torch.device, *, among_ranks: bool = False):
         self._activity = activity
+        self._waits = WaitMeter(threading.get_ident()) if among_ranks else None
         self._memory = PeakMemory(device)
         self._started = time.perf_counter()
         self.seconds: dict[str, float] = {}
+        self.own_seconds: dict[str, float] = {}
         self.gigabytes: dict[str, float] = {}
 
     def start(self, step: int) -> None:
         """A step begins."""
         self._activity.at_step(step)
         self._started = time.perf_counter()
-        self.seconds, self.gigabytes = {}, {}
+        self.seconds, self.own_seconds, self.gigabytes = {}, {}, {}
 
     @contextlib.contextmanager
     def phase(self, name: str, *, has_deadline: bool = False) -> Iterator[None]:
@@ -84,8 +90,12 @@ class StepClock:
         self._activity.begin(name, has_deadline=has_deadline)
         self._memory.start()
         started = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        with contextlib.nullcontext() if self._waits is None else self._waits.measuring():
+            yield
+        seconds = time.perf_counter() - started
+        own = seconds - (0.0 if self._waits is None else self._waits.seconds)
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.own_seconds[name] = self.own_seconds.get(name, 0.0) + max(own, 0.0)
         self.gigabytes[name] = max(self.gigabytes.get(name, 0.0), self._memory.gigabytes())
 
     def stop(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -28,7 +29,7 @@ from reinforce_rl.files import write_atomically
 from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.checkpoint import Checkpoint, Checkpointer, latest_checkpoint
+from reinforce_rl.megatron.checkpoint import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.lora import add_lora
 from reinforce_rl.megatron.lora_export import LoraIdentity, check_lora_identity
@@ -49,7 +50,7 @@ from reinforce_rl.reward.client import RemoteGPTRMClient
 from reinforce_rl.reward.combined import CombinedRewards, WeightedSource
 from reinforce_rl.reward.function_source import start_reward_functions
 from reinforce_rl.rollout import Prompt
-from reinforce_rl.run_timer import RunTimer, parse_duration
+from reinforce_rl.run_timer import Allocation, RunTimer, first_save_seconds, parse_duration
 from reinforce_rl.status import StatusFile
 from reinforce_rl.stop import StopRequest
 from reinforce_rl.tokenizer import TokenizerInfo, pad_id_of
@@ -174,8 +175,8 @@ def build_monitor(
         wandb_run_id = wandb_logger.run_id
         loggers.append(wandb_logger)
     steps = total_steps(cfg.trainer.reinforce, sampler.steps_per_epoch)
-    progress = TrainingProgress(steps, start_step)
-    monitor = RunMonitor(folder, Loggers(loggers), RolloutWriter(folder, resume_step), progress, status)
+    progress, factor = TrainingProgress(steps, start_step), cfg.trainer.straggler_factor
+    monitor = RunMonitor(folder, Loggers(loggers), RolloutWriter(folder, resume_step), progress, status, factor)
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
     if datasets.train.blend is not None:
@@ -282,6 +283,7 @@ def build_trainer(
     model = build_actor(cfg, mesh, tokenizer)  # copies the reference, so it comes before the checkpoint
     megatron_optimizer, scheduler = build_optimizer(model.ddp, _optimizer_settings(cfg, updates))
     saving = cfg.exp_manager.checkpoint_callback_params
+    timer = build_timer(cfg, first_save_seconds(state_bytes(model.ddp, mesh)), control)
     checkpointer = Checkpointer(
         Path(cfg.exp_manager.explicit_log_dir) / "checkpoints",
         mesh,
@@ -290,9 +292,9 @@ def build_trainer(
         scheduler,
         keep_last=saving.keep_last,
         asynchronous=saving.async_save,
+        on_saved=partial(_saved, timer, control),
     )
     rollout = cfg.model.reinforce
-    duration = cfg.exp_manager.max_time_per_run
     trainer = ReinforceTrainer(
         cfg=cfg.trainer.reinforce,
         model=model,
@@ -311,7 +313,7 @@ def build_trainer(
         ),
         logger=monitor,
         ckpt_callback=checkpointer,
-        run_timer=RunTimer(None if duration is None else parse_duration(duration)),
+        run_timer=timer,
         prompts_per_update=cfg.prompts_per_update,
         best=BestCheckpoints(saving.keep_best, saving.best_metric, saving.best_mode),
         test_dataloader_builder=partial(FixedPrompts, datasets.test, None, mesh.dp_rank, mesh.dp_size)
@@ -325,6 +327,23 @@ def build_trainer(
         checkpointer.restore(checkpoint)
         trainer.load_state_dict(checkpoint.trainer_state)
     return trainer
+
+
+def build_timer(cfg: TrainConfig, first_save: float, control: RunControl | None = None) -> RunTimer:
+    """Of the configuration and the batch system's allocation; an earlier run of this folder may know a save's time."""
+    duration = cfg.exp_manager.max_time_per_run
+    known = control.status.save_seconds if control else None
+    return RunTimer(
+        None if duration is None else parse_duration(duration),
+        Allocation.of(os.environ),
+        first_save if known is None else known,
+    )
+
+
+def _saved(timer: RunTimer, control: RunControl | None, seconds: float) -> None:
+    timer.saved(seconds)
+    if control is not None:
+        control.status.saved(seconds)
 
 
 def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase) -> MegatronGPTReinforceActorModel:

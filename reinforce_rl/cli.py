@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hydra
@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ReinforceError
+from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ConfigError, ReinforceError
 from reinforce_rl.stop import StopNow
 
 CONF_FOLDER = Path(__file__).resolve().parents[1] / "conf"
@@ -41,7 +41,7 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name=name)(run)()
             except (HydraException, OmegaConfBaseException) as error:
-                _fail(_explain(error, CONF_FOLDER / f"{name}.yaml"))
+                _fail(explain(error, CONF_FOLDER / f"{name}.yaml"))
 
         return program
 
@@ -83,7 +83,20 @@ def _fail(text: str, code: int = EXIT_ERROR) -> None:
     sys.exit(code)
 
 
-def _explain(error: Exception, config_file: Path) -> str:
+def compose(name: str, overrides: Sequence[str]) -> DictConfig:
+    """conf/NAME.yaml with overrides, as `with_config` composes it for its program.
+
+    Raises:
+        ConfigError: in Hydra's words, or better ones for a key that does not exist.
+    """
+    try:
+        with hydra.initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
+            return hydra.compose(name, overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([explain(error, CONF_FOLDER / f"{name}.yaml")]) from error
+
+
+def explain(error: Exception, config_file: Path) -> str:
     """Hydra's text, and for a key that does not exist the nearest ones that do."""
     text = str(error).strip()
     unknown = re.search(r"Key '[^']+' is not in struct\s+full_key: (\S+)", text) or re.search(

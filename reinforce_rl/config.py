@@ -81,6 +81,7 @@ class TrainerConfig:
     precision: str = "32"
     collective_timeout_seconds: float = 1800.0
     heartbeat_timeout_seconds: float = 120.0
+    straggler_factor: float = 1.5
     reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
 
     @property

@@ -32,7 +32,7 @@ from reinforce_rl.layout import layout_faults, recomputation_faults
 from reinforce_rl.reward.addresses import Address
 from reinforce_rl.reward.function_loading import PROVIDED, PROVIDED_NAMES
 from reinforce_rl.reward.handshake import INPUT_FORMS
-from reinforce_rl.run_timer import parse_duration
+from reinforce_rl.run_timer import Allocation, parse_duration
 
 PRECISIONS = ("32", "bf16")
 REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
@@ -74,6 +74,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("trainer.reinforce.rollout_batch_seq_length", rl.rollout_batch_seq_length, 1),
         ("exp_manager.checkpoint_callback_params.keep_last", cfg.exp_manager.checkpoint_callback_params.keep_last, 1),
         ("exp_manager.checkpoint_callback_params.keep_best", cfg.exp_manager.checkpoint_callback_params.keep_best, 0),
+        ("trainer.straggler_factor", cfg.trainer.straggler_factor, 1),
         ("reward_function.num_workers", cfg.reward_function.num_workers, 1),
         ("model.seed", cfg.model.seed, 0),
         ("model.tensor_model_parallel_size", cfg.model.tensor_model_parallel_size, 1),
@@ -387,6 +388,10 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
             parse_duration(cfg.exp_manager.max_time_per_run)
         except ValueError as error:
             yield f"exp_manager.max_time_per_run is {cfg.exp_manager.max_time_per_run!r}: {error}"
+    try:
+        Allocation.of(os.environ)
+    except ConfigError as error:
+        yield from error.faults
     out = Path(cfg.exp_manager.explicit_log_dir).absolute()
     existing = next(p for p in (out, *out.parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,8 @@ class RunControl:
         Raises:
             LostRankError: this rank failed because another was lost.
         """
+        from reinforce_rl.megatron.mesh import before_the_watch  # which imports torch, and megatron
+
         if mesh.world_size == 1:
             yield
             return
@@ -82,14 +85,15 @@ class RunControl:
         )
         # rank 0 is on the machine by whose address the ranks found each other
         where = watchdog.open(os.environ.get("MASTER_ADDR", socket.gethostname())) if mesh.is_main else None
-        where = mesh.from_main(where)
         failure: Exception | None = None
-        try:
-            if not mesh.is_main:
-                watchdog.join(where)
-        except ReinforceError as error:
-            failure = error
-        mesh.check_together(failure)
+        with before_the_watch(mesh.rank, mesh.world_size):
+            where = mesh.from_main(where)
+            try:
+                if not mesh.is_main:
+                    watchdog.join(where)
+            except ReinforceError as error:
+                failure = error
+            mesh.check_together(failure)
         watchdog.start()
         try:
             with self.ending():
@@ -114,7 +118,7 @@ class RunControl:
             code, text = _outcome(error)
             # Errors of our own are agreed on by all ranks; any other may be the echo of another rank's end.
             may_be_echo = isinstance(error, Exception) and not isinstance(error, ReinforceError)
-            verdict = watchdog.explain() if may_be_echo else None
+            verdict = watchdog.explain(timed_out=_time_out_of(error)) if may_be_echo else None
             watchdog.end(code, text)
             if verdict is not None:
                 self._take_over(verdict)
@@ -138,6 +142,12 @@ class RunControl:
             print(f"{show_cursor}{kind}{verdict.text}", file=sys.stderr, flush=True)
             sys.stdout.flush()
         os._exit(verdict.exit_code)
+
+
+def _time_out_of(error: BaseException) -> str:
+    """The text of an error by which a collective ended that ran into its time limit; empty for any other."""
+    text = str(error)
+    return text if isinstance(error, RuntimeError) and re.search(r"tim(ed|ing) out|timeout", text, re.I) else ""
 
 
 def _outcome(error: BaseException) -> tuple[int, str]:

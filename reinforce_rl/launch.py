@@ -17,6 +17,7 @@ from types import FrameType
 
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.guard import Guard
+from reinforce_rl.overrides import override_of
 from reinforce_rl.reward.access import read_token
 from reinforce_rl.reward.health import NotReadyYet, check_once
 from reinforce_rl.reward.ports import check_port, free_port
@@ -110,14 +111,6 @@ def make_plan(
         ready_seconds=ready_seconds,
         grace_seconds=grace_seconds,
     )
-
-
-def override_of(args: Sequence[str], key: str) -> str | None:
-    """The value that Hydra overrides give to a key; the last one counts."""
-    values = [
-        value for name, found, value in (arg.partition("=") for arg in args) if found and name.lstrip("+") == key
-    ]
-    return values[-1] if values else None
 
 
 def _missing(args: Sequence[str], wanted: dict[str, object]) -> list[str]:

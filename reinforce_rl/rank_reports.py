@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED
@@ -85,10 +85,25 @@ def hung(reports: Sequence[Report], limit: float) -> Verdict | None:
     """
     if any(report.still < limit for report in reports):
         return None
-    return stuck(reports, min(report.still for report in reports))
+    seconds = min(report.still for report in reports)
+    return _stuck(reports, f"no rank has got any further for {seconds:.0f} s")
 
 
-def stuck(reports: Sequence[Report], seconds: float) -> Verdict | None:
+def waited_for(reports: Sequence[Report], timed_out: Mapping[int, str]) -> Verdict | None:
+    """Whom the ranks waited for whose collective ran into its time limit; None where that cannot be said.
+
+    Args:
+        reports: of all ranks.
+        timed_out: the error's text by rank.
+    """
+    others = [report for report in reports if report.rank not in timed_out]
+    if not timed_out or not others:
+        return None
+    rank = min(timed_out)
+    return _stuck(others, f"rank {rank} has waited for longer than torch's own limit ({timed_out[rank].strip()})")
+
+
+def _stuck(reports: Sequence[Report], why: str) -> Verdict | None:
     """The verdict on ranks of which some wait; None where those they wait for have a deadline of their own."""
     blamed = [report for report in reports if not report.in_collective]
     if any(report.has_deadline for report in blamed):
@@ -99,7 +114,7 @@ def stuck(reports: Sequence[Report], seconds: float) -> Verdict | None:
     lines = ", ".join(dict.fromkeys(report.line for report in blamed if report.line))
     return _verdict(
         blamed,
-        f"hangs in {{where}}{f' at {lines}' if lines else ''}: no rank has got any further for {seconds:.0f} s",
+        f"hangs in {{where}}{f' at {lines}' if lines else ''}: {why}",
     )
 
 

@@ -1,11 +1,26 @@
-"""How much of the allowed time is left, counted from the start of the process."""
+"""How much of the allowed time is left, and whether what comes next still fits into it."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import psutil
+
+from reinforce_rl.errors import ConfigError
+
+START_VARIABLE, END_VARIABLE = "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"
+# Kept free before the allocation's end: the launcher ends the reward server and queues the job again.
+LAUNCHER_SECONDS = 60.0
+# Kept free besides: what is forecast may take longer, and a run that has saved still has to end.
+MARGIN_SHARE, MARGIN_SECONDS = 0.1, 10.0
+RECENT_STEPS = 5
+# Of a first save, whose duration nobody knows: a shared file system on a bad day.
+BYTES_A_SECOND, FIXED_SECONDS = 100e6, 5.0
 
 
 def parse_duration(text: str) -> float:
@@ -24,21 +39,161 @@ def parse_duration(text: str) -> float:
     return float(seconds)
 
 
-class RunTimer:
-    """Says when a run has used up its time.
+@dataclass(frozen=True)
+class Allocation:
+    """What a batch system has granted.
 
-    Args:
-        max_seconds: from the start of this process, imports and loading included; None for no bound.
+    Attributes:
+        start, end: unix seconds; None where the environment does not say.
     """
 
-    def __init__(self, max_seconds: float | None = None):
-        self._max_seconds = max_seconds
-        self._started = psutil.Process().create_time()
+    start: float | None = None
+    end: float | None = None
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Allocation:
+        """Of the variables that Slurm and its launcher set; an empty one is none.
+
+        Raises:
+            ConfigError: one of them is no time, or they contradict each other.
+        """
+        times: list[float | None] = []
+        faults = []
+        for name in (START_VARIABLE, END_VARIABLE):
+            text = environment.get(name, "")
+            plain = re.fullmatch(r"[0-9]{1,12}", text) is not None
+            times.append(float(text) if plain else None)
+            if text and not plain:
+                faults.append(f"the environment variable {name} is {text!r}; expected unix seconds, or unset it")
+        start, end = times
+        if start is not None and end is not None and end <= start:
+            faults.append(
+                f"the environment variable {END_VARIABLE} is {end:.0f}, not after {START_VARIABLE}, {start:.0f}; "
+                "correct or unset them"
+            )
+        if faults:
+            raise ConfigError(faults)
+        return cls(start, end)
+
+
+@dataclass(frozen=True)
+class Due:
+    """What the run has to do besides another step and the save at its end.
+
+    Attributes:
+        validation: before that step.
+        validation_after: after it.
+        save: before that step.
+        running_save: one is being written in the background.
+    """
+
+    validation: bool = False
+    validation_after: bool = False
+    save: bool = False
+    running_save: bool = False
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What there is time for.
+
+    Attributes:
+        shortage: why no other step is begun; None where there is time for one.
+        validates: a validation fits, and the save after it.
+    """
+
+    shortage: str | None = None
+    validates: bool = True
+
+
+class RunTimer:
+    """Says when a run must end, so that its state is saved before the time is over.
+
+    Args:
+        max_seconds: from the allocation's start, or from that of this process, imports and loading included; None for
+            no bound.
+        allocation: its end is a bound too.
+        save_seconds: what a save is taken to last until one was made.
+    """
+
+    def __init__(
+        self,
+        max_seconds: float | None = None,
+        allocation: Allocation = Allocation(),
+        save_seconds: float = FIXED_SECONDS,
+    ):
+        known = allocation.start is not None
+        self._started = allocation.start if allocation.start is not None else psutil.Process().create_time()
+        since = "the allocation's start" if known else "the process's start"
+        bounds = []
+        if max_seconds is not None:
+            bounds.append((self._started + max_seconds, f"exp_manager.max_time_per_run, counted from {since}"))
+        if allocation.end is not None:
+            told = f"{END_VARIABLE}, less {LAUNCHER_SECONDS:.0f} s for the launcher"
+            bounds.append((allocation.end - LAUNCHER_SECONDS, told))
+        self._deadline, self._bound = min(bounds, default=(float("inf"), ""))
+        self._save_seconds = save_seconds
+        self._validation_seconds: float | None = None
+        self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._step_began: float | None = None
 
     def elapsed(self) -> float:
-        """Seconds since the process started."""
+        """Seconds since the allocation's start, or since that of the process."""
         return time.time() - self._started
 
-    def is_finished(self) -> bool:
-        """True once the time is used up."""
-        return self._max_seconds is not None and self.elapsed() >= self._max_seconds
+    def seconds_left(self) -> float:
+        """Until the run must have ended; infinite where nothing bounds it."""
+        return self._deadline - time.time()
+
+    def begin_step(self) -> None:
+        """A step begins; the next `outlook` ends it."""
+        self._step_began = time.time()
+
+    @contextlib.contextmanager
+    def validating(self) -> Iterator[None]:
+        """The block is a validation; one that fails is not counted."""
+        began = time.time()
+        yield
+        self._validation_seconds = time.time() - began
+
+    def saved(self, seconds: float) -> None:
+        """A save is complete, and took so long."""
+        self._save_seconds = seconds
+
+    def outlook(self, due: Due = Due()) -> Outlook:
+        """Whether another step can be begun, and saved after it.
+
+        Steps are taken to last as long as the longest of the last few. Before the first one of this process nothing
+        is known of them, and one is begun wherever a save fits.
+        """
+        if self._step_began is not None:
+            self._steps.append(time.time() - self._step_began)
+            self._step_began = None
+        left, step, save = self.seconds_left(), max(self._steps, default=0.0), self._save_seconds
+        validation = self._validation_seconds
+        if validation is None:
+            validation = step  # it may be the first one
+        validations, saves = due.validation + due.validation_after, 1 + due.save + due.running_save
+        needed = step + validations * validation + saves * save
+        if with_margin(needed) <= left:
+            return Outlook()
+        of_end = validation + (1 + due.running_save) * save
+        known = self._validation_seconds is not None or bool(self._steps)
+        told = [f"a step {step:.1f} s"] if self._steps else []
+        told += [f"a validation {validation:.1f} s"] if validations else []
+        return Outlook(
+            f"the time of this run is used up ({max(left, 0.0):.1f} s are left by {self._bound}; "
+            f"{', '.join([*told, f'a save {save:.1f} s'])}, and with a margin all that is to come "
+            f"{with_margin(needed):.1f} s)",
+            validates=known and with_margin(of_end) <= left,
+        )
+
+
+def with_margin(seconds: float) -> float:
+    """What must be left for something that is forecast to take so long."""
+    return (1 + MARGIN_SHARE) * seconds + MARGIN_SECONDS
+
+
+def first_save_seconds(count: float) -> float:
+    """A careful guess for a checkpoint of so many bytes."""
+    return FIXED_SECONDS + count / BYTES_A_SECOND

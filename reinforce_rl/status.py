@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -27,6 +28,7 @@ class Status:
         step: the last complete step.
         max_steps: of the whole run; 0 before they are known.
         exit_code: of this process; None while it runs.
+        save_seconds: that the last save took, of this run or the one that it goes on from; None before the first.
         time: unix seconds of this entry.
         pid, host: of the process that wrote it.
     """
@@ -36,6 +38,7 @@ class Status:
     step: int = 0
     max_steps: int = 0
     exit_code: int | None = None
+    save_seconds: float | None = None
     time: float = field(default_factory=time.time)
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
@@ -54,9 +57,21 @@ class StatusFile:
         self.enabled = enabled
         self._status = Status()
 
+    @property
+    def save_seconds(self) -> float | None:
+        """See `Status`; on the first rank."""
+        return self._status.save_seconds
+
     def begin(self) -> None:
-        """The run starts; what an earlier one has left is replaced."""
-        self._write(Status())
+        """The run starts; what an earlier one has left is replaced, but for the duration of its last save."""
+        earlier = None
+        with contextlib.suppress(OSError, ValueError, TypeError):  # what another version wrote need not be understood
+            earlier = read_status(self.path.parent) if self.enabled else None
+        self._write(Status(save_seconds=None if earlier is None else earlier.save_seconds))
+
+    def saved(self, seconds: float) -> None:
+        """A save is complete, and took so long."""
+        self._write(replace(self._status, save_seconds=seconds))
 
     def progress(self, step: int, max_steps: int) -> None:
         """So many of the steps are done."""

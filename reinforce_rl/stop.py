@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 from collections.abc import Callable
@@ -20,6 +21,12 @@ T = TypeVar("T")
 
 class StopNow(BaseException):
     """Raised by a signal where nothing is lost by ending at once. Not an Exception, which others would catch."""
+
+
+def ignore_stop_signals() -> None:
+    """From the main thread, where this process ends anyway."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class StopRequest:
@@ -45,6 +52,9 @@ class StopRequest:
         request._listens = request._raises = True
         for number in STOP_SIGNALS:
             signal.signal(number, request._hear)
+        # Python gives a signal its own effect back while it shuts down. One more then would turn the exit code of a
+        # run that has saved into that of one that was killed.
+        atexit.register(ignore_stop_signals)
         return request
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

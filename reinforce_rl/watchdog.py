@@ -20,7 +20,7 @@ from typing import Any
 
 from reinforce_rl.activity import Activity
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_STOPPED, ReinforceError
-from reinforce_rl.rank_reports import Report, Verdict, died, failed, hung, silent, stuck
+from reinforce_rl.rank_reports import Report, Verdict, died, failed, hung, silent, waited_for
 from reinforce_rl.stack import PlaceWatcher
 from reinforce_rl.stop import StopRequest
 
@@ -73,6 +73,7 @@ class Watchdog:
         self._peers: dict[int, _Peer] = {}  # by rank; on rank 0 all others, on the others rank 0
         self._strangers: set[_Peer] = set()
         self._verdict: Verdict | None = None
+        self._timed_out: dict[int, str] = {}  # on rank 0: what ranks say whose collective ran into torch's time limit
         self._end_message: Message | None = None
         self._judged = threading.Event()
         self._closing = threading.Event()
@@ -120,8 +121,17 @@ class Watchdog:
         self._activity.listen(lambda name: self._beat())  # else a rank that dies would be named with an old phase
         self._thread.start()
 
-    def explain(self) -> Verdict | None:
-        """After an error of this rank: the verdict, where another rank was lost before it."""
+    def explain(self, *, timed_out: str = "") -> Verdict | None:
+        """After an error of this rank: the verdict, where another rank is to blame for it.
+
+        Args:
+            timed_out: the error's text, where a collective ran into torch's own time limit. It does not say who was
+                waited for, but rank 0 knows where the others are.
+        """
+        if timed_out and self.rank == 0:
+            self._timed_out[0] = timed_out
+        elif timed_out:
+            self._peers[0].send({"timed_out": timed_out})
         self._judged.wait(SETTLE_SECONDS + 2 * BEAT_SECONDS)
         return self._verdict
 
@@ -227,6 +237,8 @@ class Watchdog:
                 peer.ended = (int(message["end"]), str(message["text"]))
                 if peer.ended[0] == EXIT_STOPPED:
                     self._stop.relay("a signal to another rank")
+            if "timed_out" in message and peer.report is not None:
+                self._timed_out[peer.report.rank] = str(message["timed_out"])
             if "verdict" in message and self._verdict is None:
                 self._verdict = Verdict(**message["verdict"])
         if peer.closed:
@@ -250,7 +262,7 @@ class Watchdog:
             peer.heard = max(peer.heard, now)
 
     def _sign_of_loss(self, now: float) -> bool:
-        return any(
+        return bool(self._timed_out) or any(
             (peer.ended is not None and peer.ended[0] != EXIT_FINISHED)
             or (peer.ended is None and (peer.closed or now - peer.heard > self._silence_seconds))
             for peer in self._peers.values()
@@ -266,20 +278,12 @@ class Watchdog:
             self._verdict = died(gone)  # type: ignore[arg-type]
         elif quiet:
             self._verdict = silent(quiet, self._silence_seconds)  # type: ignore[arg-type]
-        elif ended:
+        else:
+            self._verdict = waited_for(self._reports(), self._timed_out) or self._hung()
+        if self._verdict is None and ended:
             first = min(ended, key=lambda peer: peer.heard)
             assert first.report is not None and first.ended is not None
-            self._verdict = self._of_error(first.report, *first.ended)
-        else:
-            self._verdict = self._hung()
-
-    def _of_error(self, report: Report, exit_code: int, text: str) -> Verdict:
-        """A collective that ran into its own time limit says nothing about who was waited for."""
-        if self.rank == 0 and "timed out" in text.lower():
-            found = stuck([r for r in self._reports() if r.rank != report.rank], report.still)
-            if found is not None:
-                return found
-        return failed(report, exit_code, text)
+            self._verdict = failed(first.report, *first.ended)
 
     def _hung(self) -> Verdict | None:
         if self.rank != 0 or self._ending.is_set() or any(peer.ended is not None for peer in self._peers.values()):

@@ -20,6 +20,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers that each take every core wou
 
 # Files that take minutes. They go first, so that no worker is left with one of them when the others have ended.
 LONG_FILES = (
+    "test_jobs.py",
+    "test_job_recovery.py",
+    "test_job_faults.py",
+    "test_job_limits.py",
     "test_end_to_end.py",
     "test_layouts.py",
     "test_ranked_server.py",

@@ -227,6 +227,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ),
     ("positions", ["model.encoder_seq_length=65"], ["encoder_seq_length is 65", "64 positions", "config.json"]),
     ("duration", ["exp_manager.max_time_per_run=4h"], ["max_time_per_run is '4h'", "DD:HH:MM:SS"]),
+    ("factor", ["trainer.straggler_factor=0.5"], ["straggler_factor is 0.5", "at least 1"]),
     ("no time", ["exp_manager.max_time_per_run='00:00'"], ["max_time_per_run", "more than no time"]),
     ("precision", ["trainer.precision=16"], ["trainer.precision is '16'", "32, bf16"]),
     ("truncated", [f"{RL}.truncated_samples=maybe"], ["truncated_samples is 'maybe'", "keep, drop, mask, penalise"]),
@@ -311,6 +312,14 @@ def test_the_ranks_that_were_started_must_be_those_of_the_configuration(folder, 
     monkeypatch.setenv("WORLD_SIZE", "4")
     (fault,) = faults_of(folder, "trainer.devices=2")
     assert "4 ranks were started (WORLD_SIZE)" in fault and "1 x 2 = 2" in fault
+
+
+def test_the_times_of_the_allocation_are_looked_at_too(folder, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "2026-11-21T18:00:00")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "Unknown")
+    faults = faults_of(folder, "exp_manager.max_time_per_run=4h")
+    assert ["SLURM_JOB_START_TIME" in fault for fault in faults] == [False, True, False]
+    assert "'4h'" in faults[0] and "SLURM_JOB_END_TIME is 'Unknown'; expected unix seconds" in faults[2]
 
 
 def test_all_faults_are_in_one_message(folder):

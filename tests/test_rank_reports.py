@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED
-from reinforce_rl.rank_reports import Report, died, failed, hung, silent, stuck
+from reinforce_rl.rank_reports import Report, died, failed, hung, silent, waited_for
 
 WAITS = Report(0, "a", "generate", 3, 17, 40.0, in_collective=True, still=40.0, line="megatron/mesh.py:183")
 HANGS = Report(1, "b", "generate", 3, 17, 41.0, line="generation/native.py:95", still=41.0)
@@ -28,7 +28,20 @@ def test_where_all_wait_the_ones_behind_are_to_blame():
 
 
 def test_who_waits_for_the_reward_server_is_left_alone():
-    assert stuck([WAITS, replace(HANGS, has_deadline=True)], 40.0) is None
+    assert hung([WAITS, replace(HANGS, has_deadline=True)], 30.0) is None
+    assert waited_for([WAITS, replace(HANGS, has_deadline=True)], {0: "Timed out"}) is None
+
+
+def test_a_collective_that_timed_out_is_blamed_on_whom_it_waited_for():
+    """Rank 0 gave up waiting, rank 1 does something and moves, rank 2 waits for it too."""
+    moves, also_waits = replace(HANGS, still=0.1), replace(WAITS, rank=2)
+    gave_up = replace(WAITS, in_collective=False, still=0.1)
+    verdict = waited_for([gave_up, moves, also_waits], {0: "Timed out waiting 60000ms for recv\n"})
+    assert verdict is not None and verdict.exit_code == EXIT_LOST_RANK and not verdict.of_first
+    assert verdict.text.startswith("rank 1 (host b) hangs in phase generate of step 3 at generation/native.py:95: ")
+    assert "rank 0 has waited for longer than torch's own limit (Timed out waiting 60000ms for recv)." in verdict.text
+    assert waited_for([gave_up, moves], {}) is None
+    assert waited_for([gave_up, moves], {0: "Timed out", 1: "Timed out"}) is None
 
 
 def test_what_is_said_of_a_lost_rank():

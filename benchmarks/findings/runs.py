@@ -207,6 +207,8 @@ class Recorder(SilentMonitor):
 class NoCheckpoints:
     """In place of the checkpointer: the trainer saves once at its end, which takes longer than a step."""
 
+    is_writing = False
+
     def save(self, step: int, state: dict, *, keep: Sequence[int]) -> None:
         pass
 

@@ -25,6 +25,11 @@ class BestCheckpoints:
         self._found: list[tuple[int, float]] = []  # (step, value), the best first
 
     @property
+    def keeps_some(self) -> bool:
+        """False where validations leave no checkpoint behind."""
+        return self._keep > 0
+
+    @property
     def steps(self) -> list[int]:
         """The best first."""
         return [step for step, _ in self._found]

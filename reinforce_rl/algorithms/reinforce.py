@@ -9,7 +9,6 @@ Notation: P prompts on this data-parallel rank, G samples a prompt, N = P * G se
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,18 +20,21 @@ from reinforce_rl.activity import Activity, StepClock
 from reinforce_rl.algorithms.advantages import RewardGroups, estimator_of
 from reinforce_rl.algorithms.best_checkpoints import BestCheckpoints
 from reinforce_rl.algorithms.credit import assign_credit, whiten
+from reinforce_rl.algorithms.evaluation import evaluate
 from reinforce_rl.algorithms.kl import KLCoefficient, reduce_over_tokens, token_kl
 from reinforce_rl.algorithms.loss import Denominators
-from reinforce_rl.algorithms.moments import RunningMoments
+from reinforce_rl.algorithms.past_steps import PastSteps
 from reinforce_rl.algorithms.rewards import RewardShaping, shape_rewards
 from reinforce_rl.algorithms.rollouts import RolloutMaker
 from reinforce_rl.algorithms.step_rollouts import StepRolloutMaker
 from reinforce_rl.algorithms.updates import mini_batches, total_steps
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
-from reinforce_rl.monitoring.metrics import reinforce_means, rollout_means, take_means, update_metrics
+from reinforce_rl.monitoring.metrics import reinforce_means, take_means, update_metrics
 from reinforce_rl.monitoring.samples import sample_rows
+from reinforce_rl.monitoring.stragglers import of_this_rank
 from reinforce_rl.reward.base import RewardSource
 from reinforce_rl.rollout import Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.run_timer import Due, Outlook, RunTimer
 from reinforce_rl.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from reinforce_rl.megatron.checkpoint import Checkpointer
     from reinforce_rl.monitoring.rollouts import RolloutRow
     from reinforce_rl.monitoring.run import RunMonitor
-    from reinforce_rl.run_timer import RunTimer
 
 STATE_VERSION = 4
 
@@ -65,7 +66,7 @@ class ReinforceTrainer:
         batch_iterator_cls: called with (prompts, validation), iterates over the batches that are generated together.
         logger: what people see and what is written down; it does nothing on every rank but the first.
         ckpt_callback: saves and restores.
-        run_timer: says when the time is used up.
+        run_timer: says whether there is time for another step.
         prompts_per_update: prompts, over all ranks, that one optimizer step takes; None for the whole rollout batch.
         best: which validations' checkpoints are kept; None keeps none.
         test_dataloader_builder: as `val_dataloader_builder`, for prompts that the trained policy answers at the end.
@@ -115,15 +116,12 @@ class ReinforceTrainer:
         self._data_position = self.train_dataloader.state_dict()
         self._saved_step: int | None = None
         self._validation_is_due = True
-        self._out_of_time = False
+        self._outlook = Outlook()
         self._best = best or BestCheckpoints()
         self._prompts: list[Prompt] = []
-        # Over the valid samples of all steps before this one: scores as they came, and rewards less their KL.
-        self._past_scores = RunningMoments()
-        self._past_rewards = RunningMoments()
-        self._beta = KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon)
+        self._past = PastSteps(KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon))
         self._activity = activity or Activity()
-        self._clock = StepClock(self._activity, model.mesh.device)
+        self._clock = StepClock(self._activity, model.mesh.device, among_ranks=model.mesh.world_size > 1)
         self._step_rollouts = StepRolloutMaker(
             cfg,
             model,
@@ -147,9 +145,10 @@ class ReinforceTrainer:
         self._stop.wait_for_checks()
         try:
             self._look_at_the_clock()
-            if self._validation_is_due:
+            if self._validation_is_due and self._outlook.validates:
                 self.validate()
                 self.logger.commit(self.step)
+                self._look_at_the_clock()
             while self._goes_on():
                 self._clock.start(self.step + 1)
                 rollouts, metrics, _ = self.generate_rollouts()
@@ -161,9 +160,9 @@ class ReinforceTrainer:
 
                 self._clock.stop()
                 self._log_step({**metrics, **reinforce_metrics, **update_metrics}, batch)
-                self._look_at_the_clock()
                 self._validation_is_due = self._is_due(self.cfg.val_check_interval)
-                if self._validation_is_due or self._out_of_time:
+                self._look_at_the_clock()
+                if self._validates():
                     self.validate()
                 self.logger.commit(self.step)
                 self.ckpt_callback.poll()
@@ -211,9 +210,9 @@ class ReinforceTrainer:
         start = sum(len(part[0]) for part in parts[: mesh.dp_rank])
         own = slice(start, start + len(batch.rewards))
         scores, all_kl, lengths, is_end, group_ids, valid = (torch.cat(c) for c in zip(*parts, strict=True))
-        rewards = shape_rewards(scores, valid, lengths, is_end, self._shaping(), self._past_scores)
-        in_reward = self._beta.value if cfg.kl_placement == "reward" else 0.0
-        groups = RewardGroups.of(rewards - in_reward * all_kl, group_ids, valid, self._past_rewards.mean)
+        rewards = shape_rewards(scores, valid, lengths, is_end, self._shaping(), self._past.scores)
+        in_reward = self._past.beta.value if cfg.kl_placement == "reward" else 0.0
+        groups = RewardGroups.of(rewards - in_reward * all_kl, group_ids, valid, self._past.rewards.mean)
         found = estimator_of(cfg.advantage_estimator)(groups)
 
         found = found.select(own)
@@ -225,7 +224,7 @@ class ReinforceTrainer:
             kl,
             kl_tokens,
             counted,
-            beta=self._beta.value,
+            beta=self._past.beta.value,
             kl_placement=cfg.kl_placement,
             assignment=cfg.credit_assignment,
             discount=cfg.discount_factor,
@@ -238,7 +237,7 @@ class ReinforceTrainer:
     def run_training(self, batch: ReinforceBatch) -> Metrics:
         """Update the policy: one optimizer step on the whole rollout batch, or as many as the configuration says."""
         mesh, updates, sums = self.model.mesh, [], Counter[str]()
-        in_loss = self._beta.value if self.cfg.kl_placement == "loss" else 0.0
+        in_loss = self._past.beta.value if self.cfg.kl_placement == "loss" else 0.0
         for rows in self._mini_batches(batch):
             tokens = torch.where(batch.trains, batch.rollouts.response_lengths, 0)[rows].sum()
             counts = mesh.sum_over_dp(torch.stack((batch.trains[rows].sum(), tokens)).double()).tolist()
@@ -250,15 +249,16 @@ class ReinforceTrainer:
             updates.append(self.optimizer.step())
             sums.update({"loss": share.loss, **share.sums})
         self.model.generator.refit()
-        metrics = {**update_metrics(sums, updates, mesh.gather_over_dp), "kl_coefficient": self._beta.value}
-        self._remember(batch)
+        metrics = {**update_metrics(sums, updates, mesh.gather_over_dp), "kl_coefficient": self._past.beta.value}
+        self._past.add(batch, mesh.gather_over_dp)
         return metrics
 
     def validate(self) -> None:
         """Score one response to each prompt of the fixed validation set, with validation's own sampling."""
         if self.val_dataloader is None or self.cfg.val_check_interval == 0:
             return
-        metrics, rows = self._evaluate(self.val_dataloader, "validation")
+        with self.run_timer.validating():
+            metrics, rows = self._evaluate("validation", self.val_dataloader)
         self.logger.log_validation(self.step, metrics, rows)
         self._validation_is_due = False
         if self.step > 0:
@@ -268,7 +268,7 @@ class ReinforceTrainer:
         """Score one response to each prompt of the test set, as `validate` does."""
         if self.test_dataloader is None:
             return
-        self.logger.log_test(self.step, *self._evaluate(self.test_dataloader, "test"))
+        self.logger.log_test(self.step, *self._evaluate("test", self.test_dataloader))
         self.logger.commit(self.step)
 
     def save(self, *, wait: bool = False) -> None:
@@ -300,16 +300,14 @@ class ReinforceTrainer:
             "epoch": self._data_position["epoch"],
             "data": self._data_position,
             "wandb_run_id": self.wandb_run_id,
-            "past_scores": dataclasses.asdict(self._past_scores),
-            "past_rewards": dataclasses.asdict(self._past_rewards),
-            "kl_coefficient": self._beta.value,
+            **self._past.state_dict(),
             "lora": None if self.model.lora is None else self.model.lora.state(),
             "best": self._best.state_dict(),
             "validation_is_due": self._validation_is_due,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`. A beta that is not steered is the configuration's, so that it can be changed.
+        """Inverse of `state_dict`.
 
         Raises:
             CheckpointError: another version of this class made the state, or it is of other data.
@@ -323,39 +321,18 @@ class ReinforceTrainer:
         self.train_dataloader.load_state_dict(state["data"])
         self._data_position = self.train_dataloader.state_dict()
         self.wandb_run_id = state["wandb_run_id"]
-        self._past_scores = RunningMoments(**state["past_scores"])
-        self._past_rewards = RunningMoments(**state["past_rewards"])
-        if self.cfg.kl_target is not None:
-            self._beta.value = state["kl_coefficient"]
+        self._past.load_state_dict(state)
         self._best.load_state_dict(state["best"], self.ckpt_callback.holds)
         self._validation_is_due = state["validation_is_due"]
 
-    def _evaluate(self, dataloader: FixedPrompts, name: str) -> tuple[Metrics, list[RolloutRow]]:
-        self._activity.begin(name)
-        prompts = [prompt for part in dataloader for prompt in part]
-        # One seed for all of validation, so that only the weights make a difference.
-        seed = self.model.settings.seed * 1_000_003
-        pending = self._rollouts.sample(prompts, 1, seed, validation=True)
-        self._activity.begin(f"{name}: reward_wait", has_deadline=True)
-        batch, _ = self._rollouts.score(pending)
-        metrics = take_means(rollout_means(batch), self.model.mesh.gather_over_dp)
-        return metrics, self._gather_rows(sample_rows(self.step, prompts, batch, self.model.tokenizer))
+    def _evaluate(self, name: str, prompts: FixedPrompts) -> tuple[Metrics, list[RolloutRow]]:
+        return evaluate(name, self.step, prompts, self.model, self._rollouts, self._activity)
 
     def _mini_batches(self, batch: ReinforceBatch) -> Iterator[Tensor]:
         """This rank's rows of each optimizer step."""
         mesh, seed = self.model.mesh, self.model.settings.seed * 1_000_003 + self.step
         group_ids = mesh.gather_over_dp(batch.rollouts.group_ids)
         return mini_batches(group_ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed)
-
-    def _remember(self, batch: ReinforceBatch) -> None:
-        """Feed what depends on past steps, once this one is done with."""
-        valid = batch.rollouts.valid
-        own = (batch.rollouts.rewards[valid], batch.rewards_with_kl[valid], batch.kl[valid])
-        parts = self.model.mesh.gather_over_dp(own)
-        scores, rewards, kl = (torch.cat(column) for column in zip(*parts, strict=True))
-        self._past_scores.update(scores)
-        self._past_rewards.update(rewards)
-        self._beta.update(float(kl.double().mean()), len(kl))
 
     def _shaping(self) -> RewardShaping:
         penalise = self.cfg.truncated_samples == "penalise"
@@ -369,20 +346,36 @@ class ReinforceTrainer:
     def _log_step(self, metrics: Metrics, batch: ReinforceBatch) -> None:
         rows = sample_rows(self.step, self._prompts, batch.rollouts, self.model.tokenizer, batch)
         position = {"epoch": self._data_position["epoch"], "consumed_prompts": self._data_position["consumed_prompts"]}
-        numbers, clock = {**metrics, **position}, self._clock
-        self.logger.log_step(self.step, numbers, clock.seconds, self._gather_rows(rows), clock.gigabytes)
-
-    def _gather_rows(self, rows: list[Any]) -> list[Any]:
-        return [row for part in self.model.mesh.gather_over_dp(rows) for row in part]
+        numbers, clock, mesh = {**metrics, **position}, self._clock, self.model.mesh
+        self.logger.log_step(self.step, numbers, clock.seconds, mesh.join_over_dp(rows), clock.gigabytes)
+        if mesh.world_size > 1:
+            own = of_this_rank(clock.own_seconds, asks_for_rewards=mesh.is_block_leader)
+            self.logger.log_ranks(self.step, mesh.gather_on_main(own), clock.seconds["step_time"])
 
     def _is_due(self, interval: int) -> bool:
         # Dynamic filtering may use up the prompts before `max_steps`.
-        last = self.step == self.max_steps or self.train_dataloader.finished
-        return interval > 0 and (self.step % interval == 0 or last)
+        return interval > 0 and (self.step % interval == 0 or self._is_over())
+
+    def _is_over(self) -> bool:
+        return self.step >= self.max_steps or self.train_dataloader.finished
 
     def _look_at_the_clock(self) -> None:
-        """On all ranks, since their clocks differ and all must stop at the same step."""
-        self._out_of_time = self.model.mesh.any_rank(self.run_timer.is_finished())
+        """The first rank's clock counts, since all must stop at the same step."""
+        interval, step = self.cfg.val_check_interval, self.step
+        validates = self.val_dataloader is not None and interval > 0
+        due = Due(
+            validation=validates and self._validation_is_due,
+            validation_after=validates and ((step + 1) % interval == 0 or step + 1 == self.max_steps),
+            save=self._is_due(self.cfg.save_interval) or (self._validation_is_due and self._best.keeps_some),
+            running_save=self.ckpt_callback.is_writing,
+        )
+        self._outlook = self.model.mesh.from_main(self.run_timer.outlook(due))
+
+    def _validates(self) -> bool:
+        """After a step: where it is due, and at the end of this run, if there is time."""
+        if self._is_over():
+            return self._validation_is_due
+        return self._outlook.validates and (self._validation_is_due or self._outlook.shortage is not None)
 
     def _goes_on(self) -> bool:
         """Whether there is another step.
@@ -390,11 +383,12 @@ class ReinforceTrainer:
         Raises:
             StoppedEarly: there is, and it is left to another run.
         """
-        if self.step >= self.max_steps or self.train_dataloader.finished:
+        if self._is_over():
             return False
         self._stop.check(self.model.mesh)
-        if self._out_of_time:
-            raise StoppedEarly("the time of this run is used up")
+        if self._outlook.shortage is not None:
+            raise StoppedEarly(self._outlook.shortage)
+        self.run_timer.begin_step()
         return True
 
     def _optimizer_states_away(self) -> contextlib.AbstractContextManager[None]:

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +89,12 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if re.fullmatch(r"step_\d{8}", path.name))
 
 
+def state_bytes(ddp: DistributedDataParallel, mesh: Mesh) -> int:
+    """About how large a checkpoint is: weights, Adam's two moments, and fp32 main weights where they are others."""
+    sizes = [(p.numel(), p.element_size()) for p in ddp.module.parameters() if p.requires_grad]
+    return mesh.tp_size * mesh.pp_size * sum(n * (size + 8 + (4 if size < 4 else 0)) for n, size in sizes)
+
+
 def folder_name(step: int) -> str:
     """Of the checkpoint after a step."""
     return f"step_{step:08d}"
@@ -103,8 +110,10 @@ class _Save:
         keep: names of older checkpoints that stay.
         writer: of the sharded state.
         random_state: of this rank.
+        preparing: seconds that the training waited for it before anything was written in the background.
         thread: writes in the background; None where nobody writes besides.
         written: this rank's part of the index, and of the manifest; None until it is written.
+        writing: seconds that this rank has written for.
         error: why it could not be.
     """
 
@@ -113,8 +122,10 @@ class _Save:
     keep: set[str]
     writer: ShardedWriter
     random_state: dict[str, Any]
+    preparing: float
     thread: threading.Thread | None = None
     written: tuple[list[Any], Records] = field(default_factory=lambda: ([], {}))
+    writing: float = 0.0
     error: BaseException | None = None
 
     @property
@@ -123,6 +134,7 @@ class _Save:
 
     def write(self, rank: int) -> None:
         """This rank's files, on any thread."""
+        began = time.monotonic()
         try:
             rng = self.part / "rng" / f"rank_{rank:05d}.pt"
             content = io.BytesIO()  # written directly, a full disk would be told as an assertion of torch's
@@ -135,6 +147,7 @@ class _Save:
             self.written = results, record_files(self.part, [rng, *paths])
         except Exception as error:
             self.error = error
+        self.writing = time.monotonic() - began
 
 
 class Checkpointer:
@@ -146,6 +159,8 @@ class Checkpointer:
         ddp, optimizer, scheduler: whose state is saved and restored.
         keep_last: how many complete checkpoints stay on disk; at least 1.
         asynchronous: write while the training goes on; see `poll`.
+        on_saved: told on the first rank how many seconds a complete save took: of a background one those in which
+            the training waited for it, and those in which the slowest rank wrote.
     """
 
     def __init__(
@@ -158,12 +173,14 @@ class Checkpointer:
         *,
         keep_last: int = 2,
         asynchronous: bool = False,
+        on_saved: Callable[[float], None] = lambda seconds: None,
     ):
         self.folder = Path(folder)
         self._mesh = mesh
         self._ddp, self._optimizer, self._scheduler = ddp, optimizer, scheduler
         self._keep_last = keep_last
         self._asynchronous = asynchronous
+        self._on_saved = on_saved
         self._running: _Save | None = None
 
     def save(self, step: int, trainer_state: dict[str, Any], keep: Collection[int] = ()) -> Path:
@@ -181,6 +198,7 @@ class Checkpointer:
             CheckpointError: on every rank where one rank could not write; the previous checkpoint stays as it was.
         """
         self.finish()
+        began = time.monotonic()
         final = self.folder / folder_name(step)
         part = self.folder / f"{final.name}.part"
 
@@ -194,7 +212,9 @@ class Checkpointer:
         self._together(part, writer.write_common)
         self._together(part, lambda: writer.plan(copy=self._asynchronous))
         keep_names = {folder_name(s) for s in keep}
-        save = self._running = _Save(final, trainer_state, keep_names, writer, random_state(self._mesh))
+        state = random_state(self._mesh)
+        waited = time.monotonic() - began
+        save = self._running = _Save(final, trainer_state, keep_names, writer, state, waited)
         if self._asynchronous:
             # A run that ends by an error does not wait for it.
             save.thread = threading.Thread(target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True)
@@ -227,19 +247,20 @@ class Checkpointer:
             return
         if save.thread is not None:
             save.thread.join()
+        began = time.monotonic()
 
         def raise_error() -> None:
             if save.error is not None:
                 raise save.error
 
         self._together(save.part, raise_error)
-        written = self._mesh.gather_on_main(save.written)
+        parts = self._mesh.gather_on_main((*save.written, save.writing))
 
         def complete() -> None:
             part = save.part
-            save.writer.finish([results for results, _ in written])
+            save.writer.finish([results for results, *_ in parts])
             write_atomically(part / STATE_FILE, json.dumps(save.trainer_state, indent=2))
-            records = {name: record for _, of_rank in written for name, record in of_rank.items()}
+            records = {name: record for _, of_rank, _ in parts for name, record in of_rank.items()}
             paths = [path for path in part.rglob("*") if path.is_file()]
             rest = [path for path in paths if path.relative_to(part).as_posix() not in records]
             write_manifest(part, records | record_files(part, rest))
@@ -249,6 +270,14 @@ class Checkpointer:
             self._remove_old(save.final, save.keep)
 
         self._together(save.part, complete, self._mesh.is_main)
+        if self._mesh.is_main:
+            writing = max(seconds for *_, seconds in parts)
+            self._on_saved(save.preparing + writing + time.monotonic() - began)
+
+    @property
+    def is_writing(self) -> bool:
+        """True while a save runs in the background; the same on all ranks."""
+        return self._running is not None
 
     def holds(self, step: int) -> bool:
         """True where there is a checkpoint of this step."""

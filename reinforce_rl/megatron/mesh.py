@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +27,7 @@ from reinforce_rl.errors import (
     ConfigError,
     DataError,
     GenerationError,
+    LostRankError,
     ReinforceError,
     RewardServerError,
     StoppedEarly,
@@ -130,6 +132,10 @@ class Mesh:
         gathered: list[Any] = [None] * self.dp_size
         dist.all_gather_object(gathered, value, group=self.dp_group)
         return gathered
+
+    def join_over_dp(self, values: list[Any]) -> list[Any]:
+        """The picklable values of every data-parallel rank in one list, in rank order, on every rank."""
+        return [value for part in self.gather_over_dp(values) for value in part]
 
     def gather_on_main(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in rank order, on the first rank; an empty list on the others."""
@@ -240,6 +246,7 @@ def parallel_mesh(
 
     Raises:
         ConfigError: the ranks cannot be laid out so.
+        LostRankError: a rank did not come, or went again.
     """
     world_size, rank = world_size_from_environment(), int(os.environ.get("RANK", "0"))
     tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
@@ -253,21 +260,22 @@ def parallel_mesh(
         device = torch.device("cpu")
     timeout = timedelta(seconds=timeout_seconds)
     with contextlib.ExitStack() as stack:
-        if not dist.is_initialized():
-            store = torch.distributed.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
-            stack.callback(dist.destroy_process_group)
-        stack.callback(_leave_groups)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            context_parallel_size=cp,
-            distributed_timeout_minutes=timeout_seconds / 60,  # type: ignore[arg-type]
-        )
+        with before_the_watch(rank, world_size):
+            if not dist.is_initialized():
+                store = torch.distributed.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]
+                backend = "nccl" if device.type == "cuda" else "gloo"
+                dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
+                stack.callback(dist.destroy_process_group)
+            stack.callback(_leave_groups)
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                context_parallel_size=cp,
+                distributed_timeout_minutes=timeout_seconds / 60,  # type: ignore[arg-type]
+            )
+            block_group = _block_group(rank, (tp, cp, world_size // (tp * pp * cp), pp), timeout)
+            stack.callback(dist.destroy_process_group, block_group)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        block_group = _block_group(rank, (tp, cp, world_size // (tp * pp * cp), pp), timeout)
-        stack.callback(dist.destroy_process_group, block_group)
         yield Mesh(
             rank=rank,
             world_size=world_size,
@@ -283,6 +291,26 @@ def parallel_mesh(
             device=device,
             block_group=block_group,
         )
+
+
+@contextlib.contextmanager
+def before_the_watch(rank: int, world_size: int) -> Iterator[None]:
+    """Nobody watches over the ranks yet in this block: torch's own error is all that is known of a lost one.
+
+    Raises:
+        LostRankError: naming this rank and its host.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if world_size == 1:
+            raise
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise LostRankError(
+            f"rank {rank} (host {socket.gethostname()}) has not found the other {world_size - 1} of this job at "
+            f"{address} in phase start: {str(error).strip()}. Look for a rank that did not start or has ended, and "
+            "whether that address can be reached from every host. The same command goes on from the last checkpoint"
+        ) from error
 
 
 def _leave_groups() -> None:

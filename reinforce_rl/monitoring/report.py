@@ -22,7 +22,7 @@ from reinforce_rl.monitoring.charts import MAX_POINTS, Series, area_chart, legen
 from reinforce_rl.monitoring.progress import PHASES, clock
 from reinforce_rl.monitoring.report_template import PAGE, STYLE
 from reinforce_rl.monitoring.rollouts import RolloutRow
-from reinforce_rl.monitoring.summary import RunRecord, load_run, summarize, verdict
+from reinforce_rl.monitoring.summary import RunRecord, load_run, slowest_rank, summarize, verdict
 
 _EVEN_SAMPLES = 6
 _EXTREME_SAMPLES = 3
@@ -81,6 +81,7 @@ def write_report(run_dir: str | Path, out: str | Path = "report.html") -> Path:
         facts=facts,
         config=config,
         charts=_charts(run),
+        slowest_rank=slowest_rank(run),
         max_points=MAX_POINTS,
         even=even,
         extremes=extremes,

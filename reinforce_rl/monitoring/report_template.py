@@ -131,6 +131,9 @@ PAGE = """\
 <h2>Curves</h2>
 <p class="soft">Where a line is drawn twice, the faint one shows the values and the strong one their moving mean.
 Beyond {{ max_points }} steps, the values are means of neighbouring steps.</p>
+{%- if slowest_rank %}
+<p class="soft">{{ slowest_rank }}</p>
+{%- endif %}
 <div class="charts">
 {%- for chart in charts %}
 <div class="card"><h3>{{ chart.title }}</h3>{{ chart.legend }}{{ chart.svg }}</div>

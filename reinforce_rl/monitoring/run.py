@@ -11,6 +11,7 @@ from reinforce_rl.monitoring.base import FAILED, SUCCESS, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.stragglers import RankSeconds, StragglerLines, slowest_of_phases, timing_metrics
 from reinforce_rl.status import StatusFile
 
 TABLE_ROWS = 16  # samples of a validation that go to back ends which show tables
@@ -25,6 +26,7 @@ class RunMonitor:
         rollouts: where samples go.
         progress: what people see.
         status: what launchers see.
+        straggler_factor: a rank that takes so many times the median of a phase is named.
     """
 
     def __init__(
@@ -34,12 +36,14 @@ class RunMonitor:
         rollouts: RolloutWriter,
         progress: TrainingProgress,
         status: StatusFile | None = None,
+        straggler_factor: float = 1.5,
     ):
         self._folder = Path(folder)
         self._metrics = metrics
         self._rollouts = rollouts
         self._progress = progress
         self._status = status
+        self._stragglers = StragglerLines(straggler_factor)
 
     def phase(self, name: str) -> None:
         """Say what the run does from now on."""
@@ -66,6 +70,14 @@ class RunMonitor:
         self._metrics.log_metrics(memory, step, "memory/")
         self._rollouts.write(step, rows)
         self._progress.update(step, metrics, timings)
+
+    def log_ranks(self, step: int, ranks: Sequence[RankSeconds], step_seconds: float) -> None:
+        """What each rank did in a training step; no ranks, nothing."""
+        found = slowest_of_phases(ranks)
+        self._metrics.log_metrics(timing_metrics(found), step, "timing/")
+        line = self._stragglers.line(step, found, step_seconds)
+        if line is not None:
+            self.note(line)
 
     def log_validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
         """A validation after `step`."""

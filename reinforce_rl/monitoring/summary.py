@@ -156,6 +156,28 @@ def verdict(run: RunRecord) -> str:
     return text + "."
 
 
+def slowest_rank(run: RunRecord) -> str | None:
+    """A sentence on the phase in which the other ranks lost most to the slowest one; None for a single rank."""
+    found = []
+    for key in dict.fromkeys(key for line in run.metrics for key in line if key.startswith("timing/")):
+        if key.endswith("/rank"):
+            phase = key.split("/")[1]
+            ranks, most, median = (
+                [value for _, value in run.series(f"timing/{phase}/{name}")] for name in ("rank", "max", "median")
+            )
+            rank = statistics.mode(ranks)
+            found.append(
+                (_mean(most) - _mean(median), phase, _mean(most), _mean(median), rank, ranks.count(rank), len(ranks))
+            )
+    if not found:
+        return None
+    _, phase, most, median, rank, times, steps = max(found)
+    return (
+        f"The ranks lost most to the slowest one in {phase}: it took {most:.1f} s a step there, the median rank "
+        f"{median:.1f} s. In {times} of {steps} steps it was rank {rank:.0f}; the log's straggler lines name its host."
+    )
+
+
 def _read(item: tuple[int, Path]) -> tuple[int, list[RolloutRow]]:
     return item[0], read_rollouts(item[1])
 

@@ -100,7 +100,7 @@ def _memory(memory: Sequence[RankMemory], layout: Layout, size: ModelSize, *, gp
     of_stage = layout.ranks // layout.pipeline
     total = sum(rank.peak * of_stage for rank in memory)
     fixed, shape = largest.states, largest.shape
-    where = "on the GPU" if gpu else "in this machine's memory"
+    where = "on the GPU" if gpu else "in host memory"
     which = f", the largest: those of stage {largest.stage}" if layout.pipeline > 1 else ""
     trained = "" if size.trained == size.parameters else f", {size.trained:,} trained"
     rows = [

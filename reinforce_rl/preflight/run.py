@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -46,21 +47,48 @@ def preflight(cfg: DictConfig, console: Console | None = None) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         return
-    console = console or _wide_console()
-    config, faults = read_config(cfg)
-    if config is None:
-        raise ConfigError(faults)
-    inputs = read_inputs(config)
-    if not faults:
-        memory = _print_plan(config, inputs, console)
-        print_warnings(console, list(_warnings(config, inputs, memory)))
-    faults += [*inputs.faults, *_weight_faults(config, inputs), *_function_faults(config)]
-    if faults:
+    console = console or wide_console()
+    if faults := examine(cfg, console).faults:
         raise ConfigError(faults)
     console.print("\nNo fault was found. Nothing was started.")
 
 
-def _wide_console() -> Console:
+@dataclass(frozen=True)
+class Examination:
+    """What was found.
+
+    Attributes:
+        config: None where a required key is not set.
+        memory: of a rank of each pipeline stage; empty where it is not known.
+        faults: one sentence each.
+    """
+
+    config: TrainConfig | None
+    memory: tuple[RankMemory, ...]
+    faults: list[str]
+
+
+def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examination:
+    """Print the plan and the warnings, where the configuration itself has no faults, and find all faults.
+
+    Args:
+        cfg: what Hydra composed.
+        console: where to.
+        here: the run is to be on this machine, and its reward server runs already; else neither is looked at.
+    """
+    config, faults = read_config(cfg)
+    if config is None:
+        return Examination(None, (), faults)
+    inputs = read_inputs(config)
+    memory: list[RankMemory] = []
+    if not faults:
+        memory = _print_plan(config, inputs, console)
+        print_warnings(console, list(_warnings(config, inputs, memory, here=here)))
+    faults += [*inputs.faults, *_weight_faults(config, inputs), *_function_faults(config)]
+    return Examination(config, tuple(memory), faults)
+
+
+def wide_console() -> Console:
     """As wide as the tables, wherever it leads."""
     return Console(highlight=False, soft_wrap=True, width=max(Console().width, 110))
 
@@ -84,13 +112,13 @@ def _print_plan(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[Rank
     return memory
 
 
-def _warnings(cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory]) -> Iterator[str]:
+def _warnings(cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory], *, here: bool) -> Iterator[str]:
     if not _has_weights(cfg):
         yield f"{cfg.pretrained_checkpoint.restore_from_path} holds no safetensors: a run could not load its weights"
-    first = [cfg.remote_rm.reward_model] if cfg.reward == "server" else []
+    first = [cfg.remote_rm.reward_model] if here and cfg.reward == "server" else []
     for server in (*first, *cfg.remote_rm.more_reward_models.values()):
         yield from _server_warnings(server)
-    if memory:
+    if here and memory:
         yield from _too_much_memory(cfg, memory)
 
 
@@ -136,18 +164,25 @@ def _function_faults(cfg: TrainConfig) -> Iterator[str]:
             yield str(error)
 
 
+def host_memory_of_node(cfg: TrainConfig, memory: Sequence[RankMemory]) -> int:
+    """Bytes of host memory that the ranks of one node need for what is planned, at most."""
+    largest = max(memory, key=lambda rank: rank.peak)
+    of_rank = largest.on_host
+    if not planned_for_gpu(cfg):
+        of_rank = largest.peak_phase.total + resident(largest, gpu=False)
+    return of_rank * cfg.trainer.devices
+
+
 def _too_much_memory(cfg: TrainConfig, memory: Sequence[RankMemory]) -> Iterator[str]:
     """Against what this machine has. Of a GPU that is elsewhere nothing is known."""
-    largest = max(memory, key=lambda rank: rank.peak)
     if torch.cuda.is_available():
+        largest = max(memory, key=lambda rank: rank.peak)
         there = torch.cuda.get_device_properties(0).total_memory
         if largest.peak > there:
             yield f"a rank needs {gigabytes(largest.peak)}, and this machine's GPU has {gigabytes(there)}"
-        on_host = largest.on_host * cfg.trainer.devices
-    elif not planned_for_gpu(cfg):
-        on_host = (largest.peak_phase.total + resident(largest, gpu=False)) * cfg.trainer.devices
-    else:
+    elif planned_for_gpu(cfg):
         return
+    on_host = host_memory_of_node(cfg, memory)
     there = psutil.virtual_memory().total
     if on_host > there:
         yield (

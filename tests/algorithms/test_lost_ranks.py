@@ -15,6 +15,7 @@ from reinforce_rl.status import read_status
 SLOW = pytest.mark.slow
 LIMITS = ["trainer.heartbeat_timeout_seconds=6", "trainer.collective_timeout_seconds=6"]
 NOTHING = 0  # the rank does nothing any more
+BUSY = -1  # the rank does something else for ever
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +33,19 @@ def uninterrupted(processes, tmp_path_factory) -> Path:
     return folder
 
 
-def lose(processes: TrainerProcesses, folder: Path, lost: int, phase: str, step: int, number: int) -> str:
+def lose(
+    processes: TrainerProcesses, folder: Path, lost: int, phase: str, step: int, number: int, **options: object
+) -> str:
     """Start a run in which a rank is lost; what is said of it by the other, which nobody ends."""
     act = {"rank": lost, "phase": phase, "step": step, "signal": number}
     # A stopped process cannot end itself.
     patience = 1 if number == signal.SIGSTOP else 40
-    processes.start(folder, *SETTINGS, *LIMITS, ranks=2, patience=patience, act=act)
+    limits = [] if number == BUSY else LIMITS
+    processes.start(folder, *SETTINGS, *limits, ranks=2, patience=patience, act=act, **options)
     processes.wait()
     said = (folder / "log").read_text()
     assert processes.statuses[1 - lost] == EXIT_LOST_RANK, said
-    assert processes.statuses[lost] == (EXIT_LOST_RANK if number == NOTHING else -signal.SIGKILL), said
+    assert processes.statuses[lost] == (EXIT_LOST_RANK if number in (NOTHING, BUSY) else -signal.SIGKILL), said
     status = read_status(folder / "run")
     assert status is not None and (status.state, status.exit_code) == ("failed", EXIT_LOST_RANK)
     assert f"error: {status.reason}" in said
@@ -76,3 +80,11 @@ def test_it_is_named_and_the_run_goes_on(processes, uninterrupted, tmp_path, los
 )
 def test_outside_of_steps(processes, tmp_path, phase, step):
     assert "died in" in lose(processes, tmp_path, 1, phase, step, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=SLOW), 1])
+def test_torchs_own_limit_of_a_collective(processes, tmp_path, lost):
+    """It is busy, not still, so that nobody finds it hanging until gloo gives up waiting for it."""
+    reason = lose(processes, tmp_path, lost, "generate", 5, BUSY, torch_timeout=20)
+    assert "hangs in" in reason and "longer than torch's own limit (" in reason and "imed out waiting" in reason
+    assert "Traceback" not in (tmp_path / "log").read_text()

@@ -31,7 +31,7 @@ from reinforce_rl.errors import RewardServerError, StoppedEarly, TooManyFailedRe
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
 from reinforce_rl.reward.base import RewardRequest, Rewards
 from reinforce_rl.rollout import FINISH_STOP, Completions, Prompt
-from reinforce_rl.run_timer import RunTimer
+from reinforce_rl.run_timer import Due, Outlook, RunTimer
 
 RL = "trainer.reinforce"
 EVERY_FAILURE = f"{RL}.max_failed_fraction=1"
@@ -420,13 +420,15 @@ class TestWhenRewardsFail:
 
 
 class StopsAfter(RunTimer):
+    """Is asked twice before the first step of a new run, around its validation, and once after each."""
+
     def __init__(self, questions: int):
         super().__init__()
         self._left = questions
 
-    def is_finished(self) -> bool:
+    def outlook(self, due: Due | None = None) -> Outlook:
         self._left -= 1
-        return self._left < 0
+        return Outlook("the time of this run is used up" if self._left < 0 else None)
 
 
 class TestTheEnd:
@@ -436,17 +438,17 @@ class TestTheEnd:
             pytest.raises(StoppedEarly, match="time of this run is used up after step 3 of 6"),
             tiny_trainer(tiny_config(tmp_path, *overrides), mesh) as trainer,
         ):
-            trainer.run_timer = StopsAfter(3)
+            trainer.run_timer = StopsAfter(4)
             trainer.fit()
         assert trainer.step == saved_step(tmp_path) == 3
         assert [line["step"] for line in run(tmp_path, mesh, *overrides)] == [1, 2, 3, 4, 5, 6]
         assert saved_step(tmp_path) == 6
 
     def test_when_the_time_is_up_it_validates_too(self, tmp_path, mesh):
-        """Across an epoch, and with the time of the start counted: the fourth question is asked after step 3."""
+        """Across an epoch, and with the time of the start counted: the fifth question is asked after step 3."""
         overrides = [f"{RL}.max_epochs=3", f"{RL}.val_check_interval=5"]
         with pytest.raises(StoppedEarly), tiny_trainer(tiny_config(tmp_path, *overrides), mesh) as trainer:
-            trainer.run_timer = StopsAfter(3)
+            trainer.run_timer = StopsAfter(4)
             trainer.fit()
         assert [line["step"] for line in metrics_of(tmp_path) if "val/rewards" in line] == [0, 3]
         lines = run(tmp_path, mesh, *overrides)
@@ -455,7 +457,7 @@ class TestTheEnd:
 
     def test_time_that_is_up_with_the_last_step_is_no_reason_to_stop(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path), mesh) as trainer:
-            trainer.run_timer = StopsAfter(2)
+            trainer.run_timer = StopsAfter(3)
             trainer.fit()
         assert trainer.step == saved_step(tmp_path) == 2
 

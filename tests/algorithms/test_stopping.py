@@ -25,6 +25,7 @@ from helpers.trainer_processes import (
 )
 
 from reinforce_rl.errors import EXIT_STOPPED
+from reinforce_rl.run_timer import LAUNCHER_SECONDS
 from reinforce_rl.status import Status, read_status
 
 SLOW = pytest.mark.slow
@@ -57,8 +58,8 @@ def finish(processes: TrainerProcesses, folder: Path, ranks: int = 1) -> None:
     assert status(folder).state == "finished"
 
 
-def stop(processes: TrainerProcesses, folder: Path, ranks: int = 1, **options: Any) -> None:
-    processes.start(folder, *SETTINGS, ranks=ranks, patience=30, **options)
+def stop(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int = 1, **options: Any) -> None:
+    processes.start(folder, *SETTINGS, *overrides, ranks=ranks, patience=30, **options)
     assert processes.wait() == EXIT_STOPPED, log(folder)
     assert processes.statuses == [EXIT_STOPPED] * ranks
     assert "Traceback" not in log(folder)
@@ -146,6 +147,19 @@ def test_two_ranks_of_a_plain_python(processes, uninterrupted_on_two, tmp_path, 
     assert 2 <= saved_step(tmp_path) == status(tmp_path).step < STEPS
     finish(processes, tmp_path, ranks=2)
     assert_equal_runs(tmp_path, uninterrupted_on_two)
+
+
+def test_it_ends_by_itself_before_the_allocation_does(processes, tmp_path):
+    """Steps of two seconds; the allocation ends in 50 s, besides what is the launcher's."""
+    steps = ["trainer.reinforce.max_epochs=400", "exp_manager.max_time_per_run='02:30:00'"]
+    stop(processes, tmp_path, *steps, allocation=round(LAUNCHER_SECONDS) + 50, step_seconds=2.0)
+    end = int(next(line for line in log(tmp_path).splitlines() if "allocation ends" in line).split()[-1])
+    found = status(tmp_path)
+    assert "the time of this run is used up (" in found.reason and "s are left by SLURM_JOB_END_TIME" in found.reason
+    assert found.reason.endswith(f"after step {found.step} of 1200; the same command goes on from there")
+    assert found.step == saved_step(tmp_path) == metrics_of(tmp_path)[-1]["step"] > 0
+    assert found.time < end - LAUNCHER_SECONDS, "with room"
+    assert found.save_seconds is not None and found.save_seconds > 0
 
 
 def test_one_of_two_ranks_is_told_while_they_load(processes, tmp_path):

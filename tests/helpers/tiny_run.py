@@ -139,7 +139,8 @@ def rollouts_of(folder: Path, step: int) -> list[dict]:
 
 def without_times(line: dict) -> dict:
     """A line of metrics.jsonl less what depends on the clock and on the process."""
-    return {key: value for key, value in line.items() if key != "time" and not key.startswith(("timers/", "memory/"))}
+    of_clock = ("timers/", "timing/", "memory/")
+    return {key: value for key, value in line.items() if key != "time" and not key.startswith(of_clock)}
 
 
 def however_cut(line: dict) -> dict:

@@ -8,8 +8,11 @@ the one. Other options:
 
 die_before: a process kills itself in place of moving the first file or folder whose destination ends so.
 act: {rank, phase, step, signal}: this rank sends itself the signal as it comes to the phase of this step, and with the
-    signal 0 it does nothing any more. While it waits for rewards the signal comes after a moment, and the rewards
-    would take minutes.
+    signal 0 it does nothing any more, and with -1 it is busy for ever. While it waits for rewards the signal comes
+    after a moment, and the rewards would take minutes.
+allocation: from the fork on the batch system's allocation lasts so many seconds, and began hours before.
+step_seconds: that each training lasts longer.
+torch_timeout: seconds, in place of `TrainConfig.torch_timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -63,6 +66,24 @@ def die_before(suffix: str) -> None:
     os.replace = replace  # type: ignore[assignment]
 
 
+def limit_collectives(seconds: float) -> None:
+    from reinforce_rl.config import TrainConfig
+
+    TrainConfig.torch_timeout_seconds = seconds  # type: ignore[assignment, misc]
+
+
+def lengthen_steps(seconds: float) -> None:
+    from reinforce_rl.algorithms.reinforce import ReinforceTrainer
+
+    train = ReinforceTrainer.run_training
+
+    def slow_training(*args):
+        time.sleep(seconds)
+        return train(*args)
+
+    ReinforceTrainer.run_training = slow_training  # type: ignore[method-assign]
+
+
 def act(phase: str, step: int, number: int) -> None:
     from helpers.rewards import ReadyRewards
 
@@ -77,6 +98,10 @@ def act(phase: str, step: int, number: int) -> None:
                 ReadyRewards.result = wait_for_a_signal  # type: ignore[method-assign]
             elif number == 0:
                 time.sleep(LONG)
+            elif number == -1:
+                while True:
+                    time.sleep(0.05)
+                    time.sleep(0.05)
             else:
                 os.kill(os.getpid(), number)
 
@@ -99,6 +124,15 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.argv = [str(SCRIPT), *overrides]
+        if options.get("allocation"):
+            now = round(time.time())
+            times = {"SLURM_JOB_START_TIME": now - 7200, "SLURM_JOB_END_TIME": now + options["allocation"]}
+            os.environ.update({name: str(value) for name, value in times.items()})
+            print("the allocation ends at", times["SLURM_JOB_END_TIME"])
+        if options.get("step_seconds"):
+            lengthen_steps(options["step_seconds"])
+        if options.get("torch_timeout"):
+            limit_collectives(options["torch_timeout"])
         if options.get("die_before"):
             die_before(options["die_before"])
         if options.get("act", {}).get("rank") == int(environment.get("RANK", 0)):

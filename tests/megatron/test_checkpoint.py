@@ -18,7 +18,7 @@ from helpers.models import tiny_llama_folder
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron import checkpoint as subject
-from reinforce_rl.megatron.checkpoint import Checkpoint, latest_checkpoint
+from reinforce_rl.megatron.checkpoint import Checkpoint, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.convert import load_weights
 from reinforce_rl.megatron.optimizer import DataParallelSettings
 from reinforce_rl.megatron.sharded_writer import ShardedWriter
@@ -66,6 +66,38 @@ def test_goes_on_bit_for_bit(form, mesh, models, tmp_path):
     assert other.train(3) == norms
     assert_equal(other.weights(), weights)
     assert (random.random(), np.random.rand()) == draws
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_seconds_of_a_save_are_told_once_it_is_complete(mesh, models, tmp_path, asynchronous, monkeypatch):
+    """Of a background one what it takes, and not what the training does before it looks."""
+    told: list[float] = []
+    run = Run(mesh, models[0], tmp_path, asynchronous=asynchronous, on_saved=told.append)
+    write = ShardedWriter.write
+
+    def slow_write(writer):
+        time.sleep(0.3)
+        return write(writer)
+
+    monkeypatch.setattr(ShardedWriter, "write", slow_write)
+    began = time.monotonic()
+    run.checkpointer.save(1, {})
+    assert run.checkpointer.is_writing == asynchronous and len(told) == (not asynchronous)
+    if asynchronous:
+        time.sleep(3.0)
+        run.checkpointer.finish()
+    took = time.monotonic() - began - (3.0 if asynchronous else 0.0)
+    assert not run.checkpointer.is_writing and len(told) == 1
+    assert 0.3 < told[0] < took + (0.5 if asynchronous else 0.0)
+
+
+def test_the_size_of_a_checkpoint_is_about_what_is_foretold(mesh, models, tmp_path):
+    run = Run(mesh, models[0], tmp_path)
+    run.train(1)
+    folder = run.checkpointer.save(1, {})
+    written = sum(path.stat().st_size for path in (folder / "model").glob("*.distcp"))
+    headers = 0.4  # of such small tensors
+    assert 1.0 <= written / state_bytes(run.ddp, mesh) < 1.0 + headers
 
 
 def test_uninterrupted_run_is_not_disturbed_by_a_save(mesh, models, tmp_path):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.ranks import run_ranks
+from helpers.toy_server import free_port
 
-from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.errors import EXIT_LOST_RANK, CheckpointError, ConfigError, LostRankError
 from reinforce_rl.megatron.mesh import parallel_mesh
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/mesh.py"
@@ -28,6 +30,22 @@ def test_one_rank_without_a_launcher():
             mesh.check_together(None)
             with pytest.raises(CheckpointError, match=r"^gone$"):
                 mesh.check_together(CheckpointError("gone"))
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_that_does_not_come(monkeypatch, rank):
+    port = str(free_port())
+    place = {"WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LostRankError) as caught, parallel_mesh(timeout_seconds=2):
+        pass
+    assert caught.value.exit_code == EXIT_LOST_RANK
+    start = (
+        f"rank {rank} (host {socket.gethostname()}) has not found the other 1 of this job at localhost:{port} in phase"
+    )
+    assert str(caught.value).startswith(start)
+    assert not torch.distributed.is_initialized()
 
 
 def test_closed_after_an_error():

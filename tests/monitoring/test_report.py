@@ -119,6 +119,22 @@ def test_a_whole_run(tmp_path, steps):
     assert "nan" not in page.text.split()
 
 
+def test_the_sentence_on_the_slowest_rank(tmp_path):
+    assert "slowest" not in read(write_report(make_run(tmp_path / "one", 3))).text
+    run = make_run(tmp_path / "four", 3)
+    logger = JsonlLogger(run / "metrics.jsonl", resume_step=3)
+    for step, rank in ((1, 2), (2, 0), (3, 2)):
+        logger.log_metrics(
+            {"generate/max": 3.0 + step, "generate/median": 2.0, "generate/rank": rank}, step, "timing/"
+        )
+        logger.log_metrics({"train_time/max": 9.0, "train_time/median": 8.9, "train_time/rank": 1}, step, "timing/")
+        logger.commit(step)
+    assert (
+        "The ranks lost most to the slowest one in generate: it took 5.0 s a step there, the median rank 2.0 s. "
+        "In 2 of 3 steps it was rank 2"
+    ) in read(write_report(run)).text
+
+
 def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
     fell = write_report(make_run(tmp_path / "fell", 4, gain=-1.0)).read_text()
     assert "The mean validation reward fell by" in fell and 'class="verdict bad"' in fell

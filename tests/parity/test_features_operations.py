@@ -39,7 +39,7 @@ from reinforce_rl.errors import DataError, RewardServerError, StoppedEarly
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.reward.base import RewardRequest
-from reinforce_rl.run_timer import RunTimer
+from reinforce_rl.run_timer import Due, Outlook, RunTimer
 from reinforce_rl.tokenizer import TokenizerInfo, load_tokenizer
 
 RL = "trainer.reinforce"
@@ -312,7 +312,7 @@ class TestOperations:
     def test_feature_timed_exit_with_validation_and_save(self, tmp_path, mesh):
         keys = [f"{RL}.max_epochs=4", f"{RL}.val_check_interval=4", f"{RL}.save_interval=0"]
         with tiny_trainer(tiny_config(tmp_path, *keys), mesh) as trainer:
-            trainer.run_timer = StopsAfter(2)
+            trainer.run_timer = StopsAfter(3)
             with pytest.raises(StoppedEarly):
                 trainer.fit()
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
@@ -330,9 +330,9 @@ class StopsAfter(RunTimer):
         super().__init__()
         self._left = steps
 
-    def is_finished(self) -> bool:
+    def outlook(self, due: Due | None = None) -> Outlook:
         self._left -= 1
-        return self._left < 0
+        return Outlook("the time of this run is used up" if self._left < 0 else None)
 
 
 NAMES = {

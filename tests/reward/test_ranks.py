@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import socket
 import threading
 import time
@@ -274,8 +275,8 @@ def check_layouts(folder: Path, mesh, num_ranks: int, *layouts: str) -> None:
             found = json.loads((folder / f"scores_{layout.replace(' ', '_')}_{pooling}.json").read_text())
             np.testing.assert_allclose(found["first"], expected, atol=1e-5, err_msg=layout)
             assert found["second"] == found["first"]
-            assert "rank 0" in found["error"]
-            assert "MemoryError: no memory for this one" in found["error"]
+            # All ranks raise; whose word comes first is chance.
+            assert re.search(r"rank \d \(host .*failed \(MemoryError: no memory for this one\)", found["error"])
 
 
 def test_two_ranks_score_as_one_does_and_survive_a_failed_call(folder, mesh):

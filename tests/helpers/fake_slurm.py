@@ -1,0 +1,157 @@
+"""The commands of Slurm that a job's supervisor calls, as a script for a folder on PATH, and programs for its tasks.
+
+They do what a real Slurm was seen to do, so that the supervisor's own behaviour is tested in seconds and without one;
+tests/slurm has tests on a real Slurm too. Everything lies below the folder FAKE_SLURM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+COMMANDS = ("srun", "squeue", "scancel", "scontrol")
+
+SERVER = """
+import http.server, json, os, sys, time
+if os.environ.get("FAKE_SERVER") == "fails":
+    sys.exit(3)
+values = dict(arg.split("=", 1) for arg in sys.argv[1:])
+number = values["inference.ready_file"][-6]
+if os.environ.get("FAKE_SERVER") in ("dies", "dies" + number):
+    import threading
+    threading.Timer(3.0, lambda: os.kill(os.getpid(), 9)).start()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"text": "the server is loading"}).encode()
+        self.send_response(503 if os.environ.get("FAKE_SERVER") == "loads" else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+import signal
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+http.server.HTTPServer((values["inference.host"], int(values["inference.port"])), Handler).serve_forever()
+"""
+
+ACTOR = """
+import json, os, signal, sys, time
+from pathlib import Path
+values = dict(arg.split("=", 1) for arg in sys.argv[1:])
+run_dir = Path(values["exp_manager.explicit_log_dir"])
+def save(step, state):
+    (run_dir / "checkpoints" / f"step_{step:08d}").mkdir(parents=True, exist_ok=True)
+    (run_dir / "status.json").write_text(json.dumps({"state": state, "step": step}))
+def stop(number, frame):
+    save(7, "stopped")
+    print("saved", flush=True)
+    os._exit(75)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGUSR1, stop)
+what = os.environ.get("FAKE_ACTOR", "finishes")
+(run_dir / "began").touch()
+if what in ("finishes", "finishes later"):
+    time.sleep(6 if what == "finishes later" else 0)
+    save(9, "finished")
+elif what == "fails" and os.environ["RANK"] == "1":
+    print("an error of rank 1", flush=True)
+    sys.exit(5)
+elif what == "killed" and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), 9)
+else:
+    time.sleep(60)
+"""
+
+
+def write_commands(folder: Path) -> Path:
+    """Scripts of these names; returns the folder for PATH."""
+    folder.mkdir(parents=True)
+    for name in COMMANDS:
+        script = folder / name
+        script.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{__file__}' {name} \"$@\"\n")
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return folder
+
+
+def write_repository(folder: Path) -> Path:
+    """A repository with the two programs."""
+    (folder / "examples").mkdir(parents=True)
+    (folder / "examples" / "serve_reward_model.py").write_text(SERVER)
+    (folder / "examples" / "train_reinforce_actor.py").write_text(ACTOR)
+    return folder
+
+
+def srun(home: Path, arguments: list[str]) -> int:
+    """Start the tasks, each in a session of its own, and end the others where one fails."""
+    split = next(place for place, word in enumerate(arguments) if not word.startswith("--"))
+    options = dict(word[2:].partition("=")[::2] for word in arguments[:split])
+    name, each = options["job-name"], int(options["ntasks-per-node"])
+    tasks = []
+    with open(options["output"], "w") as log:
+        for number in range(int(options["ntasks"])):
+            place = {"PROCID": number, "LOCALID": number % each, "NODEID": number // each}
+            place["STEP_NUM_NODES"] = int(options["nodes"])
+            environment = {**os.environ, **{f"SLURM_{key}": str(value) for key, value in place.items()}}
+            tasks.append(
+                subprocess.Popen(arguments[split:], env=environment, stdout=log, stderr=log, start_new_session=True)
+            )
+        pids = home / f"step-{name}"
+        pids.write_text(" ".join(str(task.pid) for task in tasks))
+        deadline: float | None = None
+        while any(task.poll() is None for task in tasks):
+            if deadline is None and any(task.poll() for task in tasks):
+                deadline = time.monotonic() + 1.0
+                send(pids, signal.SIGTERM)
+            if deadline is not None and time.monotonic() > deadline:
+                send(pids, signal.SIGKILL)
+            time.sleep(0.05)
+        pids.unlink()
+    for number, task in enumerate(tasks):
+        if task.returncode:
+            how = "Killed" if task.returncode in (-9, 137) else f"Exited with exit code {task.returncode}"
+            print(f"srun: error: node{number // each}: task {number}: {how}", file=sys.stderr)
+    return 143 if any(task.returncode for task in tasks) else 0
+
+
+def send(pids: Path, number: int) -> None:
+    """A signal to every process of the step."""
+    for pid in pids.read_text().split() if pids.exists() else ():
+        try:
+            os.killpg(int(pid), number)
+        except ProcessLookupError:
+            continue
+
+
+def squeue(home: Path, arguments: list[str]) -> int:
+    """Steps, the job's times, or its state."""
+    job = arguments[arguments.index("-j") + 1]
+    if "--steps" in arguments:
+        for pids in home.glob("step-*"):
+            print(f"{job}.{pids.name[5:]}|{pids.name[5:]}")
+    elif arguments[-1] == "%t":
+        print("R" if (home / f"running-{job}").exists() else "")
+    else:
+        print(f"{job}|1000|{int(time.time()) + 600}")
+    return 0
+
+
+def main(name: str, arguments: list[str]) -> int:
+    home = Path(os.environ["FAKE_SLURM"])
+    if name == "srun":
+        return srun(home, arguments)
+    if name == "squeue":
+        return squeue(home, arguments)
+    if name == "scancel":
+        send(home / f"step-{arguments[-1].partition('.')[2]}", int(arguments[1].partition("=")[2]))
+    elif arguments[:2] == ["show", "hostnames"]:
+        print(*arguments[2].split(","), sep="\n")
+    elif arguments[0] == "requeue":
+        (home / "requeued").write_text(arguments[1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,249 @@
+"""Starts and stops the lab's daemons, submits jobs to it, and waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from helpers.slurm_lab.configuration import NODES, write_configuration
+
+from reinforce_rl.slurm.ports import LOCK_FOLDER
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+NAMESPACES = Path(__file__).with_name("namespaces.sh")
+UNSHARE = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel")
+COMMAND_SECONDS = 60.0  # a busy machine; each takes a fraction of a second
+ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
+
+
+def missing_for_a_lab() -> tuple[str, bool]:
+    """What this machine lacks for a lab, empty if nothing; and whether an installation would help."""
+    if os.geteuid() != 0:
+        return "a lab of Slurm must be started by root", False
+    programs = [name for name in PROGRAMS if shutil.which(name) is None]
+    if programs:
+        return f"Slurm is not installed: no {', '.join(programs)}", True
+    tried = subprocess.run([*UNSHARE, "unshare", "--uts", "true"], capture_output=True, text=True, timeout=30)
+    if tried.returncode:
+        return f"no namespaces can be made here: {tried.stderr.strip()}", False
+    return "", False
+
+
+@dataclass(frozen=True)
+class Component:
+    """What Slurm says of one component of a job, `scontrol show job`; `exit_code` is its `code:signal`."""
+
+    id: int
+    state: str
+    exit_code: str
+    restarts: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job by the id of its first component, which is that of the whole."""
+
+    id: int
+    log: Path
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    @property
+    def last_lines(self) -> str:
+        return "\n".join(self.output.splitlines()[-6:])
+
+
+class SlurmLab:
+    """One controller and the nodes rm0, rm1, act0 and act1, with 8 cores each; a context manager.
+
+    The nodes have host names, addresses, processes and a /dev/shm (below `shared_memory`) of their own. They share the
+    file system, the machine's network and the locks of its ports. In `small` they see a file system of 16 MiB.
+    """
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-lab-"))  # short: Unix sockets are made in it
+        self.shared_memory = Path(tempfile.mkdtemp(prefix="slurm-lab-", dir="/dev/shm"))
+        self.small = self.folder / "small"
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        environment = {**os.environ, "SLURM_CONF": str(write_configuration(self.folder))}
+        self._environment = environment
+        with (self.folder / "log" / "lab.out").open("w") as log:
+            self._process = subprocess.Popen(
+                [*UNSHARE, "bash", str(NAMESPACES), str(self.folder), str(self.shared_memory), str(LOCK_FOLDER)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
+        try:
+            for node in NODES:
+                self._tell("up", node)
+            self.wait_for_nodes(30)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End every process of the lab."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()  # and its child by `--kill-child`
+            process.wait()
+        for folder in (self.folder, self.shared_memory):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _tell(self, verb: str, node: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{verb} {node}\n")
+        self._process.stdin.flush()
+
+    def command(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+        """What one of Slurm's commands prints.
+
+        Raises:
+            AssertionError: it failed, with what it said.
+        """
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS,
+            env={**self._environment, **(env or {})},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def inside(self, *command: str) -> str:
+        """What a command prints that sees the lab's mounts."""
+        assert self._process is not None
+        first = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()[0]
+        return self.command("nsenter", "--target", first, "--mount", *command)
+
+    def crash(self, node: str) -> None:
+        """Every process of the node dies at once, its slurmd too."""
+        self._tell("crash", node)
+
+    def up(self, node: str, seconds: float = 60) -> None:
+        """Start a node that crashed, once the controller has noticed that it is gone."""
+        self._wait(
+            lambda: "down" in self.command("sinfo", "-h", "-n", node, "-o", "%T"), seconds, f"{node} to be down"
+        )
+        self._tell("up", node)
+
+    def wait_for_nodes(self, seconds: float) -> None:
+        def ready() -> bool:
+            with contextlib.suppress(AssertionError):  # the controller does not answer yet
+                return set(self.command("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split()) == set(NODES)
+            return False
+
+        self._wait(ready, seconds, "all nodes to be idle")
+
+    def _wait(self, condition, seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds} s for {what}:\n{self.logs()}"
+            time.sleep(0.25)
+
+    def logs(self) -> str:
+        """The last lines of every daemon's log."""
+        parts = []
+        for path in sorted((self.folder / "log").iterdir()):
+            parts += [f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-15:]]
+        return "\n".join(parts)
+
+    def submit(self, *command: str, log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Job:
+        """`sbatch` with these arguments; the output of all attempts goes to `log`."""
+        places = ["--parsable", f"--output={log}", "--open-mode=append"]
+        return Job(int(self.command("sbatch", *places, *command, env=env, cwd=cwd).strip().split(";")[0]), log)
+
+    def components(self, job: Job) -> list[Component]:
+        shown = self.command("scontrol", "--oneliner", "show", "job", str(job.id))
+        found = []
+        for line in shown.splitlines():
+            fields = dict(re.findall(r"(\w+)=(\S*)", line))
+            if "JobId" in fields:
+                found.append(
+                    Component(
+                        id=int(fields["JobId"]),
+                        state=fields["JobState"],
+                        exit_code=fields["ExitCode"],
+                        restarts=int(fields["Restarts"]),
+                        reason=fields["Reason"],
+                    )
+                )
+        assert found, shown
+        return found
+
+    def wait(self, job: Job, seconds: float) -> list[Component]:
+        """Every component of a job that has ended.
+
+        Raises:
+            AssertionError: it has not within this time.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            components = self.components(job)
+            if all(component.state in ENDED for component in components):
+                return components
+            if time.monotonic() > deadline:
+                raise AssertionError(f"after {seconds} s the job is {components}:\n{job.output}\n{self.logs()}")
+            time.sleep(1.0)
+
+    def wait_for_attempt(self, job: Job, restarts: int, seconds: float) -> None:
+        """Until all components run for the `restarts`-th time after the first."""
+
+        def running() -> bool:
+            return all(part.state == "RUNNING" and part.restarts == restarts for part in self.components(job))
+
+        self._wait(running, seconds, f"attempt {restarts} of job {job.id}, which says:\n{job.output}\n")
+
+    def signal(self, job: Job, name: str) -> None:
+        """Send a signal to the batch script alone, as `--signal=B:` does before the time limit."""
+        self.command("scancel", "--batch", f"--signal={name}", str(job.id))
+
+    def cancel(self, job: Job) -> None:
+        self.command("scancel", str(job.id))
+
+    def requeue(self, job: Job) -> None:
+        self.command("scontrol", "requeue", str(job.id))
+
+    def descendants(self) -> list[psutil.Process]:
+        """Every process of the lab, its daemons too."""
+        assert self._process is not None
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def steps(self, job: Job) -> Sequence[str]:
+        """The names of the steps that still run, but for the batch script's own."""
+        ids = ",".join(str(component.id) for component in self.components(job))
+        names = self.command("squeue", "-h", "--steps", "--jobs", ids, "-o", "%i %j").split("\n")
+        return [line.split(" ", 1)[1] for line in names if line and ".batch" not in line and ".extern" not in line]

@@ -1,0 +1,191 @@
+"""Runs of `slurm/train_hetjob.sbatch` on a lab, with the real server and the real actor on a tiny model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+from helpers.real_run import World, environment
+from helpers.slurm_lab import Component, Job, SlurmLab, processes_of
+from helpers.tiny_run import json_lines, without_times
+from safetensors.torch import load_file
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.megatron.checkpoint import latest_checkpoint
+from reinforce_rl.monitoring.jsonl import read_metrics
+
+ROOT = Path(__file__).parents[2]
+BATCH_FILE = ROOT / "slurm" / "train_hetjob.sbatch"
+ACTOR_SCRIPT, SERVER_SCRIPT = "train_reinforce_actor.py", "serve_reward_model.py"
+START_SECONDS = 600.0  # to the first step: imports of all ranks on a busy machine
+RUN_SECONDS = 900.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which nodes of the lab a job has, and how many tasks on each."""
+
+    server_nodes: Sequence[str] = ("rm0",)
+    server_tasks: int = 1
+    actor_nodes: Sequence[str] = ("act0", "act1")
+    actor_tasks: int = 1
+
+    @property
+    def options(self) -> list[str]:
+        """Of `sbatch`, for both components."""
+        server = [f"--nodelist={','.join(self.server_nodes)}", f"--nodes={len(self.server_nodes)}"]
+        actor = [f"--nodelist={','.join(self.actor_nodes)}", f"--nodes={len(self.actor_nodes)}"]
+        return [
+            *server,
+            f"--ntasks-per-node={self.server_tasks}",
+            ":",
+            *actor,
+            f"--ntasks-per-node={self.actor_tasks}",
+        ]
+
+
+SMALL = Layout()
+# Overrides of a run of short steps, each saved: so many that a signal comes in the midst of them.
+STEPS = 40
+SHORT = [
+    f"trainer.reinforce.max_steps={STEPS}",
+    "trainer.reinforce.val_check_interval=0",
+    "trainer.reinforce.save_interval=1",
+    "trainer.reinforce.num_rollouts_per_prompt=2",
+    "model.reinforce.num_rollout_samples=4",
+    "model.reinforce.length_params.max_length=4",
+    "model.reinforce.num_val_samples=4",
+]
+
+
+@dataclass(frozen=True)
+class SlurmRun:
+    """One run, by its folder; it may take several jobs.
+
+    Attributes:
+        lab: where it runs.
+        world: what it reads.
+        run_dir: its folder.
+        layout: of its jobs.
+        overrides: of the actor.
+        variables: of the batch file.
+    """
+
+    lab: SlurmLab
+    world: World
+    run_dir: Path
+    layout: Layout = SMALL
+    overrides: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def submit(
+        self, *overrides: str, server: Sequence[str] = (), options: Sequence[str] = (), **variables: str
+    ) -> Job:
+        """
+        Args:
+            overrides: more of the actor.
+            server: more of the server.
+            options: of `sbatch`, for component 0.
+            variables: more of the batch file.
+        """
+        self.run_dir.parent.mkdir(parents=True, exist_ok=True)
+        actor = [*self.world.actor_overrides(self.run_dir, *self.overrides), *overrides]
+        return self.lab.submit(
+            *options,
+            *self.layout.options,
+            str(BATCH_FILE),
+            *actor,
+            "--",
+            *self.world.server_overrides("mean"),
+            *server,
+            log=self.run_dir.with_name(f"{self.run_dir.name}.out"),
+            env={
+                **environment(),
+                "PYTHONPATH": str(ROOT),
+                "REINFORCE_RUN_DIR": str(self.run_dir),
+                "REINFORCE_PYTHON": sys.executable,
+                "REINFORCE_GRACE_SECONDS": "300",
+                **self.variables,
+                **variables,
+            },
+            cwd=ROOT,
+        )
+
+    @property
+    def step(self) -> int:
+        """Of the last complete line of its metrics; -1 before there is one."""
+        with contextlib.suppress(DataError, FileNotFoundError):
+            lines = read_metrics(self.run_dir / "metrics.jsonl")
+            return lines[-1]["step"] if lines else -1
+        return -1
+
+    def wait_for_step(self, job: Job, step: int, seconds: float = START_SECONDS) -> None:
+        """Until the metrics have that step."""
+        deadline = time.monotonic() + seconds
+        while self.step < step:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no step {step} within {seconds} s:\n{self.report(job)}")
+            time.sleep(0.2)
+
+    def wait(self, job: Job, seconds: float = RUN_SECONDS) -> list[Component]:
+        """The components of a job that has ended."""
+        try:
+            return self.lab.wait(job, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.report(job)}") from None
+
+    def ranks(self, job: Job, script: str) -> dict[int, psutil.Process]:
+        """The processes of a program that run now, by rank; wrappers are not among them."""
+        found = {}
+        for process in processes_of(self.lab, job):
+            with contextlib.suppress(psutil.Error):
+                # The script's place is behind the interpreter's options; a wrapper has its own program before it.
+                words = process.cmdline()[1:3]
+                if any(Path(word).name == script for word in words):
+                    found[int(process.environ().get("RANK", "0"))] = process
+        return found
+
+    def rank(self, job: Job, script: str, number: int) -> psutil.Process:
+        """The process of one."""
+        found = self.ranks(job, script)
+        assert number in found, f"no rank {number} of {script} among {found}:\n{self.report(job)}"
+        return found[number]
+
+    def report(self, job: Job) -> str:
+        """All that the job wrote, shortened."""
+        parts = [f"--- {job.log.name}", job.output]
+        for path in sorted((self.run_dir / "slurm").glob("*/*.log")):
+            parts += [f"--- {path.relative_to(self.run_dir)}", *path.read_text(errors="replace").splitlines()[-40:]]
+        return "\n".join(parts)
+
+    @property
+    def status(self) -> dict:
+        """What status.json says."""
+        return json.loads((self.run_dir / "status.json").read_text())
+
+    @property
+    def saved_step(self) -> int:
+        """Of the newest checkpoint; -1 where there is none."""
+        checkpoint = latest_checkpoint(self.run_dir / "checkpoints")
+        return -1 if checkpoint is None else checkpoint.trainer_state["step"]
+
+
+def results(run_dir: Path) -> list[dict]:
+    """The metrics of a run less what depends on clocks; each step must be there once. Step 0 is a validation."""
+    lines = json_lines(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [lines[0]["step"] + i for i in range(len(lines))], "each step once"
+    return [without_times(line) for line in lines]
+
+
+def assert_same_weights(run_dir: Path, other: Path) -> None:
+    """Of the exported models, bit for bit."""
+    found, expected = (load_file(folder / "hf" / "model.safetensors") for folder in (run_dir, other))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)

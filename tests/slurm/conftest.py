@@ -1,0 +1,21 @@
+"""The lab of a file of tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from helpers.slurm_lab import SlurmLab, missing_for_a_lab
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[SlurmLab]:
+    """Skips where there can be none; fails where .ci/run has installed Slurm and yet it is missing."""
+    missing, can_be_installed = missing_for_a_lab()
+    if missing and can_be_installed and os.environ.get("SLURM_TESTS") == "required":
+        pytest.fail(missing)
+    if missing:
+        pytest.skip(missing)
+    with SlurmLab() as lab:
+        yield lab

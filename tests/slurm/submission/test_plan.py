@@ -1,0 +1,127 @@
+"""The command line that sbatch gets, and the lead of the signal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from reinforce_rl.slurm.submission.options import ComponentOptions
+from reinforce_rl.slurm.submission.plan import Component, JobPlan, default_lead, lead_faults, tasks_of
+from reinforce_rl.slurm.submission.values import Gpus
+
+
+def job(**changes) -> JobPlan:
+    values = {
+        "server": Component("reward server", "x-rm", 1, 1, 1),
+        "actor": Component("actor", "x-actor", 2, 8, 8),
+        "time": "30",
+        "seconds": 1800,
+        "lead": 300,
+        "chain": 1,
+        "run_dir": Path("/shared/100%"),
+        "batch_file": Path("/repo/slurm/train_hetjob.sbatch"),
+        "actor_args": ("a=1", "b='x y'"),
+        "server_args": ("c=2",),
+        "variables": (),
+    }
+    return JobPlan(**{**values, **changes})
+
+
+def components_of(command: list[str]) -> tuple[list[str], list[str]]:
+    colon, batch_file = command.index(":"), command.index("/repo/slurm/train_hetjob.sbatch")
+    return command[1:colon], command[colon + 1 : batch_file]
+
+
+def test_the_whole_line():
+    both = ["--time=30", "--output=/shared/100%%/slurm/%j.out", "--open-mode=append", "--requeue", "--export=ALL"]
+    assert job().command() == [
+        "sbatch",
+        "--parsable",
+        "--signal=B:USR1@300",
+        *both,
+        "--job-name=x-rm",
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        ":",
+        *both,
+        "--job-name=x-actor",
+        "--nodes=2",
+        "--ntasks-per-node=8",
+        "/repo/slurm/train_hetjob.sbatch",
+        "a=1",
+        "b='x y'",
+        "--",
+        "c=2",
+    ]
+
+
+def test_signal_and_dependency_stand_in_component_0():
+    server, actor = components_of(job().command(after="17"))
+    assert {"--signal=B:USR1@300", "--dependency=afterany:17"} <= set(server)
+    assert not [word for word in actor if word.startswith(("--signal", "--dependency"))]
+
+
+def test_components_have_options_of_their_own():
+    options = ComponentOptions(
+        partition="gpu", account="a", qos="q", constraint="ib", nodelist="n[1-2]", exclude="n3", sbatch_args=("-x",)
+    )
+    actor = Component("actor", "x-actor", 2, 8, 1, 96, Gpus(8, "h100"), 2048, options)
+    server, mine = components_of(job(actor=actor).command())
+    assert mine[-12:] == [
+        "--job-name=x-actor",
+        "--partition=gpu",
+        "--account=a",
+        "--qos=q",
+        "--constraint=ib",
+        "--nodelist=n[1-2]",
+        "--exclude=n3",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=96",
+        "--gpus-per-node=h100:8",
+        "-x",
+    ]
+    assert not [word for word in server if "gpu" in word]
+
+
+def test_without_a_limit_there_is_no_signal():
+    assert "--signal" not in " ".join(job(time="UNLIMITED", seconds=None).command())
+
+
+def test_test_only_submits_nothing():
+    plan = job()
+    assert "--parsable" not in plan.command(test_only=True)
+    assert plan.command(test_only=True)[1] == plan.test_command(plan.actor)[1] == "--test-only"
+    assert plan.test_command(plan.actor)[-1] == "--wrap=true"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "cpus", "expected"),
+    [("srun", None, (8, None)), ("srun", 4, (8, 4)), ("torchrun", None, (1, 8)), ("torchrun", 96, (1, 96))],
+)
+def test_tasks_of_a_launcher(launcher, cpus, expected):
+    assert tasks_of(8, launcher, cpus) == expected
+
+
+def test_the_lead_follows_the_last_save():
+    assert default_lead(None) == 300
+    assert default_lead(5.0) == 120
+    assert default_lead(400.2) == 861
+
+
+@pytest.mark.parametrize(
+    ("lead", "seconds", "save", "words"),
+    [
+        (300, 14400, 200.0, []),
+        (300, None, None, []),
+        (300, 300, None, ["as soon as it starts"]),
+        (300, 360, None, ["expected --time above 360 s"]),
+        (120, 3600, 90.5, ["last save took", "at least 151 s"]),
+        (70000, 100000, None, ["at most 65535"]),
+    ],
+)
+def test_leads_that_do_not_fit(lead, seconds, save, words):
+    faults = " ".join(lead_faults(lead, seconds, save))
+    assert bool(faults) == bool(words)
+    assert all(word in faults for word in words)

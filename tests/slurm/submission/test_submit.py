@@ -1,0 +1,310 @@
+"""submit.py as a user sees it, with commands of Slurm that are played."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.models import tiny_llama_folder
+from helpers.slurm_client import SlurmClient
+from helpers.tiny_run import three_letters, write_prompts
+from rich.console import Console
+
+from reinforce_rl.slurm.history import Attempt, History
+from reinforce_rl.slurm.submission.submit import main
+
+ROOT = Path(__file__).parents[3]
+SINFO = "".join(f"{name}|batch*|idle|8|4000|gpu:h100:8|up|infinite|f\n" for name in ("n0", "n1", "n2", "n3"))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    tiny_llama_folder(folder / "model", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=64)
+    write_prompts(folder / "train.jsonl", three_letters(8))
+    (folder / "head.safetensors").touch()
+    return folder
+
+
+class Submit:
+    """submit.py, with a right configuration unless a test says otherwise."""
+
+    def __init__(self, files: Path, folder: Path, slurm: SlurmClient):
+        self.run_dir = folder / "run"
+        self.slurm = slurm
+        self.right_actor = [
+            f"pretrained_checkpoint.restore_from_path={files / 'model'}",
+            f"model.data.data_prefix.train={files / 'train.jsonl'}",
+            f"exp_manager.explicit_log_dir={self.run_dir}",
+            "model.encoder_seq_length=64",
+            "model.reinforce.length_params.max_length=16",
+        ]
+        self.right_server = [
+            f"reward_model.restore_from_path={files / 'model'}",
+            f"reward_model.head_path={files / 'head.safetensors'}",
+        ]
+        self.code = -1
+
+    def __call__(self, *words: str, server: tuple[str, ...] = ()) -> str:
+        """What it prints."""
+        out = io.StringIO()
+        self.code = main(
+            [*self.right_actor, *words, "--", *self.right_server, *server],
+            Console(file=out, width=110, soft_wrap=True),
+        )
+        return out.getvalue()
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch) -> SlurmClient:
+    client = SlurmClient(tmp_path / "slurm")
+    client.answer("sinfo", SINFO)
+    monkeypatch.setenv("PATH", client.path)
+    return client
+
+
+@pytest.fixture
+def submit(files, tmp_path, slurm) -> Submit:
+    return Submit(files, tmp_path, slurm)
+
+
+def test_a_dry_run_prints_the_plan_and_makes_nothing(submit):
+    text = submit("--dry-run", "--chain=2", "--job-name=night", "trainer.devices=2", "trainer.num_nodes=2")
+    assert submit.code == 0
+    for words in (
+        "4 ranks: 4 data x 1 pipeline",  # of the trainer's own plan
+        "name          night-rm          night-actor",
+        "nodes         1                 2",
+        "1 x 1 = 1         2 x 2 = 4",
+        "300 s before the limit",
+        "2, each after the end of the one before",
+        "4 nodes",
+        "sbatch --parsable --signal=B:USR1@300 --time=04:00:00",
+        "No fault was found. Nothing was submitted.",
+    ):
+        assert words in text, text
+    assert submit.slurm.submissions() == []
+    assert not submit.run_dir.exists()
+
+
+def test_every_fault_is_in_one_message(submit):
+    (submit.run_dir / "slurm").mkdir(parents=True)
+    line = {"job": "7", "name": "reinforce-rm", "time": 1.0}
+    (submit.run_dir / "slurm" / "submitted.jsonl").write_text(json.dumps(line) + "\n")
+    submit.slurm.answer("squeue", "7+0|7|PENDING|reinforce-rm\n7+1|8|PENDING|reinforce-actor\n")
+    text = submit(
+        "--time=30:00",
+        "--signal-lead=1800",
+        "--chain=0",
+        "--actor-gpus=h100:1",
+        "--mem=much",
+        "--max-restarts=never",
+        "--server-cpus-per-task=few",
+        "trainer.devices=2",
+        "trainer.reinforce.num_rollouts_per_prompt=1",
+        "exp_manager.resume_if_exists=false",
+        "remote_rm.reward_model.name=other",
+        server=("devices=0", "reward_model.head_path=nowhere"),
+    )
+    assert submit.code == 1
+    for words in (
+        "--signal-lead is 1800 s and --time 1800 s",
+        "--chain is '0'; expected a whole number from 1",
+        "--actor-mem is 'much'; expected SIZE[K|M|G|T]",
+        "--server-mem is 'much'; expected SIZE[K|M|G|T]",
+        "--server-cpus-per-task is 'few'; expected a whole number from 1",
+        "--actor-gpus is h100:1, for 2 ranks of a node",
+        "REINFORCE_MAX_RESTARTS is 'never'",
+        "num_rollouts_per_prompt is 1",
+        "exp_manager.resume_if_exists is false",
+        "remote_rm.reward_model.name is other, but the server's inference.name is reward_model",
+        "devices is 0; expected at least 1",
+        "head_path: nowhere is no file",
+        "7 (reinforce-rm, pending); wait for it, cancel it (scancel 7)",
+    ):
+        assert text.count(words) == 1, (words, text)
+    assert submit.slurm.submissions() == []
+
+    more = submit("--max-restarts=never", "--server-cpus-per-task=9")
+    assert "REINFORCE_MAX_RESTARTS" in more and "the reward server needs 1 node with 9 CPUs, and 0 of the 4" in more
+
+
+def test_keys_that_the_job_sets_itself(submit):
+    text = submit("remote_rm.reward_model.ip=rm-node", "preflight=true", server=("inference.port=5555",))
+    assert "remote_rm.reward_model.ip is given among the actor's arguments; the job sets it, leave it out" in text
+    assert "inference.port is given among the server's arguments; the job sets it, leave it out" in text
+    assert "preflight is true" in text
+
+
+def test_an_unknown_key_of_either_side(submit):
+    text = submit("trainer.devces=2", server=("devces=2",))
+    assert "trainer.devces is not a key of the configuration; did you mean trainer.devices" in text
+    assert "devces is not a key of the configuration; did you mean devices" in text
+
+
+def test_a_chain(submit, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "1")  # of the allocation in which somebody may type this
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("REINFORCE_MPI", "pmix")
+    text = submit("--chain=3", "--servers=2", "--partition=batch", "trainer.devices=2")
+    assert submit.code == 0, text
+    assert "Submitted: 100 then 101 then 102" in text and "scancel 100 101 102" in text
+    first, second, third = submit.slurm.submissions()
+    assert not [word for word in first if word.startswith("--dependency")]
+    assert second == [first[0], first[1], "--dependency=afterany:100", *first[2:]]
+    assert third == [first[0], first[1], "--dependency=afterany:101", *first[2:]]
+    assert f"--output={submit.run_dir}/slurm/%j.out" in first
+    assert (submit.run_dir / "slurm").is_dir()
+    split = first.index(":")
+    assert [word for word in first[:split] if word.startswith("--nodes")] == ["--nodes=2"]
+    assert [word for word in first[split:] if word.startswith("--ntasks")] == ["--ntasks-per-node=2"]
+    overrides = first[first.index(str(ROOT / "slurm" / "train_hetjob.sbatch")) + 1 :]
+    assert overrides[-3:] == ["--", *submit.right_server]
+    assert not [word for word in overrides if word.startswith("exp_manager.explicit_log_dir")]  # the job's own
+
+    found = submit.slurm.environment(102)
+    expected = {
+        "REINFORCE_RUN_DIR": str(submit.run_dir),
+        "REINFORCE_REPO": str(ROOT),
+        "REINFORCE_PYTHON": sys.executable,
+        "REINFORCE_ACTOR_DEVICES": "2",
+        "REINFORCE_SERVER_DEVICES": "1",
+        "REINFORCE_SERVERS": "2",
+        "REINFORCE_MPI": "pmix",
+        "SLURM_CONF": "/etc/slurm.conf",
+    }
+    assert {name: found.get(name) for name in expected} == expected
+    assert "SLURM_JOB_ID" not in found
+    lines = (submit.run_dir / "slurm" / "submitted.jsonl").read_text().splitlines()
+    assert [json.loads(line)["job"] for line in lines] == ["100", "101", "102"]
+
+
+def test_a_run_that_is_in_the_queue_is_not_submitted_again(submit):
+    submit("--chain=2")
+    submit.slurm.answer("squeue", "101+0|101|PENDING|reinforce-rm\n")
+    text = submit()
+    assert submit.code == 1
+    assert "is in the queue already: 101 (reinforce-rm, pending)" in text
+    assert submit.slurm.calls("squeue")[-1][1] == "--jobs=100,101"
+    for answer in (
+        {"text": ""},
+        {"text": "101|101|RUNNING|another\n"},  # its number was given again
+        {"error": "slurm_load_jobs error: Invalid job id specified", "code": 1},
+    ):
+        submit.slurm.answer("squeue", **answer)
+        assert "Submitted: " in submit()
+
+
+def test_a_job_that_was_submitted_by_hand_counts_too(submit):
+    history = History(submit.run_dir / "slurm" / "history.jsonl")
+    history.write(Attempt("55", 0, 1.0, 0))
+    submit.slurm.answer("squeue", "55+0|55|RUNNING|mine\n")
+    assert "is in the queue already: 55 (mine, running)" in submit()
+    history.write(Attempt("55", 0, 1.0, 0, end=2.0, exit_code=1))
+    assert "Submitted: 100" in submit()
+
+
+def test_a_finished_run_is_told(submit):
+    submit.run_dir.mkdir()
+    (submit.run_dir / "status.json").write_text(json.dumps({"state": "finished", "step": 12}))
+    text = submit()
+    assert submit.code == 0
+    assert f"the run in {submit.run_dir} has finished, at step 12. Nothing was submitted." in text
+    assert submit.slurm.submissions() == []
+    arguments = (("trainer.reinforce.max_steps=12",), ())
+    attempt = Attempt("55", 0, 1.0, 0, arguments, end=2.0, exit_code=0)  # it may be asked for more now
+    History(submit.run_dir / "slurm" / "history.jsonl").write(attempt)
+    assert "Submitted: 100" in submit()
+
+
+def test_without_slurm_there_is_a_plan_at_most(submit, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    text = submit("--dry-run")
+    assert submit.code == 0
+    assert "sbatch --parsable" in text and "Not checked:\n  sbatch is not on the PATH" in text
+    text = submit()
+    assert submit.code == 1
+    assert "1. sbatch is not on the PATH" in text
+    assert not submit.run_dir.exists()
+
+
+def test_a_controller_that_does_not_answer(submit):
+    submit.slurm.answer("sinfo", error="slurm_load_partitions: Unable to contact slurm controller", code=1)
+    text = submit("--dry-run")
+    assert submit.code == 0
+    assert "whether the cluster's nodes suffice: sinfo" in text and "Unable to contact slurm controller" in text
+    submit()
+    assert submit.code == 1
+
+
+def test_what_sbatch_refuses_is_told_with_the_component(submit):
+    submit.slurm.answer("test", error="allocation failure: Invalid qos", code=1)
+    submit.slurm.answer("test-reinforce-actor", error="allocation failure: Invalid\nqos", code=1)
+    text = submit("--actor-qos=none")
+    assert submit.code == 1
+    assert "sbatch --test-only refuses the component of the actor: allocation failure: Invalid qos" in text
+    submit.slurm.answer("test-reinforce-actor")
+    text = submit()
+    assert "sbatch --test-only refuses the job: allocation failure: Invalid qos" in text
+    assert "Command" not in text
+
+
+def test_a_chain_that_breaks_off_tells_which_jobs_there_are(submit):
+    submit.slurm.answer("sbatch-101", error="sbatch: error: too many jobs", code=1)
+    text = submit("--chain=3")
+    assert submit.code == 1
+    assert "sbatch did not take job 2 of 3: sbatch: error: too many jobs" in text
+    assert "Submitted: 100\n" in text
+
+
+def test_components_that_fit_singly_but_not_together(submit):
+    text = submit("trainer.num_nodes=3", "--servers=2")
+    assert "the components fit singly, but not together" in text and "expected 5 nodes, found 4" in text
+
+
+def test_the_lists_of_nodes_are_read_by_slurm_itself(submit):
+    submit.slurm.answer("scontrol", "n2\nn3\n")
+    text = submit("--exclude=n[2-3]", "trainer.num_nodes=3")
+    assert "n2, n3: excluded" in text
+    assert submit.slurm.calls("scontrol") == [["show", "hostnames", "n[2-3]"]]
+
+
+def test_the_lead_follows_the_last_save(submit):
+    submit.run_dir.mkdir()
+    (submit.run_dir / "status.json").write_text(json.dumps({"state": "stopped", "save_seconds": 100.0}))
+    assert "--signal=B:USR1@260 " in submit("--dry-run")
+    assert "expected at least 160 s" in submit("--dry-run", "--signal-lead=150")
+
+
+def test_gpus_memory_and_tasks(submit):
+    text = submit("--dry-run", "trainer.precision=bf16", "trainer.devices=4", "--launcher=torchrun", "--mem=2G")
+    command = text.partition("Command")[2]
+    assert submit.code == 0, text
+    assert command.count("--ntasks-per-node=1 ") == 2 and command.count("--mem=2G") == 2
+    assert "--cpus-per-task=4 --gpus-per-node=4" in command and "--cpus-per-task=1 --gpus-per-node=1" in command
+    none = submit("--dry-run", "trainer.precision=bf16", "--gpus-per-node=0").partition("Command")[2]
+    assert "--gpus" not in none
+    assert "--gpus" not in submit("--dry-run").partition("Command")[2]
+    assert "ranks need up to" in submit("--dry-run", "--mem=1", "trainer.devices=8")
+
+
+def test_a_reward_function_instead_of_a_model(submit):
+    submit.right_server = ["reward_function.name=reinforce_rl.reward.functions.gsm8k"]
+    assert submit("--dry-run") and submit.code == 0
+    assert "but one process serves a reward function" in submit("--dry-run", server=("devices=2",))
+    assert "needs no reward server" in submit("reward=function", "reward_function.name=builtins.len")
+
+
+def test_a_relative_folder_becomes_absolute(submit, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given in ("runs/a", "'runs/a'", "runs/${exp_manager.wandb_logger_kwargs.project}"):
+        text = submit("--dry-run", f"exp_manager.explicit_log_dir={given}")
+        assert f"--output={tmp_path}/runs/{'a' if '$' not in given else 'reinforce_rl'}/slurm/%j.out" in text
+    assert "explicit_log_dir cannot be resolved" in submit("exp_manager.explicit_log_dir=${nowhere}")
+    submit.right_actor = [word for word in submit.right_actor if "log_dir" not in word]
+    assert f"REINFORCE_RUN_DIR={tmp_path}/results/reinforce " in submit("--dry-run")
+    monkeypatch.setenv("REINFORCE_RUN_DIR", "/shared/b")
+    assert "REINFORCE_RUN_DIR=/shared/b " in submit("--dry-run")

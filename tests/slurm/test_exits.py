@@ -1,0 +1,102 @@
+"""How tasks ended, which failed first, and what the job's ending follows from it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+from reinforce_rl.slurm.endings import FAILED, FINISHED, STOPPED, Ending, judge
+from reinforce_rl.slurm.exits import TaskEnd, first_failed, read_ends, record
+
+
+def end_of(task: int, code: int, time: float = 0.0, component: str = "actor") -> TaskEnd:
+    return TaskEnd(component, task, str(task), f"node{task}", code, time)
+
+
+def test_records_are_read_again(tmp_path: Path) -> None:
+    ends = [replace(end_of(1, 1), reason="why"), end_of(0, 137, component="rm-0")]
+    for end in ends:
+        record(tmp_path, end)
+    assert read_ends(tmp_path) == ends
+    assert read_ends(tmp_path / "nothing") == []
+
+
+def test_texts() -> None:
+    assert end_of(2, 1).name == "actor rank 2 on node2"
+    assert replace(end_of(1, 1), ranks="2-3").name == "actor ranks 2-3 on node1"
+    assert "was ended by SIGKILL (exit code 137) at " in str(end_of(2, 137))
+    assert "ranks 2-3 on node1 were ended by SIGKILL" in str(replace(end_of(1, 137), ranks="2-3"))
+    assert str(replace(end_of(2, 1), reason="because")).endswith(": because")
+
+
+def test_the_first_in_time_failed_first() -> None:
+    ends = [end_of(0, 76, 12.0), end_of(1, 0, 1.0), end_of(2, 137, 10.0), end_of(3, 1, 11.0)]
+    assert first_failed(ends) == ends[2]
+    assert first_failed([end_of(0, 0), end_of(1, 0)]) is None
+    assert first_failed([end_of(0, 75, 1.0), end_of(1, 1, 2.0)], harmless=(0, 75)) == end_of(1, 1, 2.0)
+
+
+def test_a_task_without_a_word_comes_before_those_that_missed_it() -> None:
+    lost = [end_of(2, 137, 99.0)]
+    assert first_failed([end_of(0, 76, 1.0), end_of(1, 143, 2.0)], lost) == lost[0]
+    assert first_failed([], lost) == lost[0]
+    own = end_of(0, 1, 1.0)  # its error is its own: what came after it was killed with its wrapper
+    assert first_failed([own], lost) == own
+
+
+def judged(actor: list[TaskEnd], servers: list[TaskEnd] | None = None, **values: object) -> Ending:
+    options: dict[str, object] = {"unasked": "", "told": None, **values}
+    lost = options.pop("lost", [])
+    return judge(actor, servers or [], lost, **options)  # type: ignore[arg-type]
+
+
+def test_a_run_that_has_finished() -> None:
+    ending = judged([end_of(0, 0), end_of(1, 0)], [end_of(0, 137, component="rm-0")])
+    assert (ending.kind, ending.code) == (FINISHED, 0)  # the server may die of being ended
+
+
+def test_a_run_that_was_stopped() -> None:
+    for codes, told in (((75, 75), None), ((75, 75), signal.SIGUSR1), ((75, 143), signal.SIGTERM)):
+        ending = judged([end_of(task, code) for task, code in enumerate(codes)], told=told)
+        assert (ending.kind, ending.code, ending.first) == (STOPPED, 75, None)
+    assert judged([end_of(0, 75), end_of(1, 143)]).kind == FAILED  # nobody had told it to
+
+
+def test_an_actor_that_does_not_save_in_time() -> None:
+    ending = judged([end_of(0, 137)], told=signal.SIGUSR1, killed=True)
+    assert (ending.kind, ending.code) == (STOPPED, 75)
+    assert "--signal" in ending.text
+
+
+def test_a_task_that_failed() -> None:
+    ends = [end_of(0, 76, 5.0), end_of(1, 137, 3.0)]
+    ending = judged(ends)
+    assert (ending.kind, ending.code, ending.first, ending.log_of) == (FAILED, 137, ends[1], "actor")
+    assert ending.text.startswith("first to fail: actor rank 1 on node1 was ended by SIGKILL")
+    assert judged(ends, told=signal.SIGUSR1).code == 137
+
+
+def test_a_server_that_failed_names_the_job() -> None:
+    servers = [end_of(0, 76, 4.0, "rm-0"), end_of(1, 137, 3.0, "rm-0")]
+    ending = judged([end_of(0, 75, 9.0)], servers, unasked="rm-0")
+    assert (ending.kind, ending.code, ending.log_of) == (FAILED, 137, "rm-0")
+    assert "rm-0 rank 1 on node1" in ending.text
+
+
+def test_a_server_that_ended_well_without_being_asked() -> None:
+    ending = judged([end_of(0, 75)], [end_of(0, 0, component="rm-0")], unasked="rm-0")
+    assert (ending.kind, ending.code, ending.text) == (FAILED, 1, "rm-0 ended without being asked to")
+
+
+def test_a_server_that_was_lost_before_is_not_why_the_actor_failed() -> None:
+    actor, server = end_of(0, 1, 9.0), end_of(0, 137, 3.0, "rm-1")
+    assert judged([actor], [server]).first == actor
+    assert judged([actor], [], lost=[server]).first == actor
+    assert judged([end_of(0, 0)], [], lost=[server]).kind == FINISHED
+
+
+def test_a_step_that_srun_could_not_start() -> None:
+    ending = judged([], unstarted=["actor"])
+    assert (ending.kind, ending.code) == (FAILED, 1)
+    assert "could not start actor" in ending.text

@@ -1,0 +1,57 @@
+"""Whether a reward server is healthy, asked over plain HTTP."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from reinforce_rl.slurm.health import ask
+
+
+@pytest.fixture
+def answer() -> Iterator[dict[str, object]]:
+    """What the server on `port` answers: `code` and `body`."""
+    says: dict[str, object] = {"code": 200, "body": b""}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/health"
+            self.send_response(says["code"])  # type: ignore[arg-type]
+            self.end_headers()
+            self.wfile.write(says["body"])  # type: ignore[arg-type]
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    says["port"] = server.server_port
+    yield says
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_answers(answer: dict[str, object]) -> None:
+    def asked(code: int, body: object) -> str | None:
+        answer.update(code=code, body=body if isinstance(body, bytes) else json.dumps(body).encode())
+        return ask("127.0.0.1", int(str(answer["port"])))
+
+    assert asked(200, {"text": "a small sample was scored"}) is None
+    found = asked(503, {"text": "the server is starting"})
+    assert found is not None and found.endswith(": the server is starting")
+    for body in (b"hello", {"no": "text"}, [1]):
+        found = asked(200, body)
+        assert found is not None and found.endswith("answers HTTP 200, and not as a reward server does")
+
+
+def test_nothing_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    assert ask("127.0.0.1", port) == f"127.0.0.1:{port} does not answer (Connection refused)"

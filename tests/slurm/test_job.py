@@ -1,0 +1,239 @@
+"""The supervisor of a job, with commands of Slurm and programs that are played."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.fake_slurm import write_commands, write_repository
+from helpers.ranks import kill_tree
+
+from reinforce_rl.slurm.history import Attempt, History
+
+REPOSITORY = Path(__file__).parents[2]
+SECONDS = 180.0
+
+
+class Job:
+    """A supervisor as a process, in a job of one server and one node with two actor tasks."""
+
+    def __init__(self, folder: Path, **variables: str):
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.home = folder / "home"
+        self.home.mkdir(exist_ok=True)
+        commands = folder / "bin"
+        if not commands.exists():
+            write_commands(commands)
+            write_repository(folder / "repository")
+        allocation = {"SLURM_HET_SIZE": "2", "SLURM_JOB_ID": "7"}
+        for group, (job, node, tasks) in enumerate((("7", "rm0", "1"), ("8", "act0", "2"))):
+            allocation |= {
+                f"SLURM_JOB_ID_HET_GROUP_{group}": job,
+                f"SLURM_JOB_NODELIST_HET_GROUP_{group}": node,
+                f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}": "1",
+                f"SLURM_NTASKS_PER_NODE_HET_GROUP_{group}": tasks,
+            }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "reinforce_rl.slurm.job", "a=1", "--", "b=2"],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(REPOSITORY),
+                "PATH": f"{commands}:{os.environ['PATH']}",
+                "FAKE_SLURM": str(self.home),
+                "REINFORCE_RUN_DIR": str(self.run_dir),
+                "REINFORCE_REPO": str(folder / "repository"),
+                "REINFORCE_PYTHON": sys.executable,
+                "REINFORCE_GRACE_SECONDS": "20",
+                **allocation,
+                **variables,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def finish(self) -> tuple[int, list[str]]:
+        """The exit code and the lines that it said, without their times of day."""
+        output, _ = self.process.communicate(timeout=SECONDS)
+        assert not list(self.home.glob("step-*")), output
+        return self.process.returncode, [line[9:] for line in output.splitlines()]
+
+    def wait_until_training(self) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not (self.run_dir / "began").exists():
+            assert self.process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.3)
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        return History(self.run_dir / "slurm" / "history.jsonl").attempts()
+
+    @property
+    def requeued(self) -> bool:
+        return (self.home / "requeued").exists()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[type[Job]]:
+    jobs: list[Job] = []
+
+    class Started(Job):
+        def __init__(self, **variables: str):
+            super().__init__(tmp_path, **variables)
+            jobs.append(self)
+
+    yield Started
+    for job in jobs:
+        if job.process.poll() is None:
+            kill_tree(job.process.pid)
+            job.process.wait()
+
+
+def test_a_run_that_finishes_and_the_next_link_of_its_chain(started: type[Job]) -> None:
+    job = started()
+    code, lines = job.finish()
+    assert code == 0, lines
+    assert lines[-2:] == [
+        "the run has finished",
+        "the run stands at step 9, which was 0 when this attempt began; nothing is left to do",
+    ]
+    (attempt,) = job.attempts
+    assert (attempt.step_before, attempt.step_after, attempt.exit_code, attempt.requeued) == (0, 9, 0, False)
+    token = job.run_dir / "slurm" / "token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text().strip()) > 16
+    assert (job.run_dir / "slurm" / "7-0" / "job.log").read_text().count("\n") == len(lines)
+
+    link = started(SLURM_JOB_ID="9")
+    code, lines = link.finish()
+    assert code == 0
+    assert lines == [f"the run in {job.run_dir} has finished, at step 9; nothing was started"]
+
+
+def test_the_signal_before_the_time_limit_saves_and_requeues(started: type[Job]) -> None:
+    job = started(FAKE_ACTOR="trains")
+    job.wait_until_training()
+    job.process.send_signal(signal.SIGUSR1)
+    code, lines = job.finish()
+    assert code == 75, lines
+    assert "; requeued: from step 0 to step 7, restart 1 of 10" in lines[-1], lines
+    assert job.requeued and job.attempts[0].requeued
+
+
+def test_a_job_that_saves_nothing_new_is_not_requeued(started: type[Job], tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step_00000007").mkdir(parents=True)
+    job = started(FAKE_ACTOR="trains")
+    job.wait_until_training()
+    job.process.send_signal(signal.SIGUSR1)
+    code, lines = job.finish()
+    assert code == 75
+    assert "not requeued: this attempt saved nothing beyond step 7" in lines[-1]
+    assert "submit the same command again to go on from step 7" in lines[-1]
+    assert not job.requeued
+
+
+def test_a_cancelled_job_saves_and_is_not_requeued(started: type[Job]) -> None:
+    job = started(FAKE_ACTOR="trains")
+    job.wait_until_training()
+    job.process.send_signal(signal.SIGTERM)
+    code, lines = job.finish()
+    assert code == 75, lines
+    assert "not requeued after SIGTERM; submit the same command again to go on from step 7" in lines[-1]
+    assert not job.requeued
+
+
+@pytest.mark.parametrize(("what", "expected", "how"), [("fails", 5, "exit code 5"), ("killed", 137, "SIGKILL")])
+def test_an_actor_task_that_fails(started: type[Job], what: str, expected: int, how: str) -> None:
+    job = started(FAKE_ACTOR=what)
+    code, lines = job.finish()
+    assert code == expected, lines
+    assert lines[-2].startswith("first to fail: actor rank 1 on ") and how in lines[-2]
+    assert "not requeued after a failure" in lines[-1]
+    assert "  | an error of rank 1" in lines or what == "killed"
+    (attempt,) = job.attempts
+    assert (attempt.first_failed or "").startswith("actor rank 1 on ") and attempt.exit_code == expected
+
+
+def test_a_failed_job_is_requeued_where_that_was_asked_for(started: type[Job]) -> None:
+    job = started(FAKE_SERVER="dies", FAKE_ACTOR="trains", REINFORCE_RESTART_AFTER_CRASH="true")
+    code, lines = job.finish()
+    assert code == 137, lines  # the server's, though the actor has saved
+    assert lines[-2].startswith("first to fail: rm-0 rank 0 on ")
+    assert "requeued: from step 0 to step 7" in lines[-1]
+    assert job.requeued
+
+
+def test_a_run_goes_on_while_one_of_its_servers_lives(started: type[Job]) -> None:
+    nodes = {"SLURM_JOB_NODELIST_HET_GROUP_0": "rm0,rm1", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "2"}
+    job = started(FAKE_SERVER="dies1", FAKE_ACTOR="finishes later", REINFORCE_SERVERS="2", **nodes)
+    code, lines = job.finish()
+    assert code == 0, lines
+    assert "rm-1 has ended without being asked to; the run goes on with rm-0" in lines
+    assert lines[-2] == "the run has finished"
+
+
+def test_a_server_that_is_never_healthy(started: type[Job]) -> None:
+    job = started(FAKE_SERVER="loads", REINFORCE_READY_SECONDS="4")
+    code, lines = job.finish()
+    assert code == 1, lines
+    assert lines[-2].startswith("no healthy reward server within 4 s (rm-0: ")
+    assert "the server is loading" in lines[-2]
+    assert not (job.run_dir / "began").exists()
+
+
+def test_a_server_that_ends_before_it_is_healthy(started: type[Job]) -> None:
+    code, lines = started(FAKE_SERVER="fails").finish()
+    assert code == 3, lines
+    assert lines[-2].startswith("rm-0 ended before it was healthy; first to fail: rm-0 rank 0 on ")
+
+
+def test_a_job_that_gets_no_further_does_not_train(started: type[Job], tmp_path: Path) -> None:
+    history = History(tmp_path / "run" / "slurm" / "history.jsonl")
+    for restart in range(3):
+        history.write(Attempt("7", restart, 1.0, 0))
+    code, lines = started(SLURM_RESTART_COUNT="3").finish()
+    assert code == 1
+    assert lines == [
+        "error: 3 attempts of this job began at step 0 and got no further. Nothing was started; the run stands at "
+        "step 0."
+    ]
+
+
+def test_two_jobs_do_not_work_in_one_folder(started: type[Job], tmp_path: Path) -> None:
+    history = History(tmp_path / "run" / "slurm" / "history.jsonl")
+    history.write(Attempt("5", 0, 1.0, 0))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "running-5").touch()
+    code, lines = started().finish()
+    assert code == 1
+    assert "job 5 works in" in lines[0] and "scancel 5" in lines[0]
+
+
+def test_more_steps_than_a_finished_run_was_asked_for(started: type[Job], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "status.json").write_text(json.dumps({"state": "finished", "step": 4}))
+    done = Attempt("5", 0, 1.0, 0, (("max_steps=4",), ()), 2.0, 4, "", 0)
+    History(run_dir / "slurm" / "history.jsonl").write(done)
+    code, lines = started().finish()
+    assert code == 0 and lines[-2] == "the run has finished"
+    History(run_dir / "slurm" / "history.jsonl").write(replace(done, job="8", arguments=(("a=1",), ("b=2",))))
+    code, lines = started().finish()
+    assert code == 0 and lines[0].endswith("nothing was started")
+
+
+def test_all_faults_of_the_settings_are_told(started: type[Job]) -> None:
+    job = started(REINFORCE_LAUNCHER="mpirun", REINFORCE_SERVERS="0", REINFORCE_RUN_DIR="")
+    output, _ = job.process.communicate(timeout=SECONDS)
+    assert job.process.returncode == 1
+    assert output.startswith("error: 3 faults in the configuration:")

@@ -1,0 +1,82 @@
+"""Jobs of slurm/train_hetjob.sbatch: the main case, one failure, one signal. The other files here have the rest."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from helpers.real_run import Actor, RealServer, World
+from helpers.slurm_lab import assert_nothing_left
+from helpers.slurm_run import ACTOR_SCRIPT, RUN_SECONDS, SHORT, STEPS, Layout, SlurmRun, results
+from helpers.tiny_run import largest_difference
+
+pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
+TWO_AND_TWO = Layout(server_nodes=("rm0", "rm1"), actor_tasks=2)
+PARALLEL = [
+    "model.tensor_model_parallel_size=2",
+    "trainer.reinforce.max_steps=3",
+    "trainer.reinforce.val_check_interval=3",
+]
+
+
+@pytest.fixture(scope="module")
+def world(lab, tmp_path_factory):
+    return World.make(tmp_path_factory.mktemp("world"))
+
+
+def test_two_and_two_nodes_equal_the_run_without_slurm(lab, world, tmp_path):
+    """DP=2 in the server; DP=2 and TP=2 in the actor."""
+    run = SlurmRun(lab, world, tmp_path / "run", TWO_AND_TWO, [*SHORT, *PARALLEL])
+    job = run.submit()
+    components = run.wait(job)
+    assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, run.report(job)
+    assert_nothing_left(lab, job, run.run_dir)
+    assert run.status["state"] == "finished"
+    assert "at step 3" in job.last_lines
+
+    (tmp_path / "server").mkdir()
+    server = RealServer(tmp_path / "server", *world.server_overrides("mean"), "devices=2").start()
+    try:
+        actor = Actor(world, tmp_path / "plain", server.port, "trainer.devices=4", *SHORT, *PARALLEL)
+        try:
+            assert actor.finish(RUN_SECONDS) == 0, actor.output
+        finally:
+            actor.close()
+    finally:
+        server.close()
+    found, expected = results(run.run_dir), results(tmp_path / "plain")
+    assert len(found) == len(expected) == 4
+    assert max(map(largest_difference, found, expected)) < 1e-5
+
+
+def test_a_killed_task_of_the_actor_ends_the_job_and_is_named(lab, world, tmp_path):
+    run = SlurmRun(lab, world, tmp_path / "run", overrides=SHORT)
+    job = run.submit()
+    run.wait_for_step(job, 2)
+    os.kill(run.rank(job, ACTOR_SCRIPT, 1).pid, signal.SIGKILL)
+    components = run.wait(job)
+    assert (components[0].state, components[0].exit_code) == ("FAILED", "137:0"), run.report(job)
+    assert_nothing_left(lab, job, run.run_dir)
+    assert "actor rank 1 on act1" in job.last_lines
+    assert "SIGKILL" in job.last_lines
+    assert 1 <= run.saved_step < STEPS
+    assert f"the run stands at step {run.saved_step}" in job.last_lines
+
+
+def test_the_signal_before_the_time_limit_saves_requeues_and_goes_on(lab, world, tmp_path):
+    run = SlurmRun(lab, world, tmp_path / "run", overrides=SHORT)
+    job = run.submit()
+    run.wait_for_step(job, 2)
+    lab.signal(job, "USR1")
+    lab.wait_for_attempt(job, 1, 300)
+    step = run.saved_step
+    assert 2 <= step < STEPS
+    assert f"requeued: from step 0 to step {step}" in job.output
+    components = run.wait(job)
+    assert {(part.state, part.exit_code, part.restarts) for part in components} == {("COMPLETED", "0:0", 1)}
+    assert_nothing_left(lab, job, run.run_dir)
+    assert f"at step {STEPS}" in job.last_lines
+    assert len(results(run.run_dir)) == STEPS

@@ -1,0 +1,201 @@
+"""The wrapper of a task as a process, with toy programs and the variables that srun would set."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from reinforce_rl.slurm.exits import TaskEnd, read_ends
+from reinforce_rl.slurm.rendezvous import Place, look_up
+from reinforce_rl.slurm.task import Task, command_of, environment_of
+
+REPOSITORY = Path(__file__).parents[2]
+SECONDS = 180.0
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SAY_PLACE = f"import json, os, sys; print(json.dumps([[os.environ[n] for n in {NAMES!r}], sys.argv[1:]]))"
+SLEEP = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def start(folder: Path, program: str, *options: str, number: int = 0, serves: bool = False) -> subprocess.Popen[str]:
+    script = folder / "program.py"
+    script.write_text(program)
+    place = {
+        "SLURM_PROCID": number,
+        "SLURM_LOCALID": number % 2,
+        "SLURM_NODEID": number // 2,
+        "SLURM_STEP_NUM_NODES": 2,
+    }
+    line = [sys.executable, "-m", "reinforce_rl.slurm.task", "--component=actor", f"--folder={folder}"]
+    line += [f"--repository={REPOSITORY}", "--launcher=srun", "--devices=2", "--seconds=30"]
+    line += ["--serves"] if serves else []
+    return subprocess.Popen(
+        [*line, "--", str(script), *options],
+        env={**os.environ, **{key: str(value) for key, value in place.items()}},
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=SECONDS)
+    return process.returncode, output
+
+
+def wait_until(found: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ranks_meet_at_the_first_one(tmp_path: Path) -> None:
+    others = [start(tmp_path, SAY_PLACE, number=number) for number in (3, 1)]  # they wait for rank 0
+    said = [json.loads(finish(task)[1]) for task in (start(tmp_path, SAY_PLACE), *others)]
+    place = look_up(tmp_path, "actor")
+    assert place is not None
+    meeting = [place.address, str(place.rank_port)]
+    assert [found for found, _ in said] == [
+        ["0", "4", "0", "2", *meeting],
+        ["3", "4", "1", "2", *meeting],
+        ["1", "4", "1", "2", *meeting],
+    ]
+    assert [(end.task, end.code) for end in read_ends(tmp_path)] == [(0, 0), (1, 0), (3, 0)]
+
+
+def test_a_server_is_told_its_address(tmp_path: Path) -> None:
+    _, output = finish(start(tmp_path, SAY_PLACE, "a=1", serves=True))
+    place = look_up(tmp_path, "actor")
+    assert place is not None and place.http_port not in (0, place.rank_port)
+    assert json.loads(output)[1] == ["a=1", f"inference.host={place.address}", f"inference.port={place.http_port}"]
+
+
+@pytest.mark.parametrize(("code", "returned"), [(0, 0), (1, 1), (76, 76), (75, 0)])
+def test_codes(tmp_path: Path, code: int, returned: int) -> None:
+    # Of a task that has saved srun is to think well: else it would kill those that still do.
+    assert finish(start(tmp_path, f"raise SystemExit({code})"))[0] == returned
+    assert [end.code for end in read_ends(tmp_path)] == [code]
+
+
+def test_signals_are_passed_on(tmp_path: Path) -> None:
+    process = start(tmp_path, SLEEP)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 0
+    assert [end.code for end in read_ends(tmp_path)] == [75]
+
+
+def test_a_program_that_dies_of_the_signal_it_is_asked_to_end_by(tmp_path: Path) -> None:
+    process = start(tmp_path, SLEEP.replace("sys.exit(75)", "signal.raise_signal(9)").replace("TERM, l", "INT, l"))
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 0  # others may still save
+    assert [end.code for end in read_ends(tmp_path)] == [143]
+
+
+def test_a_program_that_is_killed(tmp_path: Path) -> None:
+    code, _ = finish(start(tmp_path, "import os; os.kill(os.getpid(), 9)"))
+    assert code == 137
+    (end,) = read_ends(tmp_path)
+    assert (end.code, end.name, end.host) == (137, f"actor rank 0 on {os.uname().nodename}", os.uname().nodename)
+
+
+def test_the_signal_before_a_time_limit_does_not_end_a_server(tmp_path: Path) -> None:
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('alive')"
+    assert finish(start(tmp_path, program, serves=True)) == (0, "alive\n")
+
+
+def test_a_program_does_not_outlive_its_wrapper(tmp_path: Path) -> None:
+    process = start(tmp_path, "import os; print(os.getpid(), flush=True)\n" + SLEEP)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.kill()
+    finish(process)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
+
+
+def test_what_a_program_leaves_is_ended(tmp_path: Path) -> None:
+    # One that would run on, and one that has work left for a moment, as a guard has.
+    program = """
+import os, subprocess, sys
+guard = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(1); open(WORK, 'w')"
+rank = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+children = [
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+    for code in (guard, rank)
+]
+print(*(int(child.stdout.readline()) for child in children), flush=True)
+os.kill(os.getpid(), 9)
+""".replace("WORK", repr(str(tmp_path / "work")))
+    code, output = finish(start(tmp_path, program))
+    assert code == 137
+    assert not Path(f"/proc/{output.split()[1]}").exists()
+    assert (tmp_path / "work").exists()
+
+
+def test_a_task_that_is_stopped_while_it_waits_for_the_first(tmp_path: Path) -> None:
+    process = start(tmp_path, SAY_PLACE, number=1)
+    wait_until(lambda: Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0] != "0" * 16)
+    wait_until(
+        lambda: int(Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0], 16) >> 14 & 1
+    )
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 0
+    assert read_ends(tmp_path)[0].code == 143
+    assert read_ends(tmp_path)[0].reason == "stopped before the program began"
+
+
+def test_a_first_task_that_never_comes(tmp_path: Path) -> None:
+    line = ["--component=actor", f"--folder={tmp_path}", "--repository=/", "--launcher=srun", "--devices=1"]
+    place = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "reinforce_rl.slurm.task", *line, "--seconds=0", "--", "program.py"],
+        env={**os.environ, **place},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 1
+    assert "the first task of actor has not said within 0 s where it is" in done.stderr
+    assert [end.code for end in read_ends(tmp_path)] == [1]
+
+
+def test_torchrun_starts_the_ranks_of_a_node(tmp_path: Path) -> None:
+    task = Task("actor", tmp_path, "torchrun", 4, False, 1, 0, 1, 2)
+    place = Place("act0", "10.0.0.1", 20000)
+    assert command_of(task, place, ["train.py", "a=1"])[1:] == [
+        *("-m", "reinforce_rl.ranks", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
+        *("--master-addr", "10.0.0.1", "--master-port", "20000", "train.py", "a=1"),
+    ]
+    environment = environment_of(task, place, {"SLURM_CPUS_PER_TASK": "32"}, REPOSITORY)
+    assert "RANK" not in environment and environment["OMP_NUM_THREADS"] == "1"
+    assert task.ranks == "4-7"
+    assert task.end(1).name.startswith("actor ranks 4-7 on ")
+
+
+def test_what_a_person_has_set_stays(tmp_path: Path) -> None:
+    task = Task("actor", tmp_path, "srun", 1, False, 0, 0, 0, 1)
+    place = Place("act0", "10.0.0.1", 20000)
+    found = environment_of(task, place, {"OMP_NUM_THREADS": "3", "PYTHONPATH": "/mine"}, Path("/repo"))
+    assert found["OMP_NUM_THREADS"] == "3" and found["PYTHONPATH"] == "/repo:/mine"
+    assert environment_of(task, place, {"SLURM_CPUS_PER_TASK": "8"}, Path("/repo"))["OMP_NUM_THREADS"] == "8"
+
+
+def test_a_record_of_an_end_is_complete() -> None:
+    end = Task("rm-0", Path("/"), "srun", 1, True, 2, 0, 2, 4).end(1, "why")
+    assert end == TaskEnd("rm-0", 2, "2", os.uname().nodename, 1, end.time, "why")
