@@ -43,8 +43,8 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
     if not longest < limit:
         yield (
             f"tensorrt_llm's start_, update_ and twice request_timeout_seconds are {longest:g} together; expected "
-            f"below trainer.collective_timeout_seconds, which is {limit:g}: so long may the other ranks wait for an engine "
-            "that is started anew"
+            f"below trainer.collective_timeout_seconds, which is {limit:g}: so long may the other ranks "
+            "wait for an engine that is started anew"
         )
 
 
