@@ -286,9 +286,9 @@ class TensorRTLLMConfig:
     max_batch_size: int = 256
     max_num_tokens: int = 8192
     weight_bucket_megabytes: int = 512
-    start_timeout_seconds: float = 900.0
-    update_timeout_seconds: float = 300.0
-    request_timeout_seconds: float = 1200.0
+    start_timeout_seconds: float = 600.0
+    update_timeout_seconds: float = 120.0
+    request_timeout_seconds: float = 480.0
 
 
 @dataclass

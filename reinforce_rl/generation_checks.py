@@ -35,14 +35,17 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
     for key in ("max_batch_size", "max_num_tokens", "weight_bucket_megabytes"):
         if getattr(engine, key) < 1:
             yield f"tensorrt_llm.{key} is {getattr(engine, key)}; expected at least 1"
-    limit = cfg.trainer.collective_timeout_seconds
     for key in ("start_timeout_seconds", "update_timeout_seconds", "request_timeout_seconds"):
-        seconds = getattr(engine, key)
-        if not 0 < seconds < limit:
-            yield (
-                f"tensorrt_llm.{key} is {seconds}; expected above 0 and below trainer.collective_timeout_seconds, "
-                f"which is {limit}: the other ranks wait for the engine so long"
-            )
+        if not getattr(engine, key) > 0:
+            yield f"tensorrt_llm.{key} is {getattr(engine, key)}; expected above 0"
+    limit = cfg.trainer.collective_timeout_seconds
+    longest = engine.start_timeout_seconds + engine.update_timeout_seconds + 2 * engine.request_timeout_seconds
+    if not longest < limit:
+        yield (
+            f"tensorrt_llm's start_, update_ and twice request_timeout_seconds are {longest:g} together; expected "
+            f"below trainer.collective_timeout_seconds, which is {limit:g}: so long may the other ranks "
+            "wait for an engine that is started anew"
+        )
 
 
 def _sampling(cfg: TrainConfig) -> Iterator[str]:
