@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,10 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
     model: Any = SimpleNamespace(
         tokenizer=tokenizer,
         pad_id=0,
-        mesh=SimpleNamespace(is_block_leader=True, dp_size=1, world_size=1, any_rank=bool),
+        mesh=SimpleNamespace(
+            is_block_leader=True, dp_size=1, world_size=1, any_rank=bool, check_together=lambda failure: None
+        ),
+        generator=SimpleNamespace(awake=contextlib.nullcontext),
         settings=SimpleNamespace(sampling=SimpleNamespace(stop_token_ids=(2, dot))),
         infer=lambda *_, **__: completions,
     )

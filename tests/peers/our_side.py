@@ -41,6 +41,7 @@ class OneRank:
     """In place of a mesh."""
 
     dp_rank = 0
+    world_size = 1
     device = torch.device("cpu")
 
     def gather_over_dp(self, value: Any) -> list[Any]:
