@@ -136,7 +136,7 @@ class TestContract:
 
     def test_every_recorded_call_is_made_or_read(self, tmp_path, mesh, fake_engine):
         given = fake_engine(model="scripted", fault="lost")
-        engine = generator_of(tmp_path, mesh, "tensorrt_llm.request_timeout_seconds=1")
+        engine = generator_of(tmp_path, mesh, "tensorrt_llm.request_timeout_seconds=8")
         for _ in range(2):
             draw(engine)
         engine.close()
@@ -228,7 +228,7 @@ class TestFaults:
         expected = draw(engine)
         engine.close()
         given = fake_engine(model="scripted", fault="lost")
-        engine = generator_of(tmp_path, mesh, "tensorrt_llm.request_timeout_seconds=1")
+        engine = generator_of(tmp_path, mesh, "tensorrt_llm.request_timeout_seconds=8")
         assert torch.equal(draw(engine).tokens, expected.tokens)
         engine.close()
         assert "GenerationResult.abort" in calls_of(given)
