@@ -85,6 +85,7 @@ def test_the_script_with_the_fake_engine(tmp_path, capsys, fake_engine):
     assert capsys.readouterr().out.count("8 of 8 responses equal, ") == 2
 
 
+@pytest.mark.slow
 def test_the_script_sees_an_engine_that_kept_the_old_weights(tmp_path, capsys, fake_engine, monkeypatch):
     fake_engine()
     send, sent = weight_transfer.send_weights, []

@@ -112,6 +112,7 @@ class TestRun:
         assert calls.count("AsyncLLM.release") == calls.count("AsyncLLM.resume") // 2 + 1
         assert "BaseLLM.shutdown" in calls
 
+    @pytest.mark.slow
     def test_on_two_ranks(self, runs):
         """TP=2, whose engine has a worker on each device, and PP=2, whose engine has no stages."""
         run_ranks(Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py", 2, runs, timeout=240)
