@@ -7,6 +7,7 @@ import importlib.util
 import math
 from pathlib import Path
 
+import pytest
 import torch
 from helpers.models import tiny_llama_folder
 

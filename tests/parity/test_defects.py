@@ -120,7 +120,7 @@ def test_defect_04_no_beta_no_second_sample_and_empty_responses(tmp_path, mesh):
 
     class FirstIsEmpty:
         def __init__(self, inner):
-            self.inner, self.refit = inner, inner.refit
+            self.inner, self.refit, self.awake = inner, inner.refit, inner.awake
 
         def generate(self, *args):
             found = self.inner.generate(*args)

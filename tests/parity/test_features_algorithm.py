@@ -102,7 +102,7 @@ class TestAlgorithm:
 
         class Outside:
             def __init__(self, inner):
-                self.inner, self.refit = inner, inner.refit
+                self.inner, self.refit, self.awake = inner, inner.refit, inner.awake
 
             def generate(self, *args):
                 found = self.inner.generate(*args)
