@@ -128,7 +128,7 @@ def test_a_slow_rank_is_named(tmp_path, ranks, tensor, slow):
     for line in lines:
         for phase in ("generate", "train_time"):
             assert line[f"timing/{phase}/rank"] == slow
-            assert line[f"timing/{phase}/max"] >= 0.8
+            assert line[f"timing/{phase}/max"] >= 1.0  # of 2 s; what was seen of waiting is a sample
             assert line[f"timing/{phase}/max"] > line[f"timing/{phase}/median"] + 0.4
     named = f"generate {lines[0]['timing/generate/max']:.1f} s on rank {slow} ({socket.gethostname()})"
     assert f"straggler: {named}, median " in output

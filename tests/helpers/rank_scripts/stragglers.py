@@ -15,7 +15,7 @@ from reinforce_rl.algorithms.reinforce import ReinforceTrainer
 from reinforce_rl.config import load_config
 from reinforce_rl.megatron.mesh import parallel_mesh
 
-SECONDS = 0.8
+SECONDS = 2.0
 
 
 def slow_down(trainer: ReinforceTrainer) -> None:
