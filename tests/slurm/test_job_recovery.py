@@ -82,7 +82,7 @@ def test_a_node_that_crashes(node, lab, run, uninterrupted):
     assert_equal(run, uninterrupted)
     assert f"job {job.id}, restart 1" in job.output
     if node == "act1":  # the batch script has gone with rm0
-        assert "Slurm requeues the job, since act1 failed" in job.output
+        assert "Slurm itself requeues the job, since act1 failed" in job.output
 
 
 def test_scontrol_requeue(lab, run, uninterrupted):
