@@ -9,12 +9,12 @@ from helpers.tiny_run import compose, tiny_config, tiny_overrides
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import free_port
 
-from reinforce_rl.build import connect_to_reward_servers
 from reinforce_rl.config import TrainConfig, load_config
 from reinforce_rl.errors import ConfigError, RewardServerError
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.reward.base import STATUS_BAD_TOKEN, STATUS_OK, RewardRequest, RewardSource
 from reinforce_rl.reward.client import RemoteGPTRMClient
+from reinforce_rl.reward.connection import connect_to_reward_servers
 from reinforce_rl.tokenizer import TokenizerInfo, load_tokenizer
 
 pytest.importorskip("tritonclient.http")

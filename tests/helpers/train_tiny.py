@@ -47,12 +47,13 @@ def main(cfg: DictConfig) -> None:
     from helpers.rewards import FunctionReward
     from helpers.tiny_run import PROMPT_TOKENS, SOME_ALIKE, odd_share
 
-    import reinforce_rl.build as build
+    import reinforce_rl.reward.connection as connection
+    from reinforce_rl.build import train
 
     # With prompts whose samples are all alike where those are left out.
     reward = SOME_ALIKE if config.trainer.reinforce.dynamic_filtering else FunctionReward(odd_share, PROMPT_TOKENS)
-    build.connect_to_reward_server = lambda *_: reward  # type: ignore[assignment]
-    build.train(config, stop)
+    connection.connect_to_reward_server = lambda *_: reward  # type: ignore[assignment]
+    train(config, stop)
 
 
 def die_before(suffix: str) -> None:

@@ -33,12 +33,13 @@ from helpers.tiny_run import (
 )
 from helpers.toy_server import free_port
 
-from reinforce_rl.build import build_datasets, connect_to_reward_servers
+from reinforce_rl.build import build_datasets
 from reinforce_rl.config import ReinforceConfig, load_config
 from reinforce_rl.errors import DataError, RewardServerError, StoppedEarly
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.reward.base import RewardRequest
+from reinforce_rl.reward.connection import connect_to_reward_servers
 from reinforce_rl.run_timer import Due, Outlook, RunTimer
 from reinforce_rl.tokenizer import TokenizerInfo, load_tokenizer
 

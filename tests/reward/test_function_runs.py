@@ -12,7 +12,6 @@ import torch
 from helpers.real_run import RealServer
 from helpers.tiny_run import compose, rollouts_of, three_letters, tiny_overrides, tiny_trainer, weights
 
-from reinforce_rl.build import connect_to_reward_servers
 from reinforce_rl.config import TrainConfig, load_config
 from reinforce_rl.errors import ConfigError, RewardServerError
 from reinforce_rl.monitoring.run import SilentMonitor
@@ -20,6 +19,7 @@ from reinforce_rl.reward import base, health, protocol
 from reinforce_rl.reward.base import RewardRequest, RewardSource
 from reinforce_rl.reward.client import RemoteGPTRMClient
 from reinforce_rl.reward.combined import CombinedRewards
+from reinforce_rl.reward.connection import connect_to_reward_servers
 from reinforce_rl.reward.function_source import FunctionRewards
 from reinforce_rl.reward.text_form import text_arrays
 from reinforce_rl.tokenizer import load_tokenizer

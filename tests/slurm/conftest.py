@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from helpers.slurm_lab import SlurmLab, missing_for_a_lab
+
+if TYPE_CHECKING:
+    from helpers.real_run import World
 
 
 @pytest.fixture(scope="module")
@@ -19,3 +23,11 @@ def lab() -> Iterator[SlurmLab]:
         pytest.skip(missing)
     with SlurmLab() as lab:
         yield lab
+
+
+@pytest.fixture(scope="module")
+def world(lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """What the jobs of a file read from disk."""
+    from helpers.real_run import World  # only now: it imports torch, which most tests here do without
+
+    return World.make(tmp_path_factory.mktemp("world"))

@@ -6,7 +6,6 @@ import os
 import signal
 
 import pytest
-from helpers.real_run import World
 from helpers.slurm_lab import assert_nothing_left
 from helpers.slurm_run import SERVER_SCRIPT, SHORT, STEPS, SlurmRun, results
 from helpers.toy_server import wait_for
@@ -14,11 +13,6 @@ from helpers.toy_server import wait_for
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3600)]
-
-
-@pytest.fixture(scope="module")
-def world(lab, tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from helpers.real_run import World
 from helpers.slurm_lab import assert_nothing_left
 from helpers.slurm_run import ACTOR_SCRIPT, SHORT, SlurmRun
 from helpers.toy_server import wait_for
@@ -12,11 +11,6 @@ pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton"
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3600)]
 ENDLESS = [*SHORT, "trainer.reinforce.max_epochs=10000", "trainer.reinforce.max_steps=100000"]
-
-
-@pytest.fixture(scope="module")
-def world(lab, tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.real_run import World
 from helpers.slurm_lab import Job, assert_nothing_left
 from helpers.slurm_lab.leftovers import published_ports
 from helpers.slurm_run import ACTOR_SCRIPT, RUN_SECONDS, SHORT, SlurmRun, assert_same_weights, results
@@ -18,11 +17,6 @@ pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton"
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3600)]
 STEPS = 60
 LONGER = [*SHORT, f"trainer.reinforce.max_steps={STEPS}"]
-
-
-@pytest.fixture(scope="module")
-def world(lab, tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")

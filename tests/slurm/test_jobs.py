@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from helpers.real_run import Actor, RealServer, World
+from helpers.real_run import Actor, RealServer
 from helpers.slurm_lab import assert_nothing_left
 from helpers.slurm_run import ACTOR_SCRIPT, RUN_SECONDS, SHORT, STEPS, Layout, SlurmRun, results
 from helpers.tiny_run import largest_difference
@@ -20,11 +20,6 @@ PARALLEL = [
     "trainer.reinforce.max_steps=3",
     "trainer.reinforce.val_check_interval=3",
 ]
-
-
-@pytest.fixture(scope="module")
-def world(lab, tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("world"))
 
 
 def test_two_and_two_nodes_equal_the_run_without_slurm(lab, world, tmp_path):

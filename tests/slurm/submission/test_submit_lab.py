@@ -22,11 +22,6 @@ ROOT = Path(__file__).parents[3]
 STEPS = 2
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> World:
-    return World.make(tmp_path_factory.mktemp("world"))
-
-
 @pytest.fixture
 def in_lab(lab, monkeypatch) -> None:
     monkeypatch.setenv("SLURM_CONF", str(lab.folder / "slurm.conf"))
