@@ -350,7 +350,7 @@ def _block_group(rank: int, sizes: tuple[int, int, int, int], timeout: timedelta
     return next(group for group, block in zip(groups, blocks, strict=True) if rank in block)  # type: ignore
 
 
-def _store() -> dist.Store:
+def _store() -> Any:
     return dist.distributed_c10d._get_default_store()  # torch has no other name for it
 
 
