@@ -64,6 +64,7 @@ class ReinforceConfig:
     overlong_buffer: int = 0
     dynamic_filtering: bool = False
     max_resampling_rounds: int = 3
+    generation_work_queue: bool = False
     max_failed_fraction: float = 0.1
     rollout_batch_seq_length: int | None = None
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)

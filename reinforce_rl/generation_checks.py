@@ -16,6 +16,8 @@ def generation_faults(cfg: TrainConfig) -> Iterator[str]:
     if cfg.generation == "tensorrt_llm":
         yield from _ranges(cfg)
         yield from _sampling(cfg)
+    if cfg.trainer.reinforce.generation_work_queue:
+        yield from _work_queue(cfg)
 
 
 def _ranges(cfg: TrainConfig) -> Iterator[str]:
@@ -45,6 +47,17 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
             f"tensorrt_llm's start_, update_ and twice request_timeout_seconds are {longest:g} together; expected "
             f"below trainer.collective_timeout_seconds, which is {limit:g}: so long may the other ranks "
             "wait for an engine that is started anew"
+        )
+
+
+def _work_queue(cfg: TrainConfig) -> Iterator[str]:
+    rollout, ranks = cfg.model.reinforce, cfg.trainer.world_size // max(cfg.model.block_size, 1)
+    if ranks > 1 and (most := -(-rollout.num_rollout_samples // ranks)) <= rollout.rollout_micro_batch_size:
+        yield (
+            f"trainer.reinforce.generation_work_queue is true, but each of {ranks} data-parallel ranks has at most "
+            f"{most} of a step's prompts and model.reinforce.rollout_micro_batch_size is "
+            f"{rollout.rollout_micro_batch_size}: one micro-batch each, so none is left to others; expected a size "
+            f"below {most}, or generation_work_queue=false"
         )
 
 

@@ -177,6 +177,11 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["dynamic_filtering is true", "at least 2"],
     ),
     (
+        "nothing to take over",
+        [f"{RL}.generation_work_queue=true", "trainer.devices=2", "model.reinforce.num_rollout_samples=15"],
+        ["each of 2 data-parallel ranks has at most 8", "rollout_micro_batch_size is 8", "expected a size below 8"],
+    ),
+    (
         "second server",
         ["+remote_rm.more_reward_models.safety.port=0"],
         ["remote_rm.more_reward_models.safety.port is 0", "1 to 65535"],

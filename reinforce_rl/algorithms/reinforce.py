@@ -110,7 +110,12 @@ class ReinforceTrainer:
         self.max_steps = total_steps(cfg, len(self.train_dataloader))
         self._stop = stop or StopRequest()
         self._rollouts = RolloutMaker(
-            model, rm, batch_iterator_cls, drop_truncated=cfg.truncated_samples == "drop", stop=self._stop
+            model,
+            rm,
+            batch_iterator_cls,
+            drop_truncated=cfg.truncated_samples == "drop",
+            stop=self._stop,
+            work_queue=cfg.generation_work_queue,
         )
         self._prompts_per_update = prompts_per_update
         self._data_position = self.train_dataloader.state_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from reinforce_rl.algorithms.work_queue import FixedSplit, Work, WorkQueue
 from reinforce_rl.errors import GenerationError, RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.samples import decode_responses
-from reinforce_rl.reward.base import STATUS_OK, STATUS_TEXT, RewardFuture, RewardRequest, RewardSource
+from reinforce_rl.reward.base import STATUS_OK, STATUS_TEXT, RewardFuture, RewardRequest, Rewards, RewardSource
 from reinforce_rl.rollout import (
     FINISH_OUTSIDE,
     FINISH_STOP,
@@ -33,11 +35,13 @@ class PendingRollouts:
 
     Attributes:
         batch: without rewards, and nothing valid in it yet.
-        futures: of the scores, in the batch's order; none on a rank that did not ask.
+        futures: of the scores, one for each micro-batch that this rank asked about; none on a rank that did not ask.
+        work: brings the scores into the batch's order.
     """
 
     batch: RolloutBatch
     futures: tuple[RewardFuture, ...]
+    work: Work
 
 
 class RolloutMaker:
@@ -49,6 +53,7 @@ class RolloutMaker:
         batch_iterator_cls: called with (prompts, validation), iterates over the batches that are generated together.
         drop_truncated: a response that was cut at max_length is not valid.
         stop: whether to leave off.
+        work_queue: a block of ranks that is free generates what is left, whosever it is; see `WorkQueue`.
     """
 
     def __init__(
@@ -59,12 +64,14 @@ class RolloutMaker:
         *,
         drop_truncated: bool,
         stop: StopRequest,
+        work_queue: bool = False,
     ):
         self._model = model
         self._rm = rm
         self._batch_iterator_cls = batch_iterator_cls
         self._drop_truncated = drop_truncated
         self._stop = stop
+        self._has_queue = work_queue and model.mesh.dp_size > 1
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, seed: int, *, validation: bool = False
@@ -76,12 +83,14 @@ class RolloutMaker:
             GenerationError: on all ranks, once an engine of some rank cannot go on.
         """
         mesh = self._model.mesh
+        share = list(self._batch_iterator_cls(prompts, validation))
+        work = WorkQueue(mesh, share) if self._has_queue else FixedSplit(share)
         parts: list[Completions] = []
         futures: list[RewardFuture] = []
         failure: Exception | None = None
         try:
-            with self._model.generator.awake():
-                for batch in self._batch_iterator_cls(prompts, validation):
+            with contextlib.closing(work), self._model.generator.awake():
+                for batch in work:
                     if self._stop.asked_of_block(mesh):
                         break
                     part = self._model.infer(batch, num_samples, seed, validation=validation)
@@ -92,8 +101,8 @@ class RolloutMaker:
             failure = error
         mesh.check_together(failure)
         self._stop.check(mesh)
-        completions = join_completions(parts, self._model.pad_id)
-        return PendingRollouts(self._unscored(prompts, completions), tuple(futures))
+        completions = join_completions(work.to_owners(parts), self._model.pad_id)
+        return PendingRollouts(self._unscored(prompts, completions), tuple(futures), work)
 
     def score(self, pending: PendingRollouts) -> tuple[RolloutBatch, Counter[str]]:
         """Wait for this rank's scores, and say which samples count. All ranks fail together.
@@ -109,19 +118,19 @@ class RolloutMaker:
         failure: Exception | None = None
         rewards, status = batch.rewards, torch.zeros(len(batch.rewards), dtype=torch.int32)
         sources: dict[str, torch.Tensor] = {}
+        answers: list[Rewards] | None = []
         try:
             if pending.futures:
                 answers = self._stop.unless_asked(lambda: [future.result() for future in pending.futures])
                 if answers is None:
                     raise StoppedEarly(f"stopped by {self._stop.reason}")
-                rewards = torch.cat([answer.values for answer in answers])
-                status = torch.cat([answer.status for answer in answers])
-                sources = {
-                    name: torch.cat([answer.by_source[name] for answer in answers]) for name in answers[0].by_source
-                }
         except (RewardServerError, StoppedEarly) as error:
             failure = error
         mesh.check_together(failure)
+        if mesh.is_block_leader and (own := pending.work.to_owners(answers or [])):
+            rewards = torch.cat([answer.values for answer in own])
+            status = torch.cat([answer.status for answer in own])
+            sources = {name: torch.cat([answer.by_source[name] for answer in own]) for name in own[0].by_source}
         rewards, status, sources = mesh.from_block_leader((rewards, status, sources))
         failed = [code for code in status.tolist() if code != STATUS_OK]
         valid = torch.isfinite(rewards) & (batch.response_lengths > 0)

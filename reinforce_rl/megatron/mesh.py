@@ -213,6 +213,19 @@ class Mesh:
                 kind = _ERRORS.get(failure[0], ReinforceError)
                 raise kind(f"rank {rank} failed: {failure[1]}")
 
+    def reset_count(self, name: str) -> None:
+        """The counter begins again; by one rank, while no rank counts."""
+        _store().delete_key(name)
+
+    def count(self, name: str, by: int = 1) -> int:
+        """Add to a counter that all ranks of the job share, and which begins with 0; its value then."""
+        return _store().add(name, by)
+
+    def count_by_block(self, name: str) -> int:
+        """Add 1 for the whole block, whose ranks call it together; the value then, on all of them."""
+        value = self.count(name) if self.is_block_leader else 0
+        return value if self.dp_size == self.world_size else self.from_block_leader(value)
+
     def barrier(self) -> None:
         dist.barrier()
 
@@ -335,6 +348,10 @@ def _block_group(rank: int, sizes: tuple[int, int, int, int], timeout: timedelta
     # Every rank takes part in making every group, in the same order.
     groups = [dist.new_group(block, timeout=timeout) for block in blocks]
     return next(group for group, block in zip(groups, blocks, strict=True) if rank in block)  # type: ignore
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()  # torch has no other name for it
 
 
 def _from_rank(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:

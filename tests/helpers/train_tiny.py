@@ -12,6 +12,8 @@ act: {rank, phase, step, signal}: this rank sends itself the signal as it comes 
     after a moment, and the rewards would take minutes.
 allocation: from the fork on the batch system's allocation lasts so many seconds, and began hours before.
 step_seconds: that each training lasts longer.
+slow_rank: with a work queue this rank ends its first micro-batch once the others have taken all that is left; every
+    rank prints what it took.
 torch_timeout: seconds, in place of `TrainConfig.torch_timeout_seconds`.
 """
 
@@ -85,6 +87,24 @@ def lengthen_steps(seconds: float) -> None:
     ReinforceTrainer.run_training = slow_training  # type: ignore[method-assign]
 
 
+def slow_down(slow: int, rank: int) -> None:
+    from reinforce_rl.algorithms.work_queue import COUNTER, WorkQueue
+
+    take = WorkQueue.__iter__
+
+    def take_slowly(queue: WorkQueue):
+        taken, deadline = 0, time.monotonic() + LONG
+        for micro_batch in take(queue):
+            taken += 1
+            while rank == slow and queue._mesh.count(COUNTER, 0) <= len(queue._micro_batches):
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            yield micro_batch
+        print(f"queue: rank {rank} took {taken} of {len(queue._micro_batches)}, its own {len(queue._own)}", flush=True)
+
+    WorkQueue.__iter__ = take_slowly  # type: ignore[method-assign]
+
+
 def act(phase: str, step: int, number: int) -> None:
     from helpers.rewards import ReadyRewards
 
@@ -132,6 +152,8 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
             print("the allocation ends at", times["SLURM_JOB_END_TIME"])
         if options.get("step_seconds"):
             lengthen_steps(options["step_seconds"])
+        if "slow_rank" in options:
+            slow_down(options["slow_rank"], int(environment.get("RANK", 0)))
         if options.get("torch_timeout"):
             limit_collectives(options["torch_timeout"])
         if options.get("die_before"):

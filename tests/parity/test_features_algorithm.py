@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from helpers.tiny_run import (
     tiny_config,
     tiny_trainer,
     weights,
+    without_times,
 )
 from helpers.trainer_processes import TrainerProcesses
 
@@ -195,6 +197,21 @@ class TestModel:
         one, *others = ([however_cut(line) for line in metrics_of(tmp_path / name)] for name in layouts)
         for other in others:
             assert max(map(largest_difference, one, other)) < SAME
+
+    @pytest.mark.slow
+    def test_feature_work_queue_over_data_parallel_ranks(self, tmp_path):
+        """Rank 0 is slow and takes one prompt of its two; the step is that of the fixed split."""
+        processes, lines = TrainerProcesses(), []
+        try:
+            for name in ("false", "true"):
+                keys = [f"{RL}.generation_work_queue={name}", f"{ROLLOUT}.rollout_micro_batch_size=1"]
+                processes.start(tmp_path / name, ONE_STEP, *keys, ranks=2, slow_rank=0)
+                assert processes.wait() == 0, (tmp_path / name / "log").read_text()
+                lines.append([without_times(line) for line in metrics_of(tmp_path / name)])
+        finally:
+            processes.close()
+        assert lines[0] == lines[1]
+        assert re.search(r"rank 1 took [34] of 4, its own 2", (tmp_path / "true" / "log").read_text())
 
     def test_feature_bf16(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path, "trainer.precision=bf16"), mesh) as trainer:

@@ -58,6 +58,17 @@ def check(mesh: Mesh, tp_size: int) -> None:
     assert str(found) == f"from {mesh.rank}"
     mesh.barrier()
 
+    for _ in range(2):  # the second time it begins again
+        if mesh.is_main:
+            mesh.reset_count("tests/counter")
+        mesh.barrier()
+        taken = [mesh.count_by_block("tests/counter") for _ in range(3)]
+        assert taken == sorted(taken)
+        assert sorted(mesh.join_over_dp(taken)) == list(range(1, 1 + 3 * dp_size))
+        assert mesh.from_block_leader(taken) == taken
+        assert mesh.count("tests/counter", 0) == 3 * dp_size
+        mesh.barrier()
+
 
 def main() -> None:
     with parallel_mesh(tensor_model_parallel_size=int(sys.argv[1]), timeout_seconds=SECONDS) as mesh:
