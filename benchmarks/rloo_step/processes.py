@@ -45,7 +45,13 @@ def run_side(python: Path, module: str, workload: Workload, seconds: float) -> S
         command = [str(python), "-W", "ignore", "-m", module, str(asked), str(told)]
         try:
             done = subprocess.run(
-                command, env=environment, timeout=seconds, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                command,
+                env=environment,
+                timeout=seconds,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
             )
         except subprocess.TimeoutExpired as error:
             raise SideFailed(

@@ -125,7 +125,6 @@ def test_report_comes_back_from_its_file(tmp_path):
     assert read_report(tmp_path / "report.json") == report
 
 
-@pytest.mark.slow
 @needs_peers
 @pytest.mark.timeout(1500)
 def test_short_form_runs_both_sides_and_writes_what_it_says(tmp_path):

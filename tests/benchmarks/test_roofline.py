@@ -18,8 +18,8 @@ from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import roofline  # noqa: E402
-from rloo_step.floors import (  # noqa: E402
+import roofline
+from rloo_step.floors import (
     FORWARD,
     Machine,
     ModelParts,
@@ -121,5 +121,5 @@ def test_steps_of_a_run(tmp_path):
 
 def test_runs_that_the_floors_do_not_hold_for_are_refused(tmp_path):
     run = write_run(tmp_path, "trainer.precision=bf16")
-    with pytest.raises(ValueError, match="trainer.precision is 'bf16'; the floors are those of a run with '32'"):
+    with pytest.raises(ValueError, match=r"trainer\.precision is 'bf16'; the floors are those of a run with '32'"):
         roofline.steps_of_run(run)
