@@ -35,10 +35,10 @@ def _cut(tokenizer: PreTrainedTokenizerBase, words: list[str], count: int, token
     while count and start < len(words):
         # A token is rarely more than a word, and a word rarely more than a few tokens.
         ids = tokenizer.encode(" ".join(words[start : start + tokens]), add_special_tokens=False)[:tokens]
-        text = tokenizer.decode(ids)
+        text = str(tokenizer.decode(ids))
         if len(ids) == tokens and tokenizer.encode(text) == ids and text == text.strip():
             yield text
             count -= 1
-            start += max(tokens // 8, 1)
+            start += max(tokens // 2, 1)
         else:
             start += 1
