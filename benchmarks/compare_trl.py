@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -161,6 +162,7 @@ def show(found: Comparison, pair: Pair, workload: Workload, console: Console) ->
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a side is ended too
     args = arguments()
     if args.batch and args.prompts * args.group % args.batch:
         print(f"--batch {args.batch} does not divide {args.prompts} x {args.group} sequences", file=sys.stderr)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 from dataclasses import dataclass
@@ -186,6 +187,7 @@ def show(machine: floors.Machine, threads: int, rows: list[Row]) -> None:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a side is ended too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?", help="folder of a run, exp_manager.explicit_log_dir")
     parser.add_argument(
