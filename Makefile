@@ -6,6 +6,7 @@
 #   PIP_ARGS=...          further arguments for every `pip install`, e.g. an index or a folder of wheels
 #   PYTEST_ARGS=...       further arguments for pytest, e.g. PYTEST_ARGS="-k reward -x"
 #   TEST_WORKERS=N        processes that tests run in, 2 unless told; 0 runs them in pytest's own
+#   BENCH_ARGS=...        options of benchmarks/compare_trl.py, e.g. BENCH_ARGS="--group 8 --prompt-tokens 256"
 #   DEMO_STEPS=N          a shorter or longer demo; DEMO_ARGS="key=value ..." are Hydra overrides for it
 
 SHELL := /bin/bash
@@ -19,6 +20,7 @@ TORCH_INDEX_URL ?=
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -31,13 +33,13 @@ export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# A test makes an environment of its own, .venv-peers, with TRL and verl from PyPI.
+# A test and `make bench` use an environment of its own, .venv-peers, with TRL and verl from PyPI.
 export PIP_ARGS
 # Keeps pyright from asking PyPI whether there is a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export DEMO_STEPS
 
-.PHONY: help install demo test test-slow lint types format clean
+.PHONY: help install demo bench test test-slow lint types format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -52,6 +54,9 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) tools/make_venv.sh
 
 demo: install ## Align a real language model on this machine's CPU and write a report of it
 	$(BIN)/python examples/demo/run_demo.py $(DEMO_ARGS)
+
+bench: install ## Time and memory of a training step, beside TRL's on the same inputs
+	$(BIN)/python benchmarks/compare_trl.py $(BENCH_ARGS)
 
 test: install lint types ## Lint, types and every test that takes seconds
 	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.models import tiny_llama_folder
+from helpers.peers_env import needs_peers, peers_environment
 from helpers.tiny_run import compose, write_prompts
 from peers.our_side import Trained, train
 from peers.random_groups import SHAPES, Batch, random_batch, write_batches
@@ -22,14 +22,13 @@ from torch import Tensor
 from reinforce_rl.config import TrainConfig, load_config
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 TOLERANCE = 1e-6
 BATCHES = [random_batch(seed) for seed in range(len(SHAPES))]
 
 # The first run installs half a gigabyte from PyPI.
 pytestmark = [
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 needs Python 3.11"),
+    needs_peers,
 ]
 
 Ours = Callable[..., Trained]
@@ -58,17 +57,7 @@ def run(command: list[str], seconds: int) -> None:
 
 @pytest.fixture(scope="session")
 def peers_python() -> Path:
-    """The Python of the peers' environment, which is made once and kept."""
-    folder = ROOT / ".venv-peers"
-    command = [sys.executable, str(ROOT / "tools" / "make_peers_env.py"), str(folder)]
-    try:
-        run(command, seconds=780)
-    except AssertionError as error:
-        if os.environ.get("CI"):
-            raise
-        told = [line for line in str(error).splitlines() if line.startswith("ERROR")]
-        pytest.skip(f"the peers cannot be installed, which fails where CI is set: {' '.join(told) or error}")
-    return folder / "bin" / "python"
+    return peers_environment() / "bin" / "python"
 
 
 @pytest.fixture(scope="session")

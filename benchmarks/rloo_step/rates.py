@@ -1,0 +1,43 @@
+"""Memory bandwidth and matrix rate of this machine, as torch reaches them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from rloo_step.floors import BYTES, Machine
+
+# Far above any cache, and a matrix that fills the cores: rates that a model can hardly exceed.
+READ_COLUMNS, MATRIX_SIZE = 16384, 2048
+
+
+def measure(threads: int, *, gigabytes: float = 1.0, matrix_size: int = MATRIX_SIZE, repeats: int = 5) -> Machine:
+    """The best of several tries: other programs only ever slow one down.
+
+    Args:
+        threads: of torch.
+        gigabytes: that are read at a time.
+        matrix_size: rows and columns of the matrices.
+        repeats: tries.
+    """
+    torch.set_num_threads(threads)
+    rows = max(int(gigabytes * 1e9 / BYTES / READ_COLUMNS), 1)
+    data, vector = torch.ones(rows, READ_COLUMNS), torch.ones(READ_COLUMNS)
+    # A decode step is matrices by a few vectors; a plain sum is there for a BLAS whose such product is slow.
+    reading = min(_best(lambda: data @ vector, repeats), _best(data.sum, repeats))
+    left, right = torch.randn(matrix_size, matrix_size), torch.randn(matrix_size, matrix_size)
+    out = torch.empty_like(left)
+    product = _best(lambda: torch.mm(left, right, out=out), repeats)
+    return Machine(bandwidth=data.numel() * BYTES / reading, flops=2 * matrix_size**3 / product)
+
+
+def _best(work: Callable[[], object], repeats: int) -> float:
+    work()  # memory is touched and threads are started
+    found = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - started)
+    return min(found)

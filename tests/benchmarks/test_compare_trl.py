@@ -1,0 +1,141 @@
+"""The comparison with TRL: its checks can fail, its ratios are right, and its short form runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.peers_env import needs_peers, peers_environment
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from rloo_step.comparison import STEP, NotTheSame, Pair, check_same, compare  # noqa: E402
+from rloo_step.reward import vowels  # noqa: E402
+from rloo_step.workload import (  # noqa: E402
+    GENERATION,
+    LOG_PROBS,
+    OTHER,
+    Sample,
+    SideReport,
+    Step,
+    Workload,
+    read_report,
+    with_other,
+    write,
+)
+
+WORKLOAD = Workload(
+    model="model",
+    prompts=[["ab", "cd"], ["ef", "gh"]],
+    warm_up_steps=1,
+    group=2,
+    prompt_tokens=2,
+    response_tokens=3,
+    beta=0.1,
+    lr=0.0,
+    seed=1,
+    threads=2,
+    batch=4,
+    overrides=[],
+)
+
+
+def step(number: int, seconds: float = 3.0, **phases: float) -> Step:
+    first = 10 * number
+    prompts = ([first, 1], [first, 1], [first, 2], [first, 2])
+    samples = [Sample(prompt, 3, text, vowels("", text, {})) for prompt, text in zip(prompts, "abcd", strict=True)]
+    return Step(seconds, with_other(seconds, {GENERATION: 2.0, **phases}), samples)
+
+
+def side(name: str, *steps: Step, peak_bytes: int = 10) -> SideReport:
+    return SideReport(name, {"torch": "2"}, 2, 7, "float32", list(steps), peak_bytes)
+
+
+def same_pair() -> Pair:
+    ours, peer = step(1), step(1)
+    # The order of the samples is not the same, and need not be.
+    return Pair(side("ours", ours, step(2)), side("peer", replace(peer, samples=peer.samples[::-1]), step(2)))
+
+
+def test_sides_that_did_the_same_pass():
+    check_same(WORKLOAD, same_pair())
+
+
+def with_samples(pair: Pair, **fields: object) -> Pair:
+    """The peer's last sample of the second step, changed."""
+    last = pair.peer.steps[1]
+    changed = replace(last, samples=[*last.samples[:-1], replace(last.samples[-1], **fields)])
+    return replace(pair, peer=replace(pair.peer, steps=[pair.peer.steps[0], changed]))
+
+
+@pytest.mark.parametrize(
+    ("pair", "told"),
+    [
+        (replace(same_pair(), peer=replace(same_pair().peer, threads=1)), "threads: ours had 2, peer 1"),
+        (replace(same_pair(), peer=replace(same_pair().peer, dtype="bfloat16")), "dtype: ours had float32, peer bf"),
+        (replace(same_pair(), peer=replace(same_pair().peer, parameters=8)), "parameters: ours had 7, peer 8"),
+        (replace(same_pair(), ours=side("ours", step(1))), "ours made 1 steps, expected 2"),
+        (with_samples(same_pair(), response_tokens=2), "step 2 of peer: responses have 1 of 2, 3 of 3 tokens"),
+        (with_samples(same_pair(), prompt=[20, 2, 3]), "step 2 of peer: prompts have \\[2, 3\\] tokens"),
+        (with_samples(same_pair(), prompt=[20, 3]), "step 2: the sides had different prompts"),
+        (with_samples(same_pair(), prompt=[20, 1]), "step 2: the sides had different prompts"),
+        (with_samples(same_pair(), reward=0.5), "step 2 of peer: 'd' has reward 0.5, expected 0"),
+        (with_samples(same_pair(), reward=float("nan")), "has reward nan"),
+        (Pair(*(side(name, step(1), replace(step(2), samples=[])) for name in "ab")), "step 2 of a has 0 samples"),
+    ],
+)
+def test_sides_that_did_not_the_same_are_refused(pair, told):
+    with pytest.raises(NotTheSame, match=told.replace("bf", "bfloat16")):
+        check_same(WORKLOAD, pair)
+
+
+def test_both_sides_with_other_threads_than_asked_for_are_refused():
+    with pytest.raises(NotTheSame, match="both sides had 2, expected 4"):
+        check_same(replace(WORKLOAD, threads=4), same_pair())
+
+
+def test_ratios_are_of_pairs_and_leave_the_warm_up_out():
+    slow = step(1, seconds=1000.0)
+    pairs = [
+        Pair(
+            side("ours", slow, step(2, ours), peak_bytes=3),
+            side("peer", slow, step(2, peer, **{LOG_PROBS: 1.0}), peak_bytes=6),
+        )
+        for ours, peer in ((4.0, 8.0), (40.0, 120.0), (10.0, 100.0))
+    ]
+    found = compare(pairs, warm_up_steps=1)
+    assert found.pair_speedups == pytest.approx([2.0, 3.0, 10.0])
+    assert found.speedup == pytest.approx(3.0)  # the medians' own ratio would be 10
+    assert found.memory == pytest.approx(0.5)
+    rows = {row.name: row for row in found.rows}
+    assert (rows[STEP].ours, rows[STEP].peer) == (10.0, 100.0)
+    assert rows[GENERATION].ratio == pytest.approx(1.0)
+    assert rows[LOG_PROBS].ratio is None  # ours has no such phase
+    assert (rows[OTHER].ours, rows[OTHER].peer) == (8.0, 97.0)
+
+
+def test_report_comes_back_from_its_file(tmp_path):
+    report = same_pair().ours
+    write(tmp_path / "report.json", report)
+    assert read_report(tmp_path / "report.json") == report
+
+
+@needs_peers
+@pytest.mark.timeout(1500)
+def test_short_form_runs_both_sides_and_writes_what_it_says(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "compare_trl.py"), "--short"]
+    command += ["--environment", str(peers_environment()), "--out", str(tmp_path / "bench.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads((tmp_path / "bench.json").read_text())
+    found = written["comparison"]
+    assert done.stdout.splitlines()[-1] == f"speedup: {found['speedup']:.2f}x memory: {found['memory']:.2f}"
+    ours, peer = (written["pairs"][0][name]["steps"][-1]["phases"] for name in ("ours", "peer"))
+    # `rewards` of ours may be nothing at all: they come while log-probs are taken.
+    for phases in (ours, peer):
+        assert all(phases[name] > 0 for name in (GENERATION, "reference log-probs", "loss and gradient", "optimizer"))
