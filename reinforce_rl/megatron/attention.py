@@ -2,14 +2,15 @@
 
 megatron hands whatever is given as `attention_mask` through to the core attention untouched. Here that is None for
 a plain causal pass over right-padded sequences (padding lies behind every real token, so causality alone hides it),
-or a `KVCache`. With context parallelism, a pass without a cache is over a rank's share of the positions.
+or a `KVCache`. In `packed_seq_params` it hands through `PackedGroups`, which know how to attend. With context
+parallelism, a pass without a cache is over a rank's share of the positions.
 
 Notation: s sequence, b batch, h query heads, g key-value groups, d head size, L cache slots.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.megatron.context_parallel import gather_positions, zigzag_positions
+
+if TYPE_CHECKING:
+    from reinforce_rl.megatron.packing import PackedGroups
 
 
 class KVCache:
@@ -67,7 +71,7 @@ class KVCache:
         self.positions = positions
         self._used_slots = int(positions.max()) + 1
         slots = torch.arange(self._used_slots, device=positions.device)
-        self._mask = _visible(positions[:, None], slots[None, :], self._window)[:, None, None, :]
+        self._mask = visible(positions[:, None], slots[None, :], self._window)[:, None, None, :]
 
     def keep(self, rows: Tensor) -> None:
         """Drop every row but these (int64 [b']); what finished no longer costs anything."""
@@ -112,7 +116,20 @@ def causal_attention(
     if window is None or length <= window:  # without a mask, torch has faster kernels
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     positions = torch.arange(length, device=query.device)
-    mask = _visible(positions[:, None], positions[None, :], window)
+    return masked_attention(query, key, value, visible(positions[:, None], positions[None, :], window), scale)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Attention with grouped keys where `mask`, bool, [b, 1, s, t] or as it broadcasts to that, is True.
+
+    Args:
+        query: [b, h, s, d].
+        key, value: [b, g, t, d].
+
+    Returns:
+        [b, h, s, d].
+    """
+    grouped = key.shape[1] != query.shape[1]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
@@ -131,22 +148,17 @@ def causal_attention_of_share(
     """
     shares = torch.stack((key, value)).permute(0, 3, 1, 2, 4)  # [2, s / n, b, g, d]
     keys, values = gather_positions(shares, group).permute(0, 2, 3, 1, 4)
-    grouped = key.shape[1] != query.shape[1]
     own = zigzag_positions(keys.shape[2], group.size(), group.rank(), device=query.device)
     others = torch.arange(keys.shape[2], device=query.device)
     parts = []
     for queries, positions in zip(query.chunk(2, dim=2), own.chunk(2), strict=True):
         end = int(positions[-1]) + 1
-        mask = _visible(positions[:, None], others[None, :end], window)
-        parts.append(
-            F.scaled_dot_product_attention(
-                queries, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scale, enable_gqa=grouped
-            )
-        )
+        mask = visible(positions[:, None], others[None, :end], window)
+        parts.append(masked_attention(queries, keys[:, :, :end], values[:, :, :end], mask, scale))
     return torch.cat(parts, dim=2)
 
 
-def _visible(positions: Tensor, others: Tensor, window: int | None) -> Tensor:
+def visible(positions: Tensor, others: Tensor, window: int | None) -> Tensor:
     """Whether each position attends to each other one; the two broadcast."""
     mask = others <= positions
     return mask if window is None else mask & (others > positions - window)
@@ -167,8 +179,18 @@ class CoreAttention(torch.nn.Module):
         self._layer = layer_number - 1  # megatron counts from 1
         self._cp_group: dist.ProcessGroup = pg_collection.cp
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: KVCache | None, **_: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: KVCache | None,
+        packed_seq_params: PackedGroups | None = None,
+        **_: Any,
+    ) -> Tensor:
         """query [s, b, h, d], key and value [s, b, g, d] to [s, b, h * d]."""
+        if packed_seq_params is not None:
+            return packed_seq_params.attend(query, key, value, self._scale).flatten(2)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         if attention_mask is not None:
             out = attention_mask.attend(self._layer, q, k, v, self._scale)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -24,6 +24,9 @@ from reinforce_rl.megatron.chunked_head import VocabShard
 from reinforce_rl.megatron.context_parallel import zigzag_positions
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions, transformer_config
+
+if TYPE_CHECKING:
+    from reinforce_rl.megatron.packing import PackedGroups
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -105,7 +108,11 @@ class CausalLM(GPTModel):
         self._inv_freq = inverse_frequencies.to(mesh.device)
 
     def forward(  # type: ignore[override]
-        self, input_ids: Tensor, position_ids: Tensor | None = None, cache: KVCache | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        packed: PackedGroups | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, or what the next stage of a pipeline goes on with.
 
@@ -113,16 +120,18 @@ class CausalLM(GPTModel):
 
         Args:
             input_ids: int64 [b, s], right-padded, the same on every rank of a block.
-            position_ids: int64 [b, s], with a cache; None means 0 .. s-1 in every row.
+            position_ids: int64 [b, s], with a cache or groups; None means 0 .. s-1 in every row.
             cache: keys and values of earlier positions, extended by this call. Only within `whole_sequences`, and
                 every context-parallel rank has sequences of its own.
+            packed: what the only row consists of, all of which is given back.
 
         Returns:
             [b, s', h] at the positions `own_positions(s)`, the same on every tensor-parallel rank. On stages before
             the last one, megatron's layout of the rank's share: positions first, padding included.
         """
         length = input_ids.shape[1]
-        if cache is None:
+        is_padded = cache is None and packed is None
+        if is_padded:
             positions = self._padded_positions(length)
             # Causality hides the padding, whatever token it is.
             input_ids = input_ids[:, positions.clamp(max=length - 1)]
@@ -134,7 +143,9 @@ class CausalLM(GPTModel):
         angles = positions.to(torch.float32).t()[:, :, None] * self._inv_freq  # [s, b or 1, d/2]
         rotary = torch.cat((angles, angles), dim=-1)[:, :, None, :]
         embedded = self.embedding(input_ids=input_ids, position_ids=positions) if self.pre_process else None
-        hidden = self.decoder(hidden_states=embedded, attention_mask=cache, rotary_pos_emb=rotary)
+        hidden = self.decoder(
+            hidden_states=embedded, attention_mask=cache, rotary_pos_emb=rotary, packed_seq_params=packed
+        )
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
@@ -143,7 +154,7 @@ class CausalLM(GPTModel):
                 hidden, tensor_parallel_output_grad=False, group=self.mesh.tp_group
             )
         hidden = hidden.transpose(0, 1)
-        return hidden if cache is not None else hidden[:, : int((positions < length).sum())]
+        return hidden[:, : int((positions < length).sum())] if is_padded else hidden
 
     def own_positions(self, length: int) -> Tensor:
         """int64: which of the positions 0 .. length-1 this context-parallel rank holds, ascending."""
