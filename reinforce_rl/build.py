@@ -299,6 +299,7 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             seed=cfg.model.seed,
             tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
             pad_to=cfg.trainer.reinforce.rollout_batch_seq_length or 0,
+            shared_prefix=_shares_prefix(cfg, lm),
             logits_chunk_tokens=cfg.model.logits_chunk_tokens,
             offload_optimizer=rollout.offload_adam_states,
             loss=loss_settings(cfg.trainer.reinforce),
@@ -308,6 +309,13 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
         lora=None if lora is None else LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint()),
         data_parallel=DataParallelSettings(cfg.model.optim.distributed, cfg.model.optim.overlap_grad_sync),
     )
+
+
+def _shares_prefix(cfg: TrainConfig, lm: CausalLM) -> bool:
+    if cfg.model.shared_prefix is not None:
+        return cfg.model.shared_prefix
+    allowed = cfg.model.context_parallel_size == 1 and cfg.trainer.reinforce.rollout_batch_seq_length is None
+    return allowed and lm.mesh.device.type == "cpu"
 
 
 def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Generator:

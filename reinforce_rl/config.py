@@ -65,6 +65,7 @@ class ReinforceConfig:
     dynamic_filtering: bool = False
     max_resampling_rounds: int = 3
     generation_work_queue: bool = False
+    generator_log_probs: bool = True
     max_failed_fraction: float = 0.1
     rollout_batch_seq_length: int | None = None
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
@@ -262,6 +263,7 @@ class ModelConfig:
     micro_batch_size: int = 4
     tokens_per_micro_batch: int | None = None
     logits_chunk_tokens: int = 1024
+    shared_prefix: bool | None = None
     global_batch_size: int | None = None
     reference_placement: str = "host"
     peft: PeftConfig = field(default_factory=PeftConfig)

@@ -51,8 +51,8 @@ class ActorSettings:
             None for those.
         pad_to: tokens that every sequence is padded to in a pass, so that all passes have one shape; 0 for the longest
             of each micro-batch. Longer sequences are not cut.
-        shared_prefix: a pass reads the prompt of a group once, and nothing is padded, unless `pad_to` is given or
-            sequences are shared by context-parallel ranks.
+        shared_prefix: a pass reads the prompt of a group once, and nothing is padded. Not with `pad_to`, nor with
+            context parallelism.
         logits_chunk_tokens: response tokens whose logits exist at a time; the memory of a log-prob pass follows it.
         offload_optimizer: the optimizer's states wait in host memory while responses are generated.
         seed: of the run; keys the sampling noise together with step, prompt and sample.
@@ -66,7 +66,7 @@ class ActorSettings:
     seed: int
     tokens_per_micro_batch: int | None = None
     pad_to: int = 0
-    shared_prefix: bool = True
+    shared_prefix: bool = False
     logits_chunk_tokens: int = 1024
     offload_optimizer: bool = False
     loss: LossSettings = field(default_factory=LossSettings)
@@ -264,20 +264,15 @@ class MegatronGPTReinforceActorModel:
         """Write the LoRA updates as a PEFT folder; a collective call."""
         return export_adapter(self.lm, source, out)
 
-    @property
-    def _packs(self) -> bool:
-        # A packed row has the length that it has, and context-parallel ranks cannot share one.
-        return self.settings.shared_prefix and self.mesh.cp_size == 1 and not self.settings.pad_to
-
     def _layout(self, samples: _Samples) -> SequenceLayout:
         where = (samples.sequences, samples.prompt_lengths, samples.response_lengths)
-        if self._packs:
+        if self.settings.shared_prefix:
             return PackedGroups(self.lm, *where, samples.group_ids)
         return PaddedSequences(self.lm, *where, pad_to=self.settings.pad_to, pad_id=self.pad_id)
 
     def _cut(self, samples: _Samples, size: int) -> list[Tensor]:
         most = self.settings.tokens_per_micro_batch
-        if self._packs:
+        if self.settings.shared_prefix:
             return packed_micro_batches(
                 samples.group_ids, samples.prompt_lengths, samples.response_lengths, size, most
             )
@@ -285,7 +280,7 @@ class MegatronGPTReinforceActorModel:
 
     def _tokens_of(self, samples: _Samples, cuts: list[Tensor]) -> tuple[int, int]:
         """Tokens of the sequences that passes read, and tokens of the passes with their padding."""
-        if self._packs:
+        if self.settings.shared_prefix:
             parts = [samples.select(rows) for rows in cuts]
             tokens = sum(packed_tokens(p.group_ids, p.prompt_lengths, p.response_lengths) for p in parts)
             return tokens, tokens

@@ -117,9 +117,12 @@ class StepRolloutMaker:
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
         """The policy's and the reference's, where somebody reads them: without a KL only a second update does."""
-        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths)
+        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
         with_kl = self._cfg.initial_policy_kl_penalty > 0
-        if with_kl or self._with_old_log_probs:
+        # Not for ratios: these would not begin at exactly 1.
+        if self._cfg.generator_log_probs and self._model.generator.is_exact and not self._with_old_log_probs:
+            batch = replace(batch, log_probs=batch.generator_log_probs)
+        elif with_kl or self._with_old_log_probs:
             with self._clock.phase("logprobs"):
                 batch = replace(batch, log_probs=self._model.get_inference_log_probs(*where))
         if with_kl:

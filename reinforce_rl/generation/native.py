@@ -42,6 +42,11 @@ class NativeGenerator:
         self._tokenizer = tokenizer
         self._pad_id = pad_id_of(tokenizer)
 
+    @property
+    def is_exact(self) -> bool:
+        """In bf16 a token at a time rounds otherwise than a whole sequence does."""
+        return self._lm.config.params_dtype != torch.bfloat16
+
     def awake(self) -> AbstractContextManager[None]:
         """Nothing to wake: the cache of a call is freed after it."""
         return contextlib.nullcontext()

@@ -22,6 +22,7 @@ from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
 from reinforce_rl.megatron.attention import CoreAttention, KVCache
 from reinforce_rl.megatron.chunked_head import VocabShard
 from reinforce_rl.megatron.context_parallel import zigzag_positions
+from reinforce_rl.megatron.layer_functions import rms_norm, swiglu
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions, transformer_config
 
@@ -38,6 +39,23 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] to [..., h]. On a GPU torch has one kernel for all of it."""
+        if x.is_cuda:
+            return super().forward(x)
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
+
+
+class SwiGLU:
+    """`swiglu` under megatron's constructor for activation functions. It has no weights, so it is no module."""
+
+    def __init__(self, config: TransformerConfig):
+        pass
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return swiglu(x)
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
@@ -76,6 +94,7 @@ class CausalLM(GPTModel):
         config = transformer_config(architecture, mesh, dtype, rope_scale, options)
         layer = get_gpt_layer_local_spec(normalization="RMSNorm")
         parts: Any = layer.submodules
+        parts.mlp.submodules.activation_func = SwiGLU
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         attention = parts.self_attention.submodules
         attention.core_attention = CoreAttention

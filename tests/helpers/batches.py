@@ -78,7 +78,7 @@ def actor_of(
     forward_micro_batch_size: int = 4,
     model: ModelOptions = DEFAULT_OPTIONS,
     tokens_per_micro_batch: int | None = None,
-    shared_prefix: bool = True,
+    shared_prefix: bool | None = None,
     updates: LoraSettings | None = None,
     dtype: torch.dtype = torch.float32,
     **options: Any,
@@ -96,7 +96,7 @@ def actor_of(
         forward_micro_batch_size,
         seed=0,
         tokens_per_micro_batch=tokens_per_micro_batch,
-        shared_prefix=shared_prefix,
+        shared_prefix=mesh.cp_size == 1 if shared_prefix is None else shared_prefix,
     )
     return MegatronGPTReinforceActorModel(lm, tokenizer, NativeGenerator(lm, tokenizer), settings, **options)
 
