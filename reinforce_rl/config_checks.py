@@ -309,8 +309,8 @@ def _lengths(cfg: TrainConfig) -> Iterator[str]:
         )
     if model.shared_prefix and padded is not None:
         yield (
-            f"model.shared_prefix is true and trainer.reinforce.rollout_batch_seq_length is {padded}; a row of several "
-            "sequences has the length that it has: set one of them to null"
+            f"model.shared_prefix is true and trainer.reinforce.rollout_batch_seq_length is {padded}; a row of "
+            "several sequences has the length that it has: set one of them to null"
         )
     if model.shared_prefix and model.context_parallel_size > 1:
         yield (

@@ -263,6 +263,16 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["best_mode is 'highest'", "max, min"],
     ),
     ("padding", [f"{RL}.rollout_batch_seq_length=65"], ["rollout_batch_seq_length is 65", "encoder_seq_length", "64"]),
+    (
+        "shared prefix of padded rows",
+        ["model.shared_prefix=true", f"{RL}.rollout_batch_seq_length=60"],
+        ["shared_prefix is true", "rollout_batch_seq_length is 60", "null"],
+    ),
+    (
+        "shared prefix of shared rows",
+        ["model.shared_prefix=true", "model.context_parallel_size=2", "trainer.devices=2"],
+        ["shared_prefix is true", "context_parallel_size is 2", "null"],
+    ),
     ("few tokens", ["model.tokens_per_micro_batch=63"], ["tokens_per_micro_batch is 63", "encoder_seq_length", "64"]),
     ("peft scheme", ["model.peft.peft_scheme=ptuning"], ["peft_scheme is 'ptuning'", "lora", "null"]),
     (
