@@ -64,7 +64,7 @@ def response_scores(
         # Keep the graph connected, so that a rank with nothing to train on still takes part in the collectives: those
         # of the layers, and the one that starts when the output layer has its gradient.
         log_probs = empty + 0.0 * (hidden.to(empty.dtype).sum() + lm.output_weight[0, 0])
-        entropy = empty if with_entropy else None
+        entropy = log_probs if with_entropy else None
     else:
         where = (found.rows, found.columns)
         values, entropies = chunked_log_probs(
