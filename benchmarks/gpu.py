@@ -219,37 +219,28 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    args = arguments()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if args.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: everything here asks it whether there is a GPU
+def run(args: argparse.Namespace, mesh: Mesh) -> int:
+    """Check, measure, show and write; the exit code."""
     import torch
     from one_gpu.measure import measure
     from one_gpu.peak import peak_rate
     from one_gpu.workload import Workload
 
     from reinforce_rl.megatron.architecture import Architecture
-    from reinforce_rl.megatron.mesh import parallel_mesh
 
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("error: --device cuda, but torch finds no GPU; expected one, or --device cpu", file=sys.stderr)
-        return 1
     dtype = getattr(torch, DTYPES[args.dtype])
-    sizes = args.prompts, args.group, args.prompt_tokens, args.response_tokens, args.micro_batch
-    workload = Workload(*sizes)
+    workload = Workload(args.prompts, args.group, args.prompt_tokens, args.response_tokens, args.micro_batch)
     archs = {shape: Architecture.from_hf(SHAPES[shape], shape) for shape in args.shapes}
-    with parallel_mesh() as mesh:
-        before = machine(mesh.device)
-        print(json.dumps(before))
-        correctness, faults = checked(args, archs, mesh, dtype)
-        peak, reports = None, {}
-        if not faults:
-            peak = peak_rate(mesh.device, dtype, args.peak_tflops)
-            print(f"peak rate: {peak.flops / 1e12:.3f} TFLOP/s ({peak.source})")
-            for shape, arch in archs.items():
-                results = measure(builders(arch, mesh, dtype, workload), args.repeats, mesh.device)
-                reports[shape] = shape_report(results, workload, arch, peak)
+    before = machine(mesh.device)
+    print(json.dumps(before))
+    correctness, faults = checked(args, archs, mesh, dtype)
+    peak, reports = None, {}
+    if not faults:
+        peak = peak_rate(mesh.device, dtype, args.peak_tflops)
+        print(f"peak rate: {peak.flops / 1e12:.3f} TFLOP/s ({peak.source})", flush=True)
+        for shape, arch in archs.items():
+            results = measure(builders(arch, mesh, dtype, workload), args.repeats, mesh.device)
+            reports[shape] = shape_report(results, workload, arch, peak)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     written = {
         "machine": before,
@@ -267,6 +258,22 @@ def main() -> int:
     print(f"everything: {args.out}")
     print("\n".join(last_lines(reports)))
     return 0
+
+
+def main() -> int:
+    args = arguments()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: everything here asks it whether there is a GPU
+    import torch
+
+    from reinforce_rl.megatron.mesh import parallel_mesh
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("error: --device cuda, but torch finds no GPU; expected one, or --device cpu", file=sys.stderr)
+        return 1
+    with parallel_mesh() as mesh:
+        return run(args, mesh)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from one_gpu.measure import free
 from one_gpu.ours import OurSide
 from one_gpu.plain import response_log_probs, transformers_model
 from one_gpu.workload import Workload
-from torch import Tensor
-
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.preflight.shapes import ModelSize

@@ -6,10 +6,10 @@ response positions alone. Attention on top. What an implementation computes twic
 
 from __future__ import annotations
 
-from one_gpu.workload import Workload
 from rloo_step.floors import TRAINING, matrix_flops
 from rloo_step.parts import parts_of
 
+from one_gpu.workload import Workload
 from reinforce_rl.megatron.architecture import Architecture
 
 
@@ -26,7 +26,7 @@ def attention_flops(arch: Architecture, length: int, flops_a_product: int) -> fl
 
 
 def training_flops(arch: Architecture, workload: Workload) -> float:
-    """Forward and backward of the padded batch. The last token of a sequence goes through no layer: it predicts none."""
+    """Forward and backward of the padded batch. The last token of a sequence goes through no layer."""
     length = workload.prompt_tokens + workload.response_tokens - 1
     count = workload.sequences
     weights = matrix_flops(parts_of(arch), count * length, count * workload.response_tokens, TRAINING)

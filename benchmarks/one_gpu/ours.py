@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator
 
 import torch
-from one_gpu.weights import fill_ours
-from one_gpu.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, STEP, Workload
 from rloo_step.comparison import NotTheSame
 from rloo_step.rates import synchronize
 from tokenizers import Tokenizer
@@ -16,6 +14,8 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from one_gpu.weights import fill_ours
+from one_gpu.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, STEP, Workload
 from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithms.advantages import rloo
 from reinforce_rl.algorithms.credit import sequence_credit
@@ -30,8 +30,14 @@ from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
 from reinforce_rl.preflight.memory import Policy, states
 from reinforce_rl.preflight.shapes import stage_shapes
-from reinforce_rl.rollout import FINISH_LENGTH, Completions, Prompt, ReinforceBatch, RolloutBatch
-from reinforce_rl.rollout import join_prompts_and_responses
+from reinforce_rl.rollout import (
+    FINISH_LENGTH,
+    Completions,
+    Prompt,
+    ReinforceBatch,
+    RolloutBatch,
+    join_prompts_and_responses,
+)
 
 BETA = 0.05  # what a nat of KL costs
 GENERATING, REFERENCE, GRADIENT, OPTIMIZER = "generation", "reference log-probs", "loss and gradient", "optimizer"

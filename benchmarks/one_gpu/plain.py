@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from one_gpu.weights import fill_transformers
-from one_gpu.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, Workload
 from rloo_step.comparison import NotTheSame
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from one_gpu.weights import fill_transformers
+from one_gpu.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, Workload
 from reinforce_rl.algorithms.advantages import rloo
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.preflight.memory import ADAM_MOMENTS, FP32

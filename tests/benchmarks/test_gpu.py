@@ -21,14 +21,24 @@ from reinforce_rl.preflight.shapes import ModelSize
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import gpu  # noqa: E402
 from one_gpu import correctness, ours, peak  # noqa: E402
 from one_gpu.flops import training_flops  # noqa: E402
 from one_gpu.measure import Builder, Results, Sample, is_out_of_memory, measure  # noqa: E402
 from one_gpu.ours import OurSide  # noqa: E402
 from one_gpu.plain import PlainSide  # noqa: E402
 from one_gpu.shapes import SHAPES  # noqa: E402
-from one_gpu.workload import GENERATION, LEARNING_RATE, OURS, PHASES, PHASES_OF, PLAIN, STEP, TRAINING  # noqa: E402
-from one_gpu.workload import Workload  # noqa: E402
+from one_gpu.workload import (  # noqa: E402
+    GENERATION,
+    LEARNING_RATE,
+    OURS,
+    PHASES,
+    PHASES_OF,
+    PLAIN,
+    STEP,
+    TRAINING,
+    Workload,
+)
 from rloo_step.floors import TRAINING as TRAINING_FLOPS  # noqa: E402
 
 CPU, FP32 = torch.device("cpu"), torch.float32
@@ -56,13 +66,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 SMALL = "--shapes tiny --device cpu --prompts 2 --group 2 --prompt-tokens 6 --response-tokens 4 --micro-batch 4"
 
 
-def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", RUN, str(BENCHMARKS / "gpu.py"), *SMALL.split(), "--out", str(out), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280)
-
-
 def test_runs_on_a_bare_machine_and_writes_what_it_says(tmp_path):
-    done = run(tmp_path / "gpu.json", "--repeats", "1", "--peak-tflops", "0.001")
+    options = [*SMALL.split(), "--out", str(tmp_path / "gpu.json"), "--repeats", "1", "--peak-tflops", "0.001"]
+    command = [sys.executable, "-c", RUN, str(BENCHMARKS / "gpu.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "gpu.json").read_text())
     assert written["peak"] == {"flops": 1e9, "source": "--peak-tflops"}
@@ -90,17 +97,18 @@ def test_runs_on_a_bare_machine_and_writes_what_it_says(tmp_path):
         assert line["ours_seconds"] == f"{found[OURS, line['phase']]['seconds']:.4f}"
 
 
-def test_log_probs_beyond_the_tolerance_end_the_run(tmp_path):
-    done = run(tmp_path / "gpu.json", "--tolerance", "0")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "error: tiny: log-probs on cpu in float32 differ from the CPU's by" in done.stderr
+def test_log_probs_beyond_the_tolerance_end_the_run(tmp_path, mesh, monkeypatch, capsys):
+    options = [*SMALL.split(), "--out", str(tmp_path / "gpu.json"), "--tolerance", "0"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
+    assert gpu.run(gpu.arguments(), mesh) == 1
+    printed = capsys.readouterr()
+    assert "error: tiny: log-probs on cpu in float32 differ from the CPU's by" in printed.err
+    assert "phase=" not in printed.out
     written = json.loads((tmp_path / "gpu.json").read_text())
     assert written["faults"] and written["shapes"] == {}
 
 
 def test_a_wrong_weight_exceeds_the_tolerance(mesh, monkeypatch):
-    import gpu
-
     assert correctness.deviations(TINY, mesh, [FP32])[0].largest < gpu.TOLERANCE / 100
     fill = ours.fill_ours
 
