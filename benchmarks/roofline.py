@@ -27,13 +27,13 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rloo_step import floors, rates, workload  # noqa: E402
 from rloo_step.inputs import make_prompts  # noqa: E402
+from rloo_step.parts import parts_of  # noqa: E402
 from rloo_step.processes import OURS, SideFailed, run_side  # noqa: E402
 
 from reinforce_rl.errors import ReinforceError  # noqa: E402
 from reinforce_rl.megatron.architecture import Architecture  # noqa: E402
 from reinforce_rl.monitoring.jsonl import read_metrics  # noqa: E402
 from reinforce_rl.monitoring.rollouts import read_rollouts, rollout_files  # noqa: E402
-from reinforce_rl.preflight.shapes import ModelSize  # noqa: E402
 from reinforce_rl.tokenizer import load_tokenizer  # noqa: E402
 from reinforce_rl.tools.smollm2 import DEFAULT_FOLDER, prepare_smollm2  # noqa: E402
 
@@ -63,13 +63,6 @@ class Row:
     name: str
     seconds: float
     floor: floors.Floor
-
-
-def parts_of(arch: Architecture) -> floors.ModelParts:
-    """What a pass takes of a model."""
-    size = ModelSize.of(arch, None).parameters
-    table = arch.vocab_size * arch.hidden_size
-    return floors.ModelParts(body=size - table * (1 if arch.tied_embeddings else 2), head=table, all=size)
 
 
 def floor_of(phase: str, machine: floors.Machine, model: floors.ModelParts, tokens: floors.StepTokens) -> floors.Floor:

@@ -87,6 +87,18 @@ class Floor:
     repeated: float
 
 
+def matrix_flops(model: ModelParts, body_tokens: float, head_tokens: float, flops_a_parameter: int) -> float:
+    """Operations of a pass in the products with the weights.
+
+    Args:
+        model: that computes.
+        body_tokens: that go through the layers.
+        head_tokens: whose logits are taken.
+        flops_a_parameter: `FORWARD` or `TRAINING`.
+    """
+    return flops_a_parameter * (model.body * body_tokens + model.head * head_tokens)
+
+
 def decoding_seconds(machine: Machine, model: ModelParts, lengths: Sequence[int]) -> float:
     """Of one batch: a step reads each weight once, or computes for as long as its rows take.
 
@@ -111,8 +123,8 @@ def generation_floor(machine: Machine, model: ModelParts, tokens: StepTokens) ->
     samples = sum(len(batch) for batch in tokens.response_lengths)
 
     def prefill(times: int) -> float:
-        body = model.body * tokens.prompt_tokens * times
-        return FORWARD * (body + model.head * samples / tokens.group * times) / machine.flops
+        head_tokens = samples / tokens.group * times
+        return matrix_flops(model, tokens.prompt_tokens * times, head_tokens, FORWARD) / machine.flops
 
     return Floor(decoding + prefill(1), decoding + prefill(tokens.group))
 
@@ -128,7 +140,7 @@ def pass_floor(machine: Machine, model: ModelParts, tokens: StepTokens, flops_a_
     """
 
     def seconds(body_tokens: float) -> float:
-        return flops_a_parameter * (model.body * body_tokens + model.head * tokens.responses) / machine.flops
+        return matrix_flops(model, body_tokens, tokens.responses, flops_a_parameter) / machine.flops
 
     return Floor(seconds(tokens.shared), seconds(tokens.repeated))
 

@@ -27,10 +27,27 @@ def measure(threads: int, *, gigabytes: float = 1.0, matrix_size: int = MATRIX_S
     data, vector = torch.ones(rows, READ_COLUMNS), torch.ones(READ_COLUMNS)
     # A decode step is matrices by a few vectors; a plain sum is there for a BLAS whose such product is slow.
     reading = min(_best(lambda: data @ vector, repeats), _best(data.sum, repeats))
-    left, right = torch.randn(matrix_size, matrix_size), torch.randn(matrix_size, matrix_size)
+    rate = matrix_rate(torch.device("cpu"), torch.float32, matrix_size=matrix_size, repeats=repeats)
+    return Machine(bandwidth=data.numel() * BYTES / reading, flops=rate)
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, *, matrix_size: int, repeats: int = 5) -> float:
+    """Floating-point operations a second of a large matrix product, the best of several tries."""
+    shape = matrix_size, matrix_size
+    left, right = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
-    product = _best(lambda: torch.mm(left, right, out=out), repeats)
-    return Machine(bandwidth=data.numel() * BYTES / reading, flops=2 * matrix_size**3 / product)
+
+    def multiply() -> None:
+        torch.mm(left, right, out=out)
+        synchronize(device)
+
+    return 2 * matrix_size**3 / _best(multiply, repeats)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given; a CPU has done so when a call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _best(work: Callable[[], object], repeats: int) -> float:

@@ -1,0 +1,195 @@
+"""This project's side: the actor, its native engine and its optimizer, as a run builds them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+from rloo_step.comparison import NotTheSame
+from rloo_step.rates import synchronize
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from one_gpu.weights import fill_ours
+from one_gpu.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, STEP, Workload
+from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.algorithms.advantages import rloo
+from reinforce_rl.algorithms.credit import sequence_credit
+from reinforce_rl.algorithms.kl import sequence_kl
+from reinforce_rl.algorithms.loss import Denominators
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.layout import Layout
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
+from reinforce_rl.preflight.memory import Policy, states
+from reinforce_rl.preflight.shapes import stage_shapes
+from reinforce_rl.rollout import (
+    FINISH_LENGTH,
+    Completions,
+    Prompt,
+    ReinforceBatch,
+    RolloutBatch,
+    join_prompts_and_responses,
+)
+
+BETA = 0.05  # what a nat of KL costs
+GENERATING, REFERENCE, GRADIENT, OPTIMIZER = "generation", "reference log-probs", "loss and gradient", "optimizer"
+
+
+def no_tokenizer() -> PreTrainedTokenizerFast:
+    """There is no text here: it only says that 0 is the padding."""
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, "<pad>")), pad_token="<pad>")
+
+
+def least_bytes(arch: Architecture, dtype: torch.dtype, device: torch.device, phase: str) -> int:
+    """Weights, and in training gradients and optimizer; the reference where its memory is the device's."""
+    policy = Policy(
+        weight_bytes=dtype.itemsize,
+        tensor=1,
+        sequence_parallel=False,
+        context=1,
+        optimizer_shards=1,
+        reference="device" if device.type == "cpu" else "host",
+        lora=None,
+        lora_rank=0,
+        recompute=0,
+        recompute_group=1,
+        chunk_tokens=1,
+        offload_optimizer=False,
+        gpu=device.type == "cuda",
+    )
+    found = states(stage_shapes(arch, Layout(1, 1, 1, 1, False), [arch.num_layers], None)[0], policy)
+    return found.weights if phase == GENERATION else found.on_device
+
+
+class OurSide:
+    """See `measure.Side`.
+
+    Args:
+        arch: the model.
+        mesh: of one rank.
+        dtype: of the weights.
+        workload: what to do.
+    """
+
+    def __init__(self, arch: Architecture, mesh: Mesh, dtype: torch.dtype, workload: Workload):
+        self.lm = CausalLM(arch, mesh, dtype)
+        fill_ours(self.lm)
+        self._workload, self._vocab_size = workload, arch.vocab_size
+        eos, length = arch.raw["eos_token_id"], workload.response_tokens
+        self._settings = ActorSettings(
+            # No response may end early.
+            sampling=SamplingParams(max_length=length, min_length=length, stop_token_ids=(eos,)),
+            val_sampling=SamplingParams(max_length=length),
+            micro_batch_size=workload.micro_batch,
+            forward_micro_batch_size=workload.micro_batch,
+            seed=0,
+        )
+        ids = workload.prompt_ids(arch.vocab_size).tolist()
+        self._prompts = [Prompt(number, "", tuple(tokens)) for number, tokens in enumerate(ids)]
+        self._generator = NativeGenerator(self.lm, no_tokenizer())
+        self._actor: MegatronGPTReinforceActorModel | None = None
+        self._optimizer: ActorOptimizer | None = None
+        self._seed = 0
+
+    def run(self, phase: str) -> dict[str, float]:
+        """See `measure.Side`."""
+        if phase == GENERATION:
+            self._generate()
+            return {}
+        return self._step() if phase == STEP else self._train_on_fixed()
+
+    def log_probs(self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
+        """float32 [N, T] of the response tokens, as the actor gives them."""
+        return self._trained()[0].get_inference_log_probs(sequences, prompt_lengths, response_lengths)
+
+    def _trained(self) -> tuple[MegatronGPTReinforceActorModel, ActorOptimizer]:
+        """Actor and optimizer, made when they are first needed: generation alone takes less memory."""
+        if self._actor is None or self._optimizer is None:
+            self._actor = MegatronGPTReinforceActorModel(self.lm, no_tokenizer(), self._generator, self._settings)
+            settings = OptimizerSettings(
+                lr=LEARNING_RATE,
+                min_lr=LEARNING_RATE,
+                weight_decay=0.0,
+                betas=BETAS,
+                eps=EPSILON,
+                schedule="constant",
+                warmup_steps=0,
+                constant_steps=0,
+                total_steps=1,
+                clip_grad=CLIP_GRAD,
+            )
+            self._optimizer = ActorOptimizer(*build_optimizer(self._actor.ddp, settings))
+        return self._actor, self._optimizer
+
+    def _generate(self) -> Completions:
+        self._seed += 1
+        found = self._generator.generate(self._prompts, self._workload.group, self._settings.sampling, self._seed)
+        if set(found.lengths.tolist()) != {self._workload.response_tokens}:
+            raise NotTheSame(f"responses have {sorted(set(found.lengths.tolist()))} tokens")
+        return found
+
+    def _train_on_fixed(self) -> dict[str, float]:
+        """On the same sequences as the other side."""
+        sequences, rewards = self._workload.sequences_of(self._vocab_size), self._workload.rewards()
+        return self._train(self._batch(sequences, rewards, None))
+
+    def _train(self, batch: ReinforceBatch) -> dict[str, float]:
+        actor, optimizer = self._trained()
+        count, length = float(self._workload.sequences), float(self._workload.response_tokens)
+        parts: dict[str, float] = {}
+        with self._part(GRADIENT, parts):
+            actor.get_loss_and_metrics(batch, Denominators(count, count * length, length))
+        with self._part(OPTIMIZER, parts):
+            update = optimizer.step()
+        if update.skipped:
+            raise NotTheSame(f"the gradient's norm is {update.grad_norm}, so no optimizer step was made")
+        return parts
+
+    def _step(self) -> dict[str, float]:
+        """Generation, reference log-probs, RLOO on rewards less the KL, training; the rewards cost nothing."""
+        actor, _ = self._trained()
+        parts: dict[str, float] = {}
+        with self._part(GENERATING, parts):
+            found = self._generate()
+        repeated = found.repeat_to_samples(self._prompts)
+        sequences, lengths = join_prompts_and_responses(repeated, found, actor.pad_id)
+        with self._part(REFERENCE, parts):
+            reference = actor.get_init_policy_logprobs(sequences, lengths, found.lengths)
+        assert found.log_probs is not None
+        kl = sequence_kl(found.log_probs, reference, torch.ones_like(reference, dtype=torch.bool))
+        return {**parts, **self._train(self._batch(sequences, self._workload.rewards() - BETA * kl, reference))}
+
+    def _batch(self, sequences: Tensor, rewards: Tensor, reference: Tensor | None) -> ReinforceBatch:
+        work = self._workload
+        groups = torch.arange(work.prompts).repeat_interleave(work.group)
+        rollouts = RolloutBatch(
+            sequences=sequences,
+            prompt_lengths=torch.full((work.sequences,), work.prompt_tokens),
+            response_lengths=torch.full((work.sequences,), work.response_tokens),
+            group_ids=groups,
+            sample_ids=torch.arange(work.group).repeat(work.prompts),
+            finish_reasons=(FINISH_LENGTH,) * work.sequences,
+            rewards=rewards,
+            valid=torch.ones(work.sequences, dtype=torch.bool),
+            init_log_probs=reference,
+        )
+        advantages = sequence_credit(rloo(rewards, groups), rollouts.response_mask)
+        nothing = torch.zeros_like(rewards)
+        return ReinforceBatch(rollouts, nothing, rewards, nothing, advantages, rollouts.valid)
+
+    @contextlib.contextmanager
+    def _part(self, name: str, parts: dict[str, float]) -> Iterator[None]:
+        """The block's seconds, to the end of what it gave the device."""
+        synchronize(self.lm.mesh.device)
+        started = time.perf_counter()
+        yield
+        synchronize(self.lm.mesh.device)
+        parts[name] = time.perf_counter() - started
