@@ -22,6 +22,7 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.sampling import choose_tokens, noise_keys, penalise_repetition, token_log_probs
 from reinforce_rl.megatron.attention import KVCache
 from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.packed_weights import packed_weights
 from reinforce_rl.rollout import FINISH_LENGTH, FINISH_STOP, Completions, Prompt, join_completions
 from reinforce_rl.tokenizer import pad_id_of
 
@@ -64,7 +65,7 @@ class NativeGenerator:
         own = prompts[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
         self._lm.eval()
         try:
-            with self._lm.whole_sequences():
+            with self._lm.whole_sequences(), packed_weights(self._lm):
                 found = self._generate(own, num_samples, params, seed) if own else None
         finally:
             self._lm.train(was_training)
