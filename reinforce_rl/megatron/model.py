@@ -19,9 +19,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
-from reinforce_rl.megatron.attention import CoreAttention, KVCache
+from reinforce_rl.megatron.attention import CoreAttention
 from reinforce_rl.megatron.chunked_head import VocabShard
 from reinforce_rl.megatron.context_parallel import zigzag_positions
+from reinforce_rl.megatron.kv_cache import KVCache
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions, transformer_config
 
@@ -214,15 +215,17 @@ class CausalLM(GPTModel):
             gathered = tensor_parallel.gather_from_tensor_model_parallel_region(self.logits(hidden))
         return gathered[:, : self.architecture.vocab_size]
 
-    def new_cache(self, batch: int, slots: int) -> KVCache:
-        """An empty cache for `batch` sequences of at most `slots` tokens, of this stage's layers."""
+    def new_cache(self, prompts: int, prompt_tokens: int, rows: int, response_tokens: int) -> KVCache:
+        """An empty cache of this stage's layers; see `KVCache` for the sizes."""
         layers: Any = self.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0  # megatron counts from 1
         return KVCache(
             layers=range(first, first + len(layers)),
-            batch=batch,
+            prompts=prompts,
+            prompt_tokens=prompt_tokens,
+            rows=rows,
+            response_tokens=response_tokens,
             groups=self._sizes.num_groups // self.mesh.tp_size,
-            slots=slots,
             head_size=self.architecture.head_size,
             dtype=self.config.params_dtype,
             device=self.mesh.device,
