@@ -23,8 +23,8 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.responses import Responses
 from reinforce_rl.generation.sampling import Workspace, choose_tokens, noise_keys, token_log_probs
 from reinforce_rl.generation.schedule import Schedule
+from reinforce_rl.megatron.inference_linear import inference_linears
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.packed_weights import packed_weights
 from reinforce_rl.rollout import Completions, Prompt, join_completions
 from reinforce_rl.tokenizer import pad_id_of
 
@@ -68,7 +68,7 @@ class NativeGenerator:
         own = prompts[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
         self._lm.eval()
         try:
-            with self._lm.whole_sequences(), packed_weights(self._lm):
+            with self._lm.whole_sequences(), inference_linears(self._lm):
                 found = self._generate(own, num_samples, params, seed) if own else None
         finally:
             self._lm.train(was_training)

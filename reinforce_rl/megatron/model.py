@@ -22,6 +22,7 @@ from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
 from reinforce_rl.megatron.attention import CoreAttention
 from reinforce_rl.megatron.chunked_head import VocabShard
 from reinforce_rl.megatron.context_parallel import zigzag_positions
+from reinforce_rl.megatron.decode_step import decode_layers
 from reinforce_rl.megatron.kv_cache import KVCache
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions, transformer_config
@@ -102,7 +103,7 @@ class CausalLM(GPTModel):
                 architecture.hidden_size, architecture.num_labels, bias=False, dtype=dtype, device=mesh.device
             )
         self.architecture, self._sizes = architecture, sizes
-        self.mesh = mesh
+        self.mesh, self._plain_layers = mesh, not options.overrides
         self._inv_freq = inverse_frequencies.to(mesh.device)
 
     def forward(  # type: ignore[override]
@@ -135,7 +136,10 @@ class CausalLM(GPTModel):
         angles = positions.to(torch.float32).t()[:, :, None] * self._inv_freq  # [s, b or 1, d/2]
         rotary = torch.cat((angles, angles), dim=-1)[:, :, None, :]
         embedded = self.embedding(input_ids=input_ids, position_ids=positions) if self.pre_process else None
-        hidden = self.decoder(hidden_states=embedded, attention_mask=cache, rotary_pos_emb=rotary)
+        if cache is not None and position_ids is not None and self._plain_layers:
+            hidden = decode_layers(self.decoder, embedded, rotary, cache)
+        else:
+            hidden = self.decoder(hidden_states=embedded, attention_mask=cache, rotary_pos_emb=rotary)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
