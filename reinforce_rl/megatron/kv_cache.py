@@ -130,15 +130,16 @@ class KVCache:
         out = self._to_rows(self._to_cells(of_prompts) @ prompt_values) + own @ own_values
         return out.view(rows, heads, 1, head_size)
 
+    # index_select copies whole rows; indexing with a tensor would go through them number by number, on all threads.
     def _to_cells(self, values: Tensor) -> Tensor:
         """[R, g, h / g, x] to [P, g, W * h / g, x]: the rows of a prompt side by side."""
-        cells = values[self._row_of_cell].unflatten(0, (self._prompts.shape[2], -1))
+        cells = values.index_select(0, self._row_of_cell).unflatten(0, (self._prompts.shape[2], -1))
         return cells.transpose(1, 2).flatten(2, 3)
 
     def _to_rows(self, values: Tensor) -> Tensor:
         """Back again."""
         width = len(self._row_of_cell) // self._prompts.shape[2]
-        return values.unflatten(2, (width, -1)).transpose(1, 2).flatten(0, 1)[self._cell_of_row]
+        return values.unflatten(2, (width, -1)).transpose(1, 2).flatten(0, 1).index_select(0, self._cell_of_row)
 
 
 def _scores(queries: Tensor, keys: Tensor) -> Tensor:
