@@ -64,10 +64,11 @@ def inference_linears(lm: CausalLM) -> Iterator[None]:
         and lm.config.params_dtype in (torch.float32, torch.bfloat16)
         and torch.backends.mkldnn.is_available()
     )
+    head = getattr(lm, "output_layer", None)  # on the last stage
     layers: list[Any] = [m for m in lm.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
     try:
         for layer in layers:
-            layer.forward = _Forward(layer, lm.output_weight if layer is lm.output_layer else layer.weight, packed)
+            layer.forward = _Forward(layer, lm.output_weight if layer is head else layer.weight, packed)
         yield
     finally:
         for layer in layers:
