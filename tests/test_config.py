@@ -177,6 +177,16 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["dynamic_filtering is true", "at least 2"],
     ),
     (
+        "cache too small",
+        ["model.reinforce.generation_cache_tokens=20"],
+        ["generation_cache_tokens is 20, below model.encoder_seq_length", "the longest sequence must fit"],
+    ),
+    (
+        "cache of another engine",
+        ["model.reinforce.generation_cache_tokens=9000", "generation=tensorrt_llm"],
+        ["generation_cache_tokens is 9000", "generation is 'tensorrt_llm'", "expected null"],
+    ),
+    (
         "nothing to take over",
         [f"{RL}.generation_work_queue=true", "trainer.devices=2", "model.reinforce.num_rollout_samples=15"],
         ["each of 2 data-parallel ranks has at most 8", "rollout_micro_batch_size is 8", "expected a size below 8"],

@@ -19,9 +19,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
-from reinforce_rl.megatron.attention import CoreAttention, KVCache
+from reinforce_rl.megatron.attention import CoreAttention
 from reinforce_rl.megatron.chunked_head import VocabShard
 from reinforce_rl.megatron.context_parallel import zigzag_positions
+from reinforce_rl.megatron.decode_step import decode_layers
+from reinforce_rl.megatron.kv_cache import KVCache
 from reinforce_rl.megatron.layer_functions import rms_norm, swiglu
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions, transformer_config
@@ -123,7 +125,7 @@ class CausalLM(GPTModel):
                 architecture.hidden_size, architecture.num_labels, bias=False, dtype=dtype, device=mesh.device
             )
         self.architecture, self._sizes = architecture, sizes
-        self.mesh = mesh
+        self.mesh, self._plain_layers = mesh, not options.overrides
         self._inv_freq = inverse_frequencies.to(mesh.device)
 
     def forward(  # type: ignore[override]
@@ -162,9 +164,12 @@ class CausalLM(GPTModel):
         angles = positions.to(torch.float32).t()[:, :, None] * self._inv_freq  # [s, b or 1, d/2]
         rotary = torch.cat((angles, angles), dim=-1)[:, :, None, :]
         embedded = self.embedding(input_ids=input_ids, position_ids=positions) if self.pre_process else None
-        hidden = self.decoder(
-            hidden_states=embedded, attention_mask=cache, rotary_pos_emb=rotary, packed_seq_params=packed
-        )
+        if cache is not None and position_ids is not None and self._plain_layers:
+            hidden = decode_layers(self.decoder, embedded, rotary, cache)
+        else:
+            hidden = self.decoder(
+                hidden_states=embedded, attention_mask=cache, rotary_pos_emb=rotary, packed_seq_params=packed
+            )
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
@@ -244,15 +249,17 @@ class CausalLM(GPTModel):
             gathered = tensor_parallel.gather_from_tensor_model_parallel_region(self.logits(hidden))
         return gathered[:, : self.architecture.vocab_size]
 
-    def new_cache(self, batch: int, slots: int) -> KVCache:
-        """An empty cache for `batch` sequences of at most `slots` tokens, of this stage's layers."""
+    def new_cache(self, prompts: int, prompt_tokens: int, rows: int, response_tokens: int) -> KVCache:
+        """An empty cache of this stage's layers; see `KVCache` for the sizes."""
         layers: Any = self.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0  # megatron counts from 1
         return KVCache(
             layers=range(first, first + len(layers)),
-            batch=batch,
+            prompts=prompts,
+            prompt_tokens=prompt_tokens,
+            rows=rows,
+            response_tokens=response_tokens,
             groups=self._sizes.num_groups // self.mesh.tp_size,
-            slots=slots,
             head_size=self.architecture.head_size,
             dtype=self.config.params_dtype,
             device=self.mesh.device,
