@@ -299,6 +299,7 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             seed=cfg.model.seed,
             tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
             pad_to=cfg.trainer.reinforce.rollout_batch_seq_length or 0,
+            shared_prefix=_shares_prefix(cfg, lm),
             logits_chunk_tokens=cfg.model.logits_chunk_tokens,
             offload_optimizer=rollout.offload_adam_states,
             loss=loss_settings(cfg.trainer.reinforce),
@@ -310,6 +311,13 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
     )
 
 
+def _shares_prefix(cfg: TrainConfig, lm: CausalLM) -> bool:
+    if cfg.model.shared_prefix is not None:
+        return cfg.model.shared_prefix
+    allowed = cfg.model.context_parallel_size == 1 and cfg.trainer.reinforce.rollout_batch_seq_length is None
+    return allowed and lm.mesh.device.type == "cpu"
+
+
 def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Generator:
     """What draws the responses. Of TensorRT-LLM nothing is imported here, and nothing at all where it is not chosen.
 
@@ -317,7 +325,7 @@ def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokeniz
         ConfigError: this machine cannot run it.
     """
     if cfg.generation == "native":
-        return NativeGenerator(lm, tokenizer)
+        return NativeGenerator(lm, tokenizer, cfg.model.reinforce.generation_cache_tokens)
     from reinforce_rl.generation.engine import EngineArguments
     from reinforce_rl.generation.engine_process import Deadlines
     from reinforce_rl.generation.tensorrt_llm import EngineSettings, TensorRTLLMGenerator

@@ -65,6 +65,7 @@ class ReinforceConfig:
     dynamic_filtering: bool = False
     max_resampling_rounds: int = 3
     generation_work_queue: bool = False
+    generator_log_probs: bool = True
     max_failed_fraction: float = 0.1
     rollout_batch_seq_length: int | None = None
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
@@ -189,6 +190,7 @@ class RolloutConfig:
     rollout_micro_batch_size: int = 8
     forward_micro_batch_size: int = 4
     val_rollout_micro_batch_size: int = 32
+    generation_cache_tokens: int | None = None
     num_val_samples: int | None = None
     offload_adam_states: bool = False
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
@@ -262,6 +264,7 @@ class ModelConfig:
     micro_batch_size: int = 4
     tokens_per_micro_batch: int | None = None
     logits_chunk_tokens: int = 1024
+    shared_prefix: bool | None = None
     global_batch_size: int | None = None
     reference_placement: str = "host"
     peft: PeftConfig = field(default_factory=PeftConfig)

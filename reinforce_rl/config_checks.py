@@ -307,6 +307,16 @@ def _lengths(cfg: TrainConfig) -> Iterator[str]:
             f"trainer.reinforce.rollout_batch_seq_length is {padded}, above model.encoder_seq_length, which is "
             f"{model.encoder_seq_length}; no sequence is that long"
         )
+    if model.shared_prefix and padded is not None:
+        yield (
+            f"model.shared_prefix is true and trainer.reinforce.rollout_batch_seq_length is {padded}; a row of "
+            "several sequences has the length that it has: set one of them to null"
+        )
+    if model.shared_prefix and model.context_parallel_size > 1:
+        yield (
+            f"model.shared_prefix is true and model.context_parallel_size is {model.context_parallel_size}; ranks "
+            "cannot share a row of several sequences: set shared_prefix to null or context_parallel_size to 1"
+        )
     tokens = model.tokens_per_micro_batch
     if tokens is not None and tokens < model.encoder_seq_length:
         yield (

@@ -16,6 +16,8 @@ def generation_faults(cfg: TrainConfig) -> Iterator[str]:
     if cfg.generation == "tensorrt_llm":
         yield from _ranges(cfg)
         yield from _sampling(cfg)
+    if cfg.model.reinforce.generation_cache_tokens is not None:
+        yield from _cache(cfg)
     if cfg.trainer.reinforce.generation_work_queue:
         yield from _work_queue(cfg)
 
@@ -48,6 +50,15 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
             f"below trainer.collective_timeout_seconds, which is {limit:g}: so long may the other ranks "
             "wait for an engine that is started anew"
         )
+
+
+def _cache(cfg: TrainConfig) -> Iterator[str]:
+    tokens, longest = cfg.model.reinforce.generation_cache_tokens, cfg.model.encoder_seq_length
+    told = f"model.reinforce.generation_cache_tokens is {tokens}"
+    if cfg.generation != "native":
+        yield f"{told}, but generation is {cfg.generation!r}, whose engine has a cache of its own; expected null"
+    elif tokens is not None and tokens < longest:
+        yield f"{told}, below model.encoder_seq_length, which is {longest}; the longest sequence must fit"
 
 
 def _work_queue(cfg: TrainConfig) -> Iterator[str]:

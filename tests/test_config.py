@@ -177,6 +177,16 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["dynamic_filtering is true", "at least 2"],
     ),
     (
+        "cache too small",
+        ["model.reinforce.generation_cache_tokens=20"],
+        ["generation_cache_tokens is 20, below model.encoder_seq_length", "the longest sequence must fit"],
+    ),
+    (
+        "cache of another engine",
+        ["model.reinforce.generation_cache_tokens=9000", "generation=tensorrt_llm"],
+        ["generation_cache_tokens is 9000", "generation is 'tensorrt_llm'", "expected null"],
+    ),
+    (
         "nothing to take over",
         [f"{RL}.generation_work_queue=true", "trainer.devices=2", "model.reinforce.num_rollout_samples=15"],
         ["each of 2 data-parallel ranks has at most 8", "rollout_micro_batch_size is 8", "expected a size below 8"],
@@ -263,6 +273,16 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["best_mode is 'highest'", "max, min"],
     ),
     ("padding", [f"{RL}.rollout_batch_seq_length=65"], ["rollout_batch_seq_length is 65", "encoder_seq_length", "64"]),
+    (
+        "shared prefix of padded rows",
+        ["model.shared_prefix=true", f"{RL}.rollout_batch_seq_length=60"],
+        ["shared_prefix is true", "rollout_batch_seq_length is 60", "null"],
+    ),
+    (
+        "shared prefix of shared rows",
+        ["model.shared_prefix=true", "model.context_parallel_size=2", "trainer.devices=2"],
+        ["shared_prefix is true", "context_parallel_size is 2", "null"],
+    ),
     ("few tokens", ["model.tokens_per_micro_batch=63"], ["tokens_per_micro_batch is 63", "encoder_seq_length", "64"]),
     ("peft scheme", ["model.peft.peft_scheme=ptuning"], ["peft_scheme is 'ptuning'", "lora", "null"]),
     (

@@ -6,31 +6,36 @@ Notation: N sequences on this data-parallel rank, S prompt plus response, T resp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from reinforce_rl.actor.micro_batches import micro_batches, padding
+from reinforce_rl.actor.micro_batches import micro_batches, packed_micro_batches, packed_tokens, padding
 from reinforce_rl.actor.reference import FrozenBase, Reference, ReferencePolicy
 from reinforce_rl.algorithms.loss import Denominators, LossInputs, LossSettings, policy_loss
 from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.megatron.hf_weights import export_hf_folder
-from reinforce_rl.megatron.log_probs import TokenScores, response_scores, scored_length
+from reinforce_rl.megatron.log_probs import TokenScores, response_scores
 from reinforce_rl.megatron.lora import MergedWeights, lora_settings_of
 from reinforce_rl.megatron.lora_export import LoraIdentity, export_adapter
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.optimizer import DEFAULT_DATA_PARALLEL, DataParallelSettings, wrap_data_parallel
+from reinforce_rl.megatron.packing import PackedGroups
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
+from reinforce_rl.megatron.sequence_layout import PaddedSequences, SequenceLayout
 from reinforce_rl.rollout import Completions, Prompt, ReinforceBatch, length_mask
 from reinforce_rl.tokenizer import pad_id_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Part = TypeVar("Part")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class ActorSettings:
             None for those.
         pad_to: tokens that every sequence is padded to in a pass, so that all passes have one shape; 0 for the longest
             of each micro-batch. Longer sequences are not cut.
+        shared_prefix: a pass reads the prompt of a group once, and nothing is padded. Not with `pad_to`, nor with
+            context parallelism.
         logits_chunk_tokens: response tokens whose logits exist at a time; the memory of a log-prob pass follows it.
         offload_optimizer: the optimizer's states wait in host memory while responses are generated.
         seed: of the run; keys the sampling noise together with step, prompt and sample.
@@ -59,6 +66,7 @@ class ActorSettings:
     seed: int
     tokens_per_micro_batch: int | None = None
     pad_to: int = 0
+    shared_prefix: bool = False
     logits_chunk_tokens: int = 1024
     offload_optimizer: bool = False
     loss: LossSettings = field(default_factory=LossSettings)
@@ -131,43 +139,53 @@ class MegatronGPTReinforceActorModel:
         found = self.generator.generate(prompts, num_samples, params, seed)
         return found.within_vocabulary(self.lm.architecture.vocab_size, self.pad_id)
 
-    def get_inference_log_probs(self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
+    def get_inference_log_probs(
+        self,
+        sequences: Tensor,
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+        group_ids: Tensor | None = None,
+    ) -> Tensor:
         """Log-probs of the response tokens under the policy, without gradient.
 
         Args:
             sequences: int64 [N, S], right-padded.
             prompt_lengths, response_lengths: int64 [N].
+            group_ids: int64 [N], equal where the prompt is the same; None where nothing is known of that.
 
         Returns:
             float32 [N, T] on the CPU, T the longest response; 0 on padding.
         """
         width = int(response_lengths.max()) if len(response_lengths) else 0
         out = torch.zeros((len(sequences), width))
-        cuts = self._cut(prompt_lengths + response_lengths, self.settings.forward_micro_batch_size)
+        samples = _Samples.of(sequences, prompt_lengths, response_lengths, group_ids)
+        cuts = self._cut(samples, self.settings.forward_micro_batch_size)
         if not cuts:
             return out
-
-        def parts_of(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return sequences[rows], prompt_lengths[rows], response_lengths[rows]
-
         self.lm.eval()
         found = forward_passes(
             self.lm,
-            cuts,
-            lambda model, rows: self._hidden(model, *parts_of(rows)),
-            lambda hidden, rows: self._score(hidden, *parts_of(rows), width).log_probs,
+            _Made(cuts, lambda rows: self._layout(samples.select(rows))),
+            lambda model, layout: layout.hidden(model),
+            lambda hidden, layout: self._scores(layout, hidden, width).log_probs,
         )
         self.lm.train()
         for rows, log_probs in zip(cuts, found, strict=False):  # there are none on other stages than the last
             out[rows] = log_probs.float().cpu()
         return self.mesh.from_last_stage(out)
 
-    def get_init_policy_logprobs(self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
+    def get_init_policy_logprobs(
+        self,
+        sequences: Tensor,
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+        group_ids: Tensor | None = None,
+    ) -> Tensor:
         """As `get_inference_log_probs`, under the reference policy at the same temperature."""
         if self._reference is None:
             raise RuntimeError("this actor was built without a reference policy (with_reference=False)")
         with self._reference.swapped_in():
-            return self.get_inference_log_probs(sequences, prompt_lengths, response_lengths)
+            return self.get_inference_log_probs(sequences, prompt_lengths, response_lengths, group_ids)
 
     def get_loss_and_metrics(
         self,
@@ -191,24 +209,23 @@ class MegatronGPTReinforceActorModel:
         if rows is None:
             rows = torch.arange(len(batch.trains))
         trained = rows[batch.trains[rows]]
-        total_lengths = (rollouts.prompt_lengths + rollouts.response_lengths)[trained]
-        cuts = self._cut(total_lengths, self.settings.micro_batch_size)
+        samples = _Samples.of(
+            rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids
+        )
+        cuts = [trained[cut] for cut in self._cut(samples.select(trained), self.settings.micro_batch_size)]
         # A rank with nothing to train on still runs one empty pass, or the others would wait for it.
-        parts: list[Tensor | None] = [trained[cut] for cut in cuts] or [None]
+        parts: list[Tensor | None] = [*cuts] or [None]
 
-        def parts_of(rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-            if rows is None:
-                nothing = torch.zeros(1, dtype=torch.long)
-                return torch.full((1, 1), self.pad_id), nothing + 1, nothing
-            return rollouts.sequences[rows], rollouts.prompt_lengths[rows], rollouts.response_lengths[rows]
+        def layout_of(rows: Tensor | None) -> tuple[Tensor | None, SequenceLayout]:
+            return rows, self._layout(_Samples.nothing(self.pad_id) if rows is None else samples.select(rows))
 
-        def loss_of(hidden: Tensor, rows: Tensor | None) -> tuple[Tensor, LossShare]:
+        def loss_of(hidden: Tensor, part: tuple[Tensor | None, SequenceLayout]) -> tuple[Tensor, LossShare]:
+            rows, layout = part
             if rows is None:
-                share = self._score(hidden, *parts_of(rows), 1).log_probs.sum()
-                return share, LossShare(0.0, {})
+                return self._scores(layout, hidden, 1).log_probs.sum(), LossShare(0.0, {})
             lengths = rollouts.response_lengths[rows]
             width = int(lengths.max())
-            scores = self._score(hidden, *parts_of(rows), width, with_entropy=True)
+            scores = self._scores(layout, hidden, width, with_entropy=True)
             device = scores.log_probs.device
 
             def of_rows(values: Tensor | None) -> Tensor | None:
@@ -230,12 +247,12 @@ class MegatronGPTReinforceActorModel:
 
         self.lm.train()
         found = accumulate_gradients(
-            self.ddp, parts, lambda model, rows: self._hidden(model, *parts_of(rows)), loss_of
+            self.ddp, _Made(parts, layout_of), lambda model, part: part[1].hidden(model), loss_of
         )
         shares = self.mesh.from_last_stage(found)
         names = dict.fromkeys(name for share in shares for name in share.sums)
         sums = {name: math.fsum(share.sums[name] for share in shares) for name in names}
-        sums["sequence_tokens"], sums["padded_tokens"] = padding(total_lengths, cuts, self.settings.pad_to)
+        sums["sequence_tokens"], sums["padded_tokens"] = self._tokens_of(samples, cuts)
         return LossShare(math.fsum(share.loss for share in shares), sums)
 
     def export(self, source: str | Path, out: str | Path) -> Path:
@@ -247,36 +264,83 @@ class MegatronGPTReinforceActorModel:
         """Write the LoRA updates as a PEFT folder; a collective call."""
         return export_adapter(self.lm, source, out)
 
-    def _hidden(
-        self, model: torch.nn.Module, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor
-    ) -> Tensor:
-        used = scored_length(prompt_lengths, response_lengths, self.settings.pad_to)
-        missing = max(used - sequences.shape[1], 0)
-        tokens = torch.nn.functional.pad(sequences[:, :used], (0, missing), value=self.pad_id)
-        return model(tokens.to(self.mesh.device))
+    def _layout(self, samples: _Samples) -> SequenceLayout:
+        where = (samples.sequences, samples.prompt_lengths, samples.response_lengths)
+        if self.settings.shared_prefix:
+            return PackedGroups(self.lm, *where, samples.group_ids)
+        return PaddedSequences(self.lm, *where, pad_to=self.settings.pad_to, pad_id=self.pad_id)
 
-    def _cut(self, lengths: Tensor, size: int) -> list[Tensor]:
-        return micro_batches(lengths.clamp(min=self.settings.pad_to), size, self.settings.tokens_per_micro_batch)
+    def _cut(self, samples: _Samples, size: int) -> list[Tensor]:
+        most = self.settings.tokens_per_micro_batch
+        if self.settings.shared_prefix:
+            return packed_micro_batches(
+                samples.group_ids, samples.prompt_lengths, samples.response_lengths, size, most
+            )
+        return micro_batches(samples.lengths.clamp(min=self.settings.pad_to), size, most)
 
-    def _score(
-        self,
-        hidden: Tensor,
-        sequences: Tensor,
-        prompt_lengths: Tensor,
-        response_lengths: Tensor,
-        width: int,
-        *,
-        with_entropy: bool = False,
+    def _tokens_of(self, samples: _Samples, cuts: list[Tensor]) -> tuple[int, int]:
+        """Tokens of the sequences that passes read, and tokens of the passes with their padding."""
+        if self.settings.shared_prefix:
+            parts = [samples.select(rows) for rows in cuts]
+            tokens = sum(packed_tokens(p.group_ids, p.prompt_lengths, p.response_lengths) for p in parts)
+            return tokens, tokens
+        return padding(samples.lengths, cuts, self.settings.pad_to)
+
+    def _scores(
+        self, layout: SequenceLayout, hidden: Tensor, width: int, *, with_entropy: bool = False
     ) -> TokenScores:
         return response_scores(
+            layout,
             hidden,
             self.lm,
-            sequences,
-            prompt_lengths,
-            response_lengths,
             temperature=self.settings.sampling.temperature,
             width=width,
             chunk_tokens=self.settings.logits_chunk_tokens,
             with_entropy=with_entropy,
-            pad_to=self.settings.pad_to,
+        )
+
+
+class _Made(Sequence[Made]):
+    """What is made of each part when its turn has come, so that not all attention masks exist at once."""
+
+    def __init__(self, parts: Sequence[Part], make: Callable[[Part], Made]):
+        self._parts, self._make = parts, make
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._make(self._parts[index])
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """What a pass reads: see `RolloutBatch`."""
+
+    sequences: Tensor
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    group_ids: Tensor
+
+    @classmethod
+    def of(
+        cls, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None
+    ) -> _Samples:
+        """Args: group_ids None for samples none of which share a prompt."""
+        alone = torch.arange(len(sequences))
+        return cls(sequences, prompt_lengths, response_lengths, alone if group_ids is None else group_ids)
+
+    @classmethod
+    def nothing(cls, pad_id: int) -> _Samples:
+        """A prompt of one token without a response."""
+        zero = torch.zeros(1, dtype=torch.long)
+        return cls(torch.full((1, 1), pad_id), zero + 1, zero, zero)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.prompt_lengths + self.response_lengths
+
+    def select(self, rows: Tensor) -> _Samples:
+        return _Samples(
+            self.sequences[rows], self.prompt_lengths[rows], self.response_lengths[rows], self.group_ids[rows]
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from reinforce_rl.activity import StepClock
 from reinforce_rl.algorithms.filtering import in_group_with_spread
@@ -117,16 +118,21 @@ class StepRolloutMaker:
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
         """The policy's and the reference's, where somebody reads them: without a KL only a second update does."""
-        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths)
+        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
         with_kl = self._cfg.initial_policy_kl_penalty > 0
         if with_kl or self._with_old_log_probs:
             with self._clock.phase("logprobs"):
-                batch = replace(batch, log_probs=self._model.get_inference_log_probs(*where))
+                batch = replace(batch, log_probs=self._policy_log_probs(batch, where))
         if with_kl:
             with self._clock.phase("init_logprobs"):
                 batch = replace(batch, init_log_probs=self._model.get_init_policy_logprobs(*where))
         self._stop.check(self._model.mesh)
         return batch
+
+    def _policy_log_probs(self, batch: RolloutBatch, where: tuple[Tensor, ...]) -> Tensor | None:
+        # A second update's ratios would not start from the trainer's own numbers.
+        is_known = self._cfg.generator_log_probs and self._model.generator.is_exact and not self._with_old_log_probs
+        return batch.generator_log_probs if is_known else self._model.get_inference_log_probs(*where)
 
     def _draw_until_rewards_differ(self, step: int) -> StepRollouts:
         """Draw batches of prompts until as many groups as a step takes have unequal rewards, or the bound is reached.

@@ -41,6 +41,11 @@ class SamplingParams:
 class Generator(Protocol):
     """Whatever completes prompts. How it batches, caches and shards is its own affair."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Its log-probs are those that the trainer would compute, but for the rounding of float32."""
+        ...
+
     def awake(self) -> AbstractContextManager[None]:
         """Responses are drawn inside the block; outside it an engine with memory of its own gives that back."""
         ...

@@ -1,9 +1,10 @@
 """The native engine: decoding on the megatron actor itself, with a KV cache, on any layout of ranks.
 
-A batch of prompts is read once; the cache of each prompt then serves all its samples. Samples that have ended leave
-the batch at once. The engine reads the actor's own weights, so there is nothing to refit.
+A prompt is read once, and its keys and values serve all its samples. Samples that have ended leave the batch at once,
+and where the batch is bounded, others take their place. The engine reads the actor's own weights, so there is nothing
+to refit.
 
-Notation: P prompts, G samples a prompt, R unfinished samples, V vocabulary.
+Notation: R samples in flight, b sequences of a pass, s positions, h hidden.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.sampling import choose_tokens, noise_keys, penalise_repetition, token_log_probs
-from reinforce_rl.megatron.attention import KVCache
+from reinforce_rl.generation.responses import Responses
+from reinforce_rl.generation.sampling import Workspace, choose_tokens, noise_keys, token_log_probs
+from reinforce_rl.generation.schedule import Schedule
+from reinforce_rl.megatron.inference_linear import inference_linears
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.rollout import FINISH_LENGTH, FINISH_STOP, Completions, Prompt, join_completions
+from reinforce_rl.rollout import Completions, Prompt, join_completions
 from reinforce_rl.tokenizer import pad_id_of
 
 if TYPE_CHECKING:
@@ -35,12 +38,18 @@ class NativeGenerator:
     Args:
         lm: the actor.
         tokenizer: decodes text for `end_strings`; its pad id fills the right of the responses.
+        max_tokens: that the KV cache holds at most, on each rank; None for all sequences of a call at once.
     """
 
-    def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase):
-        self._lm = lm
+    def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None):
+        self._lm, self._max_tokens = lm, max_tokens
         self._tokenizer = tokenizer
         self._pad_id = pad_id_of(tokenizer)
+
+    @property
+    def is_exact(self) -> bool:
+        """In bf16 a token at a time rounds otherwise than a whole sequence does."""
+        return self._lm.config.params_dtype != torch.bfloat16
 
     def awake(self) -> AbstractContextManager[None]:
         """Nothing to wake: the cache of a call is freed after it."""
@@ -54,7 +63,7 @@ class NativeGenerator:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
-        """See `Generator.generate`. All prompts are decoded together; the result lies on the CPU.
+        """See `Generator.generate`. The result lies on the CPU.
 
         Context-parallel ranks decode some of the prompts each: the keyed noise makes that the same.
         """
@@ -64,7 +73,7 @@ class NativeGenerator:
         own = prompts[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
         self._lm.eval()
         try:
-            with self._lm.whole_sequences():
+            with self._lm.whole_sequences(), inference_linears(self._lm):
                 found = self._generate(own, num_samples, params, seed) if own else None
         finally:
             self._lm.train(was_training)
@@ -83,59 +92,114 @@ class NativeGenerator:
             )
 
     def _generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
-        device = self._lm.mesh.device
-        lengths = torch.tensor([len(p.tokens) for p in prompts], device=device)
-        rows = len(prompts) * num_samples
-        responses = _Responses(prompts, num_samples, params, self._tokenizer, self._pad_id, device)
-        keys = noise_keys(
+        responses = Responses(prompts, num_samples, params, self._tokenizer, self._pad_id, self._lm.mesh.device)
+        decoding = _Decoding(self._lm, prompts, num_samples, params, seed, self._max_tokens, self._pad_id)
+        while decoding.admit():
+            tokens = decoding.draw(responses)
+            decoding.advance(tokens)
+        return responses.finish()
+
+
+class _Decoding:
+    """The samples of a call in flight: what is known of them on the device, row by row.
+
+    Args: as of `NativeGenerator` and its `generate`.
+    """
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        params: SamplingParams,
+        seed: int,
+        max_tokens: int | None,
+        pad_id: int,
+    ):
+        self._lm, self._device, self._params, self._pad_id = lm, lm.mesh.device, params, pad_id
+        self._prompts = [prompt.tokens for prompt in prompts]
+        lengths = [len(tokens) for tokens in self._prompts]
+        self._schedule = Schedule(lengths, num_samples, params.max_length, max_tokens)
+        self._cache = lm.new_cache(self._schedule.slots, max(lengths), self._schedule.rows, params.max_length)
+        self._keys = noise_keys(
             seed,
             np.repeat([p.id for p in prompts], num_samples),
             np.tile(np.arange(num_samples), len(prompts)),
             params.max_length,
-        ).to(device)
+        ).to(self._device)
+        size, dtype = lm.architecture.hidden_size, lm.config.params_dtype
+        # What the next tokens are drawn from, on the last stage: of each slot's prompt, and of each row.
+        self._of_prompts = torch.empty((self._schedule.slots, size), dtype=dtype, device=self._device)
+        self._hidden = torch.empty((0, size), dtype=dtype, device=self._device)
+        self._work: Workspace | None = None
 
-        cache = self._lm.new_cache(len(prompts), slots=int(lengths.max()) + params.max_length)
-        logits = self._read_prompts(prompts, lengths, cache)
-        if logits is not None:
-            logits = logits.repeat_interleave(num_samples, dim=0)
-        cache.begin_decoding(lengths, num_samples)
-        positions = lengths.repeat_interleave(num_samples)
-        active = torch.arange(rows, device=device)
-        for step in range(params.max_length):
-            tokens = torch.empty(len(active), dtype=torch.long, device=device)
-            log_probs = torch.empty(len(active), dtype=torch.float32, device=device)
-            if logits is not None:
-                adjusted = responses.adjust(logits, active, step)
-                tokens = choose_tokens(adjusted, keys[active, step], params)
-                log_probs = token_log_probs(logits, tokens, params.temperature).float()
-            self._lm.mesh.copy_from_last_stage(tokens)
-            self._lm.mesh.copy_from_last_stage(log_probs)
-            ended = responses.append(active, step, tokens, log_probs)
-            if bool(ended.any()):
-                rest = (~ended).nonzero()[:, 0]
-                active, tokens, positions = active[rest], tokens[rest], positions[rest]
-                if rest.numel() == 0:
-                    break
-                cache.keep(rest)
-            if step + 1 == params.max_length:
-                break
-            cache.at(positions)
-            hidden = self._through_stages(tokens[:, None], positions[:, None], cache)
-            logits = None if hidden is None else self._lm.full_logits(hidden[:, 0])
-            positions = positions + 1
-        return responses.finish()
+    def admit(self) -> bool:
+        """Put samples that wait in the place of those that have ended; False when none is left."""
+        before = len(self._schedule.running)
+        unread = self._schedule.admit()
+        if unread:
+            self._read(unread)
+        if len(self._schedule.running) > before:
+            self._place()
+            self._hidden = torch.cat((self._hidden, self._of_prompts[self._slots[before:]]))
+        return bool(self._schedule.running)
 
-    def _read_prompts(self, prompts: Sequence[Prompt], lengths: Tensor, cache: KVCache) -> Tensor | None:
-        """Prefill; logits float32 [P, V] of each prompt's last position, on the last stage."""
-        tokens = torch.full((len(prompts), int(lengths.max())), self._pad_id, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt.tokens)] = torch.tensor(prompt.tokens)
-        hidden = self._through_stages(tokens.to(lengths.device), None, cache)
-        if hidden is None:
-            return None
-        return self._lm.full_logits(hidden[torch.arange(len(prompts), device=lengths.device), lengths - 1])
+    def _read(self, numbers: Sequence[int]) -> None:
+        """Prefill of these prompts."""
+        slots = [self._schedule.slot_of(number) for number in numbers]
+        ends = torch.tensor([len(self._prompts[number]) - 1 for number in numbers], device=self._device)
+        rows = [torch.tensor(self._prompts[number]) for number in numbers]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._pad_id)
+        self._cache.read(slots)
+        hidden = self._through_stages(tokens.to(self._device), None)
+        if hidden is not None:
+            self._of_prompts[slots] = hidden[torch.arange(len(slots), device=self._device), ends]
 
-    def _through_stages(self, tokens: Tensor, positions: Tensor | None, cache: KVCache) -> Tensor | None:
+    def _place(self) -> None:
+        """After samples came or went."""
+        running = self._schedule.running
+        self._samples, self._slots, self._lengths, self._written = torch.tensor(
+            [(one.sample, one.slot, len(self._prompts[one.prompt]), one.written) for one in running],
+            device=self._device,
+        ).unbind(dim=1)
+        self._cache.place([one.slot for one in running])
+
+    def draw(self, responses: Responses) -> Tensor:
+        """The next token of each row, int64 [R], written to the responses."""
+        mesh, rows = self._lm.mesh, len(self._schedule.running)
+        tokens = torch.empty(rows, dtype=torch.long, device=self._device)
+        log_probs = torch.empty(rows, dtype=torch.float32, device=self._device)
+        if mesh.is_last_stage:
+            logits = self._lm.full_logits(self._hidden)
+            if self._work is None:
+                self._work = Workspace(self._schedule.rows, logits.shape[1], logits.dtype, self._device)
+            adjusted = responses.adjust(logits, self._samples, self._written)
+            tokens = choose_tokens(adjusted, self._keys[self._samples, self._written], self._params, self._work)
+            log_probs = token_log_probs(logits, tokens, self._params.temperature, self._work)
+        mesh.copy_from_last_stage(tokens)
+        mesh.copy_from_last_stage(log_probs)
+        ended = responses.append(self._samples, self._written, tokens, log_probs)
+        order = self._schedule.advance(ended)
+        if order is None:
+            self._written = self._written + 1
+            return tokens
+        if order:
+            self._cache.keep(order)
+            self._place()
+        return tokens[order]
+
+    def advance(self, tokens: Tensor) -> None:
+        """Read the tokens int64 [R] that were drawn."""
+        if not len(tokens):
+            self._hidden = self._hidden[:0]
+            return
+        stored = self._written - 1  # the last token's keys are made in this pass
+        self._cache.at(self._lengths, stored, self._schedule.longest)
+        hidden = self._through_stages(tokens[:, None], (self._lengths + stored)[:, None])
+        if hidden is not None:
+            self._hidden = hidden[:, 0]
+
+    def _through_stages(self, tokens: Tensor, positions: Tensor | None) -> Tensor | None:
         """Hidden states [b, s, h] on the last stage, None on the others, which wait for each other in turn."""
         lm, mesh = self._lm, self._lm.mesh
         if mesh.pp_rank > 0:
@@ -143,68 +207,8 @@ class NativeGenerator:
             received = torch.empty(shape, dtype=lm.config.pipeline_dtype, device=mesh.device)
             mesh.receive_from_stage(received, mesh.pp_rank - 1)
             lm.set_input_tensor(received)
-        hidden = lm(tokens, positions, cache)
+        hidden = lm(tokens, positions, self._cache)
         if mesh.is_last_stage:
             return hidden
         mesh.send_to_stage(hidden.contiguous(), mesh.pp_rank + 1)
         return None
-
-
-class _Responses:
-    """The responses being written: their tokens, and the rules that depend on what was written before."""
-
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        params: SamplingParams,
-        tokenizer: PreTrainedTokenizerBase,
-        pad_id: int,
-        device: torch.device,
-    ):
-        rows = len(prompts) * num_samples
-        self._params, self._tokenizer = params, tokenizer
-        self._stops = torch.tensor(params.stop_token_ids, dtype=torch.long, device=device)
-        self._tokens = torch.full((rows, params.max_length), pad_id, dtype=torch.long, device=device)
-        self._log_probs = torch.zeros((rows, params.max_length), dtype=torch.float32, device=device)
-        self._lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self._stopped = torch.zeros(rows, dtype=torch.bool, device=device)
-        self._prompts = [list(p.tokens) for p in prompts for _ in range(num_samples)]
-        self._seen: Tensor | None = None
-
-    def adjust(self, logits: Tensor, active: Tensor, step: int) -> Tensor:
-        """Apply the repetition penalty and ban stop tokens before min_length: [R, V] to [R, V]."""
-        if self._params.repetition_penalty != 1.0:
-            if self._seen is None:
-                self._seen = torch.zeros((len(self._prompts), logits.shape[1]), dtype=torch.bool, device=logits.device)
-                for row, prompt in enumerate(self._prompts):
-                    self._seen[row, torch.tensor(prompt)] = True
-            logits = penalise_repetition(logits, self._seen[active], self._params.repetition_penalty)
-        if step < self._params.min_length and self._stops.numel():
-            logits = logits.index_fill(1, self._stops, float("-inf"))
-        return logits
-
-    def append(self, active: Tensor, step: int, tokens: Tensor, log_probs: Tensor) -> Tensor:
-        """Write one token to each active row; bool [R], True where the response ended with it."""
-        self._tokens[active, step] = tokens
-        self._log_probs[active, step] = log_probs
-        self._lengths[active] = step + 1
-        if self._seen is not None:
-            self._seen[active, tokens] = True
-        stopped = torch.isin(tokens, self._stops)
-        if self._params.end_strings and step + 1 >= self._params.min_length:
-            texts = self._tokenizer.batch_decode(self._tokens[active, : step + 1].tolist())
-            hits = [any(end in text for end in self._params.end_strings) for text in texts]
-            stopped |= torch.tensor(hits, device=stopped.device)
-        self._stopped[active] = stopped
-        return stopped
-
-    def finish(self) -> Completions:
-        """What was written, cut to the longest response."""
-        width = int(self._lengths.max())
-        return Completions(
-            tokens=self._tokens[:, :width].cpu(),
-            lengths=self._lengths.cpu(),
-            finish_reasons=tuple(FINISH_STOP if s else FINISH_LENGTH for s in self._stopped.tolist()),
-            log_probs=self._log_probs[:, :width].cpu(),
-        )

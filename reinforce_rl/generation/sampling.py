@@ -52,6 +52,40 @@ def _mix(value: np.ndarray | np.uint64) -> np.ndarray:
     return np.asarray(z ^ (z >> np.uint64(31)))
 
 
+class Workspace:
+    """Buffers that the steps of a batch share: a page of fresh memory costs more than what is computed in it.
+
+    Args:
+        rows: R at most.
+        vocab_size: V.
+        dtype: of the logits.
+        device: where they lie.
+    """
+
+    def __init__(self, rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device):
+        self._ints = torch.empty((2, rows, vocab_size), dtype=torch.int32, device=device)
+        self._reals = torch.empty((2, rows, vocab_size), dtype=dtype, device=device)
+
+    @classmethod
+    def like(cls, logits: Tensor) -> Workspace:
+        """For rows and columns of these logits."""
+        return cls(*logits.shape, dtype=logits.dtype, device=logits.device)
+
+    def ints(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Two of int32 [R, V], whose contents are lost at the next call of any function here."""
+        return self._ints[0, :rows], self._ints[1, :rows]
+
+    def reals(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Two [R, V] of the logits' dtype: for results, and for scaled logits."""
+        return self._reals[0, :rows], self._reals[1, :rows]
+
+    def scaled(self, logits: Tensor, temperature: float) -> Tensor:
+        """logits / temperature."""
+        if temperature == 1.0:
+            return logits
+        return torch.div(logits, temperature, out=self.reals(len(logits))[1])
+
+
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise for every token, a pure function of each row's key: the same in any batch, on any device.
 
@@ -64,9 +98,14 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     Returns:
         float32 [R, V].
     """
-    tokens = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * _as_int32(0x9E3779B1)
-    bits = tokens[None, :] + keys[:, :1]
-    scratch = torch.empty_like(bits)
+    buffers = torch.empty((2, len(keys), vocab_size), dtype=torch.int32, device=keys.device)
+    return _negative_noise(keys, buffers[0], buffers[1]).neg_()
+
+
+def _negative_noise(keys: Tensor, bits: Tensor, scratch: Tensor) -> Tensor:
+    """Minus `gumbel_noise`, in the memory of `scratch`; both buffers are int32 [R, V]."""
+    tokens = torch.arange(bits.shape[1], dtype=torch.int32, device=keys.device) * _as_int32(0x9E3779B1)
+    torch.add(tokens[None, :], keys[:, :1], out=bits)
     _xor_shift(bits, scratch, 16)
     bits.mul_(_as_int32(0x7FEB352D)).bitwise_xor_(keys[:, 1:])
     _xor_shift(bits, scratch, 15)
@@ -74,8 +113,8 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     _xor_shift(bits, scratch, 16)
     # 31 bits and half a step. Small values keep their full precision, and it is these that make a token win.
     # The factor's second part keeps what float rounds up to 2^31 below 1, whose noise would be minus infinity.
-    uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31 * (1 - 2.0**-24))
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    uniform = scratch.view(torch.float32).copy_(bits.bitwise_and_(0x7FFFFFFF))
+    return uniform.add_(0.5).mul_(-(2.0**-31) * (1 - 2.0**-24)).log1p_().neg_().log_()
 
 
 def _xor_shift(bits: Tensor, scratch: Tensor, by: int) -> None:
@@ -88,7 +127,7 @@ def _as_int32(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-def choose_tokens(logits: Tensor, keys: Tensor, params: SamplingParams) -> Tensor:
+def choose_tokens(logits: Tensor, keys: Tensor, params: SamplingParams, work: Workspace | None = None) -> Tensor:
     """Draw one token a row by the Gumbel-max trick, or take the likeliest under `use_greedy`.
 
     Adding Gumbel noise and taking the maximum samples from the softmax exactly. A rounding error in the logits
@@ -99,19 +138,22 @@ def choose_tokens(logits: Tensor, keys: Tensor, params: SamplingParams) -> Tenso
         logits: [R, V], penalties and bans already applied, temperature not.
         keys: int32 [R, 2], see `noise_keys`.
         params: temperature, top_k, top_p, use_greedy.
+        work: buffers to compute in; None makes new ones.
 
     Returns:
         int64 [R].
     """
     if params.use_greedy:
         return logits.argmax(dim=-1)
-    logits = logits / params.temperature
+    work = work or Workspace.like(logits)
+    logits = work.scaled(logits, params.temperature)
     if params.top_k and params.top_k < logits.shape[1]:
         smallest_kept = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     if params.top_p < 1.0:
         logits = _cut_tail(logits, params.top_p)
-    return (logits + gumbel_noise(keys, logits.shape[1])).argmax(dim=-1)
+    perturbed, _ = work.reals(len(logits))
+    return torch.sub(logits, _negative_noise(keys, *work.ints(len(logits))), out=perturbed).argmax(dim=-1)
 
 
 def _cut_tail(logits: Tensor, top_p: float) -> Tensor:
@@ -130,7 +172,12 @@ def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, penalised, logits)
 
 
-def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) at the tokens: [R, V] and int64 [R] to float32 [R]."""
-    scaled = logits / temperature
-    return (scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=-1)).float()
+def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float, work: Workspace | None = None) -> Tensor:
+    """log softmax(logits / temperature) at the tokens: [R, V] and int64 [R] to float32 [R].
+
+    `work` is as for `choose_tokens`.
+    """
+    work = work or Workspace.like(logits)
+    out, _ = work.reals(len(logits))
+    torch.log_softmax(work.scaled(logits, temperature), dim=-1, out=out)
+    return out.gather(1, tokens[:, None])[:, 0].float()

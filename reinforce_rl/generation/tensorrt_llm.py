@@ -85,6 +85,11 @@ class TensorRTLLMGenerator:
         self._is_running = self._is_asleep = self._has_weights = self._was_restarted = False
         self._place_engine()
 
+    @property
+    def is_exact(self) -> bool:
+        """Its kernels are others than the trainer's."""
+        return False
+
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
         """Inside the block the engine has its memory and the policy's present weights."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -19,11 +19,17 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
-from reinforce_rl.megatron.attention import CoreAttention, KVCache
+from reinforce_rl.megatron.attention import CoreAttention
 from reinforce_rl.megatron.chunked_head import VocabShard
 from reinforce_rl.megatron.context_parallel import zigzag_positions
+from reinforce_rl.megatron.decode_step import decode_layers
+from reinforce_rl.megatron.kv_cache import KVCache
+from reinforce_rl.megatron.layer_functions import rms_norm, swiglu
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions, transformer_config
+
+if TYPE_CHECKING:
+    from reinforce_rl.megatron.packing import PackedGroups
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -35,6 +41,23 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] to [..., h]. On a GPU torch has one kernel for all of it."""
+        if x.is_cuda:
+            return super().forward(x)
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
+
+
+class SwiGLU:
+    """`swiglu` under megatron's constructor for activation functions. It has no weights, so it is no module."""
+
+    def __init__(self, config: TransformerConfig):
+        pass
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return swiglu(x)
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
@@ -73,6 +96,7 @@ class CausalLM(GPTModel):
         config = transformer_config(architecture, mesh, dtype, rope_scale, options)
         layer = get_gpt_layer_local_spec(normalization="RMSNorm")
         parts: Any = layer.submodules
+        parts.mlp.submodules.activation_func = SwiGLU
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         attention = parts.self_attention.submodules
         attention.core_attention = CoreAttention
@@ -101,11 +125,15 @@ class CausalLM(GPTModel):
                 architecture.hidden_size, architecture.num_labels, bias=False, dtype=dtype, device=mesh.device
             )
         self.architecture, self._sizes = architecture, sizes
-        self.mesh = mesh
+        self.mesh, self._plain_layers = mesh, not options.overrides
         self._inv_freq = inverse_frequencies.to(mesh.device)
 
     def forward(  # type: ignore[override]
-        self, input_ids: Tensor, position_ids: Tensor | None = None, cache: KVCache | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        packed: PackedGroups | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, or what the next stage of a pipeline goes on with.
 
@@ -113,16 +141,18 @@ class CausalLM(GPTModel):
 
         Args:
             input_ids: int64 [b, s], right-padded, the same on every rank of a block.
-            position_ids: int64 [b, s], with a cache; None means 0 .. s-1 in every row.
+            position_ids: int64 [b, s], with a cache or groups; None means 0 .. s-1 in every row.
             cache: keys and values of earlier positions, extended by this call. Only within `whole_sequences`, and
                 every context-parallel rank has sequences of its own.
+            packed: what the only row consists of, all of which is given back.
 
         Returns:
             [b, s', h] at the positions `own_positions(s)`, the same on every tensor-parallel rank. On stages before
             the last one, megatron's layout of the rank's share: positions first, padding included.
         """
         length = input_ids.shape[1]
-        if cache is None:
+        is_padded = cache is None and packed is None
+        if is_padded:
             positions = self._padded_positions(length)
             # Causality hides the padding, whatever token it is.
             input_ids = input_ids[:, positions.clamp(max=length - 1)]
@@ -134,7 +164,12 @@ class CausalLM(GPTModel):
         angles = positions.to(torch.float32).t()[:, :, None] * self._inv_freq  # [s, b or 1, d/2]
         rotary = torch.cat((angles, angles), dim=-1)[:, :, None, :]
         embedded = self.embedding(input_ids=input_ids, position_ids=positions) if self.pre_process else None
-        hidden = self.decoder(hidden_states=embedded, attention_mask=cache, rotary_pos_emb=rotary)
+        if cache is not None and position_ids is not None and self._plain_layers:
+            hidden = decode_layers(self.decoder, embedded, rotary, cache)
+        else:
+            hidden = self.decoder(
+                hidden_states=embedded, attention_mask=cache, rotary_pos_emb=rotary, packed_seq_params=packed
+            )
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
@@ -143,7 +178,7 @@ class CausalLM(GPTModel):
                 hidden, tensor_parallel_output_grad=False, group=self.mesh.tp_group
             )
         hidden = hidden.transpose(0, 1)
-        return hidden if cache is not None else hidden[:, : int((positions < length).sum())]
+        return hidden[:, : int((positions < length).sum())] if is_padded else hidden
 
     def own_positions(self, length: int) -> Tensor:
         """int64: which of the positions 0 .. length-1 this context-parallel rank holds, ascending."""
@@ -214,15 +249,17 @@ class CausalLM(GPTModel):
             gathered = tensor_parallel.gather_from_tensor_model_parallel_region(self.logits(hidden))
         return gathered[:, : self.architecture.vocab_size]
 
-    def new_cache(self, batch: int, slots: int) -> KVCache:
-        """An empty cache for `batch` sequences of at most `slots` tokens, of this stage's layers."""
+    def new_cache(self, prompts: int, prompt_tokens: int, rows: int, response_tokens: int) -> KVCache:
+        """An empty cache of this stage's layers; see `KVCache` for the sizes."""
         layers: Any = self.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0  # megatron counts from 1
         return KVCache(
             layers=range(first, first + len(layers)),
-            batch=batch,
+            prompts=prompts,
+            prompt_tokens=prompt_tokens,
+            rows=rows,
+            response_tokens=response_tokens,
             groups=self._sizes.num_groups // self.mesh.tp_size,
-            slots=slots,
             head_size=self.architecture.head_size,
             dtype=self.config.params_dtype,
             device=self.mesh.device,

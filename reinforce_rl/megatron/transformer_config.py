@@ -152,6 +152,7 @@ def transformer_config(
         "calculate_per_token_loss": True,
         "use_cpu_initialization": mesh.device.type == "cpu",
         "bias_activation_fusion": False,
+        "use_te_activation_func": True,  # takes the layer's own, whosever that is
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,

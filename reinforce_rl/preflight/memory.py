@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reinforce_rl.generation.schedule import Schedule
+
 FP32 = 4
 ADAM_MOMENTS = 2 * FP32
 WEIGHT_BYTES = {"32": 4, "bf16": 2}  # by trainer.precision
@@ -74,20 +76,23 @@ class Pass:
 
 @dataclass(frozen=True)
 class Decoding:
-    """One generation call of a rank: prompts, samples of each, tokens of the longest prompt and of a response."""
+    """One generation call of a rank.
+
+    Attributes:
+        prompts, samples: of the call, and of each prompt.
+        prompt_tokens, response_tokens: of the longest prompt and of a response.
+        cache_tokens: that the KV cache holds at most; None for no bound.
+    """
 
     prompts: int
     samples: int
     prompt_tokens: int
     response_tokens: int
+    cache_tokens: int | None = None
 
-    @property
-    def rows(self) -> int:
-        return self.prompts * self.samples
-
-    @property
-    def slots(self) -> int:
-        return self.prompt_tokens + self.response_tokens
+    def schedule(self) -> Schedule:
+        """How many prompts and rows are in memory at a time."""
+        return Schedule([self.prompt_tokens] * self.prompts, self.samples, self.response_tokens, self.cache_tokens)
 
 
 @dataclass(frozen=True)
@@ -343,19 +348,20 @@ def _log_probs(name: str, shape: StageShape, policy: Policy, micro: Pass, moved:
 
 
 def _generation(name: str, shape: StageShape, policy: Policy, decoding: Decoding) -> Phase:
-    numbers = shape.layers * 2 * shape.groups * decoding.slots * shape.head_size
-    of_prompts = decoding.prompts * numbers * policy.weight_bytes
-    of_rows = decoding.rows * numbers * policy.weight_bytes
-    reading = _forward_activations(shape, policy, decoding.prompts * decoding.prompt_tokens)
-    row_logits = decoding.rows * shape.whole_vocab * FP32 if shape.last else 0
-    step = _forward_activations(shape, policy, decoding.rows)
+    schedule = decoding.schedule()
+    tokens = schedule.slots * decoding.prompt_tokens + schedule.rows * decoding.response_tokens
+    cache = tokens * shape.layers * 2 * shape.groups * shape.head_size * policy.weight_bytes
+    reading = _forward_activations(shape, policy, schedule.slots * decoding.prompt_tokens)
+    step = _forward_activations(shape, policy, schedule.rows)
+    # Of the sampling: the logits, two buffers for the noise, two for what is computed from both.
+    logits = 5 * schedule.rows * shape.whole_vocab * FP32 if shape.last else 0
     moments = -(-shape.trained // policy.optimizer_shards) * ADAM_MOMENTS
     moved = -moments if policy.offload_optimizer and policy.gpu else 0
+    # A CPU multiplies by copies of the weights, the embedding excepted where it is not the head as well.
+    embedding = shape.vocab * shape.hidden if shape.first and not (shape.last and shape.tied) else 0
+    packed = 0 if policy.gpu else (shape.parameters - embedding) * policy.weight_bytes
     moments_of_time = (
-        Phase(name, activations=reading, cache=of_prompts, moved=moved),
-        # A sample that has ended is left out by a copy of all others.
-        Phase(name, activations=step, logits=row_logits, cache=2 * of_rows, moved=moved),
-        # The noise of the sampling takes as much as the logits several times over.
-        Phase(name, activations=step, logits=5 * row_logits, cache=of_rows, moved=moved),
+        Phase(name, activations=packed + reading, cache=cache, moved=moved),
+        Phase(name, activations=packed + step, logits=logits, cache=cache, moved=moved),
     )
     return max(moments_of_time, key=lambda phase: phase.total)

@@ -158,7 +158,8 @@ def plan_memory(
         return Pass(rows, positions, rows * min(response, positions), in_flight)
 
     def call(prompts: int, size: int, samples: int, prompt_tokens: int) -> Decoding:
-        return Decoding(-(-min(prompts, size) // layout.context), samples, prompt_tokens, response)
+        most = -(-min(prompts, size) // layout.context)
+        return Decoding(most, samples, prompt_tokens, response, rollout.generation_cache_tokens)
 
     of_rank, samples = batches.prompts_of_rank.most, batches.samples
     decoding = call(of_rank, rollout.rollout_micro_batch_size, samples, batches.longest_prompt)

@@ -12,8 +12,9 @@ from helpers.models import tiny_llama_folder
 from helpers.ranks import run_ranks
 from helpers.tiny_run import metrics_of, tiny_config, tiny_trainer, weights, without_times
 
-from reinforce_rl.megatron.log_probs import response_scores, scored_length
+from reinforce_rl.megatron.log_probs import response_scores
 from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, build_optimizer
+from reinforce_rl.megatron.sequence_layout import PaddedSequences
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/layouts.py"
 BF16 = torch.bfloat16
@@ -56,14 +57,14 @@ def test_log_probs_and_entropy_are_fp32_from_the_logits(folder, mesh):
     actor = actor_of(folder, mesh, dtype=BF16)
     rollouts = whole_batch().rollouts
     where = (rollouts.prompt_lengths, rollouts.response_lengths)
+    layout = PaddedSequences(actor.lm, rollouts.sequences, *where)
     with torch.no_grad():
-        hidden = actor.lm(rollouts.sequences[:, : scored_length(*where)])
+        hidden = layout.hidden(actor.lm)
         assert hidden.dtype == BF16
         found = response_scores(
+            layout,
             hidden,
             actor.lm,
-            rollouts.sequences,
-            *where,
             temperature=TEMPERATURE,
             width=rollouts.width,
             chunk_tokens=5,

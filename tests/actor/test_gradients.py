@@ -55,9 +55,11 @@ def loss_and_gradient(folder, mesh, batch, **sizes):
     return actor.get_loss_and_metrics(batch, sequences(NUM_VALID)).loss, gradient_of(actor)
 
 
+@pytest.mark.parametrize("shared_prefix", [True, False])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 8, 100])
-def test_equals_the_formula_for_every_micro_batch_size(micro_batch_size, folder, mesh, expected):
-    loss, gradient = loss_and_gradient(folder, mesh, whole_batch(), micro_batch_size=micro_batch_size)
+def test_equals_the_formula_for_every_micro_batch_size(micro_batch_size, shared_prefix, folder, mesh, expected):
+    sizes = {"micro_batch_size": micro_batch_size, "shared_prefix": shared_prefix}
+    loss, gradient = loss_and_gradient(folder, mesh, whole_batch(), **sizes)
     assert loss == pytest.approx(expected[0], rel=1e-5)
     assert relative_difference(gradient, expected[1]) < 1e-5
     _, reference = loss_and_gradient(folder, mesh, whole_batch(), micro_batch_size=12)

@@ -44,6 +44,7 @@ def check(name, folder, one_process, out):
         for kind in ("greedy", "sampled"):
             assert found[kind]["tokens"] == one[kind]["tokens"], who
             torch.testing.assert_close(found[kind]["log_probs"], one[kind]["log_probs"], atol=1e-5, rtol=0, msg=who)
+        assert found["bounded"]["tokens"] == one["sampled"]["tokens"], who
         for kind in ("log_probs", "reference_log_probs"):
             torch.testing.assert_close(found[kind], one[kind], atol=1e-5, rtol=0, msg=who)
         if name not in LORA_LAYOUTS:

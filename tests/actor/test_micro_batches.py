@@ -10,7 +10,7 @@ from helpers.models import tiny_llama_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforce_rl.actor.micro_batches import micro_batches, padding
+from reinforce_rl.actor.micro_batches import micro_batches, packed_micro_batches, packed_tokens, padding
 
 
 @settings(deadline=None, max_examples=100)
@@ -32,6 +32,36 @@ def test_fixed_ones_are_cut_by_number():
     assert micro_batches(torch.zeros(0, dtype=torch.long), 2) == micro_batches(torch.zeros(0).long(), 2, 9) == []
 
 
+GROUPS = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(0, 20), min_size=1, max_size=6)), max_size=8)
+
+
+@settings(deadline=None, max_examples=100)
+@given(GROUPS, st.integers(1, 9), st.one_of(st.none(), st.integers(1, 100)))
+def test_packed_ones_hold_groups_together_where_there_is_room(groups, size, max_tokens):
+    rows = [(number, prompt, length) for number, (prompt, lengths) in enumerate(groups) for length in lengths]
+    ids, prompts, responses = torch.tensor(rows, dtype=torch.long).reshape(-1, 3).unbind(1)
+    passes = [rows.tolist() for rows in packed_micro_batches(ids, prompts, responses, size, max_tokens)]
+    assert sorted(row for part in passes for row in part) == list(range(len(rows)))
+
+    def fits(part):
+        where = torch.tensor(part)
+        if max_tokens is None:
+            return len(part) <= size
+        return packed_tokens(ids[where], prompts[where], responses[where]) <= max_tokens
+
+    for part in passes:
+        assert fits(part) or len(part) == 1
+    for number in range(len(groups)):
+        members = (ids == number).nonzero()[:, 0].tolist()
+        if fits(members):
+            assert sum(bool(set(part) & set(members)) for part in passes) == 1
+
+
+def test_tokens_of_packed_groups_count_a_prompt_once():
+    ids, prompts, responses = torch.tensor([5, 5, 9]), torch.tensor([4, 4, 7]), torch.tensor([1, 2, 3])
+    assert packed_tokens(ids, prompts, responses) == 4 + 7 + 6
+
+
 def test_padding_is_what_a_pass_has_besides_its_sequences():
     lengths = torch.tensor([1, 5, 3])
     assert padding(lengths, [torch.tensor([1, 2]), torch.tensor([0])]) == (9, 11)
@@ -50,10 +80,24 @@ def test_the_gradient_is_that_of_fixed_micro_batches(tmp_path, mesh):
     folder = tiny_llama_folder(tmp_path, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36)
     gradients, metrics = [], []
     for tokens in (None, 20, 60):
-        actor = actor_of(folder, mesh, with_reference=False, tokens_per_micro_batch=tokens)
+        actor = actor_of(folder, mesh, with_reference=False, tokens_per_micro_batch=tokens, shared_prefix=False)
         share = actor.get_loss_and_metrics(whole_batch(), sequences(10))
         gradients.append(gradient_of(actor))
         metrics.append(share.sums)
     for other, sums in zip(gradients[1:], metrics[1:], strict=True):
         assert relative_difference(other, gradients[0]) < 1e-6
         assert sums["sequence_tokens"] == metrics[0]["sequence_tokens"] < sums["padded_tokens"] + 1
+
+
+def test_the_gradient_is_that_of_packed_micro_batches(tmp_path, mesh):
+    folder = tiny_llama_folder(tmp_path, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36)
+    gradients, counts = [], []
+    for shared, tokens, size in ((False, None, 12), (True, 20, 1), (True, 60, 1), (True, None, 5)):
+        sizes = {"shared_prefix": shared, "tokens_per_micro_batch": tokens, "micro_batch_size": size}
+        actor = actor_of(folder, mesh, with_reference=False, **sizes)
+        sums = actor.get_loss_and_metrics(whole_batch(), sequences(10)).sums
+        gradients.append(gradient_of(actor))
+        counts.append((sums["sequence_tokens"], sums["padded_tokens"]))
+    for other in gradients[1:]:
+        assert relative_difference(other, gradients[0]) < 1e-6
+    assert counts[0][0] > counts[1][0] >= counts[2][0] == counts[2][1]

@@ -242,7 +242,7 @@ class TestAgainstBruteForce:
         assert relative_difference(gradient_of(actor), expected) < 1e-4
         with torch.no_grad():
             for parameter in actor.lm.parameters():
-                parameter -= 0.3 * parameter.main_grad  # type: ignore[attr-defined]
+                parameter -= 0.06 * parameter.main_grad  # type: ignore[attr-defined]
 
         after = transformers_model(actor.export(folder, tmp_path / "after"))
         for part in (first, second):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers.log_probs import response_log_probs
@@ -15,6 +16,7 @@ from helpers.ranks import run_ranks
 from reinforce_rl.errors import DataError
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.generation.sampling import gumbel_noise, noise_keys
 from reinforce_rl.rollout import Prompt, join_prompts_and_responses
 from reinforce_rl.tokenizer import load_tokenizer
 
@@ -143,6 +145,15 @@ class TestSamplesDependOnTheirKeysAlone:
     def test_fewer_samples_are_the_first_of_more(self, count, engine, prompts, together):
         found = rows_of(engine.generate(prompts, count, self.PARAMS, seed=3))
         self.assert_same(found, [row for i in range(5) for row in together[4 * i : 4 * i + count]])
+
+    @pytest.mark.parametrize("max_tokens", [1, 40, 75, 120, 10**6])
+    def test_with_a_bound_on_the_cache(self, max_tokens, lm, folder, prompts, together):
+        """From one sample at a time to all of them; those that end make room for others."""
+        engine = NativeGenerator(lm, load_tokenizer(folder), max_tokens)
+        self.assert_same(rows_of(engine.generate(prompts, 4, self.PARAMS, seed=3)), together)
+        some = replace(self.PARAMS, min_length=6, repetition_penalty=1.3, end_strings=("e",), temperature=0.8)
+        unbounded = NativeGenerator(lm, load_tokenizer(folder)).generate(prompts, 4, some, seed=4)
+        self.assert_same(rows_of(engine.generate(prompts, 4, some, seed=4)), rows_of(unbounded))
 
     def test_when_nobody_finishes_early(self, engine, prompts, together):
         """Without stop tokens each response begins with what it was with them."""
@@ -301,6 +312,32 @@ def test_one_prefill_a_prompt_and_finished_samples_cost_nothing(engine, lm, prom
     assert unfinished[0] > unfinished[5] > 0
     # The last token of a response is never read again.
     assert shapes[1:] == [(rows, 1) for rows in unfinished if rows]
+
+
+def test_in_float32_tokens_differ_at_near_ties_only(folder, mesh, prompts, engine):
+    """With and without a bound, alone and together, against float64, up to a position where two tokens nearly tie."""
+    lm = megatron_model(folder, mesh)
+    params = SamplingParams(max_length=30)
+    exact = engine.generate(prompts, 4, params, seed=8)
+    bounded = NativeGenerator(lm, load_tokenizer(folder), 100).generate(prompts, 4, params, seed=8)
+    free = NativeGenerator(lm, load_tokenizer(folder)).generate(prompts, 4, params, seed=8)
+    ties = 0
+    for found in (bounded, free):
+        for row, (mine, expected) in enumerate(zip(found.tokens, exact.tokens, strict=True)):
+            different = (mine != expected).nonzero()[:, 0]
+            if len(different):
+                assert _margin(folder, prompts[row // 4], row % 4, expected[: int(different[0])], seed=8) < 1e-4
+                ties += 1
+    assert ties <= 2  # of 1200 positions
+
+
+def _margin(folder, prompt: Prompt, sample: int, response: torch.Tensor, seed: int) -> float:
+    """Between the two best perturbed logits of the next token."""
+    tokens = torch.tensor([[*prompt.tokens, *response.tolist()]])
+    logits = transformers_model(folder, torch.float64)(tokens).logits[0, -1].detach()
+    key = noise_keys(seed, np.array([prompt.id]), np.array([sample]), len(response) + 1)[:, -1]
+    first, second = (logits + gumbel_noise(key, len(logits))[0]).topk(2).values.tolist()
+    return first - second
 
 
 def test_mode_and_weights_are_left_as_they_were(engine, lm, prompts):

@@ -32,6 +32,8 @@ INVALID = (4, 9)
 def whole_batch() -> ReinforceBatch:
     sequences, prompts, responses = padded_sequences(PROMPT_LENGTHS, RESPONSE_LENGTHS, VOCAB_SIZE)
     count = len(prompts)
+    for row, length in enumerate(PROMPT_LENGTHS):
+        sequences[row, :length] = sequences[row - row % 3, :length]
     valid = torch.ones(count, dtype=torch.bool)
     valid[list(INVALID)] = False
     nothing = torch.zeros(count)
@@ -76,6 +78,7 @@ def actor_of(
     forward_micro_batch_size: int = 4,
     model: ModelOptions = DEFAULT_OPTIONS,
     tokens_per_micro_batch: int | None = None,
+    shared_prefix: bool | None = None,
     updates: LoraSettings | None = None,
     dtype: torch.dtype = torch.float32,
     **options: Any,
@@ -93,6 +96,7 @@ def actor_of(
         forward_micro_batch_size,
         seed=0,
         tokens_per_micro_batch=tokens_per_micro_batch,
+        shared_prefix=mesh.cp_size == 1 if shared_prefix is None else shared_prefix,
     )
     return MegatronGPTReinforceActorModel(lm, tokenizer, NativeGenerator(lm, tokenizer), settings, **options)
 

@@ -10,7 +10,7 @@ from helpers.policies import megatron_model
 from torch import Tensor
 
 from reinforce_rl.megatron.checkpoint import Checkpointer
-from reinforce_rl.megatron.log_probs import response_scores, scored_length
+from reinforce_rl.megatron.log_probs import response_scores
 from reinforce_rl.megatron.lora import add_lora
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import (
@@ -21,6 +21,7 @@ from reinforce_rl.megatron.optimizer import (
     wrap_data_parallel,
 )
 from reinforce_rl.megatron.schedule import accumulate_gradients
+from reinforce_rl.megatron.sequence_layout import PaddedSequences
 from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS
 
 SETTINGS = OptimizerSettings(
@@ -74,15 +75,15 @@ class Run:
         """One step on [n, 12] tokens; this rank's loss before it, and the gradient's norm."""
         lengths = torch.tensor([5, 3]).repeat(len(sequences) // 2), torch.tensor([7, 6]).repeat(len(sequences) // 2)
 
-        def hidden_of(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-            return model(batch[0][:, : scored_length(*batch[1:])])
+        def hidden_of(model: Any, layout: PaddedSequences) -> Tensor:
+            return layout.hidden(model)
 
-        def loss_of(hidden: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:
-            scores = response_scores(hidden, self.lm, *batch, temperature=1.0, width=7, chunk_tokens=4)
+        def loss_of(hidden: Tensor, layout: PaddedSequences) -> tuple[Tensor, float]:
+            scores = response_scores(layout, hidden, self.lm, temperature=1.0, width=7, chunk_tokens=4)
             loss = -scores.log_probs.sum()
             return loss, loss.item()
 
-        found = accumulate_gradients(self.ddp, [(sequences, *lengths)], hidden_of, loss_of)
+        found = accumulate_gradients(self.ddp, [PaddedSequences(self.lm, sequences, *lengths)], hidden_of, loss_of)
         (loss,) = self.mesh.from_last_stage(found)
         return loss, self.optimizer.step().grad_norm
 

@@ -15,6 +15,7 @@ from helpers.policies import random_tokens
 
 from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
 from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.megatron.hf_weights import hf_tensors
 from reinforce_rl.megatron.lora import MergedWeights, lora_settings_of
 from reinforce_rl.megatron.lora_map import PROJECTIONS, LoraSettings
@@ -124,6 +125,7 @@ def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = 
     found: dict[str, Any] = {
         "greedy": generated(actor, SamplingParams(max_length=12, use_greedy=True)),
         "sampled": generated(actor, sampled),
+        "bounded": generated(actor, sampled, cache_tokens=40),
         "log_probs": over_dp(actor, actor.get_inference_log_probs(*where)),
         "weights_before": weights(actor),
         "losses": [],
@@ -145,12 +147,15 @@ def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = 
     return found
 
 
-def generated(actor: MegatronGPTReinforceActorModel, params: SamplingParams) -> dict[str, Any]:
+def generated(
+    actor: MegatronGPTReinforceActorModel, params: SamplingParams, cache_tokens: int | None = None
+) -> dict[str, Any]:
     """Completions of four prompts, three samples each; prompt by prompt over the data-parallel ranks."""
     prompts = [Prompt(i, "", tuple(row[: 2 + 2 * i])) for i, row in enumerate(random_tokens(61, 4, 9).tolist())]
     per_rank = len(prompts) // actor.mesh.dp_size
     own = prompts[actor.mesh.dp_rank * per_rank : (actor.mesh.dp_rank + 1) * per_rank]
-    done: Completions = actor.generator.generate(own, 3, params, seed=3)
+    generator = NativeGenerator(actor.lm, actor.tokenizer, cache_tokens)
+    done: Completions = generator.generate(own, 3, params, seed=3)
     assert done.log_probs is not None
     rows = zip(done.tokens, done.log_probs, done.lengths.tolist(), strict=True)
     mine = [(tokens[:length].tolist(), log_probs[:length]) for tokens, log_probs, length in rows]

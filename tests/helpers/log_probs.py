@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reinforce_rl.megatron.log_probs import TokenScores, response_scores, scored_length
+from reinforce_rl.megatron.log_probs import TokenScores, response_scores
 from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.sequence_layout import PaddedSequences
 
 
 def response_log_probs(
@@ -26,13 +27,11 @@ def response_log_probs(
     Args:
         model: what is called for the forward pass: `lm` itself, or the data-parallel wrapper around it.
     """
-    hidden = model(sequences[:, : scored_length(prompt_lengths, response_lengths)].to(lm.mesh.device))
+    layout = PaddedSequences(lm, sequences, prompt_lengths, response_lengths)
     return response_scores(
-        hidden,
+        layout,
+        layout.hidden(model),
         lm,
-        sequences,
-        prompt_lengths,
-        response_lengths,
         temperature,
         width,
         chunk_tokens=chunk_tokens,

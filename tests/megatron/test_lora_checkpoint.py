@@ -67,8 +67,8 @@ def test_learns_and_leaves_the_base(whole_run, mesh):
     lines = [line for line in metrics_of(folder) if "train/rewards" in line]
     rewards = [line["train/rewards"] for line in lines]
     assert statistics.fmean(rewards[-6:]) > statistics.fmean(rewards[:6]) + 0.15
-    # The reference is the base, so the KL grows from exactly nothing.
-    assert lines[0]["train/init_policy_kl"] == 0
+    # The reference is the base, so the KL grows from nothing.
+    assert abs(lines[0]["train/init_policy_kl"]) < 1e-6
     assert lines[-1]["train/init_policy_kl"] > 0.05
     base = dict(megatron_model(folder / "model", mesh).named_parameters())
     frozen = parameters(trainer, trained=False)

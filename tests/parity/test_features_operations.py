@@ -90,7 +90,7 @@ class TestRewardClient:
 
                 setattr(model, name, spy)
             trainer.fit()
-        passes = ["get_inference_log_probs", "get_init_policy_logprobs", "get_inference_log_probs"]
+        passes = ["get_init_policy_logprobs", "get_inference_log_probs"]  # the latter is the reference's too
         assert log == ["infer", "ask", "infer", "ask", *passes, "wait", "wait"]
 
     def test_feature_server_on_another_host(self, tmp_path, mesh, server):

@@ -108,10 +108,8 @@ def test_what_moves_between_a_gpu_and_its_host():
 
 
 def test_the_cache_of_a_generation():
-    """Two prompts of three samples, slots of 4 + 2 tokens, a layer's keys and values of one group of four."""
-    of_rows = 2 * 6 * 6 * 4 * 4
-    found = phase_of(memory_of(), "generation")
-    assert found.cache in (of_rows, 2 * of_rows)
+    """Two prompts of four tokens, three samples of two tokens each, a layer's keys and values of one group of four."""
+    assert phase_of(memory_of(), "generation").cache == (2 * 4 + 6 * 2) * 2 * 4 * 4
 
 
 def test_the_grid_of_many_ranks_is_cut():

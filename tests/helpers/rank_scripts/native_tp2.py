@@ -25,8 +25,10 @@ def main() -> None:
     params = SamplingParams(max_length=16, stop_token_ids=(2, 5, 6, 7, 8, 9, 10, 11))
     with parallel_mesh(tensor_model_parallel_size=2) as mesh:
         for folder in folders:
-            engine = NativeGenerator(megatron_model(folder, mesh, torch.float64), load_tokenizer(folder))
-            found = engine.generate(prompts, 4, params, seed=3)
+            lm, tokenizer = megatron_model(folder, mesh, torch.float64), load_tokenizer(folder)
+            found = NativeGenerator(lm, tokenizer).generate(prompts, 4, params, seed=3)
+            bounded = NativeGenerator(lm, tokenizer, max_tokens=60).generate(prompts, 4, params, seed=3)
+            assert torch.equal(bounded.tokens, found.tokens) and torch.equal(bounded.lengths, found.lengths)
             values = {"tokens": found.tokens, "lengths": found.lengths, "log_probs": found.log_probs}
             torch.save(values, out / f"{folder.name}.{mesh.rank}")
 

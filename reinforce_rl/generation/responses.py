@@ -1,0 +1,106 @@
+"""The responses of a call while they are written: their tokens, and the rules that depend on what was written before.
+
+Notation: N responses of the call, R of them in flight, T tokens of a response at most, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.sampling import penalise_repetition
+from reinforce_rl.rollout import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Responses:
+    """
+    Args:
+        prompts: of the call.
+        num_samples: responses of each.
+        params: the rules.
+        tokenizer: decodes text for `end_strings`.
+        pad_id: fills the right of the responses.
+        device: where they are written.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        params: SamplingParams,
+        tokenizer: PreTrainedTokenizerBase,
+        pad_id: int,
+        device: torch.device,
+    ):
+        rows = len(prompts) * num_samples
+        self._params, self._tokenizer = params, tokenizer
+        self._stops = torch.tensor(params.stop_token_ids, dtype=torch.long, device=device)
+        self._tokens = torch.full((rows, params.max_length), pad_id, dtype=torch.long, device=device)
+        self._log_probs = torch.zeros((rows, params.max_length), dtype=torch.float32, device=device)
+        self._lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self._stopped = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._prompts = [list(p.tokens) for p in prompts for _ in range(num_samples)]
+        self._seen: Tensor | None = None
+
+    def adjust(self, logits: Tensor, samples: Tensor, written: Tensor) -> Tensor:
+        """Apply the repetition penalty and ban stop tokens before min_length: [R, V] to [R, V].
+
+        Args:
+            logits: [R, V].
+            samples: int64 [R], whose.
+            written: int64 [R], tokens of each so far.
+        """
+        if self._params.repetition_penalty != 1.0:
+            if self._seen is None:
+                self._seen = torch.zeros((len(self._prompts), logits.shape[1]), dtype=torch.bool, device=logits.device)
+                for row, prompt in enumerate(self._prompts):
+                    self._seen[row, torch.tensor(prompt)] = True
+            logits = penalise_repetition(logits, self._seen[samples], self._params.repetition_penalty)
+        if self._params.min_length and self._stops.numel():
+            early = (written < self._params.min_length)[:, None]
+            logits = torch.where(early, logits.index_fill(1, self._stops, float("-inf")), logits)
+        return logits
+
+    def append(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> list[int]:
+        """Write one token to each of these responses; which of the R rows ended with it by a token or a text.
+
+        Args:
+            samples, written: as for `adjust`.
+            tokens: int64 [R].
+            log_probs: float32 [R].
+        """
+        self._tokens[samples, written] = tokens
+        self._log_probs[samples, written] = log_probs
+        self._lengths[samples] = written + 1
+        if self._seen is not None:
+            self._seen[samples, tokens] = True
+        if not self._stops.numel() and not self._params.end_strings:
+            return []  # without waiting for the device
+        stopped = torch.isin(tokens, self._stops)
+        if self._params.end_strings:
+            stopped |= self._have_end_strings(samples, written + 1)
+        self._stopped[samples] = stopped
+        return stopped.nonzero()[:, 0].tolist()
+
+    def _have_end_strings(self, samples: Tensor, lengths: Tensor) -> Tensor:
+        rows = zip(self._tokens[samples].tolist(), lengths.tolist(), strict=True)
+        texts = self._tokenizer.batch_decode([tokens[:length] for tokens, length in rows])
+        hits = [any(end in text for end in self._params.end_strings) for text in texts]
+        return torch.tensor(hits, device=lengths.device) & (lengths >= self._params.min_length)
+
+    def finish(self) -> Completions:
+        """What was written, cut to the longest response."""
+        width = int(self._lengths.max())
+        return Completions(
+            tokens=self._tokens[:, :width].cpu(),
+            lengths=self._lengths.cpu(),
+            finish_reasons=tuple(FINISH_STOP if s else FINISH_LENGTH for s in self._stopped.tolist()),
+            log_probs=self._log_probs[:, :width].cpu(),
+        )

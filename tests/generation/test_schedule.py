@@ -1,0 +1,77 @@
+"""Continuous batching: who is decoded when, and that the bound holds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from reinforce_rl.generation.schedule import Schedule
+
+
+def run(schedule: Schedule, lengths: list[int], num_samples: int, ends: list[int], max_length: int) -> list[int]:
+    """Ends each sample after so many tokens; the samples in the order of their beginning."""
+    begun: list[int] = []
+    read: list[int] = []
+    while True:
+        before = len(schedule.running)
+        read += schedule.admit()
+        if not schedule.running:
+            break
+        begun += [one.sample for one in schedule.running[before:]]
+        assert len(schedule.running) <= schedule.rows
+        places = {one.prompt: one.slot for one in schedule.running}
+        assert len(set(places.values())) == len(places) <= schedule.slots  # no prompt overwrites another's keys
+        assert all(0 <= slot < schedule.slots for slot in places.values())
+        expected = [one.sample for one in schedule.running]
+        stopped = [row for row, one in enumerate(schedule.running) if one.written + 1 == ends[one.sample]]
+        order = schedule.advance(stopped)
+        assert (order is None) == (not stopped and not any(w == max_length for w in _written(schedule)))
+        if order is not None:
+            assert [one.sample for one in schedule.running] == [expected[row] for row in order]
+    assert sorted(read) == list(range(len(lengths)))  # each prompt once
+    return begun
+
+
+def _written(schedule: Schedule) -> list[int]:
+    return [one.written for one in schedule.running]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1, 30, 45, 60, 100, 10**6])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_sample_is_decoded_once_within_the_bound(max_tokens, seed):
+    draw = random.Random(seed)
+    lengths, num_samples, max_length = [draw.randint(1, 20) for _ in range(6)], draw.randint(1, 5), 10
+    schedule = Schedule(lengths, num_samples, max_length, max_tokens)
+    total = len(lengths) * num_samples
+    begun = run(schedule, lengths, num_samples, [draw.randint(1, 10) for _ in range(total)], max_length)
+    assert sorted(begun) == list(range(total))
+    held = schedule.rows * max_length + schedule.slots * max(lengths)
+    if max_tokens is None or max_tokens == 10**6:
+        assert (schedule.rows, schedule.slots) == (total, len(lengths))
+    elif max_tokens >= max_length + max(lengths):
+        assert held <= max_tokens
+    else:
+        assert (schedule.rows, schedule.slots) == (1, 1)
+
+
+def test_one_that_ends_makes_room_at_once():
+    schedule = Schedule([4, 4], num_samples=2, max_length=5, max_tokens=18)
+    assert (schedule.rows, schedule.slots) == (2, 2)
+    assert schedule.admit() == [0]
+    assert schedule.advance([0]) == [1]
+    assert schedule.admit() == [1]
+    assert [(one.sample, one.slot, one.written) for one in schedule.running] == [(1, 0, 1), (2, 1, 0)]
+    assert schedule.longest == 1
+    assert schedule.advance([]) is None
+    assert schedule.advance([0]) == [1]
+    assert schedule.admit() == []
+    assert [(one.sample, one.slot, one.written) for one in schedule.running] == [(2, 1, 2), (3, 1, 0)]
+
+
+def test_the_last_rows_fill_the_gaps():
+    schedule = Schedule([1], num_samples=6, max_length=9, max_tokens=None)
+    schedule.admit()
+    assert schedule.advance([0, 3, 5]) == [4, 1, 2]
+    assert [one.sample for one in schedule.running] == [4, 1, 2]
+    assert schedule.advance([0, 1, 2]) == []
