@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -86,7 +87,7 @@ def peer_side(folder: Path, prompts: list[Prompt], args: argparse.Namespace) -> 
     """As `native_side`."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     tokens = torch.tensor([prompt.tokens for prompt in prompts for _ in range(args.group)])
     count = args.response_tokens
 

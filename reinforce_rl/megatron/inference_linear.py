@@ -39,7 +39,9 @@ class _Forward:
             self._product = lambda x, bias: torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
         else:
             self._product = lambda x, bias: F.linear(x, weight, bias)
-        self._group = layer.tp_group if isinstance(layer, RowParallelLinear) and layer.tp_group.size() > 1 else None
+        # The ranks' products add up where each has some of the inputs.
+        adds_up = issubclass(type(layer), RowParallelLinear) and layer.tp_group.size() > 1
+        self._group = layer.tp_group if adds_up else None
         self._bias = None if layer.bias is None else layer.bias.detach()
         self._returns_bias = layer.skip_bias_add
 
