@@ -298,19 +298,41 @@ def taken(folder: Path) -> Iterator[tuple[int, int, int, int]]:
 def test_runs_are_those_of_the_fixed_split(case, slow, processes, tmp_path):
     """One rank takes a single micro-batch of a phase. Metrics, samples, weights and checkpoints are the same."""
     ranks, overrides = case
-    folders = fixed, queued = tmp_path / "fixed", tmp_path / "queued"
-    for folder, options in zip(folders, ((), (QUEUE,)), strict=True):
-        more: dict[str, Any] = {"slow_rank": slow} if options else {}
-        finish(processes, folder, ranks, *overrides, *options, **more)
+    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    finish(processes, fixed, ranks, *overrides)
+    finish(processes, queued, ranks, *overrides, QUEUE, slow_rank=slow)
     assert_equal_runs(queued, fixed)
+    assert_the_slow_rank_took_one_each(queued, ranks, slow, block=2 if case is TP2 else 1)
+
+
+def assert_the_slow_rank_took_one_each(queued: Path, ranks: int, slow: int, *, block: int = 1) -> None:
     found = list(taken(queued))
     of_slow = [phase for phase in found if phase[0] == slow]
     leaders = len({rank for rank, *_ in found})
     assert leaders == ranks and len(found) == ranks * len(of_slow) > len(metrics_of(queued))
     assert all(number <= 1 for _, number, _, _ in of_slow)
     assert any(own > 1 for _, _, _, own in of_slow), "which the others took"
-    block = 2 if case is TP2 else 1
     assert sum(number for _, number, _, _ in found) == block * sum(total for _, _, total, _ in of_slow)
+
+
+@pytest.mark.slow  # eight engines
+def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
+    """Four ranks on the fake TensorRT-LLM, an engine each."""
+    (ranks, overrides), slow = FOUR, 3
+    overrides += ("generation=tensorrt_llm",)
+    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    finish(processes, fixed, ranks, *overrides, engine=[str(fixed / "engines"), 1])
+    finish(processes, queued, ranks, *overrides, QUEUE, slow_rank=slow, engine=[str(queued / "engines"), 1])
+    assert_equal_runs(queued, fixed)
+    assert_the_slow_rank_took_one_each(queued, ranks, slow)
+    split, asked = ([requests_of(folder / "engines" / str(rank)) for rank in range(ranks)] for folder in (fixed, queued))
+    assert sum(asked) == sum(split) and asked[slow] < split[slow]
+
+
+def requests_of(engine: Path) -> int:
+    """That a fake engine was given."""
+    lines = (engine / "calls.txt").read_text().splitlines()
+    return sum(line.startswith("BaseLLM.generate_async ") for line in lines)
 
 
 def test_a_run_that_was_stopped_in_generation_goes_on(processes, tmp_path):
