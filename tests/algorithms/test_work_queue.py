@@ -315,7 +315,8 @@ def assert_the_slow_rank_took_one_each(queued: Path, ranks: int, slow: int, *, b
     assert sum(number for _, number, _, _ in found) == block * sum(total for _, _, total, _ in of_slow)
 
 
-@pytest.mark.slow  # eight engines
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # eight engines
 def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
     """Four ranks on the fake TensorRT-LLM, an engine each."""
     (ranks, overrides), slow = FOUR, 3
@@ -325,14 +326,14 @@ def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
     finish(processes, queued, ranks, *overrides, QUEUE, slow_rank=slow, engine=[str(queued / "engines"), 1])
     assert_equal_runs(queued, fixed)
     assert_the_slow_rank_took_one_each(queued, ranks, slow)
-    split, asked = ([requests_of(folder / "engines" / str(rank)) for rank in range(ranks)] for folder in (fixed, queued))
+    split, asked = requests_of(fixed, ranks), requests_of(queued, ranks)
     assert sum(asked) == sum(split) and asked[slow] < split[slow]
 
 
-def requests_of(engine: Path) -> int:
-    """That a fake engine was given."""
-    lines = (engine / "calls.txt").read_text().splitlines()
-    return sum(line.startswith("BaseLLM.generate_async ") for line in lines)
+def requests_of(folder: Path, ranks: int) -> list[int]:
+    """That the fake engine of each rank was given."""
+    calls = [(folder / "engines" / str(rank) / "calls.txt").read_text().splitlines() for rank in range(ranks)]
+    return [sum(line.startswith("BaseLLM.generate_async ") for line in lines) for lines in calls]
 
 
 def test_a_run_that_was_stopped_in_generation_goes_on(processes, tmp_path):

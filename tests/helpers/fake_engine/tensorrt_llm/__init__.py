@@ -5,6 +5,7 @@ Every call binds to `tensorrt_llm_signatures.json` first. FAKE_ENGINE is a JSON 
 folder: for what it was given: weights_N.safetensors and names_N.json after each update, calls.txt.
 model: "native" decodes with the native engine, "scripted" gives tokens that follow from the seed.
 signatures: another file of them.
+seconds_a_token: of the prompt, before a request is answered.
 fault, times: what goes wrong so many times, in all engines of the folder together.
 """
 
@@ -161,6 +162,7 @@ class Result:
             await asyncio.sleep(3600)
         if strikes("slow"):
             await asyncio.sleep(0.5)
+        await asyncio.sleep(OPTIONS.get("seconds_a_token", 0.0) * len(self._inputs))
         if self._model is None:
             count = min(3, self._sampling.max_tokens)
             tokens = [3 + (self._sampling.seed >> 8 * i) % 20 for i in range(count)]
