@@ -27,6 +27,7 @@ RANKS, SAMPLES, DEADLINE = 4, 2, 60.0
 SHARES = [5, 4, 0, 3]  # prompts of each rank, two a micro-batch: 3 + 2 + 0 + 2
 MICRO_BATCHES = 7
 QUEUE = "trainer.reinforce.generation_work_queue=true"
+TRTLLM = "generation=tensorrt_llm"
 
 
 class Threads:
@@ -320,20 +321,34 @@ def assert_the_slow_rank_took_one_each(queued: Path, ranks: int, slow: int, *, b
 def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
     """Four ranks on the fake TensorRT-LLM, an engine each."""
     (ranks, overrides), slow = FOUR, 3
-    overrides += ("generation=tensorrt_llm",)
     fixed, queued = tmp_path / "fixed", tmp_path / "queued"
-    finish(processes, fixed, ranks, *overrides, engine=[str(fixed / "engines"), 1])
-    finish(processes, queued, ranks, *overrides, QUEUE, slow_rank=slow, engine=[str(queued / "engines"), 1])
+    finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))
+    finish(processes, queued, ranks, *overrides, TRTLLM, QUEUE, slow_rank=slow, engine=str(queued / "engines"))
     assert_equal_runs(queued, fixed)
     assert_the_slow_rank_took_one_each(queued, ranks, slow)
-    split, asked = requests_of(fixed, ranks), requests_of(queued, ranks)
+    split, asked = calls_of(fixed, "BaseLLM.generate_async"), calls_of(queued, "BaseLLM.generate_async")
     assert sum(asked) == sum(split) and asked[slow] < split[slow]
 
 
-def requests_of(folder: Path, ranks: int) -> list[int]:
-    """That the fake engine of each rank was given."""
-    calls = [(folder / "engines" / str(rank) / "calls.txt").read_text().splitlines() for rank in range(ranks)]
-    return [sum(line.startswith("BaseLLM.generate_async ") for line in lines) for lines in calls]
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # five engines
+def test_an_engine_that_dies_is_started_anew_while_the_other_rank_generates(processes, tmp_path):
+    """After the first step, so that it needs the trained weights, and makes the same samples with them."""
+    ranks, overrides = TWO
+    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))
+    # Rank 1 answers nearly all requests: up to 31 until the first update, and at least 48 altogether.
+    fault = [1, {"fault": "die", "after": 31}]
+    more = {"slow_rank": 0, "engine": str(queued / "engines"), "engine_fault": fault}
+    finish(processes, queued, ranks, *overrides, TRTLLM, QUEUE, **more)
+    assert_equal_runs(queued, fixed)
+    assert calls_of(queued, "AsyncLLM.setup_async") == [1, 2]
+
+
+def calls_of(folder: Path, name: str) -> list[int]:
+    """How often the fake engine of each rank was called so."""
+    texts = [path.read_text() for path in sorted((folder / "engines").glob("*/calls.txt"))]
+    return [sum(line.startswith(f"{name} ") for line in text.splitlines()) for text in texts]
 
 
 def test_a_run_that_was_stopped_in_generation_goes_on(processes, tmp_path):

@@ -6,7 +6,7 @@ folder: for what it was given: weights_N.safetensors and names_N.json after each
 model: "native" decodes with the native engine, "scripted" gives tokens that follow from the seed.
 signatures: another file of them.
 seconds_a_token: of the prompt, before a request is answered.
-fault, times: what goes wrong so many times, in all engines of the folder together.
+fault, times, after: what goes wrong so many times, after so many that go well, in all engines of the folder together.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def strikes(fault: str) -> bool:
     file = Path(OPTIONS["folder"]) / f"{fault}.txt"
     count = int(file.read_text()) if file.exists() else 0
     file.write_text(str(count + 1))
-    return count < OPTIONS.get("times", 1)
+    return 0 <= count - OPTIONS.get("after", 0) < OPTIONS.get("times", 1)
 
 
 class SamplingParams(SimpleNamespace):
@@ -127,8 +127,9 @@ class AsyncLLM:
             from safetensors.torch import save_file
 
             folder = Path(OPTIONS["folder"])
-            save_file(self._received, folder / f"weights_{self._updates}.safetensors")
-            (folder / f"names_{self._updates}.json").write_text(json.dumps(list(self._received)))
+            number = len(list(folder.glob("names_*.json")))  # of earlier engines too
+            save_file(self._received, folder / f"weights_{number}.safetensors")
+            (folder / f"names_{number}.json").write_text(json.dumps(list(self._received)))
             self._model.load(self._received)
         self._received = {}
         self._updates += 1
