@@ -109,6 +109,7 @@ class TestRun:
         assert calls.count("AsyncLLM.update_weights") > 3 * calls.count("AsyncLLM.release")
         assert "BaseLLM.shutdown" in calls
 
+    @pytest.mark.slow
     def test_an_engine_that_dies_is_started_anew_with_the_present_weights(self, runs, mesh, fake_engine):
         """After the first step, whose validation and prompts were 3 + 16 requests."""
         calls = self.run(runs, "dies", mesh, fake_engine, fault="die", after=25)
@@ -295,6 +296,14 @@ class TestFaults:
         engine.close()
         assert found.finish_reasons.count(FINISH_OUTSIDE) == 1
         assert int(found.tokens.max()) < 32
+
+    def test_an_engine_that_dies_is_started_anew(self, tmp_path, mesh, fake_engine):
+        given = fake_engine(model="scripted", fault="die")
+        with tiny_trainer(tiny_config(tmp_path, *ENGINE), mesh) as trainer:
+            trainer.fit()
+            trainer.model.generator.close()
+        assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
+        assert calls_of(given).count("AsyncLLM.setup_async") == 2
 
     def test_when_it_dies_again_the_run_saves_and_stops(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted")
