@@ -137,8 +137,8 @@ def test_buckets_hold_the_exported_weights_and_share_one_bounded_buffer(dtype, l
     def deliver(handles: dict[str, str]) -> None:
         ((device, packed),) = handles.items()
         assert device == "here"
-        handles = pickle.loads(base64.b64decode(packed))
-        tensors = [(name, function(*arguments)) for name, (function, arguments) in handles]
+        found: list[tuple[str, Any]] = pickle.loads(base64.b64decode(packed))
+        tensors = [(name, function(*arguments)) for name, (function, arguments) in found]
         received.extend(tensors)
         sizes.append(sum(tensor.numel() for _, tensor in tensors) * dtype.itemsize)
 
