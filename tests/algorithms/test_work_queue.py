@@ -27,6 +27,7 @@ RANKS, SAMPLES, DEADLINE = 4, 2, 60.0
 SHARES = [5, 4, 0, 3]  # prompts of each rank, two a micro-batch: 3 + 2 + 0 + 2
 MICRO_BATCHES = 7
 QUEUE = "trainer.reinforce.generation_work_queue=true"
+TRTLLM = "generation=tensorrt_llm"
 
 
 class Threads:
@@ -298,19 +299,56 @@ def taken(folder: Path) -> Iterator[tuple[int, int, int, int]]:
 def test_runs_are_those_of_the_fixed_split(case, slow, processes, tmp_path):
     """One rank takes a single micro-batch of a phase. Metrics, samples, weights and checkpoints are the same."""
     ranks, overrides = case
-    folders = fixed, queued = tmp_path / "fixed", tmp_path / "queued"
-    for folder, options in zip(folders, ((), (QUEUE,)), strict=True):
-        more: dict[str, Any] = {"slow_rank": slow} if options else {}
-        finish(processes, folder, ranks, *overrides, *options, **more)
+    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    finish(processes, fixed, ranks, *overrides)
+    finish(processes, queued, ranks, *overrides, QUEUE, slow_rank=slow)
     assert_equal_runs(queued, fixed)
+    assert_the_slow_rank_took_one_each(queued, ranks, slow, block=2 if case is TP2 else 1)
+
+
+def assert_the_slow_rank_took_one_each(queued: Path, ranks: int, slow: int, *, block: int = 1) -> None:
     found = list(taken(queued))
     of_slow = [phase for phase in found if phase[0] == slow]
     leaders = len({rank for rank, *_ in found})
     assert leaders == ranks and len(found) == ranks * len(of_slow) > len(metrics_of(queued))
     assert all(number <= 1 for _, number, _, _ in of_slow)
     assert any(own > 1 for _, _, _, own in of_slow), "which the others took"
-    block = 2 if case is TP2 else 1
     assert sum(number for _, number, _, _ in found) == block * sum(total for _, _, total, _ in of_slow)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # eight engines
+def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
+    """Four ranks on the fake TensorRT-LLM, an engine each."""
+    (ranks, overrides), slow = FOUR, 3
+    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))
+    finish(processes, queued, ranks, *overrides, TRTLLM, QUEUE, slow_rank=slow, engine=str(queued / "engines"))
+    assert_equal_runs(queued, fixed)
+    assert_the_slow_rank_took_one_each(queued, ranks, slow)
+    split, asked = calls_of(fixed, "BaseLLM.generate_async"), calls_of(queued, "BaseLLM.generate_async")
+    assert sum(asked) == sum(split) and asked[slow] < split[slow]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # five engines
+def test_an_engine_that_dies_is_started_anew_while_the_other_rank_generates(processes, tmp_path):
+    """After the first step, so that it needs the trained weights, and makes the same samples with them."""
+    ranks, overrides = TWO
+    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))
+    # Rank 1 answers nearly all requests: up to 31 until the first update, and at least 48 altogether.
+    fault = [1, {"fault": "die", "after": 31}]
+    more = {"slow_rank": 0, "engine": str(queued / "engines"), "engine_fault": fault}
+    finish(processes, queued, ranks, *overrides, TRTLLM, QUEUE, **more)
+    assert_equal_runs(queued, fixed)
+    assert calls_of(queued, "AsyncLLM.setup_async") == [1, 2]
+
+
+def calls_of(folder: Path, name: str) -> list[int]:
+    """How often the fake engine of each rank was called so."""
+    texts = [path.read_text() for path in sorted((folder / "engines").glob("*/calls.txt"))]
+    return [sum(line.startswith(f"{name} ") for line in text.splitlines()) for text in texts]
 
 
 def test_a_run_that_was_stopped_in_generation_goes_on(processes, tmp_path):

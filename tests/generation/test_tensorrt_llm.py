@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.engine_fake import PACKAGE
+from helpers.engine_fake import PACKAGE, in_small_buckets
 from helpers.models import tiny_llama_folder
 from helpers.ranks import run_ranks
 from helpers.tiny_run import (
@@ -30,6 +31,7 @@ from reinforce_rl.config import load_config
 from reinforce_rl.errors import ConfigError, GenerationError
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine import Answer
+from reinforce_rl.generation.tensorrt_llm import requests_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
@@ -68,7 +70,7 @@ def runs(tmp_path_factory, mesh):
     folder = tmp_path_factory.mktemp("runs")
     model = folder / "model"
     tiny_llama_folder(model, vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16, tied=False)
-    for name in ("native", "tp1", "tp2", "pp2"):
+    for name in ("native", "tp1", "dies", "tp2", "pp2", "cp2"):
         (folder / name).mkdir()
         (folder / name / "model").symlink_to(model)
     run(folder / "native", mesh, *OF_RUNS)
@@ -101,23 +103,36 @@ class TestRun:
         assert not torch.equal(first[names[0]], last[names[0]])
 
     def test_on_one_rank(self, runs, mesh, fake_engine):
-        given = fake_engine(folder=runs / "tp1" / "engine")
-        with tiny_trainer(tiny_config(runs / "tp1", *OF_RUNS, *ENGINE), mesh) as trainer:
-            trainer.fit()
-            trainer.model.export(runs / "model", runs / "tp1" / "exported")
-            trainer.model.generator.close()
-        self.check(runs, "tp1")
-        # It gives its memory back after each time that it was awake.
-        calls = calls_of(given)
+        calls = self.run(runs, "tp1", mesh, fake_engine)
+        # It gives its memory back after each time that it was awake, and its weights come in several buckets.
         assert calls.count("AsyncLLM.release") == calls.count("AsyncLLM.resume") // 2 + 1
+        assert calls.count("AsyncLLM.update_weights") > 3 * calls.count("AsyncLLM.release")
         assert "BaseLLM.shutdown" in calls
 
     @pytest.mark.slow
+    def test_an_engine_that_dies_is_started_anew_with_the_present_weights(self, runs, mesh, fake_engine):
+        """After the first step, whose validation and prompts were 3 + 16 requests."""
+        calls = self.run(runs, "dies", mesh, fake_engine, fault="die", after=25)
+        assert calls.count("AsyncLLM.setup_async") == 2
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(900)
     def test_on_two_ranks(self, runs):
-        """TP=2, whose engine has a worker on each device, and PP=2, whose engine has no stages."""
-        run_ranks(Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py", 2, runs, timeout=240)
-        self.check(runs, "tp2")
-        self.check(runs, "pp2")
+        """TP=2, whose engine has a worker on each device; PP=2 and CP=2, whose engines have neither."""
+        run_ranks(Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py", 2, runs, timeout=600)
+        for name in ("tp2", "pp2", "cp2"):
+            self.check(runs, name)
+
+    def run(self, folder: Path, name: str, mesh, fake_engine, **options: object) -> list[str]:
+        """The calls of a run on one rank that went as it should."""
+        given = fake_engine(folder=folder / name / "engine", **options)
+        with tiny_trainer(tiny_config(folder / name, *OF_RUNS, *ENGINE), mesh) as trainer:
+            in_small_buckets(trainer.model.generator)
+            trainer.fit()
+            trainer.model.export(folder / "model", folder / name / "exported")
+            trainer.model.generator.close()
+        self.check(folder, name)
+        return calls_of(given)
 
 
 class TestContract:
@@ -179,6 +194,19 @@ class TestSamples:
         assert not torch.equal(engine.generate(PROMPTS, 3, PARAMS, seed=4).tokens, both.tokens)
         assert both.log_probs is not None and both.log_probs.shape == both.tokens.shape
         assert set(both.finish_reasons) == {FINISH_LENGTH}
+
+    def test_what_a_request_asks_for(self):
+        params = SamplingParams(max_length=5, temperature=0.7, top_k=4, top_p=0.9, stop_token_ids=(2, 5))
+        found = requests_of(PROMPTS, 2, params, 3, pad_id=1)
+        assert [request.tokens for request in found] == [PROMPTS[0].tokens] * 2 + [PROMPTS[1].tokens] * 2
+        assert len({request.sampling.seed for request in found}) == 4
+        asked = found[0].sampling
+        assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (0.7, 4, 0.9, None)
+        assert (asked.max_tokens, asked.stop_token_ids, asked.end_id, asked.pad_id) == (5, [2, 5], -1, 1)
+        assert asked.include_stop_str_in_output and asked.logprobs == 1
+        greedy = requests_of(PROMPTS, 1, replace(params, use_greedy=True, repetition_penalty=1.5), 3, pad_id=1)
+        asked = greedy[0].sampling
+        assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (None, None, None, 1.5)
 
     def test_an_end_string_cuts_wherever_its_text_appears(self, engine):
         tokens = (6, 7, 8, 9)
@@ -269,7 +297,7 @@ class TestFaults:
         assert found.finish_reasons.count(FINISH_OUTSIDE) == 1
         assert int(found.tokens.max()) < 32
 
-    def test_an_engine_that_dies_is_started_anew_with_the_present_weights(self, tmp_path, mesh, fake_engine):
+    def test_an_engine_that_dies_is_started_anew(self, tmp_path, mesh, fake_engine):
         given = fake_engine(model="scripted", fault="die")
         with tiny_trainer(tiny_config(tmp_path, *ENGINE), mesh) as trainer:
             trainer.fit()

@@ -1,15 +1,42 @@
-"""How weights are cut into buckets; that they arrive is in test_tensorrt_llm.py."""
+"""How weights are cut into buckets, and what is in them; that whole runs deliver them is in test_tensorrt_llm.py."""
 
 from __future__ import annotations
 
+import base64
+import inspect
+import io
 import math
+import pickle
+import re
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
+from helpers.lora import EVERY, lora_model
+from helpers.models import tiny_llama_folder
+from helpers.policies import megatron_model
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.generation.weight_transfer import _elements, _views, device_uuid, plan_buckets
+from reinforce_rl.generation import weight_transfer
+from reinforce_rl.generation.weight_transfer import (
+    _elements,
+    _views,
+    device_uuid,
+    packed_handles,
+    plan_buckets,
+    send_weights,
+)
+from reinforce_rl.megatron.hf_weights import HFFolder, export_hf_folder
+from reinforce_rl.megatron.lora import MergedWeights
 from reinforce_rl.megatron.weight_map import Row
+
+# What the worker of TensorRT-LLM 1.2 lets a pickle import, by llmapi/rlhf_utils.py and serialization.py.
+BUILTINS = ("list", "tuple", "str", "int", "float", "bool", "bytes", "dict", "NoneType", "type")
+MODULES = r"^torch.*"
 
 
 def rows_of(*sizes: tuple[str, int]) -> list[Row]:
@@ -43,3 +70,124 @@ def test_views_do_not_overlap(limit):
 def test_a_device_without_cuda_is_refused():
     with pytest.raises(ConfigError, match="the ranks compute on cpu; it needs CUDA"):
         device_uuid(torch.device("cpu"))
+
+
+class AsTheWorker(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        assert re.match(MODULES, module) or (module == "builtins" and name in BUILTINS), f"Import {module} | {name}"
+        return super().find_class(module, name)
+
+
+def handles_in(packed: str) -> list[tuple[str, tuple[Any, tuple[Any, ...]]]]:
+    return AsTheWorker(io.BytesIO(base64.b64decode(packed))).load()
+
+
+def cuda_handle(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """What `reduce_tensor` makes of a tensor on a GPU, with made-up handles."""
+    arguments = inspect.signature(rebuild_cuda_tensor).bind(
+        tensor_cls=type(tensor),
+        tensor_size=tensor.size(),
+        tensor_stride=tensor.stride(),
+        tensor_offset=tensor.storage_offset(),
+        storage_cls=torch.UntypedStorage,
+        dtype=tensor.dtype,
+        storage_device=3,
+        storage_handle=b"handle",
+        storage_size_bytes=tensor.untyped_storage().nbytes(),
+        storage_offset_bytes=0,
+        requires_grad=tensor.requires_grad,
+        ref_counter_handle=b"counter",
+        ref_counter_offset=0,
+        event_handle=b"event",
+        event_sync_required=True,
+    )
+    return rebuild_cuda_tensor, arguments.args
+
+
+def test_a_worker_can_unpickle_the_handles_and_put_its_device_in(monkeypatch):
+    monkeypatch.setattr(weight_transfer, "handle_of", cuda_handle)
+    tensors = {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(4)}
+    found = handles_in(packed_handles(tensors))
+    assert [(name, function) for name, (function, _) in found] == [(name, rebuild_cuda_tensor) for name in tensors]
+    assert [arguments for _, (_, arguments) in found] == [cuda_handle(tensor)[1] for tensor in tensors.values()]
+    assert list(inspect.signature(rebuild_cuda_tensor).parameters)[6] == "storage_device"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora"),
+    [
+        pytest.param(torch.float32, False, id="fp32"),
+        pytest.param(torch.bfloat16, False, id="bf16"),
+        pytest.param(torch.float32, True, id="lora"),
+    ],
+)
+def test_buckets_hold_the_exported_weights_and_share_one_bounded_buffer(dtype, lora, tmp_path, mesh, monkeypatch):
+    folder = tiny_llama_folder(tmp_path / "model")
+    lm = lora_model(folder, mesh, EVERY, dtype) if lora else megatron_model(folder, mesh, dtype)
+    values = MergedWeights(lm) if lora else None
+    export_hf_folder(lm, folder, tmp_path / "exported", values=values)
+
+    received: list[tuple[str, Tensor]] = []
+    memory = set()
+
+    def handle_of(tensor: Tensor) -> tuple[Any, ...]:
+        memory.add((tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()))
+        return torch.clone, (tensor,)
+
+    def deliver(handles: dict[str, str]) -> None:
+        ((device, packed),) = handles.items()
+        assert device == "here"
+        found: list[tuple[str, Any]] = pickle.loads(base64.b64decode(packed))
+        tensors = [(name, function(*arguments)) for name, (function, arguments) in found]
+        received.extend(tensors)
+        sizes.append(sum(tensor.numel() for _, tensor in tensors) * dtype.itemsize)
+
+    sizes: list[int] = []
+    monkeypatch.setattr(weight_transfer, "device_uuid", lambda _: "here")
+    monkeypatch.setattr(weight_transfer, "handle_of", handle_of)
+    limit = 20_000
+    send_weights(lm, deliver, max_bytes=limit, hosts_worker=True, values=values)
+
+    expected = HFFolder(tmp_path / "exported")
+    assert len(received) == len(dict(received)) and dict(received).keys() == expected.names
+    for name, tensor in received:
+        assert tensor.dtype == dtype and torch.equal(tensor, expected.read(name))
+    ((_, nbytes),) = memory
+    assert nbytes <= limit and max(sizes) <= limit and len(sizes) > sum(sizes) / limit > 2
+
+
+RECEIVER = """
+import base64, pickle, sys
+import torch
+for line in sys.stdin:
+    for name, (function, arguments) in pickle.loads(base64.b64decode(line)):
+        arguments = list(arguments)
+        arguments[6] = 0
+        tensor = function(*arguments)
+        print(name, tensor.dtype, tuple(tensor.shape), float(tensor.double().sum()), flush=True)
+        del tensor
+    torch.cuda.ipc_collect()
+    print("taken", flush=True)
+"""
+
+
+@pytest.mark.gpu
+def test_another_process_reads_what_lies_in_the_buffer_on_the_gpu():
+    """Twice from the same memory, as buckets do."""
+    receiver = subprocess.Popen(
+        [sys.executable, "-c", RECEIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert receiver.stdin is not None and receiver.stdout is not None
+    try:
+        rows = rows_of(("a", 3), ("b", 65))
+        buffer = torch.zeros(_elements(rows), dtype=torch.bfloat16, device="cuda")
+        assert device_uuid(buffer.device).startswith("GPU-")
+        for value in (1.0, 2.0):
+            buffer.fill_(value)
+            torch.cuda.synchronize()
+            receiver.stdin.write(packed_handles(_views(buffer, rows)) + "\n")
+            found = [receiver.stdout.readline().rstrip() for _ in range(3)]
+            assert found == [f"a.0 torch.bfloat16 (3,) {3 * value}", f"b.1 torch.bfloat16 (65,) {65 * value}", "taken"]
+    finally:
+        receiver.kill()
+        receiver.communicate()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 from pathlib import Path
 
 from reinforce_rl.generation import weight_transfer
+from reinforce_rl.generation.base import Generator
+from reinforce_rl.generation.tensorrt_llm import TensorRTLLMGenerator
 
 PACKAGE = Path(__file__).with_name("fake_engine")
 
@@ -29,3 +32,9 @@ def install_fake(folder: Path, *, rank: int = 0, model: str = "native", **option
 
     weight_transfer.device_uuid = lambda _: f"cpu:{rank}"  # type: ignore[assignment]
     weight_transfer.handle_of = file_handle if model == "native" else lambda _: ()  # type: ignore[assignment]
+
+
+def in_small_buckets(generator: Generator) -> None:
+    """Make the weights of a tiny model several buckets; the setting's least is a megabyte."""
+    assert isinstance(generator, TensorRTLLMGenerator)
+    generator._settings = dataclasses.replace(generator._settings, bucket_bytes=4096)

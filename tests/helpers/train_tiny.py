@@ -14,6 +14,8 @@ allocation: from the fork on the batch system's allocation lasts so many seconds
 step_seconds: that each training lasts longer.
 slow_rank: with a work queue this rank ends its first micro-batch once the others have taken all that is left; every
     rank prints what it took.
+engine: folder; TensorRT-LLM is the fake, and what the engine of rank N is given lies in folder/N.
+engine_fault: [rank, options of `install_fake`]: what goes wrong with the engine of this rank.
 torch_timeout: seconds, in place of `TrainConfig.torch_timeout_seconds`.
 """
 
@@ -105,6 +107,12 @@ def slow_down(slow: int, rank: int) -> None:
     WorkQueue.__iter__ = take_slowly  # type: ignore[method-assign]
 
 
+def use_fake_engine(folder: Path, rank: str, fault: list | None) -> None:
+    from helpers.engine_fake import install_fake
+
+    install_fake(folder / rank, **(fault[1] if fault and fault[0] == int(rank) else {}))
+
+
 def act(phase: str, step: int, number: int) -> None:
     from helpers.rewards import ReadyRewards
 
@@ -154,6 +162,8 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
             lengthen_steps(options["step_seconds"])
         if "slow_rank" in options:
             slow_down(options["slow_rank"], int(environment.get("RANK", 0)))
+        if "engine" in options:
+            use_fake_engine(Path(options["engine"]), environment.get("RANK", "0"), options.get("engine_fault"))
         if options.get("torch_timeout"):
             limit_collectives(options["torch_timeout"])
         if options.get("die_before"):

@@ -1,7 +1,7 @@
-"""Two ranks train on the fake engine, tensor-parallel and then in two stages. Usage: engine_layouts.py FOLDER.
+"""Two ranks train on the fake engine, sharing matrices, then layers, then sequences. Usage: engine_layouts.py FOLDER.
 
-Below FOLDER/tp2 and FOLDER/pp2 there is a model each; the runs, what the engine was given and the exported weights go
-there too.
+Below FOLDER/tp2, FOLDER/pp2 and FOLDER/cp2 there is a model each; the runs, what the engine was given and the exported
+weights go there too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from helpers.engine_fake import install_fake
+from helpers.engine_fake import in_small_buckets, install_fake
 from helpers.tiny_run import tiny_config, tiny_trainer
 
 from reinforce_rl.megatron.mesh import parallel_mesh
@@ -27,11 +27,17 @@ OVERRIDES = (
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo")  # once, as joining the same store again is a race
-    for name, key in (("tp2", "tensor"), ("pp2", "pipeline")):
+    layouts = {
+        "tp2": ("tensor_model_parallel_size", (2, 1, 1)),
+        "pp2": ("pipeline_model_parallel_size", (1, 2, 1)),
+        "cp2": ("context_parallel_size", (1, 1, 2)),
+    }
+    for name, (key, sizes) in layouts.items():
         place = folder / name
         install_fake(place / "engine", rank=rank)
-        config = tiny_config(place, *OVERRIDES, f"model.{key}_model_parallel_size=2")
-        with parallel_mesh(*((2, 1) if name == "tp2" else (1, 2))) as mesh, tiny_trainer(config, mesh) as trainer:
+        config = tiny_config(place, *OVERRIDES, f"model.{key}=2")
+        with parallel_mesh(*sizes) as mesh, tiny_trainer(config, mesh) as trainer:
+            in_small_buckets(trainer.model.generator)
             trainer.fit()
             trainer.model.export(place / "model", place / "exported")
             trainer.model.generator.close()

@@ -5,7 +5,8 @@ Every call binds to `tensorrt_llm_signatures.json` first. FAKE_ENGINE is a JSON 
 folder: for what it was given: weights_N.safetensors and names_N.json after each update, calls.txt.
 model: "native" decodes with the native engine, "scripted" gives tokens that follow from the seed.
 signatures: another file of them.
-fault, times: what goes wrong so many times, in all engines of the folder together.
+seconds_a_token: of the prompt, before a request is answered.
+fault, times, after: what goes wrong so many times, after so many that go well, in all engines of the folder together.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def strikes(fault: str) -> bool:
     file = Path(OPTIONS["folder"]) / f"{fault}.txt"
     count = int(file.read_text()) if file.exists() else 0
     file.write_text(str(count + 1))
-    return count < OPTIONS.get("times", 1)
+    return 0 <= count - OPTIONS.get("after", 0) < OPTIONS.get("times", 1)
 
 
 class SamplingParams(SimpleNamespace):
@@ -126,8 +127,9 @@ class AsyncLLM:
             from safetensors.torch import save_file
 
             folder = Path(OPTIONS["folder"])
-            save_file(self._received, folder / f"weights_{self._updates}.safetensors")
-            (folder / f"names_{self._updates}.json").write_text(json.dumps(list(self._received)))
+            number = len(list(folder.glob("names_*.json")))  # of earlier engines too
+            save_file(self._received, folder / f"weights_{number}.safetensors")
+            (folder / f"names_{number}.json").write_text(json.dumps(list(self._received)))
             self._model.load(self._received)
         self._received = {}
         self._updates += 1
@@ -161,6 +163,7 @@ class Result:
             await asyncio.sleep(3600)
         if strikes("slow"):
             await asyncio.sleep(0.5)
+        await asyncio.sleep(OPTIONS.get("seconds_a_token", 0.0) * len(self._inputs))
         if self._model is None:
             count = min(3, self._sampling.max_tokens)
             tokens = [3 + (self._sampling.seed >> 8 * i) % 20 for i in range(count)]
