@@ -5,9 +5,10 @@ make bench BENCH_ARGS="--prompt-tokens 256 --group 8"
 python benchmarks/compare_trl.py --short                    (a tiny random model, one pair: does it work at all?)
 
 TRL gets an environment of its own, .venv-peers. The sides take turns, each in a process of its own: the same model,
-prompts, samples a prompt, response tokens, beta, threads, sequences in a pass and reward function. The first step of
-a process does not count: the optimizer's moments are made in it. That both did the same is checked; if not, there is
-no table. The last line of the output is `speedup: N.NNx memory: N.NN`.
+prompts, samples a prompt, response tokens, beta, threads and reward function. Sequences in a pass are each side's own
+setting: all for TRL, unless told, and what is shipped here. The first step of a process does not count: the
+optimizer's moments are made in it. That both did the same is checked; if not, there is no table. The last line of the
+output is `speedup: N.NNx memory: N.NN`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=4, help="samples a prompt, G (%(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of each prompt (%(default)s)")
     parser.add_argument("--response-tokens", type=int, default=48, help="of each response (%(default)s)")
-    parser.add_argument("--batch", type=int, help="sequences in one pass of log-probs and training; default: all")
+    parser.add_argument(
+        "--batch", type=int, help="sequences in one of TRL's log-prob and training passes; default: all"
+    )
+    parser.add_argument("--own-batch", type=int, help="in one of this project's; default: the shipped size")
     parser.add_argument("--beta", type=float, default=0.05, help="of the KL (%(default)s); 0: no reference policy")
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the first pair; each pair has its own (%(default)s)")
@@ -104,6 +108,7 @@ def workload_of(args: argparse.Namespace, model: Path) -> Workload:
         seed=args.seed,
         threads=args.threads,
         batch=args.batch or args.prompts * args.group,
+        own_batch=args.own_batch,
         overrides=args.overrides,
     )
 
@@ -142,7 +147,8 @@ def machine() -> dict[str, object]:
 
 def show(found: Comparison, pair: Pair, workload: Workload, console: Console) -> None:
     shape = f"{len(workload.prompts[0])} prompts x {workload.group}, {workload.prompt_tokens} + "
-    shape += f"{workload.response_tokens} tokens, {workload.batch} in a pass, beta {workload.beta:g}"
+    own = f"{workload.own_batch or 'as shipped'} and {workload.batch}"
+    shape += f"{workload.response_tokens} tokens, {own} in a pass, beta {workload.beta:g}"
     table = Table(title=f"{Path(workload.model).name}, {pair.ours.dtype}: {shape}, {workload.threads} threads")
     table.add_column("median seconds of a step")
     for name in (pair.ours.side, pair.peer.side, "ratio"):

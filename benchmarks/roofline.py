@@ -147,6 +147,7 @@ def steps_made_here(threads: int) -> tuple[Path, list[MeasuredStep]]:
         seed=1,
         threads=threads,
         batch=PROMPTS * GROUP,
+        own_batch=PROMPTS * GROUP,
         overrides=[],
     )
     step = run_side(Path(sys.executable), OURS, asked, SIDE_SECONDS).steps[-1]

@@ -86,7 +86,7 @@ def overrides(workload: w.Workload, folder: Path) -> list[str]:
         "trainer.reinforce.val_check_interval=0",
         "trainer.reinforce.save_interval=0",
         f"model.seed={workload.seed}",
-        f"model.micro_batch_size={workload.batch}",
+        *([] if workload.own_batch is None else [f"model.micro_batch_size={workload.own_batch}"]),
         f"model.encoder_seq_length={workload.prompt_tokens + tokens}",
         "model.data.shuffle=false",
         f"model.reinforce.num_rollout_samples={count}",

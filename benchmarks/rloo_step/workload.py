@@ -30,7 +30,8 @@ class Workload:
         lr: learning rate.
         seed: of the sampling.
         threads: that torch may use.
-        batch: sequences in one pass of log-probs and of training.
+        batch: sequences in one pass of the peer's log-probs and training.
+        own_batch: of this project's; None for the shipped setting.
         overrides: Hydra overrides of this project's side.
     """
 
@@ -45,6 +46,7 @@ class Workload:
     seed: int
     threads: int
     batch: int
+    own_batch: int | None
     overrides: list[str]
 
     @property

@@ -41,6 +41,7 @@ WORKLOAD = Workload(
     seed=1,
     threads=2,
     batch=4,
+    own_batch=4,
     overrides=[],
 )
 
