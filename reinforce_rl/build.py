@@ -325,7 +325,12 @@ def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokeniz
         ConfigError: this machine cannot run it.
     """
     if cfg.generation == "native":
-        return NativeGenerator(lm, tokenizer, cfg.model.reinforce.generation_cache_tokens)
+        return NativeGenerator(
+            lm,
+            tokenizer,
+            cfg.model.reinforce.generation_cache_tokens,
+            is_lean=cfg.model.reinforce.lean_decoding,
+        )
     from reinforce_rl.generation.engine import EngineArguments
     from reinforce_rl.generation.engine_process import Deadlines
     from reinforce_rl.generation.tensorrt_llm import EngineSettings, TensorRTLLMGenerator

@@ -191,6 +191,7 @@ class RolloutConfig:
     forward_micro_batch_size: int = 4
     val_rollout_micro_batch_size: int = 32
     generation_cache_tokens: int | None = None
+    lean_decoding: bool = True
     num_val_samples: int | None = None
     offload_adam_states: bool = False
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)

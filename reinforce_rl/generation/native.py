@@ -23,7 +23,7 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.responses import Responses
 from reinforce_rl.generation.sampling import Workspace, choose_tokens, noise_keys, token_log_probs
 from reinforce_rl.generation.schedule import Schedule
-from reinforce_rl.megatron.inference_linear import inference_linears
+from reinforce_rl.megatron.lean_decoding import lean_decoding
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.rollout import Completions, Prompt, join_completions
 from reinforce_rl.tokenizer import pad_id_of
@@ -39,10 +39,13 @@ class NativeGenerator:
         lm: the actor.
         tokenizer: decodes text for `end_strings`; its pad id fills the right of the responses.
         max_tokens: that the KV cache holds at most, on each rank; None for all sequences of a call at once.
+        is_lean: decode within `lean_decoding`; False: through megatron's own layers.
     """
 
-    def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None):
-        self._lm, self._max_tokens = lm, max_tokens
+    def __init__(
+        self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None, *, is_lean: bool = True
+    ):
+        self._lm, self._max_tokens, self._is_lean = lm, max_tokens, is_lean
         self._tokenizer = tokenizer
         self._pad_id = pad_id_of(tokenizer)
 
@@ -73,7 +76,8 @@ class NativeGenerator:
         own = prompts[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
         self._lm.eval()
         try:
-            with self._lm.whole_sequences(), inference_linears(self._lm):
+            lean = lean_decoding(self._lm) if self._is_lean else contextlib.nullcontext()
+            with self._lm.whole_sequences(), lean:
                 found = self._generate(own, num_samples, params, seed) if own else None
         finally:
             self._lm.train(was_training)

@@ -126,6 +126,7 @@ class CausalLM(GPTModel):
             )
         self.architecture, self._sizes = architecture, sizes
         self.mesh, self._plain_layers = mesh, not options.overrides
+        self.decodes_lean = False  # see `lean_decoding`
         self._inv_freq = inverse_frequencies.to(mesh.device)
 
     def forward(  # type: ignore[override]
@@ -164,7 +165,7 @@ class CausalLM(GPTModel):
         angles = positions.to(torch.float32).t()[:, :, None] * self._inv_freq  # [s, b or 1, d/2]
         rotary = torch.cat((angles, angles), dim=-1)[:, :, None, :]
         embedded = self.embedding(input_ids=input_ids, position_ids=positions) if self.pre_process else None
-        if cache is not None and position_ids is not None and self._plain_layers:
+        if cache is not None and position_ids is not None and self.decodes_lean and self._plain_layers:
             hidden = decode_layers(self.decoder, embedded, rotary, cache)
         else:
             hidden = self.decoder(

@@ -17,6 +17,7 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.generation.sampling import gumbel_noise, noise_keys
+from reinforce_rl.megatron import model as model_module
 from reinforce_rl.rollout import Prompt, join_prompts_and_responses
 from reinforce_rl.tokenizer import load_tokenizer
 
@@ -154,6 +155,22 @@ class TestSamplesDependOnTheirKeysAlone:
         some = replace(self.PARAMS, min_length=6, repetition_penalty=1.3, end_strings=("e",), temperature=0.8)
         unbounded = NativeGenerator(lm, load_tokenizer(folder)).generate(prompts, 4, some, seed=4)
         self.assert_same(rows_of(engine.generate(prompts, 4, some, seed=4)), rows_of(unbounded))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    def test_through_megatrons_own_layers(self, dtype, folder, mesh, prompts, monkeypatch):
+        """In float64 the same tokens; in float32 too on this model, from weights that oneDNN has packed."""
+        model, steps = megatron_model(folder, mesh, dtype), []
+        decode = model_module.decode_layers
+        monkeypatch.setattr(model_module, "decode_layers", lambda *args: steps.append(1) or decode(*args))
+        found = {}
+        for is_lean in (True, False):
+            made = NativeGenerator(model, load_tokenizer(folder), is_lean=is_lean)
+            found[is_lean] = rows_of(made.generate(prompts, 4, self.PARAMS, seed=3)), len(steps)
+            steps.clear()
+        assert found[True][1] > 0 == found[False][1]
+        for (tokens, reason, mine), other in zip(*(rows for rows, _ in found.values()), strict=True):
+            assert (tokens, reason) == other[:2]
+            assert mine == pytest.approx(other[2], abs=1e-5)
 
     def test_when_nobody_finishes_early(self, engine, prompts, together):
         """Without stop tokens each response begins with what it was with them."""

@@ -55,8 +55,10 @@ class _Forward:
 
 
 @contextlib.contextmanager
-def inference_linears(lm: CausalLM) -> Iterator[None]:
-    """Inside the block the linear layers compute without gradient, from the weights that they have at its start.
+def lean_decoding(lm: CausalLM) -> Iterator[None]:
+    """Inside the block decode steps call megatron's parts without its bookkeeping; see `decode_step`.
+
+    The linear layers compute without gradient, from the weights that they have at its start.
 
     Only within `CausalLM.whole_sequences`. On a CPU there is a packed copy of the weights, float64 excepted, which
     oneDNN does not know.
@@ -71,7 +73,9 @@ def inference_linears(lm: CausalLM) -> Iterator[None]:
     try:
         for layer in layers:
             layer.forward = _Forward(layer, lm.output_weight if layer is head else layer.weight, packed)
+        lm.decodes_lean = True
         yield
     finally:
+        lm.decodes_lean = False
         for layer in layers:
             layer.__dict__.pop("forward", None)
