@@ -52,6 +52,7 @@ def overrides_of(folder: Path, ranks: int, *overrides: str) -> list[str]:
         f"model.encoder_seq_length={PROMPT + RESPONSE}",
         f"model.reinforce.length_params.max_length={RESPONSE}",
         f"trainer.devices={ranks}",
+        "model.shared_prefix=false",  # a plan is of padded rows: no row of groups takes more
         *overrides,
     ]
 
