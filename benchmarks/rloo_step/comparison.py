@@ -12,6 +12,7 @@ from rloo_step.reward import vowels
 from rloo_step.workload import PHASES, SideReport, Workload
 
 STEP = "whole step"
+LEAST_SECONDS = 0.01  # of a phase that has a ratio; the clock around nothing takes some microseconds
 REWARD_TOLERANCE = 1e-6  # both sides keep rewards in float32
 
 
@@ -34,7 +35,7 @@ class Row:
     Attributes:
         name: of the phase.
         ours, peer: medians over all steps that count, in seconds.
-        ratio: the peer's time over ours, the median over pairs; None where a side does not have the phase.
+        ratio: the peer's time over ours, the median over pairs; None where a side spends nothing in the phase.
     """
 
     name: str
@@ -126,7 +127,7 @@ def compare(pairs: Sequence[Pair], warm_up_steps: int) -> Comparison:
             (statistics.median(seconds(pair.ours, name)), statistics.median(seconds(pair.peer, name)))
             for pair in pairs
         ]
-        return [peer / ours if ours and peer else None for ours, peer in medians]
+        return [peer / ours if min(ours, peer) >= LEAST_SECONDS else None for ours, peer in medians]
 
     rows = []
     for name in (*PHASES, STEP):

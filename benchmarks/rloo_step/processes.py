@@ -35,7 +35,6 @@ def run_side(python: Path, module: str, workload: Workload, seconds: float) -> S
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
         "OMP_NUM_THREADS": str(workload.threads),
-        "GOMP_SPINCOUNT": "0",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
