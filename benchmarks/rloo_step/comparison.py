@@ -127,7 +127,8 @@ def compare(pairs: Sequence[Pair], warm_up_steps: int) -> Comparison:
             (statistics.median(seconds(pair.ours, name)), statistics.median(seconds(pair.peer, name)))
             for pair in pairs
         ]
-        return [peer / ours if min(ours, peer) >= LEAST_SECONDS else None for ours, peer in medians]
+        least = 0.0 if name == STEP else LEAST_SECONDS
+        return [peer / ours if min(ours, peer) > least else None for ours, peer in medians]
 
     rows = []
     for name in (*PHASES, STEP):
