@@ -36,6 +36,8 @@ from rloo_step.inputs import make_prompts  # noqa: E402
 from rloo_step.processes import OURS, PEER, SideFailed, run_side  # noqa: E402
 from rloo_step.workload import Workload  # noqa: E402
 
+from reinforce_rl.errors import ReinforceError  # noqa: E402
+
 WARM_UP_STEPS = 1
 ENVIRONMENT_SECONDS = 1200
 SHORT = {"pairs": 1, "prompts": 2, "group": 2, "prompt_tokens": 8, "response_tokens": 6, "threads": 1}
@@ -170,6 +172,10 @@ def show(found: Comparison, pair: Pair, workload: Workload, console: Console) ->
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a side is ended too
     args = arguments()
+    counts = ("prompts", "group", "prompt_tokens", "response_tokens", "pairs", "steps", "threads")
+    if wrong := [f"--{name.replace('_', '-')} is {vars(args)[name]}" for name in counts if vars(args)[name] < 1]:
+        print(f"{', '.join(wrong)}; expected at least 1", file=sys.stderr)
+        return 2
     if args.batch and args.prompts * args.group % args.batch:
         print(f"--batch {args.batch} does not divide {args.prompts} x {args.group} sequences", file=sys.stderr)
         return 2
@@ -180,7 +186,7 @@ def main() -> int:
             python = peers_python(args.environment)
             workload = workload_of(args, model_folder(args.model, args.short, Path(scratch)))
             pairs = run_pairs(workload, args.pairs, python, args.deadline, progress)
-    except (NotTheSame, SideFailed, ValueError) as error:
+    except (NotTheSame, SideFailed, ReinforceError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     found = compare(pairs, workload.warm_up_steps)

@@ -1,4 +1,4 @@
-"""megatron's linear layers without what gradients need, and on the CPU from weights laid out for few rows.
+"""Decoding without megatron's bookkeeping: linear layers without what gradients need, on a CPU from packed weights.
 
 A decode step multiplies each weight by a handful of rows. torch's BLAS is made for many: from a packed weight oneDNN
 computes such a product two to three times as fast.
@@ -54,20 +54,23 @@ class _Forward:
         return out if added is None else out + added, returned
 
 
+def _onednn_knows(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    # Older CPUs have no instructions for bf16, and oneDNN no product without them.
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 @contextlib.contextmanager
 def lean_decoding(lm: CausalLM) -> Iterator[None]:
     """Inside the block decode steps call megatron's parts without its bookkeeping; see `decode_step`.
 
     The linear layers compute without gradient, from the weights that they have at its start.
 
-    Only within `CausalLM.whole_sequences`. On a CPU there is a packed copy of the weights, float64 excepted, which
-    oneDNN does not know.
+    Only within `CausalLM.whole_sequences`. On a CPU there is a packed copy of the weights where oneDNN knows their
+    dtype: float32, and bf16 if the CPU has that.
     """
-    packed = (
-        lm.mesh.device.type == "cpu"
-        and lm.config.params_dtype in (torch.float32, torch.bfloat16)
-        and torch.backends.mkldnn.is_available()
-    )
+    packed = lm.mesh.device.type == "cpu" and _onednn_knows(lm.config.params_dtype)
     head = getattr(lm, "output_layer", None)  # on the last stage
     layers: list[Any] = [m for m in lm.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
     try:

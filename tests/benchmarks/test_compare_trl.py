@@ -126,6 +126,19 @@ def test_report_comes_back_from_its_file(tmp_path):
     assert read_report(tmp_path / "report.json") == report
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--prompts", "0", "--pairs", "0"], "--prompts is 0, --pairs is 0; expected at least 1"),
+        (["--batch", "3"], "--batch 3 does not divide 4 x 4 sequences"),
+    ],
+)
+def test_impossible_sizes_are_refused_in_a_line(options, told):
+    command = [sys.executable, str(BENCHMARKS / "compare_trl.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.strip()) == (2, told)
+
+
 @needs_peers
 @pytest.mark.timeout(1500)
 def test_short_form_runs_both_sides_and_writes_what_it_says(tmp_path):
