@@ -18,7 +18,7 @@ from reinforce_rl.algorithms.best_checkpoints import BestCheckpoints
 from reinforce_rl.algorithms.loss import LossSettings
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
 from reinforce_rl.algorithms.updates import total_steps, total_updates
-from reinforce_rl.config import ReinforceConfig, SamplingConfig, TrainConfig
+from reinforce_rl.config import OptimConfig, ReinforceConfig, SamplingConfig, TrainConfig
 from reinforce_rl.control import RunControl
 from reinforce_rl.data.loader import FixedPrompts, PromptLoader
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
@@ -307,8 +307,13 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
         with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
         reference_on_device=cfg.model.reference_placement == "device",
         lora=None if lora is None else LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint()),
-        data_parallel=DataParallelSettings(cfg.model.optim.distributed, cfg.model.optim.overlap_grad_sync),
+        data_parallel=data_parallel_settings(cfg.model.optim),
     )
+
+
+def data_parallel_settings(optim: OptimConfig) -> DataParallelSettings:
+    """Of an actor, and of a reward model in training."""
+    return DataParallelSettings(optim.distributed, optim.overlap_grad_sync, optim.in_place_gradients)
 
 
 def _shares_prefix(cfg: TrainConfig, lm: CausalLM) -> bool:

@@ -217,6 +217,7 @@ class OptimConfig:
     eps: float = 1e-8
     distributed: bool = False
     overlap_grad_sync: bool = False
+    in_place_gradients: bool = True
     sched: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 

@@ -20,6 +20,8 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from reinforce_rl.megatron.in_place_gradients import buffer_of, was_added
+
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -132,7 +134,10 @@ class _ChunkedHead(torch.autograd.Function):
         probabilities = None if entropy_grad is None else logits.new_buffer()
         grad_hidden = hidden.new_zeros(hidden.shape) if ctx.needs_input_grad[0] else None
         # The weight's gradient is a sum over chunks, so it keeps full precision until all of them are in it.
-        grad_weight = weight.new_zeros(weight.shape, dtype=logits.dtype) if ctx.needs_input_grad[1] else None
+        buffer = buffer_of(weight) if ctx.needs_input_grad[1] else None
+        grad_weight = buffer
+        if ctx.needs_input_grad[1] and buffer is None:
+            grad_weight = weight.new_zeros(weight.shape, dtype=logits.dtype)
         for chunk, z in logits.chunks():
             to_target = to_targets[chunk]
             log_p = z.sub_(log_sum_exp[chunk, None])
@@ -150,6 +155,8 @@ class _ChunkedHead(torch.autograd.Function):
                 torch.mm(grad_z, logits.weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight[: shard.size], grad_z.t(), hidden[chunk])
+        if buffer is not None:
+            grad_weight = was_added(weight)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 

@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from reinforce_rl.megatron.in_place_gradients import add_gradients_in_place
 from reinforce_rl.megatron.model import CausalLM
 
 # NeMo's scheduler names -> megatron's decay styles.
@@ -53,10 +54,12 @@ class DataParallelSettings:
     Attributes:
         distributed_optimizer: each rank holds and updates a part of the main weights and moments only (ZeRO stage 1).
         overlap_grad_sync: sum gradients over the ranks while the last backward pass still runs.
+        in_place_gradients: on a CPU in float32, backward passes add to the gradient buffers; see `in_place_gradients`.
     """
 
     distributed_optimizer: bool = False
     overlap_grad_sync: bool = False
+    in_place_gradients: bool = True
 
 
 DEFAULT_DATA_PARALLEL = DataParallelSettings()
@@ -76,6 +79,8 @@ def wrap_data_parallel(
         ),
         lm,
     )
+    if settings.in_place_gradients and lm.mesh.device.type == "cpu" and lm.config.params_dtype == torch.float32:
+        add_gradients_in_place(lm)
     ddp.broadcast_params()
     return ddp
 

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from omegaconf import OmegaConf
 
-from reinforce_rl.build import DTYPES
+from reinforce_rl.build import DTYPES, data_parallel_settings
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.files import write_atomically
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint import Checkpointer, latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
-from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, OptimizerSettings, build_optimizer
+from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
 from reinforce_rl.megatron.transformer_config import ModelOptions
 from reinforce_rl.reward.full_card import FullCard
 from reinforce_rl.reward.full_monitor import FullTrainingMonitor
@@ -195,7 +195,7 @@ def build_trainer(
         pooling=cfg.full.pooling,
         pad_id=pad_id,
         micro_batch_size=cfg.micro_batch_size,
-        data_parallel=DataParallelSettings(optim.distributed, optim.overlap_grad_sync),
+        data_parallel=data_parallel_settings(optim),
     )
     settings = OptimizerSettings(
         lr=optim.lr,

@@ -1,0 +1,114 @@
+"""Gradients of weights added to megatron's gradient buffers where they arise.
+
+Otherwise each matrix's gradient is made anew in every micro-batch, and added to the buffer afterwards. On a CPU that is
+slow: the system has to clear the pages of each new tensor, and the vocabulary's table alone is often as large as all
+layers' activations. megatron has the way for its linear layers (`gradient_accumulation_fusion`), with a kernel of
+Apex. Here torch's product takes the kernel's place, and embedding and output layer do the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import layers as megatron_layers
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from reinforce_rl.megatron.model import CausalLM
+
+_MARK = "gradient_is_added_in_place"
+
+
+def add_gradients_in_place(lm: CausalLM) -> None:
+    """From now on, backward passes do so.
+
+    Args:
+        lm: in megatron's data-parallel wrapper, in float32.
+    """
+    has_head = lm.post_process and lm.architecture.num_labels is None
+    is_shared = has_head and lm.share_embeddings_and_output_weights
+    megatron_layers.fused_weight_gradient_mlp_cuda = _Kernel  # type: ignore[attr-defined]
+    for module in lm.modules():
+        weight = getattr(module, "weight", None)
+        if weight is None or not hasattr(weight, "main_grad"):
+            continue  # frozen, or shared with the embedding
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            module.gradient_accumulation_fusion = True
+            setattr(weight, _MARK, True)
+        elif isinstance(module, VocabParallelEmbedding):
+            module.forward = _Lookup(module, is_shared)  # type: ignore[method-assign]
+            # megatron sets this where a weight is shared, for then it would add what `was_added` returns. See `_RowsOf`.
+            weight.zero_out_wgrad = False
+            setattr(weight, _MARK, True)
+
+
+def buffer_of(weight: Tensor) -> Tensor | None:
+    """Where the gradient of a weight is added; None where it is returned to autograd as ever."""
+    return weight.main_grad if getattr(weight, _MARK, False) else None  # type: ignore[attr-defined]
+
+
+def was_added(weight: Tensor) -> Tensor:
+    """What a backward pass returns in place of a gradient that it has added to the buffer.
+
+    Its memory is never touched. megatron's hook looks for a gradient, and does not add it.
+    """
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)
+
+
+class _Kernel:
+    """Stands for Apex's `fused_weight_gradient_mlp_cuda`."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        """[n, in] and [n, out] to the sum in [out, in]."""
+        main_grad.addmm_(grad_output.t(), inputs)
+
+
+class _Lookup:
+    """Takes the place of an embedding's `forward`.
+
+    Args:
+        is_shared: the output layer of this stage has the same weight.
+    """
+
+    def __init__(self, embedding: Any, is_shared: bool):
+        self._embedding, self._is_shared = embedding, is_shared
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """int64 [b, s] to [b, s, h], or this rank's share of [s, b, h] with sequence parallelism."""
+        module = self._embedding
+        if module.tp_group.size() == 1:
+            return _RowsOf.apply(module.weight, tokens, self._is_shared)  # type: ignore[no-any-return]
+        first = module.vocab_start_index
+        mine = (tokens >= first) & (tokens < module.vocab_end_index)
+        rows: Any = _RowsOf.apply(module.weight, torch.where(mine, tokens - first, 0), self._is_shared)
+        rows = rows * mine[..., None]
+        if module.reduce_scatter_embeddings:
+            shares = rows.transpose(0, 1).contiguous()
+            return reduce_scatter_to_sequence_parallel_region(shares, group=module.tp_group)
+        return reduce_from_tensor_model_parallel_region(rows, group=module.tp_group)
+
+
+class _RowsOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, is_shared: bool) -> Tensor:
+        ctx.save_for_backward(weight, tokens)
+        ctx.is_shared = is_shared
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        weight, tokens = ctx.saved_tensors
+        weight.main_grad.index_add_(0, tokens.flatten(), gradient.flatten(0, -2))
+        # The output layer answers for a shared weight: autograd would add up what stands for the two gradients.
+        return None if ctx.is_shared else was_added(weight), None, None
