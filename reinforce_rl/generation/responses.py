@@ -65,7 +65,8 @@ class Responses:
             logits = penalise_repetition(logits, self._seen[samples], self._params.repetition_penalty)
         if self._params.min_length and self._stops.numel():
             early = (written < self._params.min_length)[:, None]
-            logits = torch.where(early, logits.index_fill(1, self._stops, float("-inf")), logits)
+            banned = torch.where(early, float("-inf"), logits.index_select(1, self._stops))
+            logits = logits.index_copy(1, self._stops, banned)
         return logits
 
     def append(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> list[int]:

@@ -91,10 +91,10 @@ class CoreAttention(torch.nn.Module):
         super().__init__()
         if config.attention_dropout:
             raise ReinforceError(f"attention_dropout is {config.attention_dropout}; only 0 is supported")
-        self._scale = softmax_scale
+        self.scale = softmax_scale
         # megatron's (left, right) counts the tokens beside a position's own.
         self._window = None if config.window_size is None else config.window_size[0] + 1
-        self._layer = layer_number - 1  # megatron counts from 1
+        self.layer = layer_number - 1  # megatron counts from 1
         self._cp_group: dist.ProcessGroup = pg_collection.cp
 
     def forward(
@@ -108,12 +108,12 @@ class CoreAttention(torch.nn.Module):
     ) -> Tensor:
         """query [s, b, h, d], key and value [s, b, g, d] to [s, b, h * d]."""
         if packed_seq_params is not None:
-            return packed_seq_params.attend(query, key, value, self._scale).flatten(2)
+            return packed_seq_params.attend(query, key, value, self.scale).flatten(2)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         if attention_mask is not None:
-            out = attention_mask.attend(self._layer, q, k, v, self._scale)
+            out = attention_mask.attend(self.layer, q, k, v, self.scale)
         elif self._cp_group.size() > 1:
-            out = causal_attention_of_share(q, k, v, self._scale, self._window, self._cp_group)
+            out = causal_attention_of_share(q, k, v, self.scale, self._window, self._cp_group)
         else:
-            out = causal_attention(q, k, v, self._scale, self._window)
+            out = causal_attention(q, k, v, self.scale, self._window)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)

@@ -31,28 +31,46 @@ def decode_layers(block: Any, embedded: Tensor | None, rotary: Tensor, cache: KV
         [1, R, h], after the final norm on the last stage.
     """
     hidden: Tensor = block.input_tensor if embedded is None else embedded
+    rotations: tuple[Tensor, Tensor] | None = None
     half = rotary.shape[-1] // 2
-    sine = rotary.sin()
-    sine[..., :half].neg_()  # of x rolled by half its length, this makes the rotation
-    cosine, sine = rotary.cos().to(hidden.dtype), sine.to(hidden.dtype)
-
-    def rotated(x: Tensor) -> Tensor:
-        return torch.addcmul(x * cosine, x.roll(half, dims=-1), sine)
-
     for layer in block.layers:
         attention, mlp = layer.self_attention, layer.mlp
         mixed, _ = attention.linear_qkv(layer.input_layernorm(hidden))
-        groups = attention.num_query_groups_per_partition
-        mixed = mixed.view(1, mixed.shape[1], groups, -1, rotary.shape[-1])  # [1, R, g, n + 2, d]
-        query, key, value = mixed.split((mixed.shape[3] - 2, 1, 1), dim=3)
-        query, key, value = (part.flatten(2, 3) for part in (query, key, value))
+        rows, groups = mixed.shape[1], attention.num_query_groups_per_partition
+        mixed = mixed.view(rows, groups, -1, rotary.shape[-1])  # [R, g, n + 2, d]
         if attention.q_layernorm is not None:
-            query, key = attention.q_layernorm(query), attention.k_layernorm(key)
-        context = attention.core_attention(rotated(query), rotated(key), value, cache)
-        hidden = _add(attention.linear_proj(context), hidden)
+            query, key, value = mixed.split((mixed.shape[2] - 2, 1, 1), dim=2)
+            mixed = torch.cat((attention.q_layernorm(query), attention.k_layernorm(key), value), dim=2)
+        core = attention.core_attention
+        if rotations is None:
+            rotations = _rotations(rotary, mixed.shape[2] - 2, core.scale or rotary.shape[-1] ** -0.5, mixed.dtype)
+        cosine, sine = rotations
+        mixed = torch.addcmul(mixed * cosine, mixed.roll(half, dims=-1), sine)
+        context = cache.step(core.layer, mixed[:, :, :-2], mixed[:, :, -2:])
+        hidden = _add(attention.linear_proj(context.view(1, rows, -1)), hidden)
         gate, up = mlp.linear_fc1(layer.pre_mlp_layernorm(hidden))[0].chunk(2, dim=-1)
         hidden = _add(mlp.linear_fc2(F.silu(gate).mul_(up)), hidden)
     return hidden if block.final_layernorm is None else block.final_layernorm(hidden)
+
+
+def _rotations(rotary: Tensor, heads: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Factors [R, 1, n + 2, d] of a group's queries, key and value, and of these rolled by half their length.
+
+    Together they rotate queries and keys, scale queries, and leave values as they are.
+
+    Args:
+        rotary: the angles, [1, R, 1, d].
+        heads: n.
+        scale: of the scores.
+    """
+    angles = rotary[0, :, None]  # [R, 1, 1, d]
+    cosine, sine = angles.cos(), angles.sin()
+    sine[..., : sine.shape[-1] // 2].neg_()
+    queries = [part.mul(scale).expand(-1, -1, heads, -1) for part in (cosine, sine)]
+    return (
+        torch.cat((queries[0], cosine, torch.ones_like(cosine)), dim=2).to(dtype),
+        torch.cat((queries[1], sine, torch.zeros_like(sine)), dim=2).to(dtype),
+    )
 
 
 def _add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:

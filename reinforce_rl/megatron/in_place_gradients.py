@@ -1,8 +1,8 @@
 """Gradients of weights added to megatron's gradient buffers where they arise.
 
-Otherwise each matrix's gradient is made anew in every micro-batch, and added to the buffer afterwards. On a CPU that is
-slow: the system has to clear the pages of each new tensor, and the vocabulary's table alone is often as large as all
-layers' activations. megatron has the way for its linear layers (`gradient_accumulation_fusion`), with a kernel of
+Otherwise each matrix's gradient is made anew in every micro-batch, and added to the buffer afterwards. On a CPU that
+is slow: the system has to clear the pages of each new tensor, and the vocabulary's table alone is often as large as
+all layers' activations. megatron has the way for its linear layers (`gradient_accumulation_fusion`), with a kernel of
 Apex. Here torch's product takes the kernel's place, and embedding and output layer do the same.
 """
 
@@ -45,7 +45,7 @@ def add_gradients_in_place(lm: CausalLM) -> None:
             setattr(weight, _MARK, True)
         elif isinstance(module, VocabParallelEmbedding):
             module.forward = _Lookup(module, is_shared)  # type: ignore[method-assign]
-            # megatron sets this where a weight is shared, for then it would add what `was_added` returns. See `_RowsOf`.
+            # megatron sets this where a weight is shared, and would add what `was_added` returns. See `_RowsOf`.
             weight.zero_out_wgrad = False
             setattr(weight, _MARK, True)
 

@@ -52,6 +52,11 @@ class KVCache:
         shape = (len(layers), 2, rows, groups, response_tokens, head_size)
         self._responses = torch.zeros(shape, dtype=dtype, device=device)
         self._reading: Tensor | None = None
+        # Views of each layer, made here and in `at` rather than in every layer's turn: [P * g, d, L], [P * g, L, d],
+        # and where new keys and values are written, [2 * rows * g * T, d].
+        keys, values = self._prompts.flatten(2, 3).unbind(1)
+        self._prompt_keys, self._prompt_values = keys.transpose(-1, -2).unbind(), values.unbind()
+        self._all_responses = self._responses.flatten(1, 4).unbind()
 
     def read(self, slots: Sequence[int]) -> None:
         """The next pass is over prompts, right-padded, and fills these slots."""
@@ -69,6 +74,9 @@ class KVCache:
             cells.append(slot * width + filled[slot])
             row_of_cell[cells[-1]] = row
             filled[slot] += 1
+        self._width = width
+        # Rows that already lie so need not be moved, the usual case while no response has ended.
+        self._in_place = cells == list(range(len(row_of_cell)))
         self._cell_of_row = torch.tensor(cells, device=self._device)
         self._row_of_cell = torch.tensor(row_of_cell, device=self._device)
 
@@ -80,10 +88,13 @@ class KVCache:
             written: int64 [R], response tokens whose keys are stored already.
             used: the largest of `written`, plus one.
         """
-        self._reading, self._used = None, used
-        prompt_tokens, groups, response_tokens = self._prompts.shape[4], *self._responses.shape[3:5]
-        of_group = torch.arange(self._rows * groups, device=self._device).view(-1, groups)
-        self._write_at = (of_group * response_tokens + written[:, None]).flatten()
+        self._reading = None
+        prompt_tokens, (all_rows, groups, response_tokens) = self._prompts.shape[4], self._responses.shape[2:5]
+        of_group = torch.arange(self._rows * groups, device=self._device).view(-1, groups, 1)
+        of_kind = torch.arange(2, device=self._device) * (all_rows * groups)
+        self._write_at = ((of_group + of_kind) * response_tokens + written[:, None, None]).flatten()  # [R * g * 2]
+        keys, values = self._responses[:, :, : self._rows, :, :used].flatten(2, 3).unbind(1)
+        self._own_keys, self._own_values = keys.transpose(-1, -2).unbind(), values.unbind()
         positions = torch.arange(max(prompt_tokens, used), device=self._device)[None, :]
         seen = [positions[:, :prompt_tokens] < prompt_lengths[:, None], positions[:, :used] <= written[:, None]]
         if self._window is not None:
@@ -115,34 +126,46 @@ class KVCache:
             for stored, new in zip(prompts, (key, value), strict=True):
                 stored[self._reading, :, : new.shape[2]] = new
             return causal_attention(query, key, value, scale, self._window)
-        responses = self._responses[layer - self._first_layer]
-        for stored, new in zip(responses, (key, value), strict=True):
-            stored.flatten(0, 2).index_copy_(0, self._write_at, new.flatten(0, 2))
-        own_keys, own_values = responses[:, : self._rows, :, : self._used]
-        prompt_keys, prompt_values = prompts
         rows, heads, _, head_size = query.shape
         # One query a row: the heads of a group stand in for the sequence axis, so keys are read once a group.
-        queries = query.reshape(rows, prompt_keys.shape[1], -1, head_size) * (scale or head_size**-0.5)
-        of_prompts = self._to_rows(_scores(self._to_cells(queries), prompt_keys))
-        scores = torch.cat((of_prompts, _scores(queries, own_keys)), dim=-1).masked_fill_(self._hidden, float("-inf"))
-        weights = scores.softmax(dim=-1).to(value.dtype)
-        of_prompts, own = weights.split((prompt_keys.shape[2], self._used), dim=-1)
-        out = self._to_rows(self._to_cells(of_prompts) @ prompt_values) + own @ own_values
-        return out.view(rows, heads, 1, head_size)
+        queries = query.reshape(rows, prompts.shape[2], -1, head_size) * (scale or head_size**-0.5)
+        return self.step(layer, queries, torch.cat((key, value), dim=2)).view(rows, heads, 1, head_size)
 
-    # index_select copies whole rows; indexing with a tensor would go through them number by number, on all threads.
+    def step(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
+        """As `attend` for one token of each row, its heads by key-value group.
+
+        Args:
+            layer: its number in the whole model, from 0.
+            queries: [R, g, h / g, d], scaled.
+            new: keys and values, [R, g, 2, d].
+
+        Returns:
+            [R, g, h / g, d].
+        """
+        at = layer - self._first_layer
+        self._all_responses[at].index_copy_(0, self._write_at, new.reshape(-1, new.shape[-1]))
+        of_prompts = self._to_rows(_product(self._to_cells(queries), self._prompt_keys[at]))
+        own = _product(queries.flatten(0, 1), self._own_keys[at]).view(*queries.shape[:3], -1)
+        scores = torch.cat((of_prompts, own), dim=-1).masked_fill_(self._hidden, float("-inf"))
+        weights = scores.softmax(dim=-1).to(new.dtype)
+        of_prompts, own = weights.split((of_prompts.shape[-1], own.shape[-1]), dim=-1)
+        out = torch.bmm(own.flatten(0, 1), self._own_values[at]).view(queries.shape)
+        return out.add_(self._to_rows(torch.bmm(self._to_cells(of_prompts), self._prompt_values[at])))
+
     def _to_cells(self, values: Tensor) -> Tensor:
-        """[R, g, h / g, x] to [P, g, W * h / g, x]: the rows of a prompt side by side."""
-        cells = values.index_select(0, self._row_of_cell).unflatten(0, (self._prompts.shape[2], -1))
-        return cells.transpose(1, 2).flatten(2, 3)
+        """[R, g, h / g, x] to [P * g, W * h / g, x]: the rows of a prompt side by side."""
+        # index_select copies whole rows; indexing with a tensor would go through them number by number.
+        cells = values if self._in_place else values.index_select(0, self._row_of_cell)
+        return cells.unflatten(0, (-1, self._width)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
     def _to_rows(self, values: Tensor) -> Tensor:
         """Back again."""
-        width = len(self._row_of_cell) // self._prompts.shape[2]
-        return values.unflatten(2, (width, -1)).transpose(1, 2).flatten(0, 1).index_select(0, self._cell_of_row)
+        groups = self._responses.shape[3]
+        cells = values.unflatten(0, (-1, groups)).unflatten(2, (self._width, -1)).transpose(1, 2).flatten(0, 1)
+        return cells if self._in_place else cells.index_select(0, self._cell_of_row)
 
 
-def _scores(queries: Tensor, keys: Tensor) -> Tensor:
+def _product(queries: Tensor, keys: Tensor) -> Tensor:
     """Products in float32 at least: a score rounded to bf16 would be off by several percent of its weight."""
     dtype = torch.promote_types(queries.dtype, torch.float32)
-    return queries.to(dtype) @ keys.to(dtype).transpose(-1, -2)
+    return torch.bmm(queries.to(dtype), keys.to(dtype))

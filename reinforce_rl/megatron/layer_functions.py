@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467), in float32 where x is bf16."""
+    if not torch.is_grad_enabled():
+        return _normalised(x, weight, eps)[0]
     found: Any = _RMSNorm.apply(x, weight, eps)
     return found
 
@@ -28,13 +30,19 @@ def swiglu(x: Tensor) -> Tensor:
     return found
 
 
+def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The result, and 1 / sqrt(mean(x^2) + eps)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).mul_(weight).to(x.dtype), scale
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        found, scale = _normalised(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return found
 
     @staticmethod
     @once_differentiable
