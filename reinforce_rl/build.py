@@ -18,7 +18,7 @@ from reinforce_rl.algorithms.best_checkpoints import BestCheckpoints
 from reinforce_rl.algorithms.loss import LossSettings
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
 from reinforce_rl.algorithms.updates import total_steps, total_updates
-from reinforce_rl.config import OptimConfig, ReinforceConfig, SamplingConfig, TrainConfig
+from reinforce_rl.config import ModelConfig, OptimConfig, ReinforceConfig, SamplingConfig, TrainConfig
 from reinforce_rl.control import RunControl
 from reinforce_rl.data.loader import FixedPrompts, PromptLoader
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
@@ -300,7 +300,7 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
             pad_to=cfg.trainer.reinforce.rollout_batch_seq_length or 0,
             shared_prefix=_shares_prefix(cfg, lm),
-            logits_chunk_tokens=cfg.model.logits_chunk_tokens,
+            logits_chunk_tokens=logits_chunk_tokens(cfg.model, gpu=lm.mesh.device.type != "cpu"),
             offload_optimizer=rollout.offload_adam_states,
             loss=loss_settings(cfg.trainer.reinforce),
         ),
@@ -309,6 +309,14 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
         lora=None if lora is None else LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint()),
         data_parallel=data_parallel_settings(cfg.model.optim),
     )
+
+
+def logits_chunk_tokens(model: ModelConfig, *, gpu: bool) -> int:
+    """Response tokens whose logits exist at a time."""
+    if model.logits_chunk_tokens is not None:
+        return model.logits_chunk_tokens
+    # glibc gives blocks above 32 MiB back at once, and fresh ones have to be cleared page by page.
+    return 1024 if gpu else 128
 
 
 def data_parallel_settings(optim: OptimConfig) -> DataParallelSettings:

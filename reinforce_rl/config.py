@@ -265,7 +265,7 @@ class ModelConfig:
     encoder_seq_length: int = 2048
     micro_batch_size: int = 4
     tokens_per_micro_batch: int | None = None
-    logits_chunk_tokens: int = 1024
+    logits_chunk_tokens: int | None = None
     shared_prefix: bool | None = None
     global_batch_size: int | None = None
     reference_placement: str = "host"

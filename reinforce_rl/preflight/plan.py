@@ -9,7 +9,7 @@ import torch
 
 from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.algorithms.updates import total_steps, total_updates
-from reinforce_rl.build import build_sampler, lora_settings
+from reinforce_rl.build import build_sampler, logits_chunk_tokens, lora_settings
 from reinforce_rl.config import TrainConfig
 from reinforce_rl.data.loader import FixedPrompts
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets
@@ -196,7 +196,7 @@ def memory_policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> Policy:
         lora_rank=0 if lora is None else lora.rank,
         recompute=0 if not full else 10**9 if uniform else number,
         recompute_group=number if full and uniform else 1,
-        chunk_tokens=model.logits_chunk_tokens,
+        chunk_tokens=logits_chunk_tokens(model, gpu=gpu),
         offload_optimizer=model.reinforce.offload_adam_states,
         gpu=gpu,
     )
