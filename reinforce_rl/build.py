@@ -449,6 +449,7 @@ def _optimizer_settings(cfg: TrainConfig, updates: int) -> OptimizerSettings:
         weight_decay=optim.weight_decay,
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
+        fused=optim.fused,
         schedule=optim.sched.name,
         warmup_steps=optim.sched.warmup_steps,
         constant_steps=optim.sched.constant_steps,

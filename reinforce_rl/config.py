@@ -215,6 +215,7 @@ class OptimConfig:
     weight_decay: float = 0.01
     betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
     eps: float = 1e-8
+    fused: bool = True
     distributed: bool = False
     overlap_grad_sync: bool = False
     in_place_gradients: bool = True

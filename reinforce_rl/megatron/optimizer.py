@@ -17,6 +17,7 @@ from torch import Tensor
 
 from reinforce_rl.megatron.in_place_gradients import add_gradients_in_place
 from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.optimizer_state import inner_optimizers
 
 # NeMo's scheduler names -> megatron's decay styles.
 SCHEDULES = {"constant": "constant", "linear": "linear", "CosineAnnealing": "cosine"}
@@ -33,6 +34,7 @@ class OptimizerSettings:
         constant_steps: at the end, with `min_lr`.
         total_steps: of the whole run.
         clip_grad: bound on the gradient's norm over all parameters; 0 for none.
+        fused: on a CPU, torch's Adam that goes over memory once.
     """
 
     lr: float
@@ -45,6 +47,7 @@ class OptimizerSettings:
     constant_steps: int
     total_steps: int
     clip_grad: float
+    fused: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,11 @@ def build_optimizer(
         ),
         [ddp],
     )
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            # megatron passes no such option on. Others than torch's Adam, on a GPU, have no such group.
+            if "fused" in group and all(parameter.is_cpu for parameter in group["params"]):
+                group["fused"] = settings.fused
     warmup = settings.warmup_steps
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -54,7 +54,7 @@ def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str,
 
 def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
     """Give every parameter its number of steps: after a load, which fills the tensors."""
-    for inner in _inner_optimizers(optimizer):
+    for inner in inner_optimizers(optimizer):
         if _counts_by_parameter(inner):
             for state in inner.state.values():
                 # One of its own each: they are counted up in place.
@@ -110,7 +110,8 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[_Main]:
                 yield _Main(parameter, parameter, 0, False, inner)
 
 
-def _inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    """torch's, or those of Apex and Transformer Engine, that megatron drives."""
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in parts]
 
@@ -122,7 +123,7 @@ def _counts_by_parameter(inner: Any) -> bool:
 
 def _step_of(optimizer: MegatronOptimizer) -> float:
     """The same for all parameters, since a step is made of all or of none; 0 on a rank that holds none."""
-    for inner in _inner_optimizers(optimizer):
+    for inner in inner_optimizers(optimizer):
         holders = inner.state.values() if _counts_by_parameter(inner) else inner.param_groups
         for holder in holders:
             return float(holder.get(STEP, 0.0))

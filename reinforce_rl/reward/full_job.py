@@ -203,6 +203,7 @@ def build_trainer(
         weight_decay=optim.weight_decay,
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
+        fused=optim.fused,
         schedule=optim.sched.name,
         warmup_steps=optim.sched.warmup_steps,
         constant_steps=optim.sched.constant_steps,

@@ -18,6 +18,7 @@ from reinforce_rl.megatron.optimizer import (
     build_optimizer,
     wrap_data_parallel,
 )
+from reinforce_rl.megatron.optimizer_state import inner_optimizers
 
 SETTINGS = OptimizerSettings(
     lr=1e-3,
@@ -157,3 +158,17 @@ def test_offloading_takes_both_moments_of_every_parameter_and_brings_them_back(f
     with pytest.raises(RuntimeError, match="lost"), offloading[1].offloaded():
         raise RuntimeError("lost")
     assert len(moves) == 8, "an error brings them back too"
+
+
+def test_fused_adam_makes_the_steps_of_the_plain_one(folder, mesh):
+    weights = []
+    for fused in (False, True):
+        ddp, optimizer = wrapped(folder, mesh, replace(SETTINGS, fused=fused, clip_grad=1.0))
+        inner = [group for part in inner_optimizers(optimizer._optimizer) for group in part.param_groups]
+        assert [group["fused"] for group in inner] == [fused] * len(inner)
+        for k in range(1, 6):
+            accumulate_gradients(ddp, [1e-3 * k, -2e-3], weighted_sum)
+            optimizer.step()
+        weights.append(torch.cat([p.detach().flatten() for p in ddp.parameters()]))
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-7)
+    assert not torch.equal(weights[1], torch.cat([p.flatten() for p in megatron_model(folder, mesh).parameters()]))
