@@ -63,6 +63,7 @@ def least_bytes(arch: Architecture, dtype: torch.dtype, device: torch.device, ph
         recompute_group=1,
         chunk_tokens=1,
         offload_optimizer=False,
+        fused_adam=True,
         gpu=device.type == "cuda",
     )
     found = states(stage_shapes(arch, Layout(1, 1, 1, 1, False), [arch.num_layers], None)[0], policy)

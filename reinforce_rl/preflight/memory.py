@@ -110,6 +110,7 @@ class Policy:
         recompute_group: of those, layers between two kept inputs.
         chunk_tokens: response tokens whose logits exist at a time.
         offload_optimizer: the moments wait on the host during generation.
+        fused_adam: on a CPU, one pass over a parameter instead of several.
         gpu: device and host memory are two; else they are one, and moving a tensor copies nothing.
     """
 
@@ -125,6 +126,7 @@ class Policy:
     recompute_group: int
     chunk_tokens: int
     offload_optimizer: bool
+    fused_adam: bool
     gpu: bool
 
 
@@ -243,18 +245,17 @@ def kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:
     """Bytes that one layer keeps of a micro-batch for its backward pass, its own input included."""
     kept, t = policy.weight_bytes, micro.tokens
     lora = policy.lora
-    # A norm keeps its input and its output before the weight in fp32; without a gradient of its weight only the input.
-    inside = FP32 * (2 if lora is None else 1)
+    # A norm keeps its input, and the matrix after it the norm's output, where it is trained.
     outputs = sum(kept for projections in (LORA_QKV, LORA_FC1) if lora is None or lora & projections)
-    norms = shape.hidden * (2 * inside + outputs)
+    norms = shape.hidden * (2 * kept + outputs)
     if policy.sequence_parallel:
         norms //= policy.tensor
     d = shape.head_size
     query = shape.heads * d
     # The fused projection (its view is the values), rotated queries and keys, the kernel's output and its log-sums.
     attention = kept * (query + 2 * shape.groups * d + query + shape.groups * d + query) + FP32 * shape.heads
-    # Gate and up, their copies after the activation, and their product, which the down projection needs.
-    ffn = kept * shape.ffn * (5 if lora is None or "down_proj" in lora else 4)
+    # Gate and up, and their product, which the down projection needs where it is trained.
+    ffn = kept * shape.ffn * (3 if lora is None or "down_proj" in lora else 2)
     low_rank = 0 if lora is None else kept * policy.lora_rank * len(lora)
     rotary = 4 * kept * d * micro.positions
     gathered = _gathered_keys(shape, policy, micro) if policy.context > 1 else 0
@@ -285,12 +286,15 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
     alive = policy.recompute_group * layer if again == shape.layers else 0
     # megatron does not keep what it gathered for a layer's matrices, and gathers it once more.
     gathered = 2 * t * shape.hidden * kept if policy.sequence_parallel else 0
-    columns = 2 * t * shape.ffn * kept
-    in_layer = saved + alive + border + columns + gathered
+    in_layer = saved + alive + border + gathered
     weight = 2 * shape.ffn * shape.hidden * kept if all_trained else 0
+    columns = t * shape.ffn * kept
+    # In SwiGLU: the gradients of what came in and went out, and two products on the way, but what went out is gone.
+    in_swiglu = in_layer + 4 * columns
     moments = [
-        Phase("training", activations=in_layer),
-        Phase("training", activations=in_layer + border + weight - 5 * t * shape.ffn * kept),
+        Phase("training", activations=in_swiglu),
+        # Before it: of the MLP only the gradient of gate and up is left.
+        Phase("training", activations=in_layer + border + weight - columns),
     ]
     table = shape.vocab * shape.hidden if all_trained else 0
     # The gradient of a tied embedding waits for its other half.
@@ -301,7 +305,7 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
         shared = policy.tensor if policy.sequence_parallel else 1
         in_norm = 6 * FP32 * t * shape.hidden // shared
         moments.append(Phase("training", activations=saved + waiting + in_norm))
-        moments[0] = Phase("training", activations=in_layer + waiting)
+        moments[0] = Phase("training", activations=in_swiglu + waiting)
         rows = min(micro.scored, policy.chunk_tokens)
         narrow = 0 if kept == FP32 else kept
         moments.append(
@@ -319,15 +323,18 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
 
 
 def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
-    # torch's Adam takes a root of all second moments at once on a GPU, and parameter by parameter on a CPU.
-    at_once = -(-shape.trained // policy.optimizer_shards) if policy.gpu else 2 * shape.largest
+    # Plain Adam takes a root of all second moments at once on a GPU, and parameter by parameter on a CPU; of the
+    # fused one only the norm of the gradients is seen.
+    on_cpu = shape.largest * (1 if policy.fused_adam else 2)
+    at_once = -(-shape.trained // policy.optimizer_shards) if policy.gpu else on_cpu
     return Phase("optimizer step", activations=at_once * FP32)
 
 
 def _forward_activations(shape: StageShape, policy: Policy, tokens: int) -> int:
     """In the middle of a layer without gradient."""
-    matrices = 5 if policy.lora is None or not policy.lora & LORA_FC1 else 6
-    inside_ffn = 4 * shape.hidden + matrices * shape.ffn
+    # Gate and up with what becomes their product; with LoRA, gate and up three times: both sums' parts and the sum.
+    matrices = 3 if policy.lora is None or not policy.lora & LORA_FC1 else 6
+    inside_ffn = 5 * shape.hidden + matrices * shape.ffn
     d = shape.head_size
     inside_attention = 4 * shape.hidden + d * (5 * shape.heads + 4 * shape.groups)
     return tokens * max(inside_ffn, inside_attention) * policy.weight_bytes

@@ -9,7 +9,8 @@ import torch
 
 from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.algorithms.updates import total_steps, total_updates
-from reinforce_rl.build import build_sampler, logits_chunk_tokens, lora_settings
+from reinforce_rl.build_actor import logits_chunk_tokens, lora_settings
+from reinforce_rl.build_data import build_sampler
 from reinforce_rl.config import TrainConfig
 from reinforce_rl.data.loader import FixedPrompts
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets
@@ -198,5 +199,6 @@ def memory_policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> Policy:
         recompute_group=number if full and uniform else 1,
         chunk_tokens=logits_chunk_tokens(model, gpu=gpu),
         offload_optimizer=model.reinforce.offload_adam_states,
+        fused_adam=model.optim.fused,
         gpu=gpu,
     )

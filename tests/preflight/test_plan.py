@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from helpers.tiny_run import compose, tiny_overrides
 
-from reinforce_rl.config import load_config
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.layout import Layout
 from reinforce_rl.preflight.inputs import layout_of, read_inputs
 from reinforce_rl.preflight.memory import Decoding, Pass, Policy, StageShape, rank_memory
@@ -72,7 +72,7 @@ def test_several_optimizer_steps_on_a_batch(overrides):
 
 
 SHAPE = StageShape(1, True, True, 8, 2, 1, 4, 16, 10, 10, parameters=1000, trained=1000, largest=384, tied=False)
-POLICY = Policy(4, 1, False, 1, 1, "host", None, 0, 0, 1, 64, False, gpu=True)
+POLICY = Policy(4, 1, False, 1, 1, "host", None, 0, 0, 1, 64, False, fused_adam=True, gpu=True)
 
 
 def memory_of(shape=SHAPE, **changes):
