@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check(options: argparse.Namespace) -> int:
     import torch
 
-    from reinforce_rl.build import DTYPES, stop_token_ids
+    from reinforce_rl.build_actor import DTYPES, stop_token_ids
     from reinforce_rl.generation.base import Generator, SamplingParams
     from reinforce_rl.generation.comparison import compare
     from reinforce_rl.generation.native import NativeGenerator

@@ -16,7 +16,7 @@ from reinforce_rl.stop import StopRequest
 
 @with_config("train_reinforce_actor")
 def main(cfg: DictConfig) -> None:
-    from reinforce_rl.config import load_config
+    from reinforce_rl.config_reading import load_config
 
     if cfg.preflight is True:
         from reinforce_rl.preflight.run import preflight

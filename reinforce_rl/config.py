@@ -1,24 +1,16 @@
 """The configuration of `examples/train_reinforce_actor.py` as dataclasses; what each key is for stands in its YAML.
 
-`config_checks.py` says what cannot work; `load_config` reads both, so that every fault is in one message.
+`config_reading.py` makes them of what Hydra composed, and has `config_checks.py` say what cannot work.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import types
-import typing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
-
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.reward.addresses import Address
 
-T = TypeVar("T")
-_MISSING = dataclasses.MISSING
+NOT_SET = "(not set)"  # the value of a required key that is missing or wrong, which is said once: no path, no name
 
 
 @dataclass
@@ -328,127 +320,3 @@ class TrainConfig:
         remote = self.remote_rm
         longest = max(self.trainer.collective_timeout_seconds, remote.deadline_seconds, remote.ready_timeout_seconds)
         return 60 + 1.1 * longest
-
-
-def load_config(cfg: DictConfig) -> TrainConfig:
-    """Convert what Hydra composed, and check everything that can be checked before a model is loaded.
-
-    Raises:
-        ConfigError: unknown or missing keys, wrong types, and values that cannot work, all in one message.
-    """
-    config, faults = read_config(cfg)
-    if faults or config is None:
-        raise ConfigError(faults)
-    return config
-
-
-def read_config(cfg: DictConfig) -> tuple[TrainConfig | None, list[str]]:
-    """As `load_config`, with the faults beside the configuration, which is None where a required key is not set."""
-    from reinforce_rl.config_checks import find_faults
-
-    faults: list[str] = []
-    config = build(TrainConfig, cfg, "", faults)
-    if config is not None:
-        faults += find_faults(config)
-    return config, faults
-
-
-def build(schema: type[T], node: DictConfig, path: str, faults: list[str]) -> T | None:
-    """Make a dataclass of a config node, adding a sentence to `faults` for each key that does not fit.
-
-    Returns:
-        the dataclass, None where a key that has no default is missing or wrong. A wrong value of a key that has a
-        default is replaced by it, so that the checks that follow can still find the other faults.
-    """
-    hints = typing.get_type_hints(schema)
-    fields = {f.name: f for f in dataclasses.fields(schema)}  # type: ignore[arg-type]
-    for key in node:
-        if key not in fields:
-            close = difflib.get_close_matches(str(key), fields, n=1)
-            advice = f"did you mean {path}{close[0]}?" if close else f"known here: {', '.join(fields)}"
-            faults.append(f"{path}{key} is not a key of the configuration; {advice}")
-    values: dict[str, Any] = {}
-    complete = True
-    for name, info in fields.items():
-        key = path + name
-        has_default = info.default is not _MISSING or info.default_factory is not _MISSING
-        if name not in node or OmegaConf.is_missing(node, name):
-            if not has_default:
-                faults.append(f"{key} is not set; give it as {key}=VALUE")
-                complete = False
-            continue
-        try:
-            value = node[name]
-        except Exception as error:  # an interpolation that leads nowhere
-            faults.append(f"{key} cannot be resolved: {str(error).splitlines()[0]}")
-            complete = complete and has_default
-            continue
-        expected = hints[name]
-        if typing.get_origin(expected) is dict:
-            values[name] = _build_groups(expected, value, key, faults)
-            continue
-        if dataclasses.is_dataclass(expected):
-            if not isinstance(value, DictConfig):
-                faults.append(f"{key} is {value!r}; expected a group of keys")
-                complete = complete and has_default
-                continue
-            built = build(expected, value, key + ".", faults)  # type: ignore[arg-type]
-        else:
-            built = _convert(expected, OmegaConf.to_container(value) if isinstance(value, ListConfig) else value)
-            if built is _MISSING:
-                faults.append(f"{key} is {value!r}; expected {_describe(expected)}")
-        if built is _MISSING or (built is None and dataclasses.is_dataclass(expected)):
-            complete = complete and has_default
-        else:
-            values[name] = built
-    return schema(**values) if complete else None
-
-
-def _build_groups(expected: Any, value: Any, key: str, faults: list[str]) -> dict[str, Any]:
-    """A dict of dataclasses, or of plain values, whose names the user chooses."""
-    schema = typing.get_args(expected)[1]
-    if schema is Any and isinstance(value, DictConfig):
-        plain: Any = OmegaConf.to_container(value)
-        return {str(name): item for name, item in plain.items()}
-    if not isinstance(value, DictConfig):
-        faults.append(f"{key} is {value!r}; expected groups of keys, each under a name of your choice")
-        return {}
-    groups = {}
-    for name in value:
-        if not isinstance(value[name], DictConfig):
-            faults.append(f"{key}.{name} is {value[name]!r}; expected a group of keys")
-            continue
-        group = build(schema, value[name], f"{key}.{name}.", faults)
-        if group is not None:
-            groups[str(name)] = group
-    return groups
-
-
-def _convert(expected: Any, value: Any) -> Any:
-    """The value as the expected type, or `_MISSING` where it is none. An int may stand for a float."""
-    if typing.get_origin(expected) in (typing.Union, types.UnionType):
-        for option in typing.get_args(expected):
-            converted = _convert(option, value)
-            if converted is not _MISSING:
-                return converted
-        return _MISSING
-    if expected is type(None):
-        return None if value is None else _MISSING
-    if typing.get_origin(expected) is list:
-        (item,) = typing.get_args(expected)
-        items = [_convert(item, v) for v in value] if isinstance(value, list) else [_MISSING]
-        return _MISSING if any(v is _MISSING for v in items) else items
-    if expected is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if expected is str and isinstance(value, int) and not isinstance(value, bool):
-        return str(value)  # precision=32 is a string that looks like a number
-    return value if type(value) is expected else _MISSING
-
-
-def _describe(expected: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
-    if typing.get_origin(expected) is list:
-        return f"a list, each {_describe(typing.get_args(expected)[0])}"
-    if typing.get_origin(expected) in (typing.Union, types.UnionType):
-        return " or ".join(_describe(option) for option in typing.get_args(expected))
-    return names.get(expected, str(expected))

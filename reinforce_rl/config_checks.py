@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,19 +23,21 @@ from reinforce_rl.algorithms.choices import (
     REWARD_STANDARDISATIONS,
     TRUNCATED_SAMPLES,
 )
-from reinforce_rl.config import LoraTuningConfig, RewardServerConfig, RolloutConfig, SamplingConfig, TrainConfig
+from reinforce_rl.config import (
+    NOT_SET,
+    LoraTuningConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation_checks import generation_faults
 from reinforce_rl.layout import layout_faults, recomputation_faults
-from reinforce_rl.reward.addresses import Address
-from reinforce_rl.reward.function_loading import PROVIDED, PROVIDED_NAMES
-from reinforce_rl.reward.handshake import INPUT_FORMS
+from reinforce_rl.reward_checks import reward_faults
 from reinforce_rl.run_timer import Allocation, parse_duration
 
 PRECISIONS = ("32", "bf16")
-REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
-REWARDS = ("server", "function")
 TOO_LONG = ("refuse", "skip")
 OPTIMIZERS = ("adam",)
 SCHEDULES = ("constant", "linear", "CosineAnnealing")
@@ -122,7 +123,6 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
             yield f"{key} is {value}; expected above 0"
     choices: list[tuple[str, str, tuple[str, ...]]] = [
         ("trainer.precision", cfg.trainer.precision, PRECISIONS),
-        ("reward", cfg.reward, REWARDS),
         ("trainer.reinforce.advantage_estimator", rl.advantage_estimator, tuple(ADVANTAGE_ESTIMATORS)),
         ("trainer.reinforce.kl_estimator", rl.kl_estimator, KL_ESTIMATORS),
         ("trainer.reinforce.kl_reduction", rl.kl_reduction, KL_REDUCTIONS),
@@ -155,29 +155,6 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
             yield f"{key} is {choice!r}; expected one of {', '.join(known)}"
     if rl.max_steps < 1 and rl.max_steps != -1:
         yield f"trainer.reinforce.max_steps is {rl.max_steps}; expected at least 1, or -1 for all of max_epochs"
-    servers = {"remote_rm.reward_model": cfg.remote_rm.reward_model}
-    servers |= {
-        f"remote_rm.more_reward_models.{name}": more for name, more in cfg.remote_rm.more_reward_models.items()
-    }
-    for key, server in servers.items():
-        if not 1 <= server.port <= 65535:
-            yield f"{key}.port is {server.port}; expected 1 to 65535"
-        yield from _replicas(key, server)
-        if server.input not in INPUT_FORMS:
-            yield f"{key}.input is {server.input!r}; expected one of {', '.join(INPUT_FORMS)}"
-        if not math.isfinite(server.weight) or server.weight == 0:
-            yield f"{key}.weight is {server.weight}; expected a number other than 0"
-    for key, name in _reward_names(cfg):
-        if f"rewards_{name}" in REWARD_METRICS:
-            yield (
-                f"{key} is named {name!r}, and its scores are logged as rewards_{name}, which is a metric already; "
-                "give it another name"
-            )
-    if cfg.remote_rm.reward_model.name in cfg.remote_rm.more_reward_models:
-        yield (
-            f"remote_rm.more_reward_models.{cfg.remote_rm.reward_model.name} is named as remote_rm.reward_model is; "
-            "both are logged as rewards_NAME, so give it another name"
-        )
     if rl.discount_factor > 1:
         yield f"trainer.reinforce.discount_factor is {rl.discount_factor}; expected at most 1"
     if rl.ratio_clip_low > 1:
@@ -188,63 +165,6 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         yield f"model.optim.betas is {optim.betas}; expected two numbers, each at least 0 and below 1"
     if optim.sched.min_lr > optim.lr:
         yield f"model.optim.sched.min_lr is {optim.sched.min_lr}, above model.optim.lr, which is {optim.lr}"
-
-
-def _replicas(key: str, server: RewardServerConfig) -> Iterator[str]:
-    """What is wrong with the further addresses of one reward model."""
-    known = {Address(server.ip.lower(), server.port): f"{key}.ip and port"}
-    for number, text in enumerate(server.replicas):
-        place = f"{key}.replicas[{number}]"
-        try:
-            address = Address.parse(text)
-        except ValueError:
-            yield f"{place} is {text!r}; expected HOST:PORT with a port of 1 to 65535"
-            continue
-        if address in known:
-            yield f"{place} is {text}, the same server as {known[address]}; name each server once"
-        known[address] = place
-
-
-def _reward_names(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Where each source is configured, and the name that its scores are logged under; none of a single one."""
-    remote, own = cfg.remote_rm, cfg.reward_function
-    several = bool(remote.more_reward_models or own.more_functions)
-    if cfg.reward == "server" and (several or remote.reward_model.weight != 1.0):
-        yield "remote_rm.reward_model", remote.reward_model.name
-    if cfg.reward == "function" and own.name is not None and (several or own.weight != 1.0):
-        yield "reward_function", own.name.rpartition(".")[2]
-    for name in remote.more_reward_models:
-        yield f"remote_rm.more_reward_models.{name}", name
-    for name in own.more_functions:
-        yield f"reward_function.more_functions.{name}", name
-
-
-def _reward_functions(cfg: TrainConfig) -> Iterator[str]:
-    own = cfg.reward_function
-    if cfg.reward == "function" and own.name is None:
-        names = ", ".join(f"{PROVIDED}.{name}" for name in PROVIDED_NAMES)
-        yield (
-            "reward is 'function', but reward_function.name is not set; expected the dotted name of a function: one "
-            f"of your own, or {names}"
-        )
-    if cfg.reward == "server" and own.name is not None:
-        yield (
-            f"reward_function.name is {own.name!r}, but reward is 'server', which asks remote_rm.reward_model; set "
-            "reward=function, or name it under reward_function.more_functions to add it to the server's rewards"
-        )
-    weights = {"reward_function": own.weight}
-    weights |= {f"reward_function.more_functions.{name}": more.weight for name, more in own.more_functions.items()}
-    for key, weight in weights.items():
-        if not math.isfinite(weight) or weight == 0:
-            yield f"{key}.weight is {weight}; expected a number other than 0"
-    first = (own.name or "").rpartition(".")[2] if cfg.reward == "function" else cfg.remote_rm.reward_model.name
-    others = [*cfg.remote_rm.more_reward_models, *own.more_functions]
-    clash = first in (others if cfg.reward == "function" else own.more_functions)
-    if clash or len(set(others)) < len(others):
-        yield (
-            f"reward sources are named {', '.join([first, *others])}; each is logged as rewards_NAME, so give each a "
-            "name of its own in reward_function.more_functions and remote_rm.more_reward_models"
-        )
 
 
 def _layout(cfg: TrainConfig) -> Iterator[str]:
@@ -381,7 +301,9 @@ def _best_checkpoints(cfg: TrainConfig) -> Iterator[str]:
 def _files(cfg: TrainConfig) -> Iterator[str]:
     folder = Path(cfg.pretrained_checkpoint.restore_from_path)
     key = "pretrained_checkpoint.restore_from_path"
-    if not folder.is_dir():
+    if cfg.pretrained_checkpoint.restore_from_path == NOT_SET:
+        pass  # said where the key is read
+    elif not folder.is_dir():
         yield f"{key} is {folder}, which does not exist; expected a Hugging Face model folder"
     else:
         for name in ("config.json", "tokenizer_config.json"):
@@ -392,7 +314,7 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
     try:
         resolve_data_prefix({"train": prefix.train, "validation": prefix.validation, "test": prefix.test})
     except ConfigError as error:
-        yield from error.faults
+        yield from (fault for fault in error.faults if NOT_SET not in fault)
     if cfg.exp_manager.max_time_per_run is not None:
         try:
             parse_duration(cfg.exp_manager.max_time_per_run)
@@ -433,7 +355,7 @@ def shape_faults(cfg: TrainConfig) -> Iterator[str]:
 
 _CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
     _ranges,
-    _reward_functions,
+    reward_faults,
     algorithm_faults,
     batch_size_faults,
     _peft,

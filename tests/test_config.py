@@ -25,8 +25,8 @@ from reinforce_rl.config import (
     ModelConfig,
     PretrainedConfig,
     TrainConfig,
-    load_config,
 )
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +97,10 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("list of wrong items", ["model.optim.betas=[0.9,x]"], ["betas is [0.9, 'x']", "a list, each a number"]),
     ("null", ["model.seed=null"], ["model.seed", "None", "a whole number"]),
     ("not set", ["pretrained_checkpoint.restore_from_path=???"], ["restore_from_path is not set", "=VALUE"]),
+    ("empty", ["pretrained_checkpoint.restore_from_path=''"], ["restore_from_path is empty", "=VALUE"]),
+    ("no folder's name", ["pretrained_checkpoint.restore_from_path=[a]"], ["is ['a']; expected a text"]),
+    ("no text", ["pretrained_checkpoint=sft"], ["pretrained_checkpoint is 'sft'; expected a group of keys"]),
+    ("no prompts", ["model.data.data_prefix.train=???"], ["data_prefix.train is not set; give it as"]),
     ("dead interpolation", ["model.seed=${model.sed}"], ["model.seed", "cannot be resolved", "model.sed"]),
     ("batch size", ["model.global_batch_size=7"], ["global_batch_size is 7", "8 x 4 = 32", "a multiple of 4", "null"]),
     ("tensor parallel", ["model.tensor_model_parallel_size=2"], ["is 2", "does not divide the 1 ranks", "devices"]),
@@ -388,7 +392,7 @@ def test_the_yaml_and_the_dataclasses_have_the_same_keys_and_defaults():
 
 def test_checking_a_configuration_imports_no_heavy_library(folder):
     code = (
-        "import sys; from omegaconf import OmegaConf; from reinforce_rl.config import load_config\n"
+        "import sys; from omegaconf import OmegaConf; from reinforce_rl.config_reading import load_config\n"
         "load_config(OmegaConf.load(sys.argv[1])); from reinforce_rl.cli import with_config\n"
         "print(*(m for m in ('torch', 'transformers', 'megatron') if m in sys.modules))"
     )
@@ -432,8 +436,11 @@ def test_the_script_says_how_to_fill_a_group_of_free_names(folder):
 
 
 def test_the_script_says_what_must_be_set_and_what_is_missing(folder):
-    said = run_script("model.optim.lr=0", f"model.data.data_prefix.train={folder}/none.jsonl")
+    said = run_script("model.optim.lr=0", "trainer.devices=two")
+    assert said.startswith("error: 4 faults"), "required keys that are not set hide no other fault"
     assert "pretrained_checkpoint.restore_from_path is not set" in said
+    assert "model.data.data_prefix.train is not set" in said
+    assert "model.optim.lr is 0" in said and "trainer.devices is 'two'" in said
     said = run_script(*right(folder), f"model.data.data_prefix.train={folder}/none.jsonl", "model.optim.lr=0")
     assert said.startswith("error: 2 faults")
     assert "none.jsonl" in said and "model.optim.lr is 0" in said

@@ -36,7 +36,7 @@ from helpers.toy_server import is_alive, wait_for
 
 import reinforce_rl.build
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
-from reinforce_rl.config import load_config
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
 from reinforce_rl.megatron.reward_model import load_reward_model
 from reinforce_rl.monitoring.rollouts import RolloutRow, read_rollouts, rollout_files

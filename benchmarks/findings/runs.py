@@ -16,8 +16,9 @@ from helpers.tiny_run import compose
 
 from findings.language import reward
 from findings.pretraining import MAX_POSITIONS, MAX_RESPONSE, NUM_VALIDATION
-from reinforce_rl.build import build_datasets, build_trainer
-from reinforce_rl.config import load_config
+from reinforce_rl.build import build_trainer
+from reinforce_rl.build_data import build_datasets
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.rollouts import RolloutRow
 from reinforce_rl.monitoring.run import SilentMonitor

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from reinforce_rl.algorithms.updates import total_steps
-from reinforce_rl.build import DTYPES, build_datasets, build_sampler, lora_settings, model_options
+from reinforce_rl.build_actor import DTYPES, lora_settings, model_options
+from reinforce_rl.build_data import build_datasets, build_sampler
 from reinforce_rl.config import TrainConfig
 from reinforce_rl.config_checks import TOO_LONG, shape_faults
 from reinforce_rl.data.data_prefix import resolve_data_prefix

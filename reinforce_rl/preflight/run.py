@@ -12,8 +12,9 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
-from reinforce_rl.build import lora_settings
-from reinforce_rl.config import RewardServerConfig, TrainConfig, read_config
+from reinforce_rl.build_actor import lora_settings
+from reinforce_rl.config import NOT_SET, RewardServerConfig, TrainConfig
+from reinforce_rl.config_reading import read_config
 from reinforce_rl.errors import CheckpointError, ConfigError, RewardServerError
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import check_headers
@@ -58,12 +59,11 @@ class Examination:
     """What was found.
 
     Attributes:
-        config: None where a required key is not set.
         memory: of a rank of each pipeline stage; empty where it is not known.
         faults: one sentence each.
     """
 
-    config: TrainConfig | None
+    config: TrainConfig
     memory: tuple[RankMemory, ...]
     faults: list[str]
 
@@ -77,8 +77,6 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
         here: the run is to be on this machine, and its reward server runs already; else neither is looked at.
     """
     config, faults = read_config(cfg)
-    if config is None:
-        return Examination(None, (), faults)
     inputs = read_inputs(config)
     memory: list[RankMemory] = []
     if not faults:
@@ -158,6 +156,8 @@ def _weight_faults(cfg: TrainConfig, inputs: Inputs) -> Iterator[str]:
 
 def _function_faults(cfg: TrainConfig) -> Iterator[str]:
     for spec, _ in configured_functions(cfg).values():
+        if spec.name == NOT_SET:
+            continue  # said where the key is read
         try:
             load_function(spec)
         except LoadFault as error:

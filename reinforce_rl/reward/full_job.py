@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from omegaconf import OmegaConf
 
-from reinforce_rl.build import DTYPES, data_parallel_settings
+from reinforce_rl.build_actor import DTYPES, data_parallel_settings
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.files import write_atomically

@@ -11,7 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from reinforce_rl.config import OptimConfig, build
+from reinforce_rl.config import OptimConfig
+from reinforce_rl.config_reading import build
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.reward_head import POOLINGS
 from reinforce_rl.reward.training import DEFAULT_FOLDS, DEFAULT_L2_GRID
@@ -144,9 +145,8 @@ class TrainRewardModelConfig:
         """
         faults: list[str] = []
         config = build(cls, cfg, "", faults)
-        if config is not None:
-            faults += config.faults()
-        if faults or config is None:
+        faults += config.faults()
+        if faults:
             raise ConfigError(faults)
         return config
 

@@ -15,8 +15,9 @@ from helpers.tiny_run import compose, write_prompts
 from torch import Tensor
 
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
-from reinforce_rl.build import build_datasets, build_trainer
-from reinforce_rl.config import load_config
+from reinforce_rl.build import build_trainer
+from reinforce_rl.build_data import build_datasets
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.tokenizer import load_tokenizer

@@ -27,7 +27,7 @@ from helpers.tiny_run import (
     without_times,
 )
 
-from reinforce_rl.config import load_config
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.reward.base import RewardRequest
 
 RL = "trainer.reinforce"

@@ -40,7 +40,7 @@ from torch import Tensor
 from reinforce_rl.algorithms.loss import LossSettings
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
 from reinforce_rl.algorithms.updates import mini_batches
-from reinforce_rl.config import load_config
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.rollout import ReinforceBatch
 

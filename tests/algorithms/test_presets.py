@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 
 from reinforce_rl.algorithms import choices
 from reinforce_rl.cli import CONF_FOLDER
-from reinforce_rl.config import ReinforceConfig, TrainConfig, load_config
+from reinforce_rl.config import ReinforceConfig, TrainConfig
+from reinforce_rl.config_reading import load_config
 
 RL = "trainer.reinforce"
 FOLDER = CONF_FOLDER / "algorithm"

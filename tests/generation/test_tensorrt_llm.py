@@ -26,8 +26,8 @@ from helpers.tiny_run import (
 )
 from safetensors.torch import load_file
 
-from reinforce_rl.build import build_generator
-from reinforce_rl.config import load_config
+from reinforce_rl.build_actor import build_generator
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.errors import ConfigError, GenerationError
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine import Answer

@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
-from reinforce_rl.build import _optimizer_settings, build_actor
-from reinforce_rl.config import TrainConfig, load_config
+from reinforce_rl.build import _optimizer_settings
+from reinforce_rl.build_actor import build_actor
+from reinforce_rl.config import TrainConfig
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer

@@ -15,9 +15,11 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
-from reinforce_rl.build import build_datasets, build_monitor, build_trainer
+from reinforce_rl.build import build_monitor, build_trainer
+from reinforce_rl.build_data import build_datasets
 from reinforce_rl.cli import CONF_FOLDER
-from reinforce_rl.config import TrainConfig, load_config
+from reinforce_rl.config import TrainConfig
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.reward.base import RewardSource

@@ -42,7 +42,7 @@ from reinforce_rl.stop import StopRequest  # noqa: E402
 
 @with_config("train_reinforce_actor")
 def main(cfg: DictConfig) -> None:
-    from reinforce_rl.config import load_config
+    from reinforce_rl.config_reading import load_config
 
     config = load_config(cfg)
     start_ranks(config.trainer.devices, config.trainer.num_nodes)

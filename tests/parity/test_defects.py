@@ -37,7 +37,7 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer, wait_for
 
 from reinforce_rl import run_timer
-from reinforce_rl.config import load_config
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.data.loader import PromptLoader
 from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.sampler import PromptSampler

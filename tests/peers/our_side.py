@@ -14,7 +14,7 @@ from torch import Tensor
 from reinforce_rl.actor.model import LossShare
 from reinforce_rl.algorithms.loss import Denominators, LossInputs, policy_loss
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
-from reinforce_rl.build import loss_settings
+from reinforce_rl.build_actor import loss_settings
 from reinforce_rl.config import TrainConfig
 from reinforce_rl.megatron.optimizer import OptimizerUpdate
 from reinforce_rl.rollout import FINISH_LENGTH, FINISH_STOP, ReinforceBatch, RolloutBatch

@@ -12,7 +12,8 @@ import torch
 from helpers.real_run import RealServer
 from helpers.tiny_run import compose, rollouts_of, three_letters, tiny_overrides, tiny_trainer, weights
 
-from reinforce_rl.config import TrainConfig, load_config
+from reinforce_rl.config import TrainConfig
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.errors import ConfigError, RewardServerError
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.reward import base, health, protocol

@@ -275,7 +275,7 @@ def _plan(options: Options, asked: _Asked, cfg: TrainConfig, server: DictConfig,
 
 
 def _megabytes(actor: Examination | None) -> int | None:
-    if actor is None or actor.config is None or not actor.memory:
+    if actor is None or not actor.memory:
         return None
     return math.ceil(host_memory_of_node(actor.config, actor.memory) / 2**20)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from helpers import tiny_run
 
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
-from reinforce_rl.config import load_config
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.megatron.mesh import parallel_mesh
 
 SECONDS = 2.0

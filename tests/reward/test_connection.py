@@ -9,7 +9,8 @@ from helpers.tiny_run import compose, tiny_config, tiny_overrides
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import free_port
 
-from reinforce_rl.config import TrainConfig, load_config
+from reinforce_rl.config import TrainConfig
+from reinforce_rl.config_reading import load_config
 from reinforce_rl.errors import ConfigError, RewardServerError
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.reward.base import STATUS_BAD_TOKEN, STATUS_OK, RewardRequest, RewardSource
