@@ -323,11 +323,13 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
 
 
 def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
-    # Plain Adam takes a root of all second moments at once on a GPU, and parameter by parameter on a CPU; of the
-    # fused one only the norm of the gradients is seen.
-    on_cpu = shape.largest * (1 if policy.fused_adam else 2)
-    at_once = -(-shape.trained // policy.optimizer_shards) if policy.gpu else on_cpu
-    return Phase("optimizer step", activations=at_once * FP32)
+    if policy.gpu:  # Plain Adam takes a root of all second moments at once.
+        return Phase("optimizer step", activations=-(-shape.trained // policy.optimizer_shards) * FP32)
+    # On a CPU it goes parameter by parameter, and of the fused one only the norm of the gradients is seen.
+    at_once = shape.largest * (1 if policy.fused_adam else 2) * FP32
+    # Where each rank updates its share, gloo gathers all of them in a copy.
+    gathered = shape.trained * policy.weight_bytes if policy.optimizer_shards > 1 else 0
+    return Phase("optimizer step", activations=max(at_once, gathered))
 
 
 def _forward_activations(shape: StageShape, policy: Policy, tokens: int) -> int:
