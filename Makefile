@@ -39,7 +39,7 @@ export PIP_ARGS
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export DEMO_STEPS
 
-.PHONY: help install demo bench test test-slow lint types format clean
+.PHONY: help install demo bench test test-fake-cuda test-slow lint types format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -61,6 +61,11 @@ bench: install ## Time and memory of a training step, beside TRL's on the same i
 
 test: install lint types ## Lint, types and every test that takes seconds
 	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory test-fake-cuda
+
+test-fake-cuda: install ## The GPU path on fake CUDA tensors; part of `make test`
+	@# 5: PYTEST_ARGS chose none of these.
+	FAKE_CUDA=1 $(PYTEST) tests/fake_cuda -m "not slow" $(PYTEST_ARGS) || [[ $$? == 5 && -n "$(PYTEST_ARGS)" ]]
 
 test-slow: install ## The tests that take minutes, which `make test` leaves out
 	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)

@@ -1,0 +1,234 @@
+"""`torch.distributed` for one rank of a job that is not there: calls are checked, noted and answered at once.
+
+A rank's own data stand for its peers': gathers give as many copies of it, sums leave it as it is. Pipeline stages that
+run one after the other hand on the shapes that they sent.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
+
+from reinforce_rl.preflight.fake_cuda.ledger import Collective
+from reinforce_rl.preflight.fake_cuda.mode import FakeCuda, size_of
+
+
+class _Work:
+    def wait(self, *args: Any, **options: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Wire:
+    """Shapes of the hidden states that pipeline stages sent, for the stages after them to receive."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, list[list[int]]] = {}
+        self._own: list[list[int]] = []
+        self._received = 0
+        self._unanswered: collections.deque[list[int]] = collections.deque()
+
+    def begin(self, rank: int) -> None:
+        """This rank's turn."""
+        self._sent.pop(rank, None)
+        self._own = self._sent[rank] = []
+        self._received = 0
+        self._unanswered.clear()
+
+    def send(self, hidden: Tensor) -> None:
+        self._own.append(list(hidden.shape))
+        if hidden.requires_grad and torch.is_grad_enabled():
+            self._unanswered.append(list(hidden.shape))
+
+    def receive(self, sender: int) -> list[int]:
+        """The next shape from the stage before; where that rank had no turn, from the last other one that had."""
+        sent = self._sent.get(sender) or next(s for s in reversed(self._sent.values()) if s is not self._own)
+        if self._received == len(sent):
+            raise RuntimeError(f"a pipeline stage receives more than rank {sender} of the stage before has sent")
+        self._received += 1
+        return sent[self._received - 1]
+
+    def receive_gradient(self) -> list[int]:
+        """Of the oldest hidden states that were sent and have no gradient yet."""
+        return self._unanswered.popleft()
+
+
+class Network:
+    """Replaces the functions of `torch.distributed`."""
+
+    def __init__(self, gpu: FakeCuda):
+        self._gpu = gpu
+        self.wire = Wire()
+        self._backends: dict[Any, str] = {}
+
+    def install(self) -> None:
+        """Must come before megatron is imported, which keeps some of the functions."""
+        self._torch_new_group, self._torch_init = dist.new_group, dist.init_process_group
+        c10d: Any = dist.distributed_c10d
+        functions = {name: getattr(self, name) for name in vars(Network) if name[0] != "_" and hasattr(c10d, name)}
+        functions |= {
+            "_all_gather_base": self.all_gather_into_tensor,
+            "_reduce_scatter_base": self.reduce_scatter_tensor,
+        }
+        functions["P2POp"] = _Exchange
+        for name, function in functions.items():
+            setattr(dist, name, function)
+            setattr(c10d, name, function)
+
+    # What is replaced has torch's name and arguments.
+
+    def init_process_group(self, backend: str | None = None, rank: int = 0, world_size: int = 1, **_: Any) -> None:
+        self._torch_init("fake", rank=rank, world_size=world_size, store=torch.distributed.HashStore())  # type: ignore[attr-defined]
+        self._backends = {dist.group.WORLD: backend or "cpu:gloo,cuda:nccl"}
+
+    def new_group(self, ranks: Any = None, timeout: Any = None, backend: str | None = None, **_: Any) -> Any:
+        group = self._torch_new_group(ranks, backend="fake")
+        self._backends[group] = backend or self._backends[dist.group.WORLD]
+        return group
+
+    def all_reduce(self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+        return self._note("all_reduce", size_of(tensor), group, [tensor], async_op)
+
+    def broadcast(
+        self, tensor: Tensor, src: Any = None, group: Any = None, async_op: bool = False, group_src: Any = None
+    ) -> Any:
+        return self._note("broadcast", size_of(tensor), group, [tensor], async_op)
+
+    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        for out in tensor_list:
+            out.copy_(tensor)
+        return self._note("all_gather", sum(map(size_of, tensor_list)), group, [tensor, *tensor_list], async_op)
+
+    def all_gather_into_tensor(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        assert output_tensor.numel() == input_tensor.numel() * dist.get_world_size(group), "sizes of an all-gather"
+        return self._note("all_gather", size_of(output_tensor), group, [output_tensor, input_tensor], async_op)
+
+    def reduce_scatter_tensor(
+        self, output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False
+    ) -> Any:
+        assert input.numel() == output.numel() * dist.get_world_size(group), "sizes of a reduce-scatter"
+        return self._note("reduce_scatter", size_of(input), group, [output, input], async_op)
+
+    def gather(
+        self,
+        tensor: Tensor,
+        gather_list: list[Tensor] | None = None,
+        dst: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+        group_dst: Any = None,
+    ) -> Any:
+        nbytes = size_of(tensor) * dist.get_world_size(group)
+        return self._note("gather", nbytes, group, [tensor, *(gather_list or [])], async_op)
+
+    def send(self, tensor: Tensor, dst: Any = None, group: Any = None, tag: int = 0, group_dst: Any = None) -> None:
+        self._exchange("send", tensor, group, dst, group_dst)
+
+    def recv(self, tensor: Tensor, src: Any = None, group: Any = None, tag: int = 0, group_src: Any = None) -> None:
+        self._exchange("recv", tensor, group, src, group_src)
+
+    def isend(self, tensor: Tensor, dst: Any = None, group: Any = None, tag: int = 0, group_dst: Any = None) -> Any:
+        self._exchange("send", tensor, group, dst, group_dst)
+        return _Work()
+
+    def irecv(self, tensor: Tensor, src: Any = None, group: Any = None, tag: int = 0, group_src: Any = None) -> Any:
+        self._exchange("recv", tensor, group, src, group_src)
+        return _Work()
+
+    def batch_isend_irecv(self, p2p_op_list: list[_Exchange]) -> list[_Work]:
+        for one in p2p_op_list:
+            one.op(one.tensor, one.peer, one.group)
+        return [_Work() for _ in p2p_op_list]
+
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
+        self._note_objects("all_gather", group)
+
+    def gather_object(
+        self, obj: Any, object_gather_list: Any = None, dst: Any = None, group: Any = None, group_dst: Any = None
+    ) -> None:
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
+        self._note_objects("gather", group)
+
+    def broadcast_object_list(
+        self, object_list: list[Any], src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
+    ) -> None:
+        self._note_objects("broadcast", group, device)
+
+    def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        self._note_objects("barrier", group)
+        return _Work() if async_op else None
+
+    def _backend(self, group: Any) -> str:
+        return self._backends[dist.group.WORLD if group is None else group]
+
+    def _on_gpu(self, group: Any, tensors: list[Tensor], what: str) -> bool:
+        backend = self._backend(group)
+        kinds = {tensor.device.type for tensor in tensors}
+        if len(kinds) > 1:
+            raise RuntimeError(f"{what}: tensors on {' and '.join(sorted(kinds))}")
+        kind = kinds.pop()
+        if (kind == "cpu" and "gloo" not in backend) or (kind == "cuda" and "nccl" not in backend):
+            raise RuntimeError(f"{what}: No backend type associated with device type {kind} (group of {backend})")
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise RuntimeError(f"{what}: a tensor of {tuple(tensor.shape)} is not contiguous: {tensor.stride()}")
+        return kind == "cuda"
+
+    def _note(self, kind: str, nbytes: int, group: Any, tensors: list[Tensor], async_op: bool) -> Any:
+        on_gpu = self._on_gpu(group, tensors, kind)
+        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        if len(ranks) > 1:
+            ledger = self._gpu.ledger
+            ledger.collectives.append(Collective(kind, ranks, nbytes, on_gpu, ledger.phase))
+        return _Work() if async_op else None
+
+    def _note_objects(self, kind: str, group: Any, device: Any = None) -> None:
+        """NCCL carries objects as CUDA tensors, whose sizes the host waits for; gloo on the host."""
+        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        if len(ranks) == 1:
+            return
+        on_gpu = "gloo" not in self._backend(group) if device is None else torch.device(device).type == "cuda"
+        if on_gpu:
+            self._gpu.sync(f"{kind} of objects")
+        ledger = self._gpu.ledger
+        ledger.collectives.append(Collective(f"{kind}_object", ranks, 0, on_gpu, ledger.phase))
+
+    def _exchange(self, kind: str, tensor: Tensor, group: Any, peer: Any, group_peer: Any) -> None:
+        on_gpu = self._on_gpu(group, [tensor], kind)
+        if peer is None and group_peer is not None:
+            peer = dist.get_process_group_ranks(group or dist.group.WORLD)[group_peer]
+        ledger = self._gpu.ledger
+        ranks = (dist.get_rank(), -1 if peer is None else int(peer))
+        ledger.collectives.append(Collective(kind, ranks, size_of(tensor), on_gpu, ledger.phase))
+
+    def replace_shape_exchange(self) -> None:
+        """Stages that tell each other the shapes of what they hand over, as megatron has it for varying ones."""
+        from megatron.core.parallel_state import get_pipeline_model_parallel_prev_rank
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+        def shapes(communicator: Any, to_next: Any, to_previous: Any, from_previous: bool, from_next: bool) -> Any:
+            self._gpu.sync("shapes of a pipeline hand-over")
+            if to_next is not None:
+                self.wire.send(to_next)
+            forward = self.wire.receive(get_pipeline_model_parallel_prev_rank()) if from_previous else [0, 0, 0]
+            return forward, self.wire.receive_gradient() if from_next else [0, 0, 0]
+
+        P2PCommunicator._communicate_shapes = shapes  # type: ignore[method-assign]
+
+
+class _Exchange:
+    """torch's P2POp."""
+
+    def __init__(self, op: Any, tensor: Tensor, peer: Any = None, group: Any = None, **_: Any):
+        self.op, self.tensor, self.peer, self.group = op, tensor, peer, group

@@ -1,0 +1,123 @@
+"""What a fake machine did: kernels, host syncs, FLOPs, bytes, collectives and memory."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+ALLOCATION = 512  # bytes that torch's CUDA allocator rounds up to
+
+
+class Kernel(NamedTuple):
+    """A kind of kernel launch.
+
+    Attributes:
+        name: of the ATen operator.
+        flops: floating-point operations, by torch's formulas; half for causal attention.
+        bytes: read and written at least.
+        low_precision: whether it computes in bf16 or fp16.
+    """
+
+    name: str
+    flops: int
+    bytes: int
+    low_precision: bool
+
+
+class Collective(NamedTuple):
+    """One call.
+
+    Attributes:
+        kind: such as "all_reduce"; objects' calls end in "_object".
+        ranks: of the group, in the whole job; for "send" and "recv" this rank and its peer.
+        bytes: of the whole tensor: what is gathered, or what there was before scattering; 0 for objects.
+        on_gpu: by NCCL, else by gloo.
+        phase: in which it was made.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    bytes: int
+    on_gpu: bool
+    phase: str
+
+
+@dataclass
+class Ledger:
+    """A phase's count.
+
+    Attributes:
+        kernels: how often each was run on the device.
+        launches: by the host; the kernels of a CUDA graph are one.
+        syncs: where the host waited for the device, by operation and line.
+        attention: calls of scaled-dot-product attention by kernel and shapes.
+        collectives: in order.
+        start, peak, end: bytes of device memory.
+        host_bytes: copied to host memory and kept there as fake tensors.
+    """
+
+    phase: str
+    kernels: collections.Counter[Kernel] = field(default_factory=collections.Counter)
+    launches: int = 0
+    syncs: collections.Counter[str] = field(default_factory=collections.Counter)
+    attention: collections.Counter[str] = field(default_factory=collections.Counter)
+    collectives: list[Collective] = field(default_factory=list)
+    start: int = 0
+    peak: int = 0
+    end: int = 0
+    host_bytes: int = 0
+
+    @property
+    def num_kernels(self) -> int:
+        return sum(self.kernels.values())
+
+    @property
+    def num_syncs(self) -> int:
+        return sum(self.syncs.values())
+
+    @property
+    def flops(self) -> int:
+        return sum(kernel.flops * count for kernel, count in self.kernels.items())
+
+    @property
+    def bytes(self) -> int:
+        return sum(kernel.bytes * count for kernel, count in self.kernels.items())
+
+    def by_name(self) -> collections.Counter[str]:
+        """Kernels by operator."""
+        found: collections.Counter[str] = collections.Counter()
+        for kernel, count in self.kernels.items():
+            found[kernel.name] += count
+        return found
+
+
+class Memory:
+    """Live storages on the device, each once however many views it has."""
+
+    def __init__(self) -> None:
+        self.bytes = self.peak = 0
+        self._live: dict[int, int] = {}
+
+    def track(self, tensor: Any) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        self._resize(key, storage.nbytes())
+        weakref.finalize(storage, self._free, key)
+
+    def resized(self, storage: Any) -> None:
+        """A tracked storage got another size."""
+        if storage._cdata in self._live:
+            self._resize(storage._cdata, storage.nbytes())
+
+    def _resize(self, key: int, nbytes: int) -> None:
+        size = -(-nbytes // ALLOCATION) * ALLOCATION
+        self.bytes += size - self._live.get(key, 0)
+        self._live[key] = size
+        self.peak = max(self.peak, self.bytes)
+
+    def _free(self, key: int) -> None:
+        self.bytes -= self._live.pop(key, 0)

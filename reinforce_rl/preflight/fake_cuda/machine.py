@@ -1,0 +1,74 @@
+"""One process as any rank of a GPU cluster: `install` once, then `with machine.rank(r, n):`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from reinforce_rl.preflight.fake_cuda.guard import load_guard
+
+if TYPE_CHECKING:
+    from reinforce_rl.preflight.fake_cuda.collectives import Network
+    from reinforce_rl.preflight.fake_cuda.ledger import Ledger
+    from reinforce_rl.preflight.fake_cuda.mode import FakeCuda
+
+GIBIBYTES = 80
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_machine: Machine | None = None
+
+
+class Machine:
+    """What `install` made of this process."""
+
+    def __init__(self, gpu: FakeCuda, network: Network):
+        self.gpu = gpu
+        self._network = network
+
+    @contextlib.contextmanager
+    def rank(self, rank: int = 0, world_size: int = 1) -> Iterator[Ledger]:
+        """Be this rank inside the block, with an empty ledger.
+
+        Pipeline stages must have their turns in order: each receives the shapes that the one before it sent.
+        """
+        before = {name: os.environ.get(name) for name in _PLACE}
+        values = (str(rank), str(world_size), "0", "localhost", "1")
+        os.environ.update(dict(zip(_PLACE, values, strict=True)))
+        self._network.wire.begin(rank)
+        try:
+            with self.gpu, self.gpu.counting("") as ledger:
+                yield ledger
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def install(gibibytes: int = GIBIBYTES) -> Machine:
+    """Make this process a machine with fake GPUs, for good. Nothing may have imported torch before.
+
+    Args:
+        gibibytes: memory that each GPU claims to have; nothing ends when more is used.
+
+    Raises:
+        ConfigError: see `load_guard`.
+    """
+    global _machine
+    if _machine is not None:
+        return _machine
+    load_guard()
+    from reinforce_rl.preflight.fake_cuda.collectives import Network
+    from reinforce_rl.preflight.fake_cuda.device import replace_device
+    from reinforce_rl.preflight.fake_cuda.kernels import replace_kernels
+    from reinforce_rl.preflight.fake_cuda.mode import FakeCuda
+
+    gpu = FakeCuda()
+    replace_device(gpu, gibibytes)
+    replace_kernels(gpu)
+    network = Network(gpu)
+    network.install()
+    network.replace_shape_exchange()
+    _machine = Machine(gpu, network)
+    return _machine

@@ -1,0 +1,338 @@
+"""The dispatch mode behind fake CUDA: each operator on a CUDA tensor is checked, counted, and gives shapes only.
+
+Small tensors, which steer control flow, carry their real values on the CPU beside the fake tensor (`_value`), so that
+`.item()`, `nonzero` and boolean masks answer as they would. What is not known counts as zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from reinforce_rl.preflight.fake_cuda.ledger import Kernel, Ledger, Memory
+
+CUDA = torch.device("cuda", 0)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+# Larger tensors have no values.
+MAX_INTEGERS, MAX_FLOATS, MAX_HOST_BYTES = 1 << 21, 1 << 12, 1 << 24
+_RANDOM = {"normal_", "uniform_", "random_", "exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"}
+_NO_KERNEL = {
+    "_has_compatible_shallow_copy_type",
+    "_unsafe_view",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "is_pinned",
+    "lift_fresh",
+    "new_empty",
+    "new_empty_strided",
+    "record_stream",
+    "resize_",
+    "set_",
+}
+_VALUE_DEPENDENT = {"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"}
+_ROW_COPIES = {"index", "index_select", "embedding", "gather", "index_copy_", "index_add_", "index_put_", "scatter_"}
+# torch's multi-tensor kernels: elements of a chunk, and chunks of a launch.
+_CHUNK, _CHUNKS = 65536, 320
+
+
+class FakeCuda(TorchDispatchMode):
+    """While it is active, tensors on "cuda" are fake. Ordinary CPU tensors stay what they are.
+
+    Attributes:
+        ledger: of the present phase.
+        memory: of the device, over all phases.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.ledger = Ledger("")
+        self.memory = Memory()
+        self.is_capturing = False  # a CUDA graph
+
+    @contextlib.contextmanager
+    def counting(self, phase: str) -> Iterator[Ledger]:
+        """Count what the block does in a ledger of its own."""
+        before, self.ledger = self.ledger, Ledger(phase)
+        self.memory.peak = self.ledger.start = self.memory.bytes
+        try:
+            yield self.ledger
+        finally:
+            self.ledger.peak, self.ledger.end = self.memory.peak, self.memory.bytes
+            self.ledger = before
+
+    def sync(self, what: str) -> None:
+        """The host waits for the device; charged to the innermost line of this package, or of megatron."""
+        if self.is_capturing:
+            raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
+        where = ""
+        for frame in reversed(traceback.extract_stack(limit=60)):
+            file = frame.filename
+            if "fake_cuda" not in file and ("reinforce_rl" in file or "/megatron/" in file):
+                where = f" {'/'.join(file.split('/')[-2:])}:{frame.lineno}"
+                break
+        self.ledger.syncs[what + where] += 1
+
+    def launch(self, name: str, tensors: list[Tensor], *, flops: int = 0, launches: int = 1, nbytes: int = -1) -> None:
+        """Count a kernel over these tensors."""
+        on_device = [tensor for tensor in tensors if tensor.device.type == "cuda"]
+        if nbytes < 0:
+            nbytes = sum(map(size_of, on_device))
+        low = any(tensor.dtype in LOW_PRECISION for tensor in on_device)
+        self.ledger.kernels[Kernel(name, flops // launches, nbytes // launches, low)] += launches
+        self.ledger.launches += 0 if self.is_capturing else launches
+
+    def value(self, tensor: Tensor) -> Tensor | None:
+        """The values of a small tensor, zeros where they are not known; None for a large one."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        found: Tensor | None = getattr(tensor, "_value", None)
+        if found is not None and (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            found = None  # `tensor.data = ...` made it another tensor
+        if found is None and _is_small(tensor):
+            found = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            tensor._value = found  # type: ignore[attr-defined]
+        return found
+
+    def wrap(self, values: Tensor, device: torch.device) -> Tensor:
+        """A fake tensor on a device with these values."""
+        with self.fake:
+            out = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
+        if _is_small(out):
+            out._value = values  # type: ignore[attr-defined]
+        if out.device.type == "cuda":
+            self.memory.track(out)
+        return out
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        leaves = _leaves(args, kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        device = kwargs.get("device")
+        if device is None and not tensors:
+            device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+        to_cuda = device is not None and torch.device(device).type == "cuda"
+        if not to_cuda and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return func(*args, **kwargs)
+        special = self._special(func, name, args, kwargs)
+        if special is not NotImplemented:
+            return special
+        self._count_host_copies(name, args, kwargs, to_cuda=to_cuda)
+        if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+            args, kwargs = tree_map_only(Tensor, self.as_fake, (args, kwargs))
+            tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)]
+        try:
+            with self.fake:
+                out = func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return self._by_values(func, args, kwargs)
+        except Exception as error:
+            if not getattr(error, "__notes__", None):
+                _note(error, f"in {func} of {[(tuple(t.shape), str(t.dtype), str(t.device)) for t in tensors]}")
+            raise
+        outputs = [leaf for leaf in _leaves((out,), {}) if isinstance(leaf, Tensor)]
+        self._carry_values(func, name, args, kwargs, tensors, outputs)
+        self._count(func, name, args, kwargs, tensors, out, outputs)
+        return out
+
+    def _special(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What fake tensors cannot do, or what a real device would refuse; NotImplemented for all else."""
+        first: Any = args[0] if args else None
+        if name in _RANDOM:
+            self.launch(name, [first])
+            return first
+        if name == "_local_scalar_dense":
+            if first.device.type == "cuda":
+                self.sync("item")
+            values = self.value(first)
+            return 0 if values is None else values.item()
+        if name == "equal":
+            self.sync("equal")
+            left, right = self.value(args[0]), self.value(args[1])
+            return left is not None and right is not None and torch.equal(left, right)
+        if name == "is_pinned":
+            return False
+        if name == "_pin_memory":
+            return first
+        if (
+            name == "_to_copy"
+            and first.device.type == "cuda"
+            and torch.device(kwargs.get("device") or CUDA).type == "cpu"
+        ):
+            return self._to_host(first, kwargs)
+        if name == "copy_" and not isinstance(first, FakeTensor):
+            if len(args) < 3 or not args[2]:
+                self.sync("copy_ to cpu")
+            values = self.value(args[1])
+            return first if values is None else first.copy_(values)
+        if name in _VALUE_DEPENDENT:
+            return self._by_values(func, args, kwargs)
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            if name != "index" and first.device.type == "cuda" and args[2].device.type == "cpu" and args[2].dim():
+                raise RuntimeError(f"{name}: values on the CPU into a tensor on {first.device}")
+            if any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
+                return self.__torch_dispatch__(func, (), (first, self._without_masks(args[1]), *args[2:]), kwargs)
+        return NotImplemented
+
+    def _to_host(self, source: Tensor, kwargs: Any) -> Any:
+        if not kwargs.get("non_blocking"):
+            self.sync("to cpu")
+        dtype, values = kwargs.get("dtype") or source.dtype, self.value(source)
+        if values is not None:
+            return values.to(dtype, copy=True)
+        if size_of(source) <= MAX_HOST_BYTES:
+            return torch.zeros(source.shape, dtype=dtype)
+        with self.fake:
+            out = torch.empty(source.shape, dtype=dtype, device="cpu")
+        self.ledger.host_bytes += size_of(out)
+        return out
+
+    def _without_masks(self, indices: Any) -> list[Any]:
+        """Boolean masks as the positions that they select."""
+        found: list[Any] = []
+        for index in indices:
+            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+                if index.device.type == "cuda":
+                    self.sync("boolean index")
+                values = self.value(index)
+                assert values is not None, f"a mask of {tuple(index.shape)} is too large for its values to be known"
+                found += [self.wrap(part, index.device) for part in values.nonzero(as_tuple=True)]
+            else:
+                found.append(index)
+        return found
+
+    def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What depends on values: computed on the CPU from the known ones."""
+        device = next(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+        if device.type == "cuda":
+            self.sync(func._schema.name.split("::")[1])
+            self.launch(func._schema.name.split("::")[1], [], launches=2)
+        values, options = tree_map_only(Tensor, self._known_value, (args, kwargs))
+        return tree_map_only(Tensor, lambda tensor: self.wrap(tensor, device), func(*values, **options))
+
+    def _known_value(self, tensor: Tensor) -> Tensor:
+        values = self.value(tensor)
+        assert values is not None, f"the values of a tensor of {tuple(tensor.shape)} are not known"
+        return values
+
+    def as_fake(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host as a fake one there, with its values."""
+        return tensor if isinstance(tensor, FakeTensor) else self.wrap(tensor.detach(), torch.device("cpu"))
+
+    def _count_host_copies(self, name: str, args: Any, kwargs: Any, *, to_cuda: bool) -> None:
+        """A copy from the host waits for the device unless it is `non_blocking`; so does an index that lies there."""
+        if name == "_to_copy" and to_cuda and args[0].device.type == "cpu" and not kwargs.get("non_blocking"):
+            self.sync("to cuda")
+        elif name == "copy_" and args[0].device.type == "cuda" and args[1].device.type == "cpu":
+            if (len(args) < 3 or not args[2]) and args[1].dim():
+                self.sync("copy_ to cuda")
+        elif name in ("index", "index_put", "index_put_") and args[0].device.type == "cuda":
+            for index in args[1]:
+                if isinstance(index, Tensor) and index.device.type == "cpu":
+                    self.sync("index on cpu")
+
+    def _carry_values(
+        self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        if not any(map(_is_small, outputs)) or any(out.numel() > 2 * MAX_INTEGERS for out in outputs):
+            return
+        if any(self.value(tensor) is None for tensor in inputs):
+            return
+        values = [self._on_cpu(arg) for arg in args]
+        options = {key: self._on_cpu(arg) for key, arg in kwargs.items()}
+        options.pop("pin_memory", None)
+        try:
+            found = func(*values, **options)
+        except (RuntimeError, NotImplementedError):
+            return  # a kernel of a GPU only
+        for out, value in zip(outputs, _leaves((found,), {}), strict=False):
+            if _is_small(out):
+                out._value = value.zero_() if "empty" in name else value  # type: ignore[attr-defined]
+
+    def _on_cpu(self, leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            return self.value(leaf)
+        if isinstance(leaf, (list, tuple)):
+            return [self._on_cpu(part) for part in leaf]
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    def _count(
+        self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], out: Any, outputs: list[Tensor]
+    ) -> None:
+        made = [tensor for tensor in outputs if tensor.device.type == "cuda"]
+        for tensor in made:
+            self.memory.track(tensor)
+        if not made and not any(tensor.device.type == "cuda" for tensor in inputs):
+            return
+        if name in _NO_KERNEL or (func.is_view and not func._schema.is_mutable):
+            return
+        launches, nbytes = 1, -1
+        if name.startswith(("_foreach", "_fused_adam")):
+            lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
+            chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in lists[0])
+            launches = max(math.ceil(chunks / _CHUNKS), math.ceil(len(lists[0]) / 30))
+        elif name in _ROW_COPIES:
+            rows = inputs[-1] if func._schema.is_mutable else made[0]
+            nbytes = 3 * size_of(rows)
+        self.launch(name, [*inputs, *made], flops=_flops(func, args, kwargs, out), launches=launches, nbytes=nbytes)
+
+
+def _leaves(args: Any, kwargs: Any) -> list[Any]:
+    """Arguments of an operator, which nests them in lists at most."""
+    found = []
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, (list, tuple)):
+            found += arg
+        else:
+            found.append(arg)
+    return found
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_small(tensor: Tensor) -> bool:
+    limit = MAX_FLOATS if tensor.is_floating_point() else MAX_INTEGERS
+    return tensor.numel() <= limit and not tensor.is_complex()
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+    if formula is None:
+        return 0
+    flops = formula(*args, **kwargs, out_val=out)
+    schema = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(schema, args, strict=False)) | kwargs
+    query, key = given.get("query"), given.get("key")
+    if given.get("is_causal") and query is not None and key is not None and query.shape[-2] == key.shape[-2]:
+        flops //= 2  # the kernel leaves out what lies above the diagonal
+    return int(flops)
+
+
+def _note(error: Exception, text: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(text)  # type: ignore[attr-defined]
+    else:
+        error.__notes__ = [text]  # type: ignore[attr-defined]
