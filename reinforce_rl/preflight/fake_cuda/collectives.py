@@ -165,6 +165,14 @@ class Network:
     ) -> None:
         self._note_objects("broadcast", group, device)
 
+    def scatter_object_list(
+        self, scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, *args: Any, **options: Any
+    ) -> None:
+        group = options.get("group")
+        if scatter_object_input_list is not None:
+            scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
+        self._note_objects("scatter", group)
+
     def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         self._note_objects("barrier", group)
         return _Work() if async_op else None

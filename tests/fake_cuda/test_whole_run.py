@@ -1,0 +1,53 @@
+"""The trainer from its configuration to the exported folder on one GPU: load, validate, train, save, restore, export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.rewards import FunctionReward
+from helpers.tiny_run import PROMPT_TOKENS, compose, metrics_of, odd_share, tiny_overrides
+
+from reinforce_rl import build
+from reinforce_rl.config_reading import load_config
+from reinforce_rl.preflight.fake_cuda.ledger import Ledger
+from reinforce_rl.preflight.fake_cuda.machine import Machine
+
+OVERRIDES = (
+    "trainer.precision=bf16",
+    "trainer.reinforce.save_interval=1",
+    "trainer.reinforce.val_check_interval=2",
+    "model.reinforce.offload_adam_states=true",
+    "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
+)
+LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=2")
+DISTRIBUTED = ("model.optim.distributed=true", "model.optim.overlap_grad_sync=true")
+
+
+@pytest.fixture(autouse=True)
+def local_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores in the process: the server is another program."""
+    monkeypatch.setattr(
+        build, "connect_to_reward_servers", lambda *args, **options: FunctionReward(odd_share, PROMPT_TOKENS)
+    )
+
+
+def run(machine: Machine, folder: Path, steps: int, *overrides: str) -> Ledger:
+    given = (*tiny_overrides(folder, num_prompts=12), *OVERRIDES, f"trainer.reinforce.max_steps={steps}", *overrides)
+    cfg = load_config(compose(*given))
+    with machine.rank() as ledger:
+        trainer = build.train(cfg)
+        assert trainer.model.mesh.device.type == "cuda"
+        assert trainer.step == steps
+    return ledger
+
+
+@pytest.mark.parametrize("overrides", [(), LORA, DISTRIBUTED], ids=["all weights", "LoRA", "distributed optimizer"])
+def test_goes_through_and_on(machine: Machine, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    run(machine, tmp_path, 2, *overrides)
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
+    run(machine, tmp_path, 3, *overrides)  # restores step 2
+    assert [line["step"] for line in metrics_of(tmp_path) if "train/rewards" in line] == [1, 2, 3]
+    exported = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
+    assert "bfloat16" in (exported.get("dtype"), exported.get("torch_dtype"))
