@@ -1,4 +1,4 @@
-"""The trainer from its configuration to the exported folder on one GPU: load, validate, train, save, restore, export."""
+"""The trainer from its configuration to the exported folder on one GPU: load, validate, train, save, restore."""
 
 from __future__ import annotations
 

@@ -45,12 +45,12 @@ def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
 
 def run_layout(machine: Machine, layout: Layout, folder: Path) -> dict[int, Ledger]:
     """`small_step` on every rank, one after the other."""
-    ledgers = {}
-    for rank in range(layout.ranks):
-        with machine.rank(rank, layout.ranks) as ledger, layout.mesh() as mesh:
+
+    def turn(rank: int) -> None:
+        with layout.mesh() as mesh:
             small_step(layout, folder, mesh)
-        ledgers[rank] = ledger
-    return ledgers
+
+    return machine.ranks(layout.ranks, turn)
 
 
 def check_collectives(ledgers: Mapping[int, Ledger]) -> int:

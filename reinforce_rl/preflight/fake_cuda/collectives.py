@@ -1,7 +1,7 @@
 """`torch.distributed` for one rank of a job that is not there: calls are checked, noted and answered at once.
 
-A rank's own data stand for its peers': gathers give as many copies of it, sums leave it as it is. Pipeline stages that
-run one after the other hand on the shapes that they sent.
+A rank's own data stand for its peers': gathers give as many copies of it, sums leave it as it is. Ranks that have
+their turns one after the other hand on the shapes that they sent to the next stage, and their objects to a repetition.
 """
 
 from __future__ import annotations
@@ -67,6 +67,14 @@ class Network:
         self._gpu = gpu
         self.wire = Wire()
         self._backends: dict[Any, str] = {}
+        # By group and number of the call: what each rank gave.
+        self.objects: dict[tuple[tuple[int, ...], int], dict[int, Any]] = {}
+        self._object_calls: collections.Counter[tuple[int, ...]] = collections.Counter()
+
+    def begin(self, rank: int) -> None:
+        """This rank's turn."""
+        self.wire.begin(rank)
+        self._object_calls.clear()
 
     def install(self) -> None:
         """Must come before megatron is imported, which keeps some of the functions."""
@@ -150,20 +158,20 @@ class Network:
         return [_Work() for _ in p2p_op_list]
 
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
-        object_list[:] = [obj] * len(object_list)
-        self._note_objects("all_gather", group)
+        object_list[:] = self._exchanged("all_gather", group, obj)
 
     def gather_object(
         self, obj: Any, object_gather_list: Any = None, dst: Any = None, group: Any = None, group_dst: Any = None
     ) -> None:
+        found = self._exchanged("gather", group, obj)
         if object_gather_list is not None:
-            object_gather_list[:] = [obj] * len(object_gather_list)
-        self._note_objects("gather", group)
+            object_gather_list[:] = found
 
     def broadcast_object_list(
         self, object_list: list[Any], src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
     ) -> None:
-        self._note_objects("broadcast", group, device)
+        found = self._exchanged("broadcast", group, list(object_list), device)
+        object_list[:] = found[dist.get_group_rank(group or dist.group.WORLD, src) if group_src is None else group_src]
 
     def scatter_object_list(
         self, scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, *args: Any, **options: Any
@@ -200,6 +208,15 @@ class Network:
             ledger = self._gpu.ledger
             ledger.collectives.append(Collective(kind, ranks, nbytes, on_gpu, ledger.phase))
         return _Work() if async_op else None
+
+    def _exchanged(self, kind: str, group: Any, value: Any, device: Any = None) -> list[Any]:
+        """Each rank's object; this rank's own for those that had no turn yet."""
+        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        given = self.objects.setdefault((ranks, self._object_calls[ranks]), {})
+        self._object_calls[ranks] += 1
+        given[dist.get_rank()] = value
+        self._note_objects(kind, group, device)
+        return [given.get(rank, value) for rank in ranks]
 
     def _note_objects(self, kind: str, group: Any, device: Any = None) -> None:
         """NCCL carries objects as CUDA tensors, whose sizes the host waits for; gloo on the host."""

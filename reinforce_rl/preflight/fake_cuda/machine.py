@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from reinforce_rl.preflight.fake_cuda.guard import load_guard
@@ -35,7 +35,7 @@ class Machine:
         before = {name: os.environ.get(name) for name in _PLACE}
         values = (str(rank), str(world_size), "0", "localhost", "1")
         os.environ.update(dict(zip(_PLACE, values, strict=True)))
-        self._network.wire.begin(rank)
+        self._network.begin(rank)
         try:
             with self.gpu, self.gpu.counting("") as ledger:
                 yield ledger
@@ -44,6 +44,26 @@ class Machine:
                 os.environ.pop(name, None)
                 if value is not None:
                     os.environ[name] = value
+
+    def ranks(self, world_size: int, turn: Callable[[int], None], *, rehearsals: int = 0) -> dict[int, Ledger]:
+        """Give every rank of a job its turn, in order.
+
+        Args:
+            world_size: of the job.
+            turn: what a rank does, called within `rank`.
+            rehearsals: turns of all ranks before, whose errors do not count. A rank needs one for each chain of
+                objects that comes from a rank with a later turn.
+        """
+        self._network.objects.clear()
+        for _ in range(rehearsals):
+            for rank in range(world_size):
+                with contextlib.suppress(Exception), self.rank(rank, world_size):
+                    turn(rank)
+        ledgers = {}
+        for rank in range(world_size):
+            with self.rank(rank, world_size) as ledgers[rank]:
+                turn(rank)
+        return ledgers
 
 
 def install(gibibytes: int = GIBIBYTES) -> Machine:
