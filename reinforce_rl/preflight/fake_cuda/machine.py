@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from reinforce_rl.preflight.fake_cuda.mode import FakeCuda
 
 GIBIBYTES = 80
+_LEFT_OVER = 1 << 26
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _machine: Machine | None = None
 
@@ -36,6 +38,8 @@ class Machine:
         values = (str(rank), str(world_size), "0", "localhost", "1")
         os.environ.update(dict(zip(_PLACE, values, strict=True)))
         self._network.begin(rank)
+        if self.gpu.memory.bytes > _LEFT_OVER:
+            gc.collect()  # a model that nobody holds is in cycles
         try:
             with self.gpu, self.gpu.counting("") as ledger:
                 yield ledger

@@ -35,6 +35,7 @@ _NO_KERNEL = {
     "_has_compatible_shallow_copy_type",
     "_unsafe_view",
     "detach",
+    "device",
     "empty",
     "empty_like",
     "empty_strided",
