@@ -27,13 +27,14 @@ from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.optimizer import DEFAULT_DATA_PARALLEL, DataParallelSettings, wrap_data_parallel
 from reinforce_rl.megatron.packing import PackedGroups
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
-from reinforce_rl.megatron.sequence_layout import PaddedSequences, SequenceLayout
+from reinforce_rl.megatron.sequence_layout import PaddedSequences, SequenceLayout, to_device
 from reinforce_rl.rollout import Completions, Prompt, ReinforceBatch, length_mask
 from reinforce_rl.tokenizer import pad_id_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LOSS = "loss"  # among a micro-batch's sums
 Part = TypeVar("Part")
 Made = TypeVar("Made")
 
@@ -170,8 +171,8 @@ class MegatronGPTReinforceActorModel:
             lambda hidden, layout: self._scores(layout, hidden, width).log_probs,
         )
         self.lm.train()
-        for rows, log_probs in zip(cuts, found, strict=False):  # there are none on other stages than the last
-            out[rows] = log_probs.float().cpu()
+        if found:  # there are none on other stages than the last; one copy from the device for all of them
+            out[torch.cat(cuts)] = torch.cat(found).float().cpu()
         return self.mesh.from_last_stage(out)
 
     def get_init_policy_logprobs(
@@ -219,41 +220,42 @@ class MegatronGPTReinforceActorModel:
         def layout_of(rows: Tensor | None) -> tuple[Tensor | None, SequenceLayout]:
             return rows, self._layout(_Samples.nothing(self.pad_id) if rows is None else samples.select(rows))
 
-        def loss_of(hidden: Tensor, part: tuple[Tensor | None, SequenceLayout]) -> tuple[Tensor, LossShare]:
+        def loss_of(hidden: Tensor, part: tuple[Tensor | None, SequenceLayout]) -> tuple[Tensor, dict[str, Tensor]]:
             rows, layout = part
             if rows is None:
-                return self._scores(layout, hidden, 1).log_probs.sum(), LossShare(0.0, {})
+                return self._scores(layout, hidden, 1).log_probs.sum(), {}
             lengths = rollouts.response_lengths[rows]
             width = int(lengths.max())
             scores = self._scores(layout, hidden, width, with_entropy=True)
-            device = scores.log_probs.device
-
-            def of_rows(values: Tensor | None) -> Tensor | None:
-                return None if values is None else values[rows, :width].to(device)
-
-            advantages = batch.advantages[rows, :width].to(device)
-            inputs = LossInputs(
-                mask=length_mask(lengths, width).to(device),
-                advantages=advantages,
-                trains=batch.trains[rows].to(device),
-                old_log_probs=None if on_policy else of_rows(rollouts.log_probs),
-                generator_log_probs=of_rows(rollouts.generator_log_probs),
-                reference_log_probs=of_rows(rollouts.init_log_probs),
-            )
+            values = {
+                "advantages": batch.advantages,
+                "old_log_probs": None if on_policy else rollouts.log_probs,
+                "generator_log_probs": rollouts.generator_log_probs,
+                "reference_log_probs": rollouts.init_log_probs,
+            }
+            parts = {name: each[rows, :width] for name, each in values.items() if each is not None}
+            parts |= {"mask": length_mask(lengths, width), "trains": batch.trains[rows]}
+            moved = to_device(list(parts.values()), scores.log_probs.device)
             share, sums = policy_loss(
-                scores.log_probs, scores.entropy, inputs, denominators, self.settings.loss, kl_coefficient
+                scores.log_probs,
+                scores.entropy,
+                LossInputs(**dict(zip(parts, moved, strict=True))),
+                denominators,
+                self.settings.loss,
+                kl_coefficient,
             )
-            return share, LossShare(share.item(), {name: float(value) for name, value in sums.items()})
+            return share, {LOSS: share.detach(), **sums}
 
         self.lm.train()
         found = accumulate_gradients(
             self.ddp, _Made(parts, layout_of), lambda model, part: part[1].hidden(model), loss_of
         )
-        shares = self.mesh.from_last_stage(found)
-        names = dict.fromkeys(name for share in shares for name in share.sums)
-        sums = {name: math.fsum(share.sums[name] for share in shares) for name in names}
+        shares = self.mesh.from_last_stage(_as_floats(found))
+        names = dict.fromkeys(name for share in shares for name in share)
+        sums = {name: math.fsum(share[name] for share in shares) for name in names}
+        loss = sums.pop(LOSS, 0.0)
         sums["sequence_tokens"], sums["padded_tokens"] = self._tokens_of(samples, cuts)
-        return LossShare(math.fsum(share.loss for share in shares), sums)
+        return LossShare(loss, sums)
 
     def export(self, source: str | Path, out: str | Path) -> Path:
         """Write the policy as a Hugging Face folder, LoRA updates merged into the weights; a collective call."""
@@ -298,6 +300,13 @@ class MegatronGPTReinforceActorModel:
             chunk_tokens=self.settings.logits_chunk_tokens,
             with_entropy=with_entropy,
         )
+
+
+def _as_floats(found: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """Named scalars of a device as numbers, all of them by one copy to the host."""
+    scalars = [scalar.double() for part in found for scalar in part.values()]
+    numbers = iter(torch.stack(scalars).tolist() if scalars else [])
+    return [{name: next(numbers) for name in part} for part in found]
 
 
 class _Made(Sequence[Made]):

@@ -28,6 +28,11 @@ def zigzag_positions(length: int, size: int, rank: int, device: Any = None) -> T
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
+def chunk_ends(length: int, size: int, rank: int) -> tuple[int, int]:
+    """Where a rank's two chunks of s positions end, each of s / 2n; arguments as of `zigzag_positions`."""
+    return (rank + 1) * length // (2 * size), (2 * size - rank) * length // (2 * size)
+
+
 def gather_positions(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All positions in order, from the ranks' shares: [k, s / n, ...] to [k, s, ...], with gradient.
 
@@ -51,16 +56,19 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        values = values.contiguous()
-        shares = [torch.empty_like(values) for _ in range(group.size())]
-        dist.all_gather(shares, values, group=group)
-        return torch.stack(shares)
+        shares = values.new_empty((group.size(), *values.shape))
+        dist.all_gather_into_tensor(shares, values.contiguous(), group=group)
+        return shares
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         # Every rank's queries look at these keys and values.
         gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
+        if gradient.is_cuda:
+            own = torch.empty_like(gradient[0])
+            dist.reduce_scatter_tensor(own, gradient, group=ctx.group)
+            return own, None
+        dist.all_reduce(gradient, group=ctx.group)  # gloo has no faster reduce-scatter
         return gradient[ctx.group.rank()], None
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
 from reinforce_rl.megatron.attention import CoreAttention
 from reinforce_rl.megatron.chunked_head import VocabShard
-from reinforce_rl.megatron.context_parallel import zigzag_positions
+from reinforce_rl.megatron.context_parallel import chunk_ends, zigzag_positions
 from reinforce_rl.megatron.decode_step import decode_layers
 from reinforce_rl.megatron.kv_cache import KVCache
 from reinforce_rl.megatron.layer_functions import rms_norm, swiglu
@@ -181,19 +181,34 @@ class CausalLM(GPTModel):
                 hidden, tensor_parallel_output_grad=False, group=self.mesh.tp_group
             )
         hidden = hidden.transpose(0, 1)
-        return hidden[:, : int((positions < length).sum())] if is_padded else hidden
+        return hidden[:, : self._number_of_own(length)] if is_padded else hidden
 
-    def own_positions(self, length: int) -> Tensor:
-        """int64: which of the positions 0 .. length-1 this context-parallel rank holds, ascending."""
-        positions = self._padded_positions(length)
-        return positions[positions < length]
+    def own_positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """int64: which of the positions 0 .. length-1 this context-parallel rank holds, ascending.
 
-    def _padded_positions(self, length: int) -> Tensor:
+        Args:
+            device: of the result; None for the model's.
+        """
+        return self._padded_positions(length, device)[: self._number_of_own(length)]
+
+    def _padded_positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        padded, mesh = self._padded_length(length), self.mesh
+        if mesh.cp_size == 1:
+            return torch.arange(padded, device=device or mesh.device)
+        return zigzag_positions(padded, mesh.cp_size, mesh.cp_rank, device or mesh.device)
+
+    def _padded_length(self, length: int) -> int:
         multiple = self.mesh.sequence_multiple
-        padded = -(-length // multiple) * multiple
+        return -(-length // multiple) * multiple
+
+    def _number_of_own(self, length: int) -> int:
+        """Padding comes last on every rank. Counted without the positions, so that no GPU is waited for."""
         if self.mesh.cp_size == 1:
-            return torch.arange(padded, device=self.mesh.device)
-        return zigzag_positions(padded, self.mesh.cp_size, self.mesh.cp_rank, self.mesh.device)
+            return length
+        padded = self._padded_length(length)
+        chunk = padded // (2 * self.mesh.cp_size)
+        ends = chunk_ends(padded, self.mesh.cp_size, self.mesh.cp_rank)
+        return sum(min(max(length - end + chunk, 0), chunk) for end in ends)
 
     @contextlib.contextmanager
     def whole_sequences(self) -> Iterator[None]:

@@ -1,10 +1,13 @@
 """How sequences lie in a forward pass, and where in its output the predictions of their response tokens are.
 
+All indices are computed on the CPU, where the lengths are, and moved with `to_device`: no pass waits for a GPU.
+
 Notation: N sequences, S prompt plus response, T response, n response tokens of the pass on this rank, h hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +16,14 @@ from torch import Tensor
 
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.rollout import length_mask
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of CPU tensors on a device; on a GPU the host does not wait for them."""
+    if device.type == "cpu":
+        return list(tensors)
+    # From pageable memory, and without `non_blocking`, `to` waits until the stream has come to the copy.
+    return [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class SequenceLayout(Protocol):
 
     @property
     def response_lengths(self) -> Tensor:
-        """int64 [N]."""
+        """int64 [N], on the CPU."""
         ...
 
     def hidden(self, model: torch.nn.Module) -> Tensor:
@@ -53,7 +64,7 @@ class PaddedSequences:
 
     Args:
         lm: reads them.
-        sequences: int64 [N, S], right-padded.
+        sequences: int64 [N, S], right-padded; all tensors on the CPU.
         prompt_lengths: int64 [N], at least 1.
         response_lengths: int64 [N]; 0 is allowed.
         pad_to: tokens that every row has at least in the pass.
@@ -70,26 +81,27 @@ class PaddedSequences:
         pad_to: int = 0,
         pad_id: int = 0,
     ):
-        moved = (t.to(lm.mesh.device) for t in (sequences, prompt_lengths, response_lengths))
-        self._sequences, self._prompt_lengths, self.response_lengths = moved
+        self.response_lengths = response_lengths
         # A sequence's last token predicts nothing here, and columns past the longest row hold padding only.
-        self._used = max(int((self._prompt_lengths + self.response_lengths).max()) - 1, pad_to - 1, 1)
-        self._lm, self._pad_id = lm, pad_id
+        self._used = max(int((prompt_lengths + response_lengths).max()) - 1, pad_to - 1, 1)
+        missing = max(self._used - sequences.shape[1], 0)
+        tokens = torch.nn.functional.pad(sequences[:, : self._used], (0, missing), value=pad_id)
+        own = lm.own_positions(self._used, sequences.device)
+        column_of = torch.full((self._used,), -1).index_put((own,), torch.arange(len(own)))
+        rows, columns = length_mask(response_lengths, int(response_lengths.max())).nonzero(as_tuple=True)
+        places = prompt_lengths[rows] + columns
+        held = column_of[places - 1] >= 0
+        rows, columns, places = rows[held], columns[held], places[held]
+        before = column_of[places - 1] * len(sequences) + rows
+        indices = (tokens, rows, columns, before, sequences[rows, places])
+        self._tokens, self._rows, self._columns, self._before, self._targets = to_device(indices, lm.mesh.device)
 
     def hidden(self, model: torch.nn.Module) -> Tensor:
         """[N, s', h] at the model's `own_positions`."""
-        missing = max(self._used - self._sequences.shape[1], 0)
-        return model(torch.nn.functional.pad(self._sequences[:, : self._used], (0, missing), value=self._pad_id))
+        return model(self._tokens)
 
     def predictions(self, hidden: Tensor) -> Predictions:
         """See `SequenceLayout`."""
-        device = self._sequences.device
-        own = self._lm.own_positions(self._used)
-        column_of = torch.full((self._used,), -1, device=device)
-        column_of = column_of.index_put((own,), torch.arange(len(own), device=device))
-        mask = length_mask(self.response_lengths, int(self.response_lengths.max()))
-        rows, columns = mask.nonzero(as_tuple=True)
-        targets = self._prompt_lengths[rows] + columns
-        held = column_of[targets - 1] >= 0
-        rows, columns, targets = rows[held], columns[held], targets[held]
-        return Predictions(rows, columns, hidden[rows, column_of[targets - 1]], self._sequences[rows, targets])
+        # megatron's layout has positions first, where this is a view.
+        found = hidden.transpose(0, 1).flatten(0, 1).index_select(0, self._before)
+        return Predictions(self._rows, self._columns, found, self._targets)
