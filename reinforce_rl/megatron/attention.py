@@ -54,8 +54,8 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | No
     starts = [
         torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=query.device) for length in lengths
     ]
-    rows = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]
-    out = flash_attention_of_sequences(*rows, starts, lengths, scale, window)
+    query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+    out = flash_attention_of_sequences(query, key, value, starts, lengths, scale, window)
     return out.unflatten(0, (batch, -1)).transpose(1, 2)
 
 

@@ -29,8 +29,14 @@ def zigzag_positions(length: int, size: int, rank: int, device: Any = None) -> T
 
 
 def chunk_ends(length: int, size: int, rank: int) -> tuple[int, int]:
-    """Where a rank's two chunks of s positions end, each of s / 2n; arguments as of `zigzag_positions`."""
+    """Where a rank's two chunks end, each of c positions; arguments as of `zigzag_positions`."""
     return (rank + 1) * length // (2 * size), (2 * size - rank) * length // (2 * size)
+
+
+def positions_below(bound: int, length: int, size: int, rank: int) -> int:
+    """How many of a rank's positions are below a bound; the other arguments as of `zigzag_positions`."""
+    chunk = length // (2 * size)
+    return sum(min(max(bound - end + chunk, 0), chunk) for end in chunk_ends(length, size, rank))
 
 
 def gather_positions(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -56,9 +62,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        shares = values.new_empty((group.size(), *values.shape))
+        shares = values.new_empty((group.size() * len(values), *values.shape[1:]))
         dist.all_gather_into_tensor(shares, values.contiguous(), group=group)
-        return shares
+        return shares.unflatten(0, (group.size(), -1))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -66,7 +72,7 @@ class _Gather(torch.autograd.Function):
         gradient = gradient.contiguous()
         if gradient.is_cuda:
             own = torch.empty_like(gradient[0])
-            dist.reduce_scatter_tensor(own, gradient, group=ctx.group)
+            dist.reduce_scatter_tensor(own, gradient.flatten(0, 1), group=ctx.group)
             return own, None
         dist.all_reduce(gradient, group=ctx.group)  # gloo has no faster reduce-scatter
         return gradient[ctx.group.rank()], None

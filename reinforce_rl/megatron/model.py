@@ -21,7 +21,7 @@ from torch import Tensor
 from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
 from reinforce_rl.megatron.attention import CoreAttention
 from reinforce_rl.megatron.chunked_head import VocabShard
-from reinforce_rl.megatron.context_parallel import chunk_ends, zigzag_positions
+from reinforce_rl.megatron.context_parallel import positions_below, zigzag_positions
 from reinforce_rl.megatron.decode_step import decode_layers
 from reinforce_rl.megatron.kv_cache import KVCache
 from reinforce_rl.megatron.layer_functions import rms_norm, swiglu
@@ -205,10 +205,7 @@ class CausalLM(GPTModel):
         """Padding comes last on every rank. Counted without the positions, so that no GPU is waited for."""
         if self.mesh.cp_size == 1:
             return length
-        padded = self._padded_length(length)
-        chunk = padded // (2 * self.mesh.cp_size)
-        ends = chunk_ends(padded, self.mesh.cp_size, self.mesh.cp_rank)
-        return sum(min(max(length - end + chunk, 0), chunk) for end in ends)
+        return positions_below(length, self._padded_length(length), self.mesh.cp_size, self.mesh.cp_rank)
 
     @contextlib.contextmanager
     def whole_sequences(self) -> Iterator[None]:

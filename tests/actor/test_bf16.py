@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from helpers.models import tiny_llama_folder
 from helpers.ranks import run_ranks
 from helpers.tiny_run import metrics_of, tiny_config, tiny_trainer, weights, without_times
 
+from reinforce_rl.algorithms.loss import LossSettings
 from reinforce_rl.megatron.log_probs import response_scores
 from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, build_optimizer
 from reinforce_rl.megatron.sequence_layout import PaddedSequences
@@ -80,6 +82,32 @@ def test_log_probs_and_entropy_are_fp32_from_the_logits(folder, mesh):
             token = rollouts.sequences[row, prompt + column]
             assert float(found.log_probs[row, column]) == pytest.approx(float(log_p[token]), abs=2e-6)
             assert float(found.entropy[row, column]) == pytest.approx(float(-(log_p.exp() * log_p).sum()), abs=5e-6)
+
+
+@pytest.mark.parametrize("shared_prefix", [True, False])
+def test_the_first_pass_clips_no_sample(shared_prefix, folder, mesh):
+    """Ratios of whole responses are exactly 1, both without old log-probs and with those of passes cut as these are.
+
+    Those computed in another way, as a generator does, differ by bf16's rounding, which a response adds up.
+    """
+    sizes = {"micro_batch_size": 3, "forward_micro_batch_size": 3, "shared_prefix": shared_prefix}
+    actor = actor_of(folder, mesh, dtype=BF16, **sizes)
+    actor.settings = replace(actor.settings, loss=LossSettings(ratio="sequence", clip_low=1e-6, clip_high=1e-6))
+    batch = whole_batch()
+    batch = replace(batch, trains=torch.ones(len(batch.trains), dtype=torch.bool))
+    rollouts = batch.rollouts
+    where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids)
+
+    def sums_with(old, *, on_policy=False):
+        known = replace(batch, rollouts=replace(rollouts, log_probs=old))
+        return actor.get_loss_and_metrics(known, sequences(12), on_policy=on_policy).sums
+
+    same = actor.get_inference_log_probs(*where)
+    for sums in (sums_with(same), sums_with(None, on_policy=True)):
+        assert sums["clipped"] == 0
+        assert sums["weights"] == sums["squares"] == sums["tokens"]
+    other = actor_of(folder, mesh, **sizes).get_inference_log_probs(*where)  # in fp32
+    assert sums_with(other)["clipped"] > sums_with(other)["tokens"] / 4
 
 
 def test_the_gradient_is_near_that_of_fp32(folder, mesh):

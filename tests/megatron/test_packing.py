@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from helpers.families import family_folder
+from helpers.flash_kernels import flash_on_cpu
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reinforce_rl.megatron.log_probs import response_scores
-from reinforce_rl.megatron.packing import PackedGroups
+from reinforce_rl.megatron.packing import PackedGroups, _Repeated, _spans, _UnpaddedAttention
 from reinforce_rl.megatron.sequence_layout import PaddedSequences
 
 PAD = 2
 FAMILIES = ("llama", "mistral_window", "qwen3")
+KERNELS = {"flash": flash_on_cpu, "padded": contextlib.nullcontext}
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +70,14 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", BATCHES)
-def test_equal_to_padded_sequences(name, family, models):
+def test_equal_to_padded_sequences(name, family, kernel, models):
     lm, (*where, group_ids) = models[family], BATCHES[name]
     width = int(where[2].max())
-    packed = scored(lm, PackedGroups(lm, *where, group_ids), width)
+    with KERNELS[kernel]():
+        packed = scored(lm, PackedGroups(lm, *where, group_ids), width)
     padded = scored(lm, PaddedSequences(lm, *where, pad_id=PAD), width)
     for one, other in zip(packed, padded, strict=True):
         torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-9)
@@ -88,10 +94,12 @@ def test_log_probs_of_any_groups(models, groups):
     lm, (*where, group_ids) = models["mistral_window"], batch_of(groups)
     width = max(int(where[2].max()), 1)
     found = []
-    with torch.no_grad():
-        for layout in (PackedGroups(lm, *where, group_ids), PaddedSequences(lm, *where, pad_id=PAD)):
+    for make in (flash_on_cpu, contextlib.nullcontext, None):
+        with torch.no_grad(), make() if make else contextlib.nullcontext():
+            layout = PackedGroups(lm, *where, group_ids) if make else PaddedSequences(lm, *where, pad_id=PAD)
             found.append(response_scores(layout, layout.hidden(lm), lm, 1.0, width, chunk_tokens=5).log_probs)
-    torch.testing.assert_close(*found, atol=1e-11, rtol=0)
+    for packed in found[:2]:
+        torch.testing.assert_close(packed, found[2], atol=1e-11, rtol=0)
 
 
 def test_a_prompt_is_read_once_and_nothing_is_padded(models):
@@ -104,6 +112,38 @@ def test_a_prompt_is_read_once_and_nothing_is_padded(models):
     assert tokens.shape == positions.shape == (1, sum(prompts) + sum(kept))
     assert positions[0, :14].tolist() == [*range(4), *range(9), 0]
     assert positions[0, sum(prompts) : sum(prompts) + 5].tolist() == [4, 5, 6, 7, 4]
+
+
+def test_the_flash_kernel_gets_no_padding(models):
+    """One call a layer: four prompts, the eight responses with more than one token, and what each attends to."""
+    lm, (*where, group_ids), calls = models["llama"], BATCHES["ragged"], []
+    with flash_on_cpu(calls), torch.no_grad():
+        PackedGroups(lm, *where, group_ids).hidden(lm)
+    prompts, kept = [4, 9, 1, 12], [[4, 1, 7], [2, 6, 0], [5, 3], [29]]
+    queries = sum(prompts) + sum(map(sum, kept))
+    keys = sum(prompts) + sum(
+        count + prompt for prompt, each in zip(prompts, kept, strict=True) for count in each if count
+    )
+    assert calls == [(4 + 8, queries, keys)] * len(lm.decoder.layers)
+
+
+def test_padding_at_the_end_of_a_row_is_a_sequence_of_its_own():
+    """A multiple that sequence parallelism asks for. Nothing else sees it, and it sees something finite."""
+    spans = _spans([2, 3], [1, 0, 4], [1, 0, 0], 2)
+    assert spans == [((0, 2),), ((2, 5),), ((2, 5), (5, 6)), ((0, 2), (6, 10)), ((10, 12),)]
+    query, key, value = torch.randn(3, 12, 1, 2, 8, dtype=torch.float64)
+    with flash_on_cpu():
+        whole = _UnpaddedAttention(spans, None, torch.device("cpu"))(query, key, value, None)
+        cut = _UnpaddedAttention(spans[:-1], None, torch.device("cpu"))(query[:10], key[:10], value[:10], None)
+    torch.testing.assert_close(whole[:10], cut)
+    assert whole.isfinite().all()
+
+
+def test_a_prompts_gradient_is_added_up_in_float32():
+    """That of a hundred responses to it; in bf16 each addition would round."""
+    rows = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    _Repeated.apply(rows, torch.zeros(100, dtype=torch.long)).backward(torch.full((100, 1, 1), 1.0078125).bfloat16())
+    assert float(rows.grad) == float(torch.tensor(100.78125).bfloat16())
 
 
 def test_responses_do_not_see_each_other(models):

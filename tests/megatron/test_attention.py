@@ -1,0 +1,114 @@
+"""Attention on a GPU's kernels, emulated, and on a CPU's, against one query at a time in float64."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.flash_kernels import flash_on_cpu
+from torch.nn.attention.bias import causal_lower_right
+
+from reinforce_rl.megatron import attention
+from reinforce_rl.megatron.attention import (
+    causal_attention,
+    causal_attention_of_share,
+    flash_attention,
+    flash_takes,
+)
+from reinforce_rl.megatron.context_parallel import zigzag_positions
+
+HEADS, GROUPS, SIZE = 4, 2, 8
+KERNELS = {"flash": flash_on_cpu, "cpu": contextlib.nullcontext}
+
+
+def drawn(batch: int, queries: int, keys: int) -> list[torch.Tensor]:
+    """Query, key and value, with gradient."""
+    generator = torch.Generator().manual_seed(batch + 100 * queries + keys)
+    shapes = [(batch, heads, length, SIZE) for heads, length in ((HEADS, queries), (GROUPS, keys), (GROUPS, keys))]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def one_by_one(query, key, value, positions, window, scale):
+    """Each query alone, over the keys that it sees; the queries are at these positions of the keys."""
+    rows = []
+    for row in range(len(query)):
+        heads = []
+        for head in range(HEADS):
+            outs = []
+            for index, position in enumerate(positions):
+                first = 0 if window is None else max(position - window + 1, 0)
+                seen = slice(first, position + 1)
+                group = head // (HEADS // GROUPS)
+                weights = (key[row, group, seen] @ query[row, head, index] * scale).softmax(dim=0)
+                outs.append(weights @ value[row, group, seen])
+            heads.append(torch.stack(outs))
+        rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+def assert_same(found, expected, inputs):
+    """Values and gradients of a sum with unequal weights."""
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=expected.dtype)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    gradients = [torch.autograd.grad((out * weights).sum(), inputs, retain_graph=True) for out in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 8])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_whole_sequences(batch, window, kernel):
+    for length in (1, 2, 7, 8):
+        inputs = drawn(batch, length, length)
+        with KERNELS[kernel]():
+            found = causal_attention(*inputs, 0.4, window)
+            assert_same(found, one_by_one(*inputs, range(length), window, 0.4), inputs)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
+def test_flash_attention_ends_with_the_last_key(window):
+    for queries, keys in ((1, 1), (1, 9), (4, 9), (9, 9)):
+        inputs = drawn(2, queries, keys)
+        with flash_on_cpu():
+            found = flash_attention(*inputs, None, window)
+            expected = one_by_one(*inputs, range(keys - queries, keys), window, SIZE**-0.5)
+            assert_same(found, expected, inputs)
+        if window is None:  # torch's own reading of the same alignment
+            q, k, v = inputs
+            k, v = (part.repeat_interleave(HEADS // GROUPS, dim=1) for part in (k, v))
+            torch.testing.assert_close(
+                found, F.scaled_dot_product_attention(q, k, v, causal_lower_right(queries, keys))
+            )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 1, 4, 20])
+@pytest.mark.parametrize(("size", "chunk"), [(2, 1), (2, 3), (3, 2)])
+def test_shares_of_context_parallel_ranks(size, chunk, window, kernel, monkeypatch):
+    """Every rank's share is what whole sequences give at its positions."""
+    length = 2 * size * chunk
+    query, key, value = inputs = drawn(2, length, length)
+    whole = torch.stack((key, value)).permute(0, 3, 1, 2, 4)
+    monkeypatch.setattr(attention, "gather_positions", lambda shares, group: whole)
+    for rank in range(size):
+        own = zigzag_positions(length, size, rank)
+        group = SimpleNamespace(size=lambda: size, rank=lambda rank=rank: rank)
+        shares = (part[:, :, own] for part in inputs)
+        calls = []
+        with flash_on_cpu(calls) if kernel == "flash" else contextlib.nullcontext():
+            found = causal_attention_of_share(*shares, 0.3, window, group)
+            assert_same(found, one_by_one(query[:, :, own], key, value, own.tolist(), window, 0.3), inputs)
+
+
+def test_what_flash_attention_takes():
+    gpu, bf16 = torch.device("cuda"), torch.bfloat16
+    assert flash_takes(gpu, bf16, 128)
+    assert flash_takes(gpu, torch.float16, 256)
+    assert not flash_takes(torch.device("cpu"), bf16, 128)
+    assert not flash_takes(gpu, torch.float32, 128)
+    assert not flash_takes(gpu, bf16, 264)
+    assert not flash_takes(gpu, bf16, 60)
