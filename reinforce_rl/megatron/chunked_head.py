@@ -23,6 +23,9 @@ from torch.autograd.function import once_differentiable
 from reinforce_rl.megatron.in_place_gradients import buffer_of, was_added
 
 
+_KEEPS_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads()  # of bf16 in float32: from torch 2.8 on, on a GPU
+
+
 @dataclass(frozen=True)
 class VocabShard:
     """The tokens of this tensor-parallel rank.
@@ -50,7 +53,7 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """log p(target) and the entropy of p = softmax(hidden weight^T / temperature), with gradient.
 
-    Logits are computed in the dtype of `hidden`; all that follows in float32, or float64 where `hidden` is.
+    All of it in float32, or float64 where `hidden` is; on a CPU logits are computed in the dtype of `hidden`.
     A collective call over `shard.group`, and so is its backward pass.
 
     Args:
@@ -187,6 +190,8 @@ class _ShardLogits:
             z = buffer[: len(hidden)]
             if hidden.dtype == self.dtype:
                 torch.mm(hidden, self.weight.t(), out=z)
+            elif hidden.is_cuda and _KEEPS_PRODUCTS:  # bf16 would round a logit of 20 by up to 0.06
+                torch.mm(hidden, self.weight.t(), out_dtype=self.dtype, out=z)
             else:
                 z.copy_(hidden @ self.weight.t())
             if self._temperature != 1.0:
