@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 
 from reinforce_rl.megatron.in_place_gradients import buffer_of, was_added
 
-
 _KEEPS_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads()  # of bf16 in float32: from torch 2.8 on, on a GPU
 
 
