@@ -1,0 +1,166 @@
+"""Which attention kernels passes take, what they cost at the sizes of an 8B model, and how often the host waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.algorithms.loss import Denominators, LossSettings
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.preflight.fake_cuda.ledger import Ledger
+from reinforce_rl.preflight.fake_cuda.machine import Machine
+from reinforce_rl.rollout import FINISH_LENGTH, ReinforceBatch, RolloutBatch
+
+LAYERS = 2
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+DENSE, RAGGED = "_scaled_dot_product_flash_attention", "_flash_attention_forward"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
+# Of the unfused kernel, and cuDNN's.
+NEVER = {"_safe_softmax", "_softmax", "bmm", "_scaled_dot_product_cudnn_attention"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and samples: `samples` of each of `prompts`, in micro-batches of `micro`."""
+
+    tp: int = 1
+    cp: int = 1
+    sp: bool = False
+    window: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    shared_prefix: bool = False
+    prompts: int = 2
+    samples: int = 4
+    prompt_tokens: int = 501
+    response_tokens: int = 512
+    micro: int = 4
+
+
+def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]:
+    """Of log-probs and of an update, on one rank."""
+    model = MODEL | ({"model_type": "mistral", "sliding_window": case.window} if case.window else {})
+    count, total = case.prompts * case.samples, case.prompt_tokens + case.response_tokens
+    sequences = torch.randint(3, 1000, (count, total))
+    groups = torch.arange(case.prompts).repeat_interleave(case.samples)
+    sequences[:, : case.prompt_tokens] = sequences[groups * case.samples, : case.prompt_tokens]
+    # The last response of a group is shorter, and the first one of all is empty.
+    lengths = torch.full((count,), case.response_tokens)
+    if count > 1:
+        lengths[case.samples - 1 :: case.samples] -= 100
+        lengths[0] = 0
+    where: Any = (sequences, torch.full((count,), case.prompt_tokens), lengths, groups)
+    params = SamplingParams(max_length=case.response_tokens)
+    settings = ActorSettings(
+        params,
+        params,
+        case.micro,
+        case.micro,
+        seed=0,
+        shared_prefix=case.shared_prefix,
+        loss=LossSettings(ratio="sequence", generator_correction="token", entropy_bonus=0.01),
+    )
+    tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=2)
+    with (
+        machine.rank(rank, case.tp * case.cp),
+        parallel_mesh(case.tp, 1, case.cp, sequence_parallel=case.sp) as mesh,
+    ):
+        lm = CausalLM(Architecture.from_hf(model), mesh, case.dtype)
+        generator = NativeGenerator(lm, tokenizer)
+        actor = MegatronGPTReinforceActorModel(lm, tokenizer, generator, settings, with_reference=False)
+        with machine.gpu.counting("log-probs") as forward:
+            log_probs = actor.get_inference_log_probs(*where)
+        zero = torch.zeros(count)
+        rollouts = RolloutBatch(
+            *where[:3],
+            group_ids=groups,
+            sample_ids=torch.arange(case.samples).repeat(case.prompts),
+            finish_reasons=(FINISH_LENGTH,) * count,
+            rewards=zero,
+            valid=torch.ones(count, dtype=torch.bool),
+            init_log_probs=log_probs,
+            log_probs=log_probs,
+            generator_log_probs=log_probs,
+        )
+        advantages = torch.randn(count, log_probs.shape[1])
+        batch = ReinforceBatch(rollouts, zero, zero, zero, advantages, rollouts.valid)
+        denominators = Denominators(float(count), float(lengths.sum()), float(case.response_tokens))
+        with machine.gpu.counting("update") as update:
+            actor.get_loss_and_metrics(batch, denominators, kl_coefficient=0.1, on_policy=False)
+    return forward, update
+
+
+# The kernel and its calls a layer and pass; kernels of two passes for log-probs, and of two for an update.
+CASES = {
+    "padded": (Case(), DENSE, 1, (284, 937)),
+    "window": (Case(window=64), RAGGED, 1, (308, 969)),
+    "shared prefix": (Case(shared_prefix=True), RAGGED, 1, (292, 991)),
+    "shared prefix, window": (Case(shared_prefix=True, window=64), RAGGED, 1, (292, 991)),
+    "TP2 SP, shared prefix": (Case(tp=2, sp=True, shared_prefix=True), RAGGED, 1, (308, 1009)),
+    "CP2": (Case(cp=2), DENSE, 2, (286, 925)),
+    "CP2, window": (Case(cp=2, window=64), RAGGED, 2, (326, 973)),
+    "fp32": (Case(dtype=torch.float32), EFFICIENT, 1, (280, 935)),
+    "fp32, shared prefix": (Case(dtype=torch.float32, shared_prefix=True), EFFICIENT, 2, (358, 1103)),
+}
+
+
+@pytest.mark.parametrize(("case", "kernel", "calls", "budgets"), CASES.values(), ids=CASES.keys())
+def test_kernels_and_syncs(machine: Machine, case: Case, kernel: str, calls: int, budgets: tuple[int, int]) -> None:
+    """One kind of attention, never the unfused one, and one copy to the host at the end of all micro-batches."""
+    for ledger, budget in zip(passes(machine, case), budgets, strict=True):
+        kernels = ledger.by_name()
+        assert kernels[kernel] == 2 * calls * LAYERS
+        assert not ({DENSE, RAGGED, EFFICIENT, *NEVER} - {kernel}) & kernels.keys()
+        # megatron's embedding sets what a mask selects to a number, for which CUDA has a kernel without a wait.
+        waits = {where: n for where, n in ledger.syncs.items() if case.tp == 1 or "boolean index" not in where}
+        assert sum(waits.values()) == 1, waits
+        assert launched(ledger) <= budget
+
+
+def launched(ledger: Ledger) -> int:
+    return ledger.num_kernels - ledger.by_name()["device"]  # which is a question, and no kernel
+
+
+def test_a_shared_prefix_is_less_work(machine: Machine) -> None:
+    """Prompts are read once, in hardly more kernels than padded rows take."""
+    for padded, packed in zip(passes(machine, Case()), passes(machine, Case(shared_prefix=True)), strict=True):
+        assert packed.flops < 0.75 * padded.flops
+        assert packed.peak - packed.start < padded.peak - padded.start
+        assert launched(packed) < 1.1 * launched(padded)
+
+
+def test_32k_tokens_on_two_context_parallel_ranks(machine: Machine) -> None:
+    """Keys and values of all ranks are gathered, and their gradients scattered; no scores and no masks exist."""
+    case = Case(cp=2, prompts=1, samples=1, prompt_tokens=16384, response_tokens=16385, micro=1)
+    for rank in (0, 1):
+        forward, update = passes(machine, case, rank)
+        keys = 2 * 32768 * 8 * 128 * 2  # bytes of a layer's keys and values in bf16
+        for ledger in (forward, update):
+            gathered = [call.bytes for call in ledger.collectives if call.kind == "all_gather"]
+            assert gathered == [keys] * LAYERS
+        scattered = [call.bytes for call in update.collectives if call.kind == "reduce_scatter"]
+        assert scattered == [keys] * LAYERS
+        # With masks and the unfused kernel 37 and 82 GB.
+        assert forward.peak - forward.start < 2.2e9
+        assert update.peak - update.start < 10e9
