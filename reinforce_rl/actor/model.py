@@ -233,13 +233,13 @@ class MegatronGPTReinforceActorModel:
                 "generator_log_probs": rollouts.generator_log_probs,
                 "reference_log_probs": rollouts.init_log_probs,
             }
-            parts = {name: each[rows, :width] for name, each in values.items() if each is not None}
-            parts |= {"mask": length_mask(lengths, width), "trains": batch.trains[rows]}
-            moved = to_device(list(parts.values()), scores.log_probs.device)
+            inputs = {name: each[rows, :width] for name, each in values.items() if each is not None}
+            inputs |= {"mask": length_mask(lengths, width), "trains": batch.trains[rows]}
+            moved = to_device(list(inputs.values()), scores.log_probs.device)
             share, sums = policy_loss(
                 scores.log_probs,
                 scores.entropy,
-                LossInputs(**dict(zip(parts, moved, strict=True))),
+                LossInputs(**dict(zip(inputs, moved, strict=True))),
                 denominators,
                 self.settings.loss,
                 kl_coefficient,
