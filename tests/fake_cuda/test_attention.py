@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +41,13 @@ DENSE, RAGGED = "_scaled_dot_product_flash_attention", "_flash_attention_forward
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 # Of the unfused kernel, and cuDNN's.
 NEVER = {"_safe_softmax", "_softmax", "bmm", "_scaled_dot_product_cudnn_attention"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_to_free_later() -> Iterator[None]:
+    """Models of this size lie in cycles, and would be freed while a later test measures."""
+    yield
+    gc.collect()
 
 
 @dataclass(frozen=True)
