@@ -188,6 +188,13 @@ class CausalLM(GPTModel):
         positions = self._padded_positions(length)
         return positions[positions < length]
 
+    def stage_shape(self, rows: int, length: int) -> tuple[int, int, int]:
+        """[s', b, h] of what a stage hands to the next for `rows` sequences of `length` tokens."""
+        multiple = self.mesh.sequence_multiple
+        padded = -(-length // multiple) * multiple // self.mesh.cp_size
+        shared = padded // self.mesh.tp_size if self.mesh.sequence_parallel else padded
+        return shared, rows, self.architecture.hidden_size
+
     def _padded_positions(self, length: int) -> Tensor:
         multiple = self.mesh.sequence_multiple
         padded = -(-length // multiple) * multiple

@@ -240,4 +240,5 @@ class ActorOptimizer:
         if not self._on_gpu:
             clip_grad_by_total_norm_fp32(parameters, bound, norm)
         elif (coefficient := bound / (norm + 1e-6)) < 1:
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], coefficient)
+            grads = [p.grad for p in parameters if p.grad is not None]
+            torch._foreach_mul_(grads, coefficient)  # type: ignore[reportPrivateImportUsage]

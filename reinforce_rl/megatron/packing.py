@@ -70,6 +70,7 @@ class PackedGroups(PackedSeqParams):
         tokens = torch.cat((sequences[first, : in_prompts.shape[1]][in_prompts], responses[in_responses]))
         positions = torch.cat((prompt_positions[in_prompts], response_positions[in_responses]))
         self.size = len(tokens)
+        self.stage_shape = lm.stage_shape(1, self.size)
         padding = (0, -self.size % lm.mesh.sequence_multiple)
         self._tokens, self._positions = F.pad(tokens, padding)[None], F.pad(positions, padding)[None]
 

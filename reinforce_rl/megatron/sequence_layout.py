@@ -39,6 +39,11 @@ class SequenceLayout(Protocol):
         """int64 [N]."""
         ...
 
+    @property
+    def stage_shape(self) -> tuple[int, int, int]:
+        """Of what a pipeline stage hands to the next; see `CausalLM.stage_shape`."""
+        ...
+
     def hidden(self, model: torch.nn.Module) -> Tensor:
         """Run `model`, the language model or a wrapper around it; what its next stage or `predictions` takes."""
         ...
@@ -75,6 +80,7 @@ class PaddedSequences:
         # A sequence's last token predicts nothing here, and columns past the longest row hold padding only.
         self._used = max(int((self._prompt_lengths + self.response_lengths).max()) - 1, pad_to - 1, 1)
         self._lm, self._pad_id = lm, pad_id
+        self.stage_shape = lm.stage_shape(len(self._sequences), self._used)
 
     def hidden(self, model: torch.nn.Module) -> Tensor:
         """[N, s', h] at the model's `own_positions`."""
