@@ -227,8 +227,10 @@ class ActorOptimizer:
     def _foreach_norm(self) -> float:
         """megatron's `get_grad_norm` by foreach kernels: the GPU is waited for once, not once a parameter."""
         grads = [grad for part in self._parts for grad in part.get_main_grads_for_grad_norm()]
-        zero = torch.zeros((), device="cuda" if self._on_gpu else "cpu")
-        squares = get_total_norm(grads, foreach=True).square() if grads else zero
+        if grads:
+            squares = get_total_norm(grads, foreach=True).square()
+        else:  # a rank whose shard holds nothing
+            squares = torch.zeros((), device=self._optimizer.get_loss_scale().device)
         dist.all_reduce(squares, group=self._optimizer.get_grad_stats_parallel_group())
         return math.sqrt(squares.item())
 
