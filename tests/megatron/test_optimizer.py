@@ -184,10 +184,8 @@ def test_a_step_takes_one_norm_and_is_megatrons_to_the_last_bit(dtype, distribut
     expected = weights_of(ddp)
     ddp, megatron, _, optimizer = of_kind(folder, mesh, dtype, distributed)
     taken, take = [], clip_grads.get_grad_norm_fp32
-    monkeypatch.setattr(
-        "megatron.core.optimizer.optimizer.get_grad_norm_fp32",
-        lambda *args, **kw: taken.append(0) or take(*args, **kw),
-    )
+    place = "megatron.core.optimizer.optimizer.get_grad_norm_fp32"
+    monkeypatch.setattr(place, lambda *args, **options: taken.append(0) or take(*args, **options))
     for value, norm in zip(VALUES, norms, strict=True):
         accumulate_gradients(ddp, [value], weighted_sum)
         assert optimizer.step().grad_norm == norm
