@@ -35,7 +35,7 @@ def trained(machine: Machine, folder: Path, dtype: torch.dtype, distributed: boo
         sharing = DataParallelSettings(distributed_optimizer=distributed, overlap_grad_sync=distributed)
         actor = actor_of(folder, mesh, dtype=dtype, with_reference=False, data_parallel=sharing)
         built = build_optimizer(actor.ddp, SETTINGS)
-        optimizer = ActorOptimizer(*built, actor.ddp)
+        optimizer = ActorOptimizer(*built, actor.ddp, overlap_restore=distributed)
         accumulate(actor)
         optimizer.step()
         yield actor, built, optimizer, others
