@@ -33,6 +33,10 @@ def serve(cfg: DictConfig) -> None:
     # megatron-core imports wandb where it is installed. That makes folders in /tmp, and a killed server leaves them.
     sys.modules["wandb"] = None  # type: ignore[assignment]
     # Only now: torch and megatron take seconds to import, and a wrong path or a busy port should not cost them.
+    import torch
+
+    from reinforce_rl.build_actor import DTYPES
+    from reinforce_rl.config_reading import precision_here
     from reinforce_rl.megatron.mesh import parallel_mesh
     from reinforce_rl.megatron.reward_model import load_head, load_reward_model
     from reinforce_rl.reward.batching import Batching
@@ -68,6 +72,7 @@ def serve(cfg: DictConfig) -> None:
             batching=batching,
             max_length=cfg.reward_model.max_length,
             merging=merging,
+            dtype=getattr(torch, DTYPES[precision_here(str(cfg.reward_model.precision))]),
         )
         rank_timeout, call_timeout = cfg.inference.rank_timeout_seconds, cfg.inference.stuck_seconds
         if mesh.world_size == 1:

@@ -183,7 +183,7 @@ def build_trainer(
     trainer = ReinforceTrainer(
         cfg=cfg.trainer.reinforce,
         model=model,
-        optimizer=ActorOptimizer(megatron_optimizer, scheduler),
+        optimizer=ActorOptimizer(megatron_optimizer, scheduler, model.ddp, overlap_restore=rollout.overlap_offload),
         scheduler=scheduler,
         train_dataloader_builder=partial(PromptLoader, datasets.train, sampler, mesh.dp_rank, mesh.dp_size),
         val_dataloader_builder=partial(

@@ -76,7 +76,7 @@ def logits_chunk_tokens(model: ModelConfig, *, gpu: bool) -> int:
 
 def data_parallel_settings(optim: OptimConfig) -> DataParallelSettings:
     """Of an actor, and of a reward model in training."""
-    return DataParallelSettings(optim.distributed, optim.overlap_grad_sync, optim.in_place_gradients)
+    return DataParallelSettings(bool(optim.distributed), bool(optim.overlap_grad_sync), optim.in_place_gradients)
 
 
 def _shares_prefix(cfg: TrainConfig, lm: CausalLM) -> bool:

@@ -72,7 +72,7 @@ class ReinforceConfig:
 class TrainerConfig:
     num_nodes: int = 1
     devices: int = 1
-    precision: str = "32"
+    precision: str = "auto"  # `resolve_defaults` puts the machine's in its place
     collective_timeout_seconds: float = 1800.0
     heartbeat_timeout_seconds: float = 120.0
     straggler_factor: float = 1.5
@@ -186,6 +186,7 @@ class RolloutConfig:
     lean_decoding: bool = True
     num_val_samples: int | None = None
     offload_adam_states: bool = False
+    overlap_offload: bool = False
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     allow_biased_sampling: bool = False
     val_sampling_params: SamplingConfig = field(default_factory=lambda: SamplingConfig(use_greedy=True))
@@ -208,8 +209,8 @@ class OptimConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
     eps: float = 1e-8
     fused: bool = True
-    distributed: bool = False
-    overlap_grad_sync: bool = False
+    distributed: bool | None = None
+    overlap_grad_sync: bool | None = None
     in_place_gradients: bool = True
     sched: ScheduleConfig = field(default_factory=ScheduleConfig)
 

@@ -37,7 +37,7 @@ from reinforce_rl.layout import layout_faults, recomputation_faults
 from reinforce_rl.reward_checks import reward_faults
 from reinforce_rl.run_timer import Allocation, parse_duration
 
-PRECISIONS = ("32", "bf16")
+PRECISIONS = ("auto", "32", "bf16")
 TOO_LONG = ("refuse", "skip")
 OPTIMIZERS = ("adam",)
 SCHEDULES = ("constant", "linear", "CosineAnnealing")

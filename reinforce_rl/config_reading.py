@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
+import sys
 import types
 import typing
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from reinforce_rl.config import NOT_SET, TrainConfig
+from reinforce_rl.config import NOT_SET, OptimConfig, TrainConfig
 from reinforce_rl.config_checks import find_faults
 from reinforce_rl.errors import ConfigError
 
 T = TypeVar("T")
 _MISSING = dataclasses.MISSING
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, under WSL, AMD's
 
 
 def load_config(cfg: DictConfig) -> TrainConfig:
@@ -34,7 +37,38 @@ def read_config(cfg: DictConfig) -> tuple[TrainConfig, list[str]]:
     """As `load_config`, with the faults beside the configuration; see `build` for what it then has."""
     faults: list[str] = []
     config = build(TrainConfig, cfg, "", faults)
-    return config, faults + find_faults(config)
+    faults += find_faults(config)
+    block = config.model.tensor_model_parallel_size * config.model.pipeline_model_parallel_size
+    resolve_defaults(config.trainer, config.model.optim, config.trainer.world_size // max(block, 1))
+    return config, faults
+
+
+def has_gpu() -> bool:
+    """Whether torch finds a GPU here. torch, which takes seconds to import, is only asked where there is a driver."""
+    if "torch" not in sys.modules and not any(map(os.path.exists, _GPU_DRIVERS)):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def precision_here(precision: str) -> str:
+    """A `precision` key's value, where `auto` is replaced by bf16 on a machine with a GPU, and by 32 elsewhere."""
+    return precision if precision != "auto" else "bf16" if has_gpu() else "32"
+
+
+def resolve_defaults(trainer: Any, optim: OptimConfig, shards: int) -> None:
+    """Replace `auto` and null, where they depend on whether there is a GPU, by what they stand for on this machine.
+
+    Args:
+        trainer: whose `precision` it is.
+        optim: of the same configuration.
+        shards: ranks that have the same weights and could share the optimizer's state: data times context parallel.
+    """
+    trainer.precision = precision_here(trainer.precision)
+    shared = (optim.distributed is None or optim.overlap_grad_sync is None) and shards > 1 and has_gpu()
+    optim.distributed = shared if optim.distributed is None else optim.distributed
+    optim.overlap_grad_sync = shared if optim.overlap_grad_sync is None else optim.overlap_grad_sync
 
 
 def build(schema: type[T], node: DictConfig, path: str, faults: list[str]) -> T:

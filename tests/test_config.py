@@ -83,6 +83,27 @@ def test_a_right_configuration_loads(folder):
     assert config.model.data.data_prefix.train == str(folder / "train.jsonl")
 
 
+PARALLEL = ["trainer.devices=8", "model.tensor_model_parallel_size=2"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "overrides", "precision", "shared"),
+    [
+        (False, PARALLEL, "32", (False, False)),
+        (True, PARALLEL, "bf16", (True, True)),
+        (True, [], "bf16", (False, False)),  # nobody to share with
+        (True, ["trainer.devices=2", "model.context_parallel_size=2"], "bf16", (True, True)),
+        (True, [*PARALLEL, "trainer.precision=32", "model.optim.distributed=false"], "32", (False, True)),
+        (False, [*PARALLEL, "trainer.precision=bf16", "model.optim.distributed=true"], "bf16", (True, False)),
+    ],
+)
+def test_defaults_that_depend_on_a_gpu(folder, monkeypatch, gpu, overrides, precision, shared):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    config = load_config(compose(*right(folder), *overrides))
+    assert config.trainer.precision == precision
+    assert (config.model.optim.distributed, config.model.optim.overlap_grad_sync) == shared
+
+
 RL, ROLLOUT = "trainer.reinforce", "model.reinforce"
 
 LORA = "model.peft.peft_scheme=lora"

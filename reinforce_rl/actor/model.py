@@ -169,6 +169,7 @@ class MegatronGPTReinforceActorModel:
             _Made(cuts, lambda rows: self._layout(samples.select(rows))),
             lambda model, layout: layout.hidden(model),
             lambda hidden, layout: self._scores(layout, hidden, width).log_probs,
+            lambda layout: layout.stage_shape,
         )
         self.lm.train()
         if found:  # there are none on other stages than the last; one copy from the device for all of them
@@ -248,7 +249,11 @@ class MegatronGPTReinforceActorModel:
 
         self.lm.train()
         found = accumulate_gradients(
-            self.ddp, _Made(parts, layout_of), lambda model, part: part[1].hidden(model), loss_of
+            self.ddp,
+            _Made(parts, layout_of),
+            lambda model, part: part[1].hidden(model),
+            loss_of,
+            lambda part: part[1].stage_shape,
         )
         shares = self.mesh.from_last_stage(_as_floats(found))
         names = dict.fromkeys(name for share in shares for name in share)

@@ -28,7 +28,7 @@ ABORT_SECONDS = 60.0  # for the engine to take back requests whose time is up
 MAX_FOLDER_CHARACTERS = 40
 # Of the trainer's launcher: an engine that inherits them would take itself for a rank of that job.
 _OF_THE_LAUNCHER = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "ROLE_", "GROUP_", "LOCAL_", "MASTER_")
-_OF_THE_RANK = ("RANK", "WORLD_SIZE", "RAY_ADDRESS")
+_OF_THE_RANK = ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 @dataclass(frozen=True)

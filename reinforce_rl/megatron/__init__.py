@@ -4,6 +4,12 @@ Nothing outside this folder imports `megatron.core`. Importing this package prep
 CUDA (`cpu_support`); where CUDA is present nothing is changed.
 """
 
+import os
+
+# Kernels then start in the order of their launches, so that a collective of tensor or sequence parallelism is not held
+# up by the product that it shall overlap with; megatron asks for it before Blackwell. CUDA reads it when it starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
 from reinforce_rl.megatron.cpu_support import enable_cpu_support
 
 enable_cpu_support()

@@ -122,8 +122,8 @@ class Mesh:
         return self.layout.grid()
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
-        """Sum over the data-parallel ranks; the input is left as it is."""
-        total = values.clone().to(self.device)
+        """Sum over the data-parallel ranks, where the input is; the input is left as it is."""
+        total = values.clone()
         dist.all_reduce(total, group=self.dp_group)
         return total
 
@@ -194,7 +194,7 @@ class Mesh:
 
     def any_rank(self, flag: bool) -> bool:
         """True on every rank as soon as one rank says True."""
-        votes = torch.tensor([int(flag)], device=self.device)
+        votes = torch.tensor([int(flag)])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item())
 
@@ -276,7 +276,9 @@ def parallel_mesh(
         with before_the_watch(rank, world_size):
             if not dist.is_initialized():
                 store = torch.distributed.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]
-                backend = "nccl" if device.type == "cuda" else "gloo"
+                # A wait in NCCL is a kernel that spins on the GPU until the last rank comes. Objects, votes and
+                # barriers, which may take as long as a generation, go over gloo; new groups have both too.
+                backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
                 dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
                 stack.callback(dist.destroy_process_group)
             stack.callback(_leave_groups)

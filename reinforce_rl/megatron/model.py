@@ -191,6 +191,12 @@ class CausalLM(GPTModel):
         """
         return self._padded_positions(length, device)[: self._number_of_own(length)]
 
+    def stage_shape(self, rows: int, length: int) -> tuple[int, int, int]:
+        """[s', b, h] of what a stage hands to the next for `rows` sequences of `length` tokens."""
+        padded = self._padded_length(length) // self.mesh.cp_size
+        shared = padded // self.mesh.tp_size if self.mesh.sequence_parallel else padded
+        return shared, rows, self.architecture.hidden_size
+
     def _padded_positions(self, length: int, device: torch.device | None = None) -> Tensor:
         padded, mesh = self._padded_length(length), self.mesh
         if mesh.cp_size == 1:

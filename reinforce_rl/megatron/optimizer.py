@@ -9,15 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from reinforce_rl.megatron.in_place_gradients import add_gradients_in_place
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.optimizer_state import inner_optimizers
+from reinforce_rl.megatron.offload import HostCopies, attach_copies
+from reinforce_rl.megatron.optimizer_state import inner_optimizers, large_states
 
 # NeMo's scheduler names -> megatron's decay styles.
 SCHEDULES = {"constant": "constant", "linear": "linear", "CosineAnnealing": "cosine"}
@@ -34,7 +38,7 @@ class OptimizerSettings:
         constant_steps: at the end, with `min_lr`.
         total_steps: of the whole run.
         clip_grad: bound on the gradient's norm over all parameters; 0 for none.
-        fused: on a CPU, torch's Adam that goes over memory once.
+        fused: torch's Adam that goes over memory once; else it makes temporaries of up to 4 bytes a parameter.
     """
 
     lr: float
@@ -113,8 +117,8 @@ def build_optimizer(
     )
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
-            # megatron passes no such option on. Others than torch's Adam, on a GPU, have no such group.
-            if "fused" in group and all(parameter.is_cpu for parameter in group["params"]):
+            # megatron passes no such option on. The Adams of Apex and Transformer Engine are fused, without the key.
+            if "fused" in group:
                 group["fused"] = settings.fused
     warmup = settings.warmup_steps
     scheduler = OptimizerParamScheduler(
@@ -161,46 +165,82 @@ class OptimizerUpdate:
 
 
 class ActorOptimizer:
-    """Applies the gradient that `schedule.accumulate_gradients` left in the buffers."""
+    """Applies the gradient that `schedule.accumulate_gradients` left in the buffers.
 
-    def __init__(self, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler):
+    Args:
+        optimizer, scheduler: of `build_optimizer`.
+        ddp: the wrapped model, whose gradient buffers `offloaded` frees too; None leaves them.
+        overlap_restore: `offloaded` ends before the states are back; the next step waits for them.
+    """
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        ddp: DistributedDataParallel | None = None,
+        *,
+        overlap_restore: bool = False,
+    ):
         self._optimizer = optimizer
         self._scheduler = scheduler
+        self._ddp = ddp
+        self._parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._on_gpu = torch.cuda.is_available()  # where it is, all of the model is there
+        self._host = HostCopies(pin=self._on_gpu, overlap_restore=overlap_restore)
+        attach_copies(optimizer, self._host)
 
     @contextlib.contextmanager
     def offloaded(self) -> Iterator[None]:
-        """The optimizer's states are in host memory inside the block, where they were before it again afterwards.
+        """Free the GPU memory of moments, fp32 main weights and gradient buffers inside the block.
 
-        On a CPU they are there anyway, and nothing is done.
+        The first two wait in host memory; the gradients are lost. Does nothing on a CPU.
         """
-        places = {id(tensor): tensor.device for tensor in self._states()}
-        self._move({key: torch.device("cpu") for key in places})
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if not self._on_gpu:
+            yield
+            return
+        self._host.take(large_states(self._optimizer))
+        if self._ddp is not None:
+            self._ddp.offload_grad_buffers(synchronize=False, empty_cache=False)
+        torch.cuda.empty_cache()  # an engine is another process
         try:
             yield
         finally:
-            self._move(places)
-
-    def _states(self) -> Iterator[Tensor]:
-        """Adam's moments: the tensors as large as their parameters."""
-        for optimizer in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
-            for state in optimizer.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
-
-    def _move(self, places: dict[int, torch.device]) -> None:
-        for tensor in self._states():
-            # Only the pointer moves, as for the reference policy: the optimizer keeps its tensor.
-            tensor.data = tensor.data.to(places[id(tensor)])
+            if self._ddp is not None:
+                self._ddp.restore_grad_buffers(synchronize=False)
+            self._host.give_back()
 
     def step(self) -> OptimizerUpdate:
         """One step of schedule and optimizer, with clipping; a collective call."""
+        self._host.wait()
         self._scheduler.step(1)
         lr = float(self._optimizer.param_groups[0]["lr"])
         # A NaN would spoil weights and moments for good. Every rank sees the same norm, so all skip alike.
         self._optimizer.prepare_grads()
-        norm = float(self._optimizer.get_grad_norm())
+        norm = float(self._foreach_norm() if self._on_gpu else self._optimizer.get_grad_norm())
         if not math.isfinite(norm):
             return OptimizerUpdate(norm, lr, skipped=True)
-        self._optimizer.step()
+        for part in self._parts:
+            self._clip(part, norm)
+        self._optimizer.step_with_ready_grads()
         return OptimizerUpdate(norm, lr, skipped=False)
+
+    def _foreach_norm(self) -> float:
+        """megatron's `get_grad_norm` by foreach kernels: the GPU is waited for once, not once a parameter."""
+        grads = [grad for part in self._parts for grad in part.get_main_grads_for_grad_norm()]
+        if grads:
+            squares = get_total_norm(grads, foreach=True).square()
+        else:  # a rank whose shard holds nothing
+            squares = torch.zeros((), device=self._optimizer.get_loss_scale().device)
+        dist.all_reduce(squares, group=self._optimizer.get_grad_stats_parallel_group())
+        return math.sqrt(squares.item())
+
+    def _clip(self, part: Any, norm: float) -> None:
+        """Scale one optimizer's gradients as megatron does; on a GPU by a foreach kernel."""
+        bound, parameters = part.config.clip_grad, part.get_parameters()
+        if bound <= 0 or not parameters:
+            return
+        if not self._on_gpu:
+            clip_grad_by_total_norm_fp32(parameters, bound, norm)
+        elif (coefficient := bound / (norm + 1e-6)) < 1:
+            grads = [p.grad for p in parameters if p.grad is not None]
+            torch._foreach_mul_(grads, coefficient)  # type: ignore[reportPrivateImportUsage]

@@ -20,6 +20,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
+from reinforce_rl.megatron.offload import wait_for_copies
+
 PREFIX = "optimizer.state."  # then what it is, then the parameter's key
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "fp32_param"
@@ -39,6 +41,7 @@ def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str,
         the number of steps, and for each parameter both moments and, where the model's dtype is a lower one, the fp32
         weights.
     """
+    wait_for_copies(optimizer)
     sharded = {id(entry.data): (name, entry) for name, entry in model.items() if hasattr(entry, "data")}
     found: dict[str, Any] = {STEP: _step_of(optimizer)}
     for main in _main_parameters(optimizer):
@@ -58,7 +61,8 @@ def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
         if _counts_by_parameter(inner):
             for state in inner.state.values():
                 # One of its own each: they are counted up in place.
-                state[STEP] = torch.tensor(float(step), dtype=torch.float32)
+                place = _step_device(inner, state[MOMENTS[0]])
+                state[STEP] = torch.full((), float(step), dtype=torch.float32, device=place)
         else:
             for group in inner.param_groups:
                 group[STEP] = int(step)
@@ -85,7 +89,8 @@ class _Main:
     def moment(self, name: str) -> Tensor:
         state = self.inner.state[self.tensor]
         if _counts_by_parameter(self.inner):
-            state.setdefault(STEP, torch.zeros((), dtype=torch.float32))
+            place = _step_device(self.inner, self.tensor)
+            state.setdefault(STEP, torch.zeros((), dtype=torch.float32, device=place))
         if name not in state:
             state[name] = torch.zeros_like(self.tensor)
         return state[name]
@@ -119,6 +124,20 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 def _counts_by_parameter(inner: Any) -> bool:
     # The fused ones of Apex and Transformer Engine, which megatron prefers where they are installed, count by group.
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _step_device(inner: Any, tensor: Tensor) -> torch.device:
+    """Where Adam expects a tensor's counter of steps: its fused kernel reads it on the tensor's own device."""
+    return tensor.device if any(group.get("fused") for group in inner.param_groups) else torch.device("cpu")
+
+
+def large_states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Moments and fp32 main weights: the tensors, beside the model's own, that are as large as its parameters."""
+    for main in _main_parameters(optimizer):
+        state = main.inner.state.get(main.tensor, {})
+        yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
+        if main.tensor.dtype != main.parameter.dtype:
+            yield main.tensor
 
 
 def _step_of(optimizer: MegatronOptimizer) -> float:

@@ -71,6 +71,7 @@ class PackedGroups(PackedSeqParams):
         tokens = torch.cat((sequences[first, : in_prompts.shape[1]][in_prompts], responses[in_responses]))
         positions = torch.cat((prompt_positions[in_prompts], response_positions[in_responses]))
         padding = (0, -len(tokens) % lm.mesh.sequence_multiple)
+        self.stage_shape = lm.stage_shape(1, len(tokens))
 
         # A prompt's last position predicts the first token of each of its responses.
         rows, columns = length_mask(response_lengths, int(response_lengths.max())).nonzero(as_tuple=True)

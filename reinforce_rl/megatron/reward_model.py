@@ -63,6 +63,11 @@ class MegatronRewardModel:
         self.vocab_size = lm.architecture.vocab_size
         self.max_length = min(max_length or lm.architecture.max_positions, lm.architecture.max_positions)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the trunk's weights."""
+        return self._lm.config.params_dtype
+
     def score(self, sequences: list[list[int]]) -> list[float]:
         """One reward a sequence, in order. Micro-batches follow from the list's content alone."""
         return self.merging(self._scores(sequences)).tolist()
@@ -83,6 +88,7 @@ class MegatronRewardModel:
                 micro_batches,
                 lambda lm, one: lm(torch.from_numpy(one.tokens).to(device)),
                 self._head_scores,
+                lambda one: self._lm.stage_shape(*one.tokens.shape),
             )
             return torch.cat(found).numpy() if found else np.zeros((0, len(self._weight)))
         finally:
@@ -129,13 +135,20 @@ def load_reward_model(
     batching: Batching | None = None,
     max_length: int | None = None,
     merging: Merging | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> MegatronRewardModel:
-    """This rank's part of a reward model from a Hugging Face trunk and a head file; see `load_head`."""
+    """This rank's part of a reward model from a Hugging Face trunk and a head file; see `load_head`.
+
+    Args:
+        trunk_folder, head_file, mesh: of it.
+        batching, max_length, merging: see `MegatronRewardModel`.
+        dtype: of the trunk. Pooling, head and merging are fp32 or better in any case.
+    """
     head = load_head(trunk_folder, head_file)  # first: a missing file should not cost the time of loading a trunk
     architecture, weights = Architecture.from_folder(trunk_folder), HFFolder(trunk_folder)
     if head_file is None:
         architecture = architecture.as_classifier(len(head.rows))
-    lm = _loaded(architecture, weights, mesh)
+    lm = _loaded(architecture, weights, mesh, dtype)
     return MegatronRewardModel(lm, head, batching=batching, max_length=max_length, merging=merging)
 
 
@@ -154,6 +167,8 @@ def reward_model_identity(
     return {
         "trunk": Path(trunk_folder).resolve().name,
         **head,
+        # Servers of fp32 say nothing, as they always have.
+        **({} if scorer.dtype == torch.float32 else {"precision": str(scorer.dtype).removeprefix("torch.")}),
         "pooling": scorer.pooling,
         "attribute_weights": dict(zip(scorer.attributes, merging.weights, strict=False)),
         "mean": merging.mean,
@@ -161,7 +176,7 @@ def reward_model_identity(
     }
 
 
-def _loaded(architecture: Architecture, weights: HFFolder, mesh: Mesh) -> CausalLM:
-    lm = CausalLM(architecture, mesh)
+def _loaded(architecture: Architecture, weights: HFFolder, mesh: Mesh, dtype: torch.dtype = torch.float32) -> CausalLM:
+    lm = CausalLM(architecture, mesh, dtype)
     load_hf_weights(lm, weights)
     return lm

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 MicroBatch = TypeVar("MicroBatch")
@@ -19,6 +22,7 @@ def forward_passes(
     micro_batches: Sequence[MicroBatch],
     hidden_of: Callable[[torch.nn.Module, MicroBatch], Tensor],
     result_of: Callable[[Tensor, MicroBatch], Result],
+    shape_of: Callable[[MicroBatch], tuple[int, ...]] | None = None,
 ) -> list[Result]:
     """Run every micro-batch through all stages, without gradient.
 
@@ -27,6 +31,7 @@ def forward_passes(
         micro_batches: the same on every rank of a block.
         hidden_of: runs the model; what it gives is what the next stage goes on with.
         result_of: of the hidden states on the last stage.
+        shape_of: what `CausalLM.stage_shape` says of a micro-batch; None only where there is one stage.
 
     Returns:
         the results on the last stage, in order; nothing on the others.
@@ -36,7 +41,7 @@ def forward_passes(
         return hidden, result_of(hidden, micro_batch)
 
     with torch.no_grad():
-        return _run(model, micro_batches, hidden_of, loss_of, forward_only=True)
+        return _run(model, micro_batches, hidden_of, loss_of, shape_of, forward_only=True)
 
 
 def accumulate_gradients(
@@ -44,6 +49,7 @@ def accumulate_gradients(
     micro_batches: Sequence[MicroBatch],
     hidden_of: Callable[[DistributedDataParallel, MicroBatch], Tensor],
     loss_of: Callable[[Tensor, MicroBatch], tuple[Tensor, Result]],
+    shape_of: Callable[[MicroBatch], tuple[int, ...]] | None = None,
 ) -> list[Result]:
     """Sum the gradients of all micro-batches on all data- and context-parallel ranks into the gradient buffers.
 
@@ -54,6 +60,7 @@ def accumulate_gradients(
         hidden_of: runs the model; what it gives is what the next stage goes on with.
         loss_of: on the last stage, the micro-batch's share of the global loss, a scalar with gradient, and whatever
             is wanted besides.
+        shape_of: what `CausalLM.stage_shape` says of a micro-batch; None only where there is one stage.
 
     Returns:
         what `loss_of` gave besides, in order, on the last stage; nothing on the others.
@@ -63,7 +70,7 @@ def accumulate_gradients(
         # The fp32 optimizer leaves the buffer itself here. Autograd would add to it, and megatron's hook once more,
         # so that the first micro-batch counted twice from the second step on.
         parameter.grad = None
-    return _run(ddp, micro_batches, hidden_of, loss_of, forward_only=False)
+    return _run(ddp, micro_batches, hidden_of, loss_of, shape_of, forward_only=False)
 
 
 def _run(
@@ -71,6 +78,7 @@ def _run(
     micro_batches: Sequence[Any],
     hidden_of: Callable[[Any, Any], Tensor],
     loss_of: Callable[[Tensor, Any], tuple[Tensor, Any]],
+    shape_of: Callable[[Any], tuple[int, ...]] | None,
     *,
     forward_only: bool,
 ) -> list[Any]:
@@ -84,12 +92,65 @@ def _run(
 
         return hidden, finish
 
+    iterator, options = iter(micro_batches), {}
+    if model.config.pipeline_model_parallel_size > 1:  # type: ignore[union-attr]
+        assert shape_of is not None
+        iterator = _Ahead(iterator, shape_of)
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp_cp", "embd", "pos_embd"])
+        options = {"p2p_communicator": _KnownShapes(groups.pp, model.config, iterator), "pg_collection": groups}
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
+        data_iterator=iterator,
         model=[model],  # type: ignore[arg-type]
         num_microbatches=len(micro_batches),
-        seq_length=1,  # of pipeline buffers, whose shapes travel with the tensors here
+        seq_length=1,  # of pipeline buffers, whose shapes `_KnownShapes` gives
         micro_batch_size=1,
         forward_only=forward_only,
+        **options,
     )
+
+
+class _Ahead:
+    """Iterates over micro-batches, and gives the shapes of what stages hand over in the order of the hand-overs."""
+
+    def __init__(self, micro_batches: Iterator[Any], shape_of: Callable[[Any], tuple[int, ...]]):
+        self._micro_batches, self._shape_of = micro_batches, shape_of
+        self._next: deque[Any] = deque()  # made for its shape, not run yet; at most one
+        self._unanswered: deque[tuple[int, ...]] = deque()  # of micro-batches whose gradients are still to come
+
+    def __iter__(self) -> _Ahead:
+        return self
+
+    def __next__(self) -> Any:
+        micro_batch = self._next.popleft() if self._next else next(self._micro_batches)
+        self._unanswered.append(self._shape_of(micro_batch))
+        return micro_batch
+
+    def next_shape(self) -> tuple[int, ...]:
+        """Of the micro-batch that runs next."""
+        self._next.append(next(self._micro_batches))
+        return self._shape_of(self._next[0])
+
+    def next_gradient_shape(self) -> tuple[int, ...]:
+        """Of the earliest micro-batch whose gradient has not come back."""
+        return self._unanswered.popleft()
+
+
+class _KnownShapes(P2PCommunicator):
+    """megatron's hand-overs between stages, without the exchange of shapes before each, which waits for the GPU.
+
+    All stages have the same micro-batches, so each works the shapes out.
+    """
+
+    def __init__(self, group: Any, config: Any, ahead: _Ahead):
+        super().__init__(group, config)
+        self._ahead = ahead
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Any, Any]:
+        nothing = (0, 0, 0)
+        return (
+            self._ahead.next_shape() if recv_prev else nothing,
+            self._ahead.next_gradient_shape() if recv_next else nothing,
+        )

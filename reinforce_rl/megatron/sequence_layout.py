@@ -50,6 +50,11 @@ class SequenceLayout(Protocol):
         """int64 [N], on the CPU."""
         ...
 
+    @property
+    def stage_shape(self) -> tuple[int, int, int]:
+        """Of what a pipeline stage hands to the next; see `CausalLM.stage_shape`."""
+        ...
+
     def hidden(self, model: torch.nn.Module) -> Tensor:
         """Run `model`, the language model or a wrapper around it; what its next stage or `predictions` takes."""
         ...
@@ -95,6 +100,7 @@ class PaddedSequences:
         before = column_of[places - 1] * len(sequences) + rows
         indices = (tokens, rows, columns, before, sequences[rows, places])
         self._tokens, self._rows, self._columns, self._before, self._targets = to_device(indices, lm.mesh.device)
+        self.stage_shape = lm.stage_shape(len(sequences), self._used)
 
     def hidden(self, model: torch.nn.Module) -> Tensor:
         """[N, s', h] at the model's `own_positions`."""

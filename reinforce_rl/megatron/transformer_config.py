@@ -141,8 +141,10 @@ def transformer_config(
         "pipeline_model_parallel_size": mesh.pp_size,
         "context_parallel_size": mesh.cp_size,
         "sequence_parallel": mesh.sequence_parallel,
-        # Micro-batches differ in length, so stages tell each other the shapes.
+        # Micro-batches differ in length; `schedule` knows the shapes.
         "variable_seq_lengths": mesh.pp_size > 1,
+        # Else the host waits for the GPU after each hand-over between stages, for a fault of old versions of torch.
+        "batch_p2p_sync": False,
         "moe_token_dispatcher_type": "alltoall",  # megatron wants it for that, experts or not
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

@@ -109,8 +109,8 @@ class Policy:
         recompute: layers of a stage that keep their input only, at most.
         recompute_group: of those, layers between two kept inputs.
         chunk_tokens: response tokens whose logits exist at a time.
-        offload_optimizer: the moments wait on the host during generation.
-        fused_adam: on a CPU, one pass over a parameter instead of several.
+        offload_optimizer: the optimizer's states wait on the host during generation, and the gradients are freed.
+        fused_adam: one pass over a parameter instead of several.
         gpu: device and host memory are two; else they are one, and moving a tensor copies nothing.
     """
 
@@ -153,7 +153,7 @@ class Phase:
         activations: of the layers, and what a backward pass or an optimizer step has for a moment.
         logits: with what is computed from them.
         cache: keys and values.
-        moved: weights that come onto the device (above 0), optimizer states that leave it (below 0).
+        moved: weights that come onto the device (above 0), what leaves it or is freed (below 0).
     """
 
     name: str
@@ -191,8 +191,8 @@ class RankMemory:
     @property
     def on_host(self) -> int:
         """Bytes in host memory at most, where that is not the device's."""
-        offloaded = max((-phase.moved for phase in self.phases), default=0)
-        return self.states.reference_on_host + max(offloaded, 0)
+        is_offloaded = any(phase.moved < 0 for phase in self.phases)
+        return self.states.reference_on_host + (self.states.optimizer if is_offloaded else 0)
 
 
 def states(shape: StageShape, policy: Policy) -> States:
@@ -323,8 +323,9 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
 
 
 def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
-    if policy.gpu:  # Plain Adam takes a root of all second moments at once.
-        return Phase("optimizer step", activations=-(-shape.trained // policy.optimizer_shards) * FP32)
+    if policy.gpu:  # Plain Adam takes a root of all second moments at once; the fused one has no temporaries.
+        roots = 0 if policy.fused_adam else -(-shape.trained // policy.optimizer_shards) * FP32
+        return Phase("optimizer step", activations=roots)
     # On a CPU it goes parameter by parameter, and of the fused one only the norm of the gradients is seen.
     at_once = shape.largest * (1 if policy.fused_adam else 2) * FP32
     # Where each rank updates its share, gloo gathers all of them in a copy.
@@ -364,8 +365,8 @@ def _generation(name: str, shape: StageShape, policy: Policy, decoding: Decoding
     step = _forward_activations(shape, policy, schedule.rows)
     # Of the sampling: the logits, two buffers for the noise, two for what is computed from both.
     logits = 5 * schedule.rows * shape.whole_vocab * FP32 if shape.last else 0
-    moments = -(-shape.trained // policy.optimizer_shards) * ADAM_MOMENTS
-    moved = -moments if policy.offload_optimizer and policy.gpu else 0
+    fixed = states(shape, policy)
+    moved = -(fixed.optimizer + fixed.gradients) if policy.offload_optimizer and policy.gpu else 0
     # A CPU multiplies by copies of the weights, the embedding excepted where it is not the head as well.
     embedding = shape.vocab * shape.hidden if shape.first and not (shape.last and shape.tied) else 0
     packed = 0 if policy.gpu else (shape.parameters - embedding) * policy.weight_bytes

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from reinforce_rl.config_checks import PRECISIONS
 from reinforce_rl.layout import layout_faults
 
 
@@ -21,7 +22,9 @@ def model_faults(cfg: DictConfig) -> list[str]:
     Args:
         cfg: what Hydra composed of conf/serve_reward_model.yaml.
     """
-    return [*_path_faults(cfg), *_rank_faults(cfg)]
+    precision = str(cfg.reward_model.precision)
+    faults = [f"reward_model.precision is {precision!r}; expected one of {', '.join(PRECISIONS)}"]
+    return [*_path_faults(cfg), *_rank_faults(cfg), *(faults if precision not in PRECISIONS else [])]
 
 
 def _path_faults(cfg: DictConfig) -> list[str]:

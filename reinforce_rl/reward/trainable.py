@@ -87,6 +87,7 @@ class TrainableRewardModel:
             parts,
             lambda model, rows: self._hidden(model, [groups[i] for i in rows] if rows else [[[0]]]),
             finish,
+            lambda rows: self._stage_shape([groups[i] for i in rows] if rows else [[[0]]]),
         )
         return [result for results in self.mesh.from_last_stage(found) for result in results]
 
@@ -98,7 +99,11 @@ class TrainableRewardModel:
         parts = [[groups[i] for i in rows] for rows in cuts]
         self.lm.eval()
         found = forward_passes(
-            self.lm, parts, self._hidden, lambda hidden, part: self._score(hidden, part).float().cpu()
+            self.lm,
+            parts,
+            self._hidden,
+            lambda hidden, part: self._score(hidden, part).float().cpu(),
+            self._stage_shape,
         )
         found = self.mesh.from_last_stage(found)
         out = torch.zeros((len(groups), *found[0].shape[1:]))
@@ -126,6 +131,10 @@ class TrainableRewardModel:
 
     def _hidden(self, model: torch.nn.Module, groups: Sequence[Group]) -> Tensor:
         return model(self._tokens(groups)[0])
+
+    def _stage_shape(self, groups: Sequence[Group]) -> tuple[int, int, int]:
+        lengths = [len(sequence) for group in groups for sequence in group]
+        return self.lm.stage_shape(len(lengths), max(lengths))
 
     def _score(self, hidden: Tensor, groups: Sequence[Group]) -> Tensor:
         """[E, G, K], on the last stage."""

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from reinforce_rl.config import OptimConfig
-from reinforce_rl.config_reading import build
+from reinforce_rl.config_reading import build, resolve_defaults
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.reward_head import POOLINGS
 from reinforce_rl.reward.training import DEFAULT_FOLDS, DEFAULT_L2_GRID
@@ -29,7 +29,7 @@ class TrainerConfig:
 
     num_nodes: int = 1
     devices: int = 1
-    precision: str = "32"
+    precision: str = "auto"
 
     @property
     def world_size(self) -> int:
@@ -148,6 +148,9 @@ class TrainRewardModelConfig:
         faults += config.faults()
         if faults:
             raise ConfigError(faults)
+        model = config.model
+        block = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+        resolve_defaults(config.trainer, model.optim, config.trainer.world_size // block)
         return config
 
     def faults(self) -> list[str]:

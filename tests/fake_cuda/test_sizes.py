@@ -19,6 +19,8 @@ LLAMA_3_1_70B: dict[str, Any] = {
     "num_attention_heads": 64,
     "num_hidden_layers": 80,
 }
+# Ranks' shares of the optimizer begin and end in different parameters, each of which has a counter of steps.
+COUNTERS = 1e-4  # of the memory
 DISTRIBUTED = DataParallelSettings(distributed_optimizer=True, overlap_grad_sync=True)
 
 
@@ -33,7 +35,8 @@ def test_8b_on_8_ranks(machine: Machine) -> None:
     machine.ranks(8, turn)
     for phase in found[0]:
         check_collectives({rank: ledgers[phase] for rank, ledgers in found.items()})
-    assert len({ledgers["update"].peak for ledgers in found.values()}) == 1
+    peaks = [ledgers["update"].peak for ledgers in found.values()]
+    assert max(peaks) - min(peaks) <= COUNTERS * max(peaks)
 
 
 def test_70b_on_128_ranks(machine: Machine) -> None:
@@ -46,4 +49,5 @@ def test_70b_on_128_ranks(machine: Machine) -> None:
             found[rank] = real_step(machine, config, mesh, Work(prompts=1), data_parallel=DISTRIBUTED)
     for phase in found[0]:
         check_collectives({rank: ledgers[phase] for rank, ledgers in found.items()})
-    assert found[0]["update"].peak == found[1]["update"].peak == found[8]["update"].peak
+    peaks = [found[rank]["update"].peak for rank in (0, 1, 8)]
+    assert max(peaks) - min(peaks) <= COUNTERS * max(peaks)

@@ -59,6 +59,7 @@ def test_the_launchers_variables_stay_outside():
         "PMIX_RANK": "3",
         "SLURM_PROCID": "3",
         "RAY_ADDRESS": "elsewhere:6379",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "CUDA_VISIBLE_DEVICES": "0,1,2,3",
         "HF_HUB_OFFLINE": "1",
     }
@@ -67,6 +68,7 @@ def test_the_launchers_variables_stay_outside():
     assert (found["PATH"], found["HF_HUB_OFFLINE"]) == ("/bin", "1")
     assert found["TLLM_RAY_FORCE_LOCAL_CLUSTER"] == "1" and found["RAY_TMPDIR"] == "/tmp/rrl-5-1"
     gone = {"RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PMIX_RANK", "SLURM_PROCID", "RAY_ADDRESS"}
+    gone.add("CUDA_DEVICE_MAX_CONNECTIONS")
     assert not gone & found.keys()
     assert engine_environment(given, Path("/tmp/rrl-5-1"), None)["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
 

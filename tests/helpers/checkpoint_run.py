@@ -83,7 +83,8 @@ class Run:
             loss = -scores.log_probs.sum()
             return loss, loss.item()
 
-        found = accumulate_gradients(self.ddp, [PaddedSequences(self.lm, sequences, *lengths)], hidden_of, loss_of)
+        layouts = [PaddedSequences(self.lm, sequences, *lengths)]
+        found = accumulate_gradients(self.ddp, layouts, hidden_of, loss_of, lambda layout: layout.stage_shape)
         (loss,) = self.mesh.from_last_stage(found)
         return loss, self.optimizer.step().grad_norm
 

@@ -50,7 +50,7 @@ def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
     width = int(rollouts.response_lengths.max())
     assert actor.get_inference_log_probs(*where).shape == (2, width)
     assert actor.get_init_policy_logprobs(*where).shape == (2, width)
-    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, SETTINGS))
+    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, SETTINGS), actor.ddp)
     for _ in range(2):  # the optimizer's states are there from the first step on
         actor.get_loss_and_metrics(batch, sequences(2 * mesh.dp_size))
         assert not optimizer.step().skipped
@@ -160,7 +160,7 @@ def real_step(
     with counting("actor") as ledgers["actor"]:
         made = ActorSettings(sampling, sampling, work.micro_batch, work.micro_batch, seed=0, **settings)
         actor = MegatronGPTReinforceActorModel(lm, tokenizer, generator, made, data_parallel=data_parallel)
-        optimizer = ActorOptimizer(*build_optimizer(actor.ddp, SETTINGS))
+        optimizer = ActorOptimizer(*build_optimizer(actor.ddp, SETTINGS), actor.ddp)
     batch = work.batch(architecture.vocab_size)
     rollouts, count = batch.rollouts, len(batch.trains) * mesh.dp_size
     denominators = Denominators(float(count), float(count * work.response_tokens), float(work.response_tokens))

@@ -59,6 +59,21 @@ def test_modules_imported_later_get_the_facade_too():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("8", "8")])
+def test_kernels_start_in_the_order_of_their_launches_unless_the_user_says_otherwise(given, expected, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    # CUDA reads it when it starts, so it must be there before anything asks for a GPU.
+    code = (
+        "import os, torch\n"
+        "torch.cuda.is_available = lambda: print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS')) or False\n"
+        "import reinforce_rl.megatron"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert done.stdout.split()[0] == expected
+
+
 @cpu_only
 def test_torch_cuda_is_untouched_outside_megatron(mesh):
     assert torch.cuda.is_available() is False

@@ -72,6 +72,11 @@ def test_two_ranks(tp_size):
     assert output.count("all checks passed") == 2
 
 
+def test_nothing_but_tensors_of_a_gpu_is_handed_to_nccl():
+    output = run_ranks(SCRIPT.with_name("mixed_backends.py"), 2)
+    assert output.count("all checks passed") == 2
+
+
 @pytest.mark.slow
 def test_four_ranks_in_several_layouts():
     output = run_ranks(SCRIPT.with_name("mesh_of_four.py"), 4)

@@ -10,15 +10,18 @@ import torch
 from helpers.accumulate import accumulate_gradients
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
+from megatron.core.optimizer import clip_grads
 
+from reinforce_rl.megatron.offload import HostCopies
 from reinforce_rl.megatron.optimizer import (
     SCHEDULES,
     ActorOptimizer,
+    DataParallelSettings,
     OptimizerSettings,
     build_optimizer,
     wrap_data_parallel,
 )
-from reinforce_rl.megatron.optimizer_state import inner_optimizers
+from reinforce_rl.megatron.optimizer_state import inner_optimizers, large_states
 
 SETTINGS = OptimizerSettings(
     lr=1e-3,
@@ -140,24 +143,106 @@ def test_gradient_that_is_not_finite_changes_nothing(bad, folder, mesh):
     assert not any(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
 
 
-def test_offloading_takes_both_moments_of_every_parameter_and_brings_them_back(folder, mesh, monkeypatch):
-    """No second device here: the moves are recorded, and a run with them goes on as one without."""
-    plain, offloading = (wrapped(folder, mesh, SETTINGS) for _ in range(2))
-    moves = []
-    move = offloading[1]._move
-    monkeypatch.setattr(offloading[1], "_move", lambda places: (moves.append(len(places)), move(places)))
-    for value in (1.0, 0.5, -1.0):
-        with offloading[1].offloaded():
-            pass
-        for ddp, optimizer in (plain, offloading):
+KINDS = pytest.mark.parametrize(
+    ("dtype", "distributed"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["fp32", "fp32 shared", "bf16", "bf16 shared"],
+)
+VALUES = (1.0, 0.5, -1.0, 30.0)
+
+
+def of_kind(folder, mesh, dtype, distributed, **settings):
+    ddp = wrap_data_parallel(
+        megatron_model(folder, mesh, dtype),
+        DataParallelSettings(distributed_optimizer=distributed, in_place_gradients=False),
+    )
+    built = build_optimizer(ddp, replace(SETTINGS, clip_grad=1.0, **settings))
+    return ddp, *built, ActorOptimizer(*built, ddp)
+
+
+def weights_of(ddp):
+    return torch.cat([p.detach().flatten().float() for p in ddp.parameters()])
+
+
+def as_on_a_gpu(optimizer: ActorOptimizer, block_bytes: int = 10_000) -> ActorOptimizer:
+    """The path of a GPU with tensors of a CPU; host memory in blocks that cut tensors."""
+    optimizer._on_gpu = True
+    optimizer._host = HostCopies(pin=False, block_bytes=block_bytes)
+    return optimizer
+
+
+@KINDS
+def test_a_step_takes_one_norm_and_is_megatrons_to_the_last_bit(dtype, distributed, folder, mesh, monkeypatch):
+    ddp, megatron, scheduler, _ = of_kind(folder, mesh, dtype, distributed)
+    norms = []
+    for value in VALUES:  # megatron's own step, which takes the norm again
+        accumulate_gradients(ddp, [value], weighted_sum)
+        scheduler.step(1)
+        megatron.prepare_grads()
+        norms.append(float(megatron.get_grad_norm()))
+        megatron.step()
+    expected = weights_of(ddp)
+    ddp, megatron, _, optimizer = of_kind(folder, mesh, dtype, distributed)
+    taken, take = [], clip_grads.get_grad_norm_fp32
+    place = "megatron.core.optimizer.optimizer.get_grad_norm_fp32"
+    monkeypatch.setattr(place, lambda *args, **options: taken.append(0) or take(*args, **options))
+    for value, norm in zip(VALUES, norms, strict=True):
+        accumulate_gradients(ddp, [value], weighted_sum)
+        assert optimizer.step().grad_norm == norm
+    assert len(taken) == len(VALUES)
+    assert torch.equal(weights_of(ddp), expected)
+
+
+@KINDS
+def test_the_step_of_a_gpu_is_that_of_a_cpu(dtype, distributed, folder, mesh):
+    found = []
+    for on_gpu in (False, True):
+        ddp, _, _, optimizer = of_kind(folder, mesh, dtype, distributed)
+        if on_gpu:
+            as_on_a_gpu(optimizer)
+        norms = []
+        for value in VALUES:
             accumulate_gradients(ddp, [value], weighted_sum)
-            optimizer.step()
-    pairs = list(zip(plain[0].parameters(), offloading[0].parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in pairs)
-    assert moves == [0, 0] + [2 * len(pairs)] * 4  # there and back; no states before the first step
-    with pytest.raises(RuntimeError, match="lost"), offloading[1].offloaded():
+            norms.append(optimizer.step().grad_norm)
+        found.append((norms, weights_of(ddp)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-6, atol=1e-8)
+
+
+@KINDS
+def test_offloading_frees_all_but_the_weights_and_brings_it_back_bit_for_bit(dtype, distributed, folder, mesh):
+    plain = of_kind(folder, mesh, dtype, distributed)
+    away = of_kind(folder, mesh, dtype, distributed)
+    optimizer = as_on_a_gpu(away[3])
+    weight_bytes = sum(p.nbytes for p in away[0].parameters())
+    for value in VALUES:
+        states = list(large_states(away[1]))
+        with optimizer.offloaded():
+            assert all(tensor.untyped_storage().nbytes() == 0 for tensor in states)
+            assert all(p.main_grad.untyped_storage().nbytes() == 0 for p in away[0].parameters())
+            assert torch.equal(weights_of(away[0]), weights_of(plain[0]))  # what generates
+        for ddp, step in ((plain[0], as_on_a_gpu(plain[3])), (away[0], optimizer)):
+            accumulate_gradients(ddp, [value], weighted_sum)
+            step.step()
+    assert torch.equal(weights_of(away[0]), weights_of(plain[0]))
+    for own, other in zip(large_states(away[1]), large_states(plain[1]), strict=True):
+        assert torch.equal(own, other)
+    kinds = 3 if dtype == torch.bfloat16 else 2  # moments, and fp32 weights of others
+    elements = sum(p.numel() for p in away[0].parameters())
+    assert sum(tensor.nbytes for tensor in large_states(away[1])) == 4 * kinds * elements
+    assert weight_bytes == elements * dtype.itemsize
+    with pytest.raises(RuntimeError, match="lost"), optimizer.offloaded():
         raise RuntimeError("lost")
-    assert len(moves) == 8, "an error brings them back too"
+    assert all(tensor.untyped_storage().nbytes() for tensor in large_states(away[1])), "an error brings them back too"
+
+
+def test_nothing_is_moved_on_a_cpu(folder, mesh, monkeypatch):
+    ddp, megatron, _, optimizer = of_kind(folder, mesh, torch.float32, False)
+    accumulate_gradients(ddp, [1.0], weighted_sum)
+    optimizer.step()
+    monkeypatch.setattr(HostCopies, "take", lambda *args: pytest.fail("moved"))
+    with optimizer.offloaded():
+        assert all(tensor.untyped_storage().nbytes() for tensor in large_states(megatron))
 
 
 def test_fused_adam_makes_the_steps_of_the_plain_one(folder, mesh):

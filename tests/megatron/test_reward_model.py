@@ -15,7 +15,7 @@ from helpers.ranks import run_ranks
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.reward_head import RewardHead, counted_lengths, pool
-from reinforce_rl.megatron.reward_model import load_reward_model
+from reinforce_rl.megatron.reward_model import load_reward_model, reward_model_identity
 from reinforce_rl.reward.base import attributes_of
 from reinforce_rl.reward.batching import Batching
 from reinforce_rl.reward.merging import Merging
@@ -47,6 +47,20 @@ def test_a_classifier_scores_as_in_transformers(kind, folders, expected, mesh):
     torch.testing.assert_close(torch.tensor(found.rewards), expected[kind].mean(1), atol=1e-5, rtol=0)
     assert model.score(sequences_to_score()) == found.rewards
     assert attributes_of(model) == (HELPSTEER if kind[1] == 5 else ())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_trunk_in_bf16_has_a_head_in_fp32_and_another_identity(kind, folders, expected, mesh):
+    exact, model = (load_reward_model(folders[kind], None, mesh, dtype=t) for t in (torch.float32, torch.bfloat16))
+    assert {p.dtype for p in model._lm.parameters()} == {torch.bfloat16}
+    assert model._weight.dtype == torch.float32
+    scores = torch.tensor(model.score_attributes(sequences_to_score()).attributes)
+    torch.testing.assert_close(scores, expected[kind], atol=0.1, rtol=0)
+    # Rounded by the trunk only: a head in bf16 would give multiples of 2^-9 around 1.
+    assert not torch.equal(scores, scores.to(torch.bfloat16).to(scores.dtype))
+    identities = [reward_model_identity(folders[kind], None, one) for one in (exact, model)]
+    assert identities[1] == {**identities[0], "precision": "bfloat16"}
+    assert "precision" not in identities[0]  # as before there were others
 
 
 @pytest.mark.parametrize(

@@ -98,13 +98,21 @@ def test_states_by_precision_and_sharing():
 
 def test_what_moves_between_a_gpu_and_its_host():
     memory = memory_of(offload_optimizer=True)
-    assert phase_of(memory, "generation").moved == -8000
+    assert phase_of(memory, "generation").moved == -8000 - 4000  # moments to the host, gradients nowhere
     assert phase_of(memory, "reference log-probs").moved == 4000
     assert phase_of(memory, "log-probs").moved == 0
     assert memory.on_host == 4000 + 8000
+    narrow = memory_of(offload_optimizer=True, weight_bytes=2, optimizer_shards=4)
+    assert phase_of(narrow, "generation").moved == -250 * 12 - 4000  # fp32 weights too, of a rank's share
+    assert narrow.on_host == 2000 + 250 * 12
     on_cpu = memory_of(offload_optimizer=True, gpu=False)
     assert {phase.moved for phase in on_cpu.phases} == {0}
     assert "reference log-probs" not in {phase.name for phase in memory_of(reference="none").phases}
+
+
+def test_a_fused_adam_has_no_temporaries():
+    assert phase_of(memory_of(), "optimizer step").activations == 0
+    assert phase_of(memory_of(fused_adam=False, optimizer_shards=2), "optimizer step").activations == 500 * 4
 
 
 def test_the_cache_of_a_generation():

@@ -16,6 +16,7 @@ import torch
 from helpers.tiny_reward_run import NAMES, run, tiny_config, tiny_overrides, write_pairs, write_ratings
 from safetensors.torch import load_file
 
+from reinforce_rl.config_reading import resolve_defaults
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.reward_model import load_reward_model
@@ -210,6 +211,7 @@ def test_the_shipped_settings_are_the_defaults_of_the_code(tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl", 2)
     shipped = tiny_config(f"model.restore_from_path={tmp_path}", f"data.pairs_path={pairs}")
     code = TrainRewardModelConfig(ModelConfig(str(tmp_path)), DataConfig(str(pairs)))
+    resolve_defaults(code.trainer, code.model.optim, 1)
     assert dataclasses.asdict(shipped) == dataclasses.asdict(code)
 
 

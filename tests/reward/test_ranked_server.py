@@ -120,10 +120,11 @@ def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_n
         (["devices=3", "reward_model.tensor_model_parallel_size=2"], ["reward_model.tensor_model_parallel_size is 2"]),
         (["reward_model.sequence_parallel=true"], ["reward_model.sequence_parallel is true"]),
         (["devices=4"], ["2 ranks were started (WORLD_SIZE), but num_nodes x devices = 1 x 4 = 4"]),
+        (["reward_model.precision=fp16"], ["reward_model.precision is 'fp16'; expected one of auto, 32, bf16"]),
         (["inference.rank_timeout_seconds=0", "num_nodes=-1"], ["num_nodes is -1", "rank_timeout_seconds is 0"]),
     ],
 )
-def test_impossible_numbers_of_ranks_are_named(files, monkeypatch, overrides, faults):
+def test_impossible_settings_are_named(files, monkeypatch, overrides, faults):
     monkeypatch.setenv("WORLD_SIZE", "2")
     plain = OmegaConf.load(CONF_FOLDER / "serve_reward_model.yaml")
     cfg = OmegaConf.merge(plain, OmegaConf.from_dotlist([*files.overrides, *overrides]))

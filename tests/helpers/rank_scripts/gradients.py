@@ -52,6 +52,8 @@ def main() -> None:
         actor.get_loss_and_metrics(
             rows_of(batch, SPLITS["even"][mesh.dp_rank]) if mesh.dp_size == 2 else batch, sequences(10)
         )
+        optimizer._optimizer.prepare_grads()
+        results["foreach norm"] = optimizer._foreach_norm()
         results["norm"] = optimizer.step().grad_norm
         results["log_probs"] = actor.get_inference_log_probs(
             batch.rollouts.sequences, batch.rollouts.prompt_lengths, batch.rollouts.response_lengths

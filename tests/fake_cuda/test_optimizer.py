@@ -1,0 +1,143 @@
+"""The optimizer step, offloading and hand-overs on fake GPUs: kernels, syncs, bytes, and what goes over NCCL."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.batches import actor_of, rows_of, sequences, whole_batch
+from helpers.fake_cuda import check_collectives
+from helpers.layouts import ALL_LAYOUTS, SETTINGS, Layout
+
+from reinforce_rl.megatron.checkpoint import Checkpointer, latest_checkpoint
+from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, build_optimizer
+from reinforce_rl.preflight.fake_cuda.ledger import Ledger
+from reinforce_rl.preflight.fake_cuda.machine import Machine
+
+KINDS = pytest.mark.parametrize(
+    ("dtype", "distributed"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["fp32", "bf16", "bf16 shared"],
+)
+
+
+@contextmanager
+def trained(machine: Machine, folder: Path, dtype: torch.dtype, distributed: bool) -> Iterator[tuple[Any, ...]]:
+    """One of two data-parallel ranks after a step: actor, megatron's parts, optimizer, and the memory of others."""
+    gc.collect()  # models of other tests, so that the memory is this one's
+    others = machine.gpu.memory.bytes
+    with machine.rank(0, 2), Layout().mesh() as mesh:
+        sharing = DataParallelSettings(distributed_optimizer=distributed, overlap_grad_sync=distributed)
+        actor = actor_of(folder, mesh, dtype=dtype, with_reference=False, data_parallel=sharing)
+        built = build_optimizer(actor.ddp, SETTINGS)
+        optimizer = ActorOptimizer(*built, actor.ddp, overlap_restore=distributed)
+        accumulate(actor)
+        optimizer.step()
+        yield actor, built, optimizer, others
+
+
+def accumulate(actor: Any) -> None:
+    actor.get_loss_and_metrics(rows_of(whole_batch(), [0, 3]), sequences(4))
+
+
+@KINDS
+def test_a_step_waits_for_the_gpu_once_and_has_no_temporaries(machine, folders, dtype, distributed):
+    with trained(machine, folders[2], dtype, distributed) as (actor, _, optimizer, _):
+        accumulate(actor)
+        with machine.gpu.counting("step") as ledger:
+            assert not optimizer.step().skipped
+        kernels = ledger.by_name()
+        assert ledger.num_syncs == 1, ledger.syncs  # for the norm
+        assert ledger.peak - ledger.start < 10_000  # of scalars; plain Adam's are as large as the model
+        assert kernels["_fused_adamw_"] == 2  # matrices with weight decay, norms without
+        assert kernels["_foreach_norm"] == 1
+        count = len(list(actor.lm.parameters()))
+        copies = count if dtype == torch.bfloat16 else 0  # to the model's weights
+        assert ledger.num_kernels <= 16 + copies, kernels
+        assert [(call.kind, call.on_gpu) for call in ledger.collectives if call.kind != "all_gather"] == (
+            [("all_reduce", True)] if distributed else []
+        )
+
+
+@KINDS
+def test_only_the_weights_stay_while_responses_are_generated(machine, folders, dtype, distributed):
+    with trained(machine, folders[2], dtype, distributed) as (actor, _, optimizer, others):
+        weights = sum(p.nbytes for p in actor.lm.parameters())
+        before = machine.gpu.memory.bytes
+        with optimizer.offloaded():
+            inside = machine.gpu.memory.bytes
+        assert machine.gpu.memory.bytes == before
+        elements = sum(p.numel() for p in actor.lm.parameters())
+        share = 2 if distributed else 1
+        main = 0 if dtype == torch.float32 else 4
+        # Gradients, and this rank's moments and fp32 weights. Buckets are padded, allocations rounded up.
+        assert before - inside == pytest.approx(elements * (4 + (8 + main) / share), rel=0.04)
+        # Besides the weights: Adam's counters of steps, scalars, RoPE's frequencies.
+        assert weights <= inside - others <= weights + 1024 * len(list(actor.lm.parameters()))
+        accumulate(actor)
+        assert not optimizer.step().skipped
+
+
+@KINDS
+def test_a_restored_run_steps_on(machine, folders, tmp_path, dtype, distributed):
+    """The counters of a fused Adam must come back to the GPU."""
+    with trained(machine, folders[2], dtype, distributed) as (_, built, _, _):
+        steps = [state["step"] for part in built[0].chained_optimizers for state in part.optimizer.state.values()]
+        assert {step.device.type for step in steps} == {"cuda"}
+    with machine.rank(0, 1), Layout().mesh() as mesh:
+        sharing = DataParallelSettings(distributed_optimizer=distributed)
+        for is_new in (True, False):
+            actor = actor_of(folders[2], mesh, dtype=dtype, with_reference=False, data_parallel=sharing)
+            built: Any = build_optimizer(actor.ddp, SETTINGS)
+            checkpointer = Checkpointer(tmp_path, mesh, actor.ddp, *built)
+            if not is_new:
+                checkpoint = latest_checkpoint(tmp_path)
+                assert checkpoint is not None
+                checkpointer.restore(checkpoint)
+            accumulate(actor)
+            ActorOptimizer(*built, actor.ddp).step()
+            steps = [state["step"] for part in built[0].chained_optimizers for state in part.optimizer.state.values()]
+            assert {step.device.type for step in steps} == {"cuda"}
+            if is_new:
+                checkpointer.save(1, {"step": 1})
+
+
+@pytest.mark.parametrize("name", ["TP2 PP2 SP", "PP2 CP2", "PP2 DP2 distributed optimizer"])
+def test_stages_neither_exchange_shapes_nor_wait(machine, folders, name):
+    layout, ledgers = ALL_LAYOUTS[name], {}
+    for rank in range(layout.ranks):
+        with machine.rank(rank, layout.ranks) as ledger, layout.mesh() as mesh:
+            options: dict[str, Any] = {"model": layout.model, "dtype": layout.dtype, "updates": layout.updates}
+            options["data_parallel"] = layout.data_parallel
+            actor = actor_of(folders[4], mesh, with_reference=False, micro_batch_size=1, **options)
+            with machine.gpu.counting("train") as training:
+                accumulate(actor)
+        ledgers[rank] = ledger
+        assert not [place for place in training.syncs if "synchronize" in place or "shapes" in place]
+        hidden = actor.lm.architecture.hidden_size
+        moved = [call.bytes for call in training.collectives if call.kind in ("send", "recv")]
+        assert moved and all(size % (hidden * layout.dtype.itemsize) == 0 for size in moved)
+    check_collectives(ledgers)
+
+
+def test_waits_of_any_length_are_not_on_the_gpu(machine):
+    ledgers: dict[int, Ledger] = {}
+    for rank in range(4):
+        with machine.rank(rank, 4) as ledger, Layout(tp=2).mesh() as mesh:
+            mesh.from_block_leader([1])
+            mesh.gather_on_block_leader(rank)
+            mesh.check_together(None)
+            mesh.any_rank(False)
+            mesh.barrier()
+            mesh.gather_over_dp(rank)
+            mesh.sum_over_dp(torch.ones(3))
+        assert ledger.num_syncs == 0
+        assert len(ledger.collectives) >= 7
+        assert not any(call.on_gpu for call in ledger.collectives), ledger.collectives
+        ledgers[rank] = ledger
+    check_collectives(ledgers)

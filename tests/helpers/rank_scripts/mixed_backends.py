@@ -1,0 +1,49 @@
+"""Two ranks that take themselves for GPUs: what of the mesh needs no GPU runs over gloo. Usage: mixed_backends.py"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend "fake"
+
+from reinforce_rl.errors import GenerationError
+from reinforce_rl.megatron.mesh import parallel_mesh
+
+
+def main() -> None:
+    init = dist.init_process_group
+
+    def without_nccl(backend: str, **options: object) -> None:
+        # A collective of the fake backend leaves tensors as they are: what took NCCL would not pass the checks below.
+        init(backend.replace("nccl", "fake"), **options)  # type: ignore[arg-type]
+
+    dist.init_process_group = without_nccl
+    torch.cuda.is_available = lambda: True
+    torch.cuda.set_device = lambda device: None
+    for tp_size in (1, 2):
+        with parallel_mesh(tensor_model_parallel_size=tp_size) as mesh:
+            assert mesh.device.type == "cuda"
+            for group in (dist.group.WORLD, mesh.block_group, mesh.dp_group, mesh.tp_group, mesh.pp_group):
+                assert _get_object_coll_device(group) == "cpu"
+                assert {device.type for device in group._device_types} == {"cpu", "cuda"}
+            assert mesh.any_rank(mesh.rank == 1)
+            assert not mesh.any_rank(False)
+            assert mesh.from_main(mesh.rank) == 0
+            assert mesh.from_block_leader(mesh.rank) == (mesh.rank if tp_size == 1 else 0)
+            assert mesh.gather_over_dp(mesh.rank) == ([0, 1] if tp_size == 1 else [mesh.rank])
+            ranks = mesh.sum_over_dp(torch.tensor([float(mesh.rank)])).tolist()
+            assert ranks == ([1.0] if tp_size == 1 else [float(mesh.rank)])
+            try:
+                mesh.check_together(GenerationError("gone") if mesh.rank == 1 else None)
+            except GenerationError as error:
+                assert "gone" in str(error)
+            else:
+                raise AssertionError("the other rank's error was not heard of")
+            mesh.barrier()
+        assert not dist.is_initialized()
+    print("all checks passed")
+
+
+if __name__ == "__main__":
+    main()
