@@ -23,6 +23,8 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.responses import Responses
 from reinforce_rl.generation.sampling import Workspace, choose_tokens, noise_keys, token_log_probs
 from reinforce_rl.generation.schedule import Schedule
+from reinforce_rl.generation.stages import last_of_prompts, through_stages
+from reinforce_rl.generation.static_decoding import StaticDecoding, can_decode_statically
 from reinforce_rl.megatron.lean_decoding import lean_decoding
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.rollout import Completions, Prompt, join_completions
@@ -39,13 +41,21 @@ class NativeGenerator:
         lm: the actor.
         tokenizer: decodes text for `end_strings`; its pad id fills the right of the responses.
         max_tokens: that the KV cache holds at most, on each rank; None for all sequences of a call at once.
-        is_lean: decode within `lean_decoding`; False: through megatron's own layers.
+        is_lean: decode within `lean_decoding`, on a GPU in bf16 by `StaticDecoding`; False: through megatron's own
+            layers.
+        use_graphs: replay the steps of `StaticDecoding` as CUDA graphs.
     """
 
     def __init__(
-        self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None, *, is_lean: bool = True
+        self,
+        lm: CausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int | None = None,
+        *,
+        is_lean: bool = True,
+        use_graphs: bool = False,
     ):
-        self._lm, self._max_tokens, self._is_lean = lm, max_tokens, is_lean
+        self._lm, self._max_tokens, self._is_lean, self._use_graphs = lm, max_tokens, is_lean, use_graphs
         self._tokenizer = tokenizer
         self._pad_id = pad_id_of(tokenizer)
 
@@ -96,8 +106,16 @@ class NativeGenerator:
             )
 
     def _generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
-        responses = Responses(prompts, num_samples, params, self._tokenizer, self._pad_id, self._lm.mesh.device)
-        decoding = _Decoding(self._lm, prompts, num_samples, params, seed, self._max_tokens, self._pad_id)
+        longest = max(len(prompt.tokens) for prompt in prompts) + params.max_length
+        static = self._is_lean and can_decode_statically(self._lm, longest)
+        responses = Responses(
+            prompts, num_samples, params, self._tokenizer, self._pad_id, self._lm.mesh.device, spare=static
+        )
+        call = (prompts, num_samples, params, seed, self._max_tokens, self._pad_id)
+        if static:
+            StaticDecoding(self._lm, responses, *call, use_graphs=self._use_graphs).run()
+            return responses.finish()
+        decoding = _Decoding(self._lm, *call)
         while decoding.admit():
             tokens = decoding.draw(responses)
             decoding.advance(tokens)
@@ -151,13 +169,10 @@ class _Decoding:
     def _read(self, numbers: Sequence[int]) -> None:
         """Prefill of these prompts."""
         slots = [self._schedule.slot_of(number) for number in numbers]
-        ends = torch.tensor([len(self._prompts[number]) - 1 for number in numbers], device=self._device)
-        rows = [torch.tensor(self._prompts[number]) for number in numbers]
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._pad_id)
         self._cache.read(slots)
-        hidden = self._through_stages(tokens.to(self._device), None)
+        hidden = last_of_prompts(self._lm, [self._prompts[number] for number in numbers], self._pad_id, self._cache)
         if hidden is not None:
-            self._of_prompts[slots] = hidden[torch.arange(len(slots), device=self._device), ends]
+            self._of_prompts[slots] = hidden
 
     def _place(self) -> None:
         """After samples came or went."""
@@ -199,20 +214,6 @@ class _Decoding:
             return
         stored = self._written - 1  # the last token's keys are made in this pass
         self._cache.at(self._lengths, stored, self._schedule.longest)
-        hidden = self._through_stages(tokens[:, None], (self._lengths + stored)[:, None])
+        hidden = through_stages(self._lm, tokens[:, None], (self._lengths + stored)[:, None], self._cache)
         if hidden is not None:
             self._hidden = hidden[:, 0]
-
-    def _through_stages(self, tokens: Tensor, positions: Tensor | None) -> Tensor | None:
-        """Hidden states [b, s, h] on the last stage, None on the others, which wait for each other in turn."""
-        lm, mesh = self._lm, self._lm.mesh
-        if mesh.pp_rank > 0:
-            shape = (tokens.shape[1], tokens.shape[0], lm.architecture.hidden_size)
-            received = torch.empty(shape, dtype=lm.config.pipeline_dtype, device=mesh.device)
-            mesh.receive_from_stage(received, mesh.pp_rank - 1)
-            lm.set_input_tensor(received)
-        hidden = lm(tokens, positions, self._cache)
-        if mesh.is_last_stage:
-            return hidden
-        mesh.send_to_stage(hidden.contiguous(), mesh.pp_rank + 1)
-        return None

@@ -1,0 +1,263 @@
+"""Decoding on a GPU: steps of static shape that neither wait for the host nor make it wait.
+
+A step reads the last tokens and draws the next ones. What it must know of its rows lies on the device and is brought
+up to date there. The host looks which rows have ended after `_STEPS` steps: a row that has ended draws on meanwhile,
+and writes where nobody reads. A step's rows are padded to one of few numbers, so that few CUDA graphs do.
+
+Pipeline stages work at the same time: the rows are shared out into as many lots as there are stages, and while one
+stage has one lot, the next has another.
+
+Notation: N responses of the call, R rows of a step, T response tokens at most, h hidden.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.cuda_graphs import GraphedStep
+from reinforce_rl.generation.responses import Responses
+from reinforce_rl.generation.sampling import Workspace, choose_tokens, noise_keys, token_log_probs
+from reinforce_rl.generation.schedule import Running, Schedule
+from reinforce_rl.generation.stages import hand_on, last_of_prompts
+from reinforce_rl.megatron.flash_cache import FlashCache, flash_can
+from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.rollout import Prompt
+
+_STEPS = 8
+_SMALL = (1, 2, 4, 8, 16)  # numbers of rows; then multiples of the next
+_MULTIPLE = 32
+
+
+def can_decode_statically(lm: CausalLM, longest: int) -> bool:
+    """Whether this device has the kernel that it takes; `longest` counts the tokens of the longest sequence."""
+    shape = lm.architecture
+    return lm.mesh.device.type == "cuda" and flash_can(shape.head_size, lm.config.params_dtype, shape.window, longest)
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows of a step for so many sequences."""
+    return -(-rows // _MULTIPLE) * _MULTIPLE if rows > _SMALL[-1] else _SMALL[bisect.bisect_left(_SMALL, rows)]
+
+
+class StaticDecoding:
+    """All samples of a call.
+
+    Args:
+        lm: the actor, within `whole_sequences`.
+        responses: where they are written, with a spare row.
+        prompts, num_samples, params, seed: of the call.
+        max_tokens: that the cache holds at most.
+        pad_id: fills the right of the prompts.
+        use_graphs: replay steps as CUDA graphs. Not in a pipeline.
+    """
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        responses: Responses,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        params: SamplingParams,
+        seed: int,
+        max_tokens: int | None,
+        pad_id: int,
+        *,
+        use_graphs: bool = False,
+    ):
+        self._lm, self._responses, self._params, self._pad_id = lm, responses, params, pad_id
+        self._prompts, device, stages = [prompt.tokens for prompt in prompts], lm.mesh.device, lm.mesh.pp_size
+        lengths = [len(tokens) for tokens in self._prompts]
+        self._schedule = Schedule(lengths, num_samples, params.max_length, max_tokens)
+        rows, slots, self._nobody = self._schedule.rows, self._schedule.slots, len(prompts) * num_samples
+        self._cache = lm.new_cache(slots, max(lengths), rows, params.max_length, kind=FlashCache)
+        keys = noise_keys(
+            seed,
+            np.repeat([p.id for p in prompts], num_samples),
+            np.tile(np.arange(num_samples), len(prompts)),
+            params.max_length,
+        )
+        self._keys = torch.cat((keys, keys[:1])).to(device)
+        self._alive = torch.ones(self._nobody + 1, dtype=torch.bool, device=device)
+        self._alive[self._nobody] = False
+        hidden = (slots, lm.architecture.hidden_size)
+        self._of_prompts = torch.empty(hidden, dtype=lm.config.params_dtype, device=device)
+        size = padded_rows(-(-rows // stages))
+        self._work: Workspace | None = None
+        self._lots = [_Lot(size, slots, max(num_samples, _MULTIPLE), device) for _ in range(stages)]
+        self._free, self._lane_of = list(range(rows)), dict[int, int]()
+        self._step = GraphedStep(self._whole_step) if use_graphs and stages == 1 else self._whole_step
+
+    def run(self) -> None:
+        """Write all responses."""
+        while (steps := self._admit()) is not None:
+            if len(self._lots) > 1:
+                self._rotate(steps)
+            else:
+                for _ in range(steps):
+                    self._step(self._lots[0].rows)
+            self._look(steps)
+
+    def _admit(self) -> int | None:
+        """Put samples that wait in the place of those that have ended; how many steps come next, None for the end."""
+        schedule, before = self._schedule, len(self._schedule.running)
+        unread = schedule.admit()
+        if unread:
+            slots = [schedule.slot_of(number) for number in unread]
+            prompts = [self._prompts[number] for number in unread]
+            self._cache.read(slots, [len(prompt) for prompt in prompts])
+            hidden = last_of_prompts(self._lm, prompts, self._pad_id, self._cache)
+            if hidden is not None:
+                self._of_prompts[slots] = hidden
+        new = schedule.running[before:]
+        if new:
+            device = self._alive.device
+            samples = torch.tensor([one.sample for one in new], device=device)
+            self._draw(self._of_prompts[[one.slot for one in new]], samples, torch.zeros_like(samples))
+            for one in new:
+                one.written, self._lane_of[one.sample] = 1, self._free.pop()
+        if not schedule.running:
+            return None
+        self._place()
+        if self._params.end_strings:  # which are looked for after each token
+            return 0 if new else 1
+        return min(_STEPS, self._params.max_length - schedule.longest)
+
+    def _place(self) -> None:
+        """Tell the device of the rows in flight, the samples of a prompt side by side."""
+        running = sorted(self._schedule.running, key=lambda one: one.slot)
+        share = -(-len(running) // len(self._lots))
+        for number, lot in enumerate(self._lots):
+            mine = running[number * share : (number + 1) * share]
+            lot.place(
+                mine,
+                [len(self._prompts[one.prompt]) for one in mine],
+                [self._cache.lane_start(self._lane_of[one.sample]) for one in mine],
+                padded_rows(share),
+                (self._nobody, 1, 1, self._cache.spare),
+            )
+
+    def _whole_step(self, rows: int) -> None:
+        hidden = self._read(self._lots[0])
+        self._write(self._lots[0], hidden)
+
+    def _rotate(self, steps: int) -> None:
+        """So many steps of every lot: at tick t stage s has the lot t - s, counted on and on."""
+        mesh, stages = self._lm.mesh, len(self._lots)
+        total, given = steps * stages, None
+        for tick in range(total + stages - 1 if steps else 0):
+            number, hidden = tick - mesh.pp_rank, None
+            if 0 <= number < total:
+                if given is not None:
+                    self._lm.set_input_tensor(given)
+                hidden = self._read(self._lots[number % stages])
+            comes = mesh.pp_rank > 0 and 0 <= number + 1 < total
+            given = hand_on(self._lm, None if mesh.is_last_stage else hidden, self._lots[0].rows if comes else 0)
+            if tick >= stages - 1:
+                self._write(self._lots[(tick - stages + 1) % stages], hidden)
+
+    def _read(self, lot: _Lot) -> Tensor:
+        """This stage's pass over the last token of each row."""
+        samples, lengths, written, starts = lot.numbers
+        self._cache.at(starts, written - 1, lot.rows_of_slots, lot.most_rows)
+        tokens = self._responses.last_tokens(samples, written)
+        return self._lm(tokens[:, None], (lengths + written - 1)[:, None], self._cache)
+
+    def _write(self, lot: _Lot, hidden: Tensor | None) -> None:
+        """Draw the next tokens from what the last stage read, [R, 1, h] there."""
+        samples, _, written, _ = lot.numbers
+        self._draw(hidden[:, 0] if hidden is not None else None, samples, written)
+        written.add_(self._alive[samples])
+
+    def _draw(self, hidden: Tensor | None, samples: Tensor, written: Tensor) -> None:
+        """The next token of each row, int64 [R], from hidden states [R, h] of the last stage."""
+        mesh, rows = self._lm.mesh, len(samples)
+        tokens = torch.empty(rows, dtype=torch.long, device=samples.device)
+        log_probs = torch.empty(rows, dtype=torch.float32, device=samples.device)
+        if mesh.is_last_stage:
+            assert hidden is not None
+            logits = self._lm.full_logits(hidden)
+            if self._work is None:
+                most = max(self._schedule.rows, self._lots[0].size)
+                self._work = Workspace(most, logits.shape[1], logits.dtype, logits.device)
+            adjusted = self._responses.adjust(logits, samples, written)
+            tokens = choose_tokens(adjusted, self._keys[samples, written], self._params, self._work)
+            log_probs = token_log_probs(logits, tokens, self._params.temperature, self._work)
+        mesh.copy_from_last_stage(tokens)
+        mesh.copy_from_last_stage(log_probs)
+        alive = self._alive[samples]
+        at = samples.where(alive, self._nobody)
+        stopped = self._responses.record(at, written, tokens, log_probs)
+        self._alive[at] = alive & ~stopped & (written + 1 < self._params.max_length)
+
+    def _look(self, steps: int) -> None:
+        """Wait for the device, and let go of what has ended."""
+        running = self._schedule.running
+        if self._params.end_strings:
+            samples = torch.tensor([one.sample for one in running], device=self._alive.device)
+            self._alive[samples] &= ~self._responses.stop_at_end_strings(samples)
+        alive = self._alive.tolist() if self._params.end_strings or self._params.stop_token_ids else None
+        ended = [row for row, one in enumerate(running) if alive is not None and not alive[one.sample]]
+        if self._schedule.advance(ended, steps) is not None:
+            left = {one.sample for one in self._schedule.running}
+            for sample in [sample for sample in self._lane_of if sample not in left]:
+                self._free.append(self._lane_of.pop(sample))
+
+
+class _Lot:
+    """Rows that pass through the stages together: what the device knows of them, in buffers that stay where they are.
+
+    Args:
+        size: rows at most.
+        slots: of prompts.
+        most_rows: of a prompt, or without one, at most.
+        device: where the buffers lie.
+
+    Attributes:
+        rows: R.
+        most_rows: of a slot at most.
+    """
+
+    def __init__(self, size: int, slots: int, most_rows: int, device: torch.device):
+        self.size, self.rows, self._slots, self._most_rows = size, 0, slots, most_rows
+        self._numbers = torch.zeros((4, size), dtype=torch.long, device=device)
+        self.rows_of_slots = torch.zeros(slots + 2, dtype=torch.int32, device=device)
+
+    def place(
+        self,
+        running: Sequence[Running],
+        lengths: Sequence[int],
+        starts: Sequence[int],
+        rows: int,
+        nobody: tuple[int, int, int, int],
+    ) -> None:
+        """The rows are these, by slot, and are then filled up.
+
+        Args:
+            lengths: tokens of their prompts.
+            starts: of their lanes.
+            rows: R.
+            nobody: the four numbers of a row that stands for no sample.
+        """
+        self.rows, self.most_rows = rows, min(rows, self._most_rows)
+        numbers = [
+            (one.sample, length, one.written, start)
+            for one, length, start in zip(running, lengths, starts, strict=True)
+        ]
+        numbers += [nobody] * (rows - len(running))
+        self._numbers[:, :rows] = torch.tensor(numbers, device=self._numbers.device).t()
+        counts = Counter(one.slot for one in running)
+        firsts = np.cumsum([0, *(counts[slot] for slot in range(self._slots)), rows - len(running)])
+        self.rows_of_slots.copy_(torch.from_numpy(firsts))
+
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """int64 [R] each: samples, tokens of their prompts and of their responses, where their lanes begin."""
+        samples, lengths, written, starts = self._numbers[:, : self.rows]
+        return samples, lengths, written, starts
