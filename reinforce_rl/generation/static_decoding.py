@@ -15,20 +15,17 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.cuda_graphs import GraphedStep
-from reinforce_rl.generation.responses import Responses
-from reinforce_rl.generation.sampling import Workspace, choose_tokens, noise_keys, token_log_probs
-from reinforce_rl.generation.schedule import Running, Schedule
-from reinforce_rl.generation.stages import hand_on, last_of_prompts
+from reinforce_rl.generation.decoding import Decoding
+from reinforce_rl.generation.schedule import Running
 from reinforce_rl.megatron.flash_cache import FlashCache, flash_can
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.rollout import Prompt
 
 _STEPS = 8
 _SMALL = (1, 2, 4, 8, 16)  # numbers of rows; then multiples of the next
@@ -46,62 +43,39 @@ def padded_rows(rows: int) -> int:
     return -(-rows // _MULTIPLE) * _MULTIPLE if rows > _SMALL[-1] else _SMALL[bisect.bisect_left(_SMALL, rows)]
 
 
-class StaticDecoding:
-    """All samples of a call.
+class StaticDecoding(Decoding):
+    """See above.
 
     Args:
-        lm: the actor, within `whole_sequences`.
-        responses: where they are written, with a spare row.
-        prompts, num_samples, params, seed: of the call.
-        max_tokens: that the cache holds at most.
-        pad_id: fills the right of the prompts.
+        lm: the actor.
+        call: as of `Decoding`; the responses have a spare row.
         use_graphs: replay steps as CUDA graphs. Not in a pipeline.
     """
 
-    def __init__(
-        self,
-        lm: CausalLM,
-        responses: Responses,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        params: SamplingParams,
-        seed: int,
-        max_tokens: int | None,
-        pad_id: int,
-        *,
-        use_graphs: bool = False,
-    ):
-        self._lm, self._responses, self._params, self._pad_id = lm, responses, params, pad_id
-        self._prompts, device, stages = [prompt.tokens for prompt in prompts], lm.mesh.device, lm.mesh.pp_size
-        lengths = [len(tokens) for tokens in self._prompts]
-        self._schedule = Schedule(lengths, num_samples, params.max_length, max_tokens)
-        rows, slots, self._nobody = self._schedule.rows, self._schedule.slots, len(prompts) * num_samples
-        self._cache = lm.new_cache(slots, max(lengths), rows, params.max_length, kind=FlashCache)
-        keys = noise_keys(
-            seed,
-            np.repeat([p.id for p in prompts], num_samples),
-            np.tile(np.arange(num_samples), len(prompts)),
-            params.max_length,
-        )
-        self._keys = torch.cat((keys, keys[:1])).to(device)
-        self._alive = torch.ones(self._nobody + 1, dtype=torch.bool, device=device)
+    def __init__(self, lm: CausalLM, *call: Any, use_graphs: bool = False):
+        super().__init__(lm, *call)
+        self._cache = lm.new_cache(*self._sizes, kind=FlashCache)
+        slots, _, rows, _ = self._sizes
+        self._nobody, stages = len(self._keys), lm.mesh.pp_size
+        self._keys = torch.cat((self._keys, self._keys[:1]))
+        self._alive = torch.ones(self._nobody + 1, dtype=torch.bool, device=self._device)
         self._alive[self._nobody] = False
-        hidden = (slots, lm.architecture.hidden_size)
-        self._of_prompts = torch.empty(hidden, dtype=lm.config.params_dtype, device=device)
-        size = padded_rows(-(-rows // stages))
-        self._work: Workspace | None = None
-        self._lots = [_Lot(size, slots, max(num_samples, _MULTIPLE), device) for _ in range(stages)]
+        size, most = padded_rows(-(-rows // stages)), max(self._nobody // len(self._prompts), _MULTIPLE)
+        self._lots = [_Lot(size, slots, most, self._device) for _ in range(stages)]
+        self._most_rows = max(size, rows)
         self._free, self._lane_of = list(range(rows)), dict[int, int]()
-        self._step = GraphedStep(self._whole_step) if use_graphs and stages == 1 else self._whole_step
+        self._use_graphs = use_graphs and stages == 1
 
     def run(self) -> None:
         """Write all responses."""
+        # Not kept in `self`: a cycle would keep the cache until Python looks for cycles.
+        step = GraphedStep(self._whole_step) if self._use_graphs else self._whole_step
         while (steps := self._admit()) is not None:
             if len(self._lots) > 1:
                 self._rotate(steps)
             else:
                 for _ in range(steps):
-                    self._step(self._lots[0].rows)
+                    step(self._lots[0].rows)
             self._look(steps)
 
     def _admit(self) -> int | None:
@@ -109,16 +83,12 @@ class StaticDecoding:
         schedule, before = self._schedule, len(self._schedule.running)
         unread = schedule.admit()
         if unread:
-            slots = [schedule.slot_of(number) for number in unread]
-            prompts = [self._prompts[number] for number in unread]
-            self._cache.read(slots, [len(prompt) for prompt in prompts])
-            hidden = last_of_prompts(self._lm, prompts, self._pad_id, self._cache)
-            if hidden is not None:
-                self._of_prompts[slots] = hidden
+            lengths = [len(self._prompts[number]) for number in unread]
+            self._cache.read([schedule.slot_of(number) for number in unread], lengths)
+            self._prefill(unread, self._cache)
         new = schedule.running[before:]
         if new:
-            device = self._alive.device
-            samples = torch.tensor([one.sample for one in new], device=device)
+            samples = torch.tensor([one.sample for one in new], device=self._device)
             self._draw(self._of_prompts[[one.slot for one in new]], samples, torch.zeros_like(samples))
             for one in new:
                 one.written, self._lane_of[one.sample] = 1, self._free.pop()
@@ -158,7 +128,7 @@ class StaticDecoding:
                     self._lm.set_input_tensor(given)
                 hidden = self._read(self._lots[number % stages])
             comes = mesh.pp_rank > 0 and 0 <= number + 1 < total
-            given = hand_on(self._lm, None if mesh.is_last_stage else hidden, self._lots[0].rows if comes else 0)
+            given = self._hand_on(None if mesh.is_last_stage else hidden, self._lots[0].rows if comes else 0)
             if tick >= stages - 1:
                 self._write(self._lots[(tick - stages + 1) % stages], hidden)
 
@@ -176,21 +146,8 @@ class StaticDecoding:
         written.add_(self._alive[samples])
 
     def _draw(self, hidden: Tensor | None, samples: Tensor, written: Tensor) -> None:
-        """The next token of each row, int64 [R], from hidden states [R, h] of the last stage."""
-        mesh, rows = self._lm.mesh, len(samples)
-        tokens = torch.empty(rows, dtype=torch.long, device=samples.device)
-        log_probs = torch.empty(rows, dtype=torch.float32, device=samples.device)
-        if mesh.is_last_stage:
-            assert hidden is not None
-            logits = self._lm.full_logits(hidden)
-            if self._work is None:
-                most = max(self._schedule.rows, self._lots[0].size)
-                self._work = Workspace(most, logits.shape[1], logits.dtype, logits.device)
-            adjusted = self._responses.adjust(logits, samples, written)
-            tokens = choose_tokens(adjusted, self._keys[samples, written], self._params, self._work)
-            log_probs = token_log_probs(logits, tokens, self._params.temperature, self._work)
-        mesh.copy_from_last_stage(tokens)
-        mesh.copy_from_last_stage(log_probs)
+        """Write the next token of each row that is alive."""
+        tokens, log_probs = self._next_tokens(hidden, samples, written)
         alive = self._alive[samples]
         at = samples.where(alive, self._nobody)
         stopped = self._responses.record(at, written, tokens, log_probs)
@@ -200,7 +157,7 @@ class StaticDecoding:
         """Wait for the device, and let go of what has ended."""
         running = self._schedule.running
         if self._params.end_strings:
-            samples = torch.tensor([one.sample for one in running], device=self._alive.device)
+            samples = torch.tensor([one.sample for one in running], device=self._device)
             self._alive[samples] &= ~self._responses.stop_at_end_strings(samples)
         alive = self._alive.tolist() if self._params.end_strings or self._params.stop_token_ids else None
         ended = [row for row, one in enumerate(running) if alive is not None and not alive[one.sample]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,6 +140,28 @@ def test_two_ranks(tp, pp, folder, tmp_path):
     """Two stages at a time with a lot of rows each, and two ranks that share each weight."""
     folder = tiny_llama_folder(tmp_path / "model", vocab_size=63, logit_scale=2.0, layers=4)
     run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/static_stages.py", 2, folder, tp, pp, timeout=150)
+
+
+@pytest.mark.parametrize("use_graphs", [False, True])
+def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch):
+    """Training needs its memory, and Python looks for cycles when it likes."""
+    decode_statically(monkeypatch)
+    monkeypatch.setattr(cuda_graphs, "torch", stand_in())
+    caches, new_cache = [], lm.new_cache
+
+    def noted(*args, **options):
+        cache = new_cache(*args, **options)
+        caches.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(lm, "new_cache", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        NativeGenerator(lm, load_tokenizer(folder), use_graphs=use_graphs).generate(prompts, 2, PARAMS, seed=0)
+        assert isinstance(caches[0], weakref.ref) and caches[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_padded_rows():
