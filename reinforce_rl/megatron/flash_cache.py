@@ -1,9 +1,9 @@
 """Keys and values of sequences being decoded on a GPU: read in their own dtype, by a flash kernel, in static shapes.
 
-`KVCache` copies all that a step reads to float32 and takes a new shape at each token. Here a step is two calls of
-FlashAttention's kernel for sequences of unequal length: one of all queries of a prompt over its keys, which are thus
-read once for all its samples, and one of each row's queries over its response. What the two give is one softmax by
-their log-sum-exps, as in flash-decoding and cascade inference (Juravsky et al., "Hydragen", arXiv:2402.05099).
+`KVCache` copies all that a step reads to float32 and takes a new shape at each token. Here a step is one call of
+FlashAttention's kernel for sequences of unequal length, which has every query twice: among the queries of its prompt,
+whose keys are thus read once for all samples, and with those of its row over the keys of its own response. What the
+two give is one softmax by their log-sum-exps (Juravsky et al., "Hydragen", arXiv:2402.05099, section 3).
 
 Nothing in a step depends on the host: lengths and places are read by the kernels, so that a CUDA graph may replay it.
 
@@ -87,10 +87,11 @@ class FlashCache:
         self._pool = torch.zeros((len(layers), self.spare + 1, groups, 2, head_size), dtype=dtype, device=device)
         # Of each layer the whole [tokens, g, 2, d], its keys and its values.
         self._layers = [(layer, *layer.unbind(2)) for layer in self._pool.unbind()]
-        ends = [*range(0, prompts * prompt_tokens, prompt_tokens), self.spare, self.spare + 1]
-        self._prompt_starts = torch.tensor(ends, dtype=torch.int32, device=device)
+        firsts = [*range(0, prompts * prompt_tokens, prompt_tokens), self.spare]
+        self._prompt_starts = torch.tensor(firsts, dtype=torch.int32, device=device)
         self._prompt_lengths = torch.ones(prompts + 1, dtype=torch.int32, device=device)
         self._reading: Tensor | None = None
+        self._first_queries: Tensor | None = None
 
     def lane_start(self, lane: int) -> int:
         """Where a lane's tokens begin."""
@@ -111,13 +112,13 @@ class FlashCache:
             rows_of_slots: int32 [P + 2], the number of the first row of each slot, of that of no row, and R.
             most_rows: of one slot.
         """
-        self._reading = None
-        rows, self._most_rows = len(starts), most_rows
-        self._write_at, self._rows_of_slots = starts + written, rows_of_slots
-        self._starts = torch.nn.functional.pad(starts, (0, 1)).int()
-        self._used = (written + 1).int()
-        self._rows = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
-        self._queries: tuple[Tensor, Tensor] | None = None
+        self._reading, self._most_rows, self._write_at = None, most_rows, starts + written
+        # Sequences are the slots, and then the rows; what comes after the last one's start is not read.
+        rows = torch.arange(len(starts), 2 * len(starts) + 1, dtype=torch.int32, device=self._device)
+        self._first_rows, self._first_queries = torch.cat((rows_of_slots[:-1], rows)), None
+        starts = torch.nn.functional.pad(starts, (0, 1))
+        self._starts = torch.cat((self._prompt_starts, starts.int()))
+        self._used = torch.cat((self._prompt_lengths, (written + 1).int()))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """See `KVCache.attend`."""
@@ -137,21 +138,15 @@ class FlashCache:
         pool.index_copy_(0, self._write_at, new)
         rows, groups, heads, head_size = queries.shape
         # The heads of a group stand in for the sequence axis, so that their keys are read once.
-        query = queries.transpose(1, 2).reshape(-1, groups, head_size)
-        _, prompt_tokens, response_tokens = self._shape
-        if self._queries is None:  # in the first layer
-            self._queries = self._rows_of_slots * heads, self._rows * heads
-        of_slots, of_rows = self._queries
-        most = self._most_rows * heads, prompt_tokens
-        of_prompt, prompt_sum = varlen_attention(
-            query, keys, values, of_slots, self._prompt_starts, self._prompt_lengths, most
-        )
-        own, own_sum = varlen_attention(
-            query, keys, values, of_rows, self._starts, self._used, (heads, response_tokens)
-        )
-        share = torch.empty(rows * heads, groups, 1, dtype=query.dtype, device=query.device)
-        torch.sigmoid(prompt_sum - own_sum, out=share[..., 0].t())
-        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        parts = (part.unflatten(0, (rows, heads)) for part in (own, of_prompt, share))
-        torch.lerp(*parts, out=out.transpose(1, 2))
-        return out
+        query = queries.transpose(1, 2).expand(2, -1, -1, -1, -1).reshape(-1, groups, head_size)
+        if self._first_queries is None:  # in the first layer
+            self._first_queries = self._first_rows * heads
+        most = self._most_rows * heads, max(self._shape[1:])
+        out, log_sum = varlen_attention(query, keys, values, self._first_queries, self._starts, self._used, most)
+        of_prompt, own = out.view(2, rows, heads, groups, head_size)
+        prompt_sum, own_sum = log_sum.view(groups, 2, rows * heads).unbind(1)
+        share = torch.empty(rows * heads, groups, dtype=query.dtype, device=query.device)
+        torch.sigmoid(prompt_sum - own_sum, out=share.t())
+        found = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        torch.lerp(own, of_prompt, share.view(rows, heads, groups, 1), out=found.transpose(1, 2))
+        return found
