@@ -63,7 +63,7 @@ class StaticDecoding(Decoding):
         size, most = padded_rows(-(-rows // stages)), max(self._nobody // len(self._prompts), _MULTIPLE)
         self._lots = [_Lot(size, slots, most, self._device) for _ in range(stages)]
         self._most_rows = max(size, rows)
-        self._free, self._lane_of = list(range(rows)), dict[int, int]()
+        self._free, self._lane_of, self._freed = list(range(rows)), dict[int, int](), False
         self._use_graphs = use_graphs and stages == 1
 
     def run(self) -> None:
@@ -88,13 +88,14 @@ class StaticDecoding(Decoding):
             self._prefill(unread, self._cache)
         new = schedule.running[before:]
         if new:
-            samples = torch.tensor([one.sample for one in new], device=self._device)
+            samples = self._on_device([one.sample for one in new])
             self._draw(self._of_prompts[[one.slot for one in new]], samples, torch.zeros_like(samples))
             for one in new:
                 one.written, self._lane_of[one.sample] = 1, self._free.pop()
         if not schedule.running:
             return None
-        self._place()
+        if new or self._freed:
+            self._place()
         if self._params.end_strings:  # which are looked for after each token
             return 0 if new else 1
         return min(_STEPS, self._params.max_length - schedule.longest)
@@ -153,15 +154,20 @@ class StaticDecoding(Decoding):
         stopped = self._responses.record(at, written, tokens, log_probs)
         self._alive[at] = alive & ~stopped & (written + 1 < self._params.max_length)
 
+    def _on_device(self, numbers: list[int]) -> Tensor:
+        """int64, without waiting for the device."""
+        return torch.tensor(numbers).to(self._device, non_blocking=True)
+
     def _look(self, steps: int) -> None:
         """Wait for the device, and let go of what has ended."""
         running = self._schedule.running
         if self._params.end_strings:
-            samples = torch.tensor([one.sample for one in running], device=self._device)
+            samples = self._on_device([one.sample for one in running])
             self._alive[samples] &= ~self._responses.stop_at_end_strings(samples)
         alive = self._alive.tolist() if self._params.end_strings or self._params.stop_token_ids else None
         ended = [row for row, one in enumerate(running) if alive is not None and not alive[one.sample]]
-        if self._schedule.advance(ended, steps) is not None:
+        self._freed = self._schedule.advance(ended, steps) is not None
+        if self._freed:
             left = {one.sample for one in self._schedule.running}
             for sample in [sample for sample in self._lane_of if sample not in left]:
                 self._free.append(self._lane_of.pop(sample))
@@ -208,10 +214,10 @@ class _Lot:
             for one, length, start in zip(running, lengths, starts, strict=True)
         ]
         numbers += [nobody] * (rows - len(running))
-        self._numbers[:, :rows] = torch.tensor(numbers, device=self._numbers.device).t()
+        self._numbers[:, :rows].copy_(torch.tensor(numbers).t(), non_blocking=True)
         counts = Counter(one.slot for one in running)
         firsts = np.cumsum([0, *(counts[slot] for slot in range(self._slots)), rows - len(running)])
-        self.rows_of_slots.copy_(torch.from_numpy(firsts))
+        self.rows_of_slots.copy_(torch.from_numpy(firsts), non_blocking=True)
 
     @property
     def numbers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
