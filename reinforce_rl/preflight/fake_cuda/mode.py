@@ -191,6 +191,14 @@ class FakeCuda(TorchDispatchMode):
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             if name != "index" and first.device.type == "cuda" and args[2].device.type == "cpu" and args[2].dim():
                 raise RuntimeError(f"{name}: values on the CPU into a tensor on {first.device}")
+            masks = [index for index in args[1] if index is not None]
+            is_mask = name != "index" and len(masks) == 1 and masks[0].dtype == torch.bool
+            if is_mask and not args[2].dim() and args[2].device.type == "cpu":
+                # Of a number torch makes a masked_fill_, which does not wait.
+                mask = masks[0]
+                while mask.dim() < first.dim():
+                    mask = self.__torch_dispatch__(torch.ops.aten.unsqueeze.default, (), (mask, -1))
+                return self.__torch_dispatch__(torch.ops.aten.masked_fill_.Tensor, (), (first, mask, args[2]))
             if any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
                 return self.__torch_dispatch__(func, (), (first, self._without_masks(args[1]), *args[2:]), kwargs)
         return NotImplemented
