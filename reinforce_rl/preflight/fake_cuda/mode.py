@@ -303,7 +303,14 @@ class FakeCuda(TorchDispatchMode):
         elif name in _ROW_COPIES:
             rows = inputs[-1] if func._schema.is_mutable else made[0]
             nbytes = 3 * size_of(rows)
-        self.launch(name, [*inputs, *made], flops=_flops(func, args, kwargs, out), launches=launches, nbytes=nbytes)
+        flops = _flops(func, args, kwargs, out)
+        if name == "_flash_attention_forward" and kwargs.get("seqused_k") is not None:
+            # Keys lie in a pool, of which each sequence reads so many.
+            starts, used = self._known_value(args[3]).long(), self._known_value(kwargs["seqused_k"]).long()
+            numbers = args[1].shape[1] * args[1].shape[2]  # of a key
+            flops = 4 * numbers * int((starts.diff() * used).sum())
+            nbytes = 2 * (size_of(args[0]) + int(used.sum()) * numbers * args[1].element_size())
+        self.launch(name, [*inputs, *made], flops=flops, launches=launches, nbytes=nbytes)
 
 
 def _leaves(args: Any, kwargs: Any) -> list[Any]:
