@@ -76,7 +76,7 @@ def whole_model(machine: Machine, folder: Path, shape: dict, layers: int, tp: in
 def test_8b_at_batch_64(machine, folders):
     """1,123 kernels, 2 syncs and 22.1 GB before there were static steps."""
     step = whole_model(machine, folders[2], LLAMA_8B, 32)
-    assert step.kernels == step.launches <= 719  # torch's rule for `roll` without a GPU counts 32 of `cat`
+    assert step.kernels == step.launches <= 714  # torch's rule for `roll` without a GPU counts 32 of `cat`
     assert step.syncs == 1 / 8
     layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)  # query, key and value, output, and the MLP's three
     weights = 2 * (32 * layer + 128256 * 4096)
