@@ -18,6 +18,8 @@ def generation_faults(cfg: TrainConfig) -> Iterator[str]:
         yield from _sampling(cfg)
     if cfg.model.reinforce.generation_cache_tokens is not None:
         yield from _cache(cfg)
+    if cfg.model.reinforce.cuda_graphs:
+        yield from _cuda_graphs(cfg)
     if cfg.trainer.reinforce.generation_work_queue:
         yield from _work_queue(cfg)
 
@@ -59,6 +61,19 @@ def _cache(cfg: TrainConfig) -> Iterator[str]:
         yield f"{told}, but generation is {cfg.generation!r}, whose engine has a cache of its own; expected null"
     elif tokens is not None and tokens < longest:
         yield f"{told}, below model.encoder_seq_length, which is {longest}; the longest sequence must fit"
+
+
+def _cuda_graphs(cfg: TrainConfig) -> Iterator[str]:
+    told = "model.reinforce.cuda_graphs is true, but"
+    if cfg.generation != "native":
+        yield f"{told} generation is {cfg.generation!r}, whose engine has graphs of its own; expected false"
+    if not cfg.model.reinforce.lean_decoding:
+        yield f"{told} model.reinforce.lean_decoding is false, whose steps have no static shape; expected true"
+    if cfg.model.pipeline_model_parallel_size > 1:
+        yield (
+            f"{told} model.pipeline_model_parallel_size is {cfg.model.pipeline_model_parallel_size}: stages hand over "
+            "between the kernels of a step, which a graph does not hold; expected 1, or cuda_graphs=false"
+        )
 
 
 def _work_queue(cfg: TrainConfig) -> Iterator[str]:

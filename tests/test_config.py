@@ -212,6 +212,16 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["generation_cache_tokens is 9000", "generation is 'tensorrt_llm'", "expected null"],
     ),
     (
+        "graphs of another engine",
+        ["model.reinforce.cuda_graphs=true", "generation=tensorrt_llm"],
+        ["cuda_graphs is true", "generation is 'tensorrt_llm'", "expected false"],
+    ),
+    (
+        "graphs of changing shapes",
+        ["model.reinforce.cuda_graphs=true", "model.reinforce.lean_decoding=false"],
+        ["cuda_graphs is true", "lean_decoding is false", "expected true"],
+    ),
+    (
         "nothing to take over",
         [f"{RL}.generation_work_queue=true", "trainer.devices=2", "model.reinforce.num_rollout_samples=15"],
         ["each of 2 data-parallel ranks has at most 8", "rollout_micro_batch_size is 8", "expected a size below 8"],
@@ -341,6 +351,13 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
 def test_one_fault_is_told_in_one_sentence(folder, overrides, words):
     (fault,) = faults_of(folder, *overrides)
     assert [word for word in words if word not in fault] == [], fault
+
+
+def test_graphs_of_stages(folder):
+    """This model of one layer cannot have two, which is another fault."""
+    graphs = "model.reinforce.cuda_graphs=true"
+    (found,) = [f for f in faults_of(folder, graphs, "model.pipeline_model_parallel_size=2") if "cuda_graphs" in f]
+    assert "pipeline_model_parallel_size is 2" in found and "expected 1" in found
 
 
 def test_missing_files_and_folders_are_named(folder, tmp_path):

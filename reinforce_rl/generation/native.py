@@ -12,17 +12,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.decoding import Decoding
 from reinforce_rl.generation.responses import Responses
-from reinforce_rl.generation.sampling import Workspace, choose_tokens, noise_keys, token_log_probs
-from reinforce_rl.generation.schedule import Schedule
+from reinforce_rl.generation.static_decoding import StaticDecoding, can_decode_statically
 from reinforce_rl.megatron.lean_decoding import lean_decoding
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.rollout import Completions, Prompt, join_completions
@@ -39,13 +38,21 @@ class NativeGenerator:
         lm: the actor.
         tokenizer: decodes text for `end_strings`; its pad id fills the right of the responses.
         max_tokens: that the KV cache holds at most, on each rank; None for all sequences of a call at once.
-        is_lean: decode within `lean_decoding`; False: through megatron's own layers.
+        is_lean: decode within `lean_decoding`, on a GPU in bf16 by `StaticDecoding`; False: through megatron's own
+            layers.
+        use_graphs: replay the steps of `StaticDecoding` as CUDA graphs.
     """
 
     def __init__(
-        self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None, *, is_lean: bool = True
+        self,
+        lm: CausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int | None = None,
+        *,
+        is_lean: bool = True,
+        use_graphs: bool = False,
     ):
-        self._lm, self._max_tokens, self._is_lean = lm, max_tokens, is_lean
+        self._lm, self._max_tokens, self._is_lean, self._use_graphs = lm, max_tokens, is_lean, use_graphs
         self._tokenizer = tokenizer
         self._pad_id = pad_id_of(tokenizer)
 
@@ -96,68 +103,41 @@ class NativeGenerator:
             )
 
     def _generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
-        responses = Responses(prompts, num_samples, params, self._tokenizer, self._pad_id, self._lm.mesh.device)
-        decoding = _Decoding(self._lm, prompts, num_samples, params, seed, self._max_tokens, self._pad_id)
-        while decoding.admit():
-            tokens = decoding.draw(responses)
-            decoding.advance(tokens)
+        longest = max(len(prompt.tokens) for prompt in prompts) + params.max_length
+        static = self._is_lean and can_decode_statically(self._lm, longest)
+        responses = Responses(
+            prompts, num_samples, params, self._tokenizer, self._pad_id, self._lm.mesh.device, spare=static
+        )
+        call = (responses, prompts, num_samples, params, seed, self._max_tokens, self._pad_id)
+        if static:
+            StaticDecoding(self._lm, *call, use_graphs=self._use_graphs).run()
+        else:
+            decoding = _Decoding(self._lm, *call)
+            while decoding.admit():
+                decoding.advance(decoding.draw())
         return responses.finish()
 
 
-class _Decoding:
-    """The samples of a call in flight: what is known of them on the device, row by row.
+class _Decoding(Decoding):
+    """One token of each row at a time, and only of those that have not ended: what is known of them on the device."""
 
-    Args: as of `NativeGenerator` and its `generate`.
-    """
-
-    def __init__(
-        self,
-        lm: CausalLM,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        params: SamplingParams,
-        seed: int,
-        max_tokens: int | None,
-        pad_id: int,
-    ):
-        self._lm, self._device, self._params, self._pad_id = lm, lm.mesh.device, params, pad_id
-        self._prompts = [prompt.tokens for prompt in prompts]
-        lengths = [len(tokens) for tokens in self._prompts]
-        self._schedule = Schedule(lengths, num_samples, params.max_length, max_tokens)
-        self._cache = lm.new_cache(self._schedule.slots, max(lengths), self._schedule.rows, params.max_length)
-        self._keys = noise_keys(
-            seed,
-            np.repeat([p.id for p in prompts], num_samples),
-            np.tile(np.arange(num_samples), len(prompts)),
-            params.max_length,
-        ).to(self._device)
-        size, dtype = lm.architecture.hidden_size, lm.config.params_dtype
-        # What the next tokens are drawn from, on the last stage: of each slot's prompt, and of each row.
-        self._of_prompts = torch.empty((self._schedule.slots, size), dtype=dtype, device=self._device)
-        self._hidden = torch.empty((0, size), dtype=dtype, device=self._device)
-        self._work: Workspace | None = None
+    def __init__(self, lm: CausalLM, *call: Any):
+        super().__init__(lm, *call)
+        self._cache = lm.new_cache(*self._sizes)
+        # What the next tokens are drawn from, on the last stage, by row.
+        self._hidden = self._of_prompts[:0]
 
     def admit(self) -> bool:
         """Put samples that wait in the place of those that have ended; False when none is left."""
         before = len(self._schedule.running)
         unread = self._schedule.admit()
         if unread:
-            self._read(unread)
+            self._cache.read([self._schedule.slot_of(number) for number in unread])
+            self._prefill(unread, self._cache)
         if len(self._schedule.running) > before:
             self._place()
             self._hidden = torch.cat((self._hidden, self._of_prompts[self._slots[before:]]))
         return bool(self._schedule.running)
-
-    def _read(self, numbers: Sequence[int]) -> None:
-        """Prefill of these prompts."""
-        slots = [self._schedule.slot_of(number) for number in numbers]
-        ends = torch.tensor([len(self._prompts[number]) - 1 for number in numbers], device=self._device)
-        rows = [torch.tensor(self._prompts[number]) for number in numbers]
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._pad_id)
-        self._cache.read(slots)
-        hidden = self._through_stages(tokens.to(self._device), None)
-        if hidden is not None:
-            self._of_prompts[slots] = hidden[torch.arange(len(slots), device=self._device), ends]
 
     def _place(self) -> None:
         """After samples came or went."""
@@ -168,21 +148,10 @@ class _Decoding:
         ).unbind(dim=1)
         self._cache.place([one.slot for one in running])
 
-    def draw(self, responses: Responses) -> Tensor:
+    def draw(self) -> Tensor:
         """The next token of each row, int64 [R], written to the responses."""
-        mesh, rows = self._lm.mesh, len(self._schedule.running)
-        tokens = torch.empty(rows, dtype=torch.long, device=self._device)
-        log_probs = torch.empty(rows, dtype=torch.float32, device=self._device)
-        if mesh.is_last_stage:
-            logits = self._lm.full_logits(self._hidden)
-            if self._work is None:
-                self._work = Workspace(self._schedule.rows, logits.shape[1], logits.dtype, self._device)
-            adjusted = responses.adjust(logits, self._samples, self._written)
-            tokens = choose_tokens(adjusted, self._keys[self._samples, self._written], self._params, self._work)
-            log_probs = token_log_probs(logits, tokens, self._params.temperature, self._work)
-        mesh.copy_from_last_stage(tokens)
-        mesh.copy_from_last_stage(log_probs)
-        ended = responses.append(self._samples, self._written, tokens, log_probs)
+        tokens, log_probs = self._next_tokens(self._hidden, self._samples, self._written)
+        ended = self._responses.append(self._samples, self._written, tokens, log_probs)
         order = self._schedule.advance(ended)
         if order is None:
             self._written = self._written + 1
@@ -199,20 +168,6 @@ class _Decoding:
             return
         stored = self._written - 1  # the last token's keys are made in this pass
         self._cache.at(self._lengths, stored, self._schedule.longest)
-        hidden = self._through_stages(tokens[:, None], (self._lengths + stored)[:, None])
+        hidden = self._through_stages(tokens[:, None], (self._lengths + stored)[:, None], self._cache)
         if hidden is not None:
             self._hidden = hidden[:, 0]
-
-    def _through_stages(self, tokens: Tensor, positions: Tensor | None) -> Tensor | None:
-        """Hidden states [b, s, h] on the last stage, None on the others, which wait for each other in turn."""
-        lm, mesh = self._lm, self._lm.mesh
-        if mesh.pp_rank > 0:
-            shape = (tokens.shape[1], tokens.shape[0], lm.architecture.hidden_size)
-            received = torch.empty(shape, dtype=lm.config.pipeline_dtype, device=mesh.device)
-            mesh.receive_from_stage(received, mesh.pp_rank - 1)
-            lm.set_input_tensor(received)
-        hidden = lm(tokens, positions, self._cache)
-        if mesh.is_last_stage:
-            return hidden
-        mesh.send_to_stage(hidden.contiguous(), mesh.pp_rank + 1)
-        return None

@@ -28,6 +28,7 @@ class Responses:
         tokenizer: decodes text for `end_strings`.
         pad_id: fills the right of the responses.
         device: where they are written.
+        spare: write also to a row N, which is nobody's.
     """
 
     def __init__(
@@ -38,8 +39,11 @@ class Responses:
         tokenizer: PreTrainedTokenizerBase,
         pad_id: int,
         device: torch.device,
+        *,
+        spare: bool = False,
     ):
-        rows = len(prompts) * num_samples
+        self._count = len(prompts) * num_samples
+        rows = self._count + spare
         self._params, self._tokenizer = params, tokenizer
         self._stops = torch.tensor(params.stop_token_ids, dtype=torch.long, device=device)
         self._tokens = torch.full((rows, params.max_length), pad_id, dtype=torch.long, device=device)
@@ -59,7 +63,7 @@ class Responses:
         """
         if self._params.repetition_penalty != 1.0:
             if self._seen is None:
-                self._seen = torch.zeros((len(self._prompts), logits.shape[1]), dtype=torch.bool, device=logits.device)
+                self._seen = torch.zeros((len(self._tokens), logits.shape[1]), dtype=torch.bool, device=logits.device)
                 for row, prompt in enumerate(self._prompts):
                     self._seen[row, torch.tensor(prompt)] = True
             logits = penalise_repetition(logits, self._seen[samples], self._params.repetition_penalty)
@@ -77,11 +81,7 @@ class Responses:
             tokens: int64 [R].
             log_probs: float32 [R].
         """
-        self._tokens[samples, written] = tokens
-        self._log_probs[samples, written] = log_probs
-        self._lengths[samples] = written + 1
-        if self._seen is not None:
-            self._seen[samples, tokens] = True
+        self._write(samples, written, tokens, log_probs)
         if not self._stops.numel() and not self._params.end_strings:
             return []  # without waiting for the device
         stopped = torch.isin(tokens, self._stops)
@@ -89,6 +89,31 @@ class Responses:
             stopped |= self._have_end_strings(samples, written + 1)
         self._stopped[samples] = stopped
         return stopped.nonzero()[:, 0].tolist()
+
+    def record(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
+        """As `append`, without waiting for the device and without end strings: bool [R], which ended."""
+        self._write(samples, written, tokens, log_probs)
+        stopped = (tokens[:, None] == self._stops).any(dim=1)
+        self._stopped[samples] = stopped
+        return stopped
+
+    def stop_at_end_strings(self, samples: Tensor) -> Tensor:
+        """Which of these responses contain an end string, bool [R]: they end there."""
+        found = self._have_end_strings(samples, self._lengths[samples])
+        self._stopped[samples] |= found
+        return found
+
+    def last_tokens(self, samples: Tensor, written: Tensor) -> Tensor:
+        """int64 [R]: the token before `written` of each."""
+        return self._tokens[samples, written - 1]
+
+    def _write(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+        self._tokens[samples, written] = tokens
+        self._log_probs[samples, written] = log_probs
+        self._lengths[samples] = written + 1
+        if self._seen is not None:
+            # A value on the device: a number would be copied there, which no CUDA graph may hold.
+            self._seen[samples, tokens] = torch.ones_like(tokens, dtype=torch.bool)
 
     def _have_end_strings(self, samples: Tensor, lengths: Tensor) -> Tensor:
         rows = zip(self._tokens[samples].tolist(), lengths.tolist(), strict=True)
@@ -98,10 +123,13 @@ class Responses:
 
     def finish(self) -> Completions:
         """What was written, cut to the longest response."""
-        width = int(self._lengths.max())
+        tokens, log_probs, lengths, stopped = (
+            values[: self._count] for values in (self._tokens, self._log_probs, self._lengths, self._stopped)
+        )
+        width = int(lengths.max())
         return Completions(
-            tokens=self._tokens[:, :width].cpu(),
-            lengths=self._lengths.cpu(),
-            finish_reasons=tuple(FINISH_STOP if s else FINISH_LENGTH for s in self._stopped.tolist()),
-            log_probs=self._log_probs[:, :width].cpu(),
+            tokens=tokens[:, :width].cpu(),
+            lengths=lengths.cpu(),
+            finish_reasons=tuple(FINISH_STOP if s else FINISH_LENGTH for s in stopped.tolist()),
+            log_probs=log_probs[:, :width].cpu(),
         )

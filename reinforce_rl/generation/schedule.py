@@ -81,16 +81,16 @@ class Schedule:
         """Where a prompt in memory lies."""
         return self._slot_of[prompt]
 
-    def advance(self, stopped: Iterable[int]) -> list[int] | None:
-        """Every row has one token more; those in `stopped` end with it, and so do those of full length.
+    def advance(self, stopped: Iterable[int], tokens: int = 1) -> list[int] | None:
+        """Every row has so many tokens more; those in `stopped` have ended, and so do those of full length.
 
-        The last rows fill the gaps.
+        The last rows fill the gaps. How many tokens a stopped row has is not asked for.
 
         Returns:
             For each row that is left, which row it was; None where no row has ended.
         """
         for one in self.running:
-            one.written += 1
+            one.written += tokens
         ended = {*stopped, *(row for row, one in enumerate(self.running) if one.written == self._max_length)}
         if not ended:
             return None

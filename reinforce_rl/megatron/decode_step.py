@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from reinforce_rl.megatron.flash_cache import FlashCache
     from reinforce_rl.megatron.kv_cache import KVCache
 
 
-def decode_layers(block: Any, embedded: Tensor | None, rotary: Tensor, cache: KVCache) -> Tensor:
+def decode_layers(block: Any, embedded: Tensor | None, rotary: Tensor, cache: KVCache | FlashCache) -> Tensor:
     """What megatron's `TransformerBlock` computes of one token a row, without gradient.
 
     Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from megatron.core import tensor_parallel
@@ -23,6 +23,7 @@ from reinforce_rl.megatron.attention import CoreAttention
 from reinforce_rl.megatron.chunked_head import VocabShard
 from reinforce_rl.megatron.context_parallel import positions_below, zigzag_positions
 from reinforce_rl.megatron.decode_step import decode_layers
+from reinforce_rl.megatron.flash_cache import FlashCache
 from reinforce_rl.megatron.kv_cache import KVCache
 from reinforce_rl.megatron.layer_functions import rms_norm, swiglu
 from reinforce_rl.megatron.mesh import Mesh
@@ -30,6 +31,8 @@ from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptio
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.packing import PackedGroups
+
+Cache = TypeVar("Cache", KVCache, FlashCache)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -135,7 +138,7 @@ class CausalLM(GPTModel):
         self,
         input_ids: Tensor,
         position_ids: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | FlashCache | None = None,
         packed: PackedGroups | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, or what the next stage of a pipeline goes on with.
@@ -270,11 +273,13 @@ class CausalLM(GPTModel):
             gathered = tensor_parallel.gather_from_tensor_model_parallel_region(self.logits(hidden))
         return gathered[:, : self.architecture.vocab_size]
 
-    def new_cache(self, prompts: int, prompt_tokens: int, rows: int, response_tokens: int) -> KVCache:
+    def new_cache(
+        self, prompts: int, prompt_tokens: int, rows: int, response_tokens: int, kind: type[Cache] = KVCache
+    ) -> Cache:
         """An empty cache of this stage's layers; see `KVCache` for the sizes."""
         layers: Any = self.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0  # megatron counts from 1
-        return KVCache(
+        return kind(
             layers=range(first, first + len(layers)),
             prompts=prompts,
             prompt_tokens=prompt_tokens,

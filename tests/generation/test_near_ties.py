@@ -1,7 +1,7 @@
 """In float32 batching changes logits in their last bits, and so a sample only where two tokens nearly tie.
 
-Samples are drawn together, one prompt at a time, with a bound on the cache, and through megatron's own layers. Each
-draw notes how far apart its two best perturbed logits were.
+Samples are drawn together, one prompt at a time, with a bound on the cache, through megatron's own layers, and by a
+GPU's static steps. Each draw notes how far apart its two best perturbed logits were.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.flash import decode_statically
 from helpers.models import smollm2_folder, tiny_llama_folder
 from helpers.policies import megatron_model
 
-from reinforce_rl.generation import native
+from reinforce_rl.generation import decoding
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.generation.sampling import choose_tokens, gumbel_noise
@@ -34,7 +35,7 @@ def gaps(monkeypatch) -> dict[tuple[int, ...], float]:
         found.update(zip(map(tuple, keys.tolist()), (best[:, 0] - best[:, 1]).tolist(), strict=True))
         return choose_tokens(logits, keys, params, work)
 
-    monkeypatch.setattr(native, "choose_tokens", noting)
+    monkeypatch.setattr(decoding, "choose_tokens", noting)
     return found
 
 
@@ -50,6 +51,9 @@ def ways(lm, tokenizer, prompts, params) -> Iterator[tuple[str, list[torch.Tenso
     longest = max(len(prompt.tokens) for prompt in prompts) + params.max_length
     yield "with a bound on the cache", rows(NativeGenerator(lm, tokenizer, 3 * longest), prompts)
     yield "through megatron's layers", rows(NativeGenerator(lm, tokenizer, is_lean=False), prompts)
+    with pytest.MonkeyPatch.context() as patch:
+        decode_statically(patch)
+        yield "by static steps", rows(engine, prompts)
 
 
 def check(lm, tokenizer, prompts, params, gaps) -> None:
@@ -58,7 +62,7 @@ def check(lm, tokenizer, prompts, params, gaps) -> None:
     near = sum(gap < NEAR for gap in gaps.values())
     assert len(gaps) == draws
     assert near < 0.001 * draws
-    keys = native.noise_keys(
+    keys = decoding.noise_keys(
         5, torch.tensor([p.id for p in prompts for _ in range(GROUP)]).numpy(),
         torch.arange(GROUP).repeat(len(prompts)).numpy(), params.max_length,
     )  # fmt: skip

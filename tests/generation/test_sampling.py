@@ -10,6 +10,8 @@ import torch
 
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.sampling import (
+    _fold_halves,
+    _xor_shift,
     choose_tokens,
     gumbel_noise,
     noise_keys,
@@ -202,3 +204,12 @@ def test_log_probs_are_those_of_the_temperature():
     tokens = torch.arange(6)
     expected = torch.log_softmax(logits / 0.7, dim=-1)[torch.arange(6), tokens]
     torch.testing.assert_close(token_log_probs(logits, tokens, 0.7), expected)
+
+
+def test_bits_are_mixed_on_a_gpu_as_on_a_cpu():
+    """By half-words in place instead of a shift, a mask and an exclusive or."""
+    bits = torch.randint(-(2**31), 2**31, (3, 1001), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    folded = bits.clone()
+    _fold_halves(folded)
+    _xor_shift(bits, torch.empty_like(bits), 16)
+    assert torch.equal(folded, bits)

@@ -255,5 +255,9 @@ class Network:
 class _Exchange:
     """torch's P2POp."""
 
-    def __init__(self, op: Any, tensor: Tensor, peer: Any = None, group: Any = None, **_: Any):
+    def __init__(
+        self, op: Any, tensor: Tensor, peer: Any = None, group: Any = None, tag: int = 0, group_peer: Any = None
+    ):
+        if group_peer is not None:
+            peer = dist.get_process_group_ranks(group)[group_peer]
         self.op, self.tensor, self.peer, self.group = op, tensor, peer, group

@@ -191,6 +191,14 @@ class FakeCuda(TorchDispatchMode):
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             if name != "index" and first.device.type == "cuda" and args[2].device.type == "cpu" and args[2].dim():
                 raise RuntimeError(f"{name}: values on the CPU into a tensor on {first.device}")
+            masks = [index for index in args[1] if index is not None]
+            is_mask = name != "index" and len(masks) == 1 and masks[0].dtype == torch.bool
+            if is_mask and not args[2].dim() and args[2].device.type == "cpu":
+                # Of a number torch makes a masked_fill_, which does not wait.
+                mask = masks[0]
+                while mask.dim() < first.dim():
+                    mask = self.__torch_dispatch__(torch.ops.aten.unsqueeze.default, (), (mask, -1))
+                return self.__torch_dispatch__(torch.ops.aten.masked_fill_.Tensor, (), (first, mask, args[2]))
             if any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
                 return self.__torch_dispatch__(func, (), (first, self._without_masks(args[1]), *args[2:]), kwargs)
         return NotImplemented
@@ -295,7 +303,14 @@ class FakeCuda(TorchDispatchMode):
         elif name in _ROW_COPIES:
             rows = inputs[-1] if func._schema.is_mutable else made[0]
             nbytes = 3 * size_of(rows)
-        self.launch(name, [*inputs, *made], flops=_flops(func, args, kwargs, out), launches=launches, nbytes=nbytes)
+        flops = _flops(func, args, kwargs, out)
+        if name == "_flash_attention_forward" and kwargs.get("seqused_k") is not None:
+            # Keys lie in a pool, of which each sequence reads so many.
+            starts, used = self._known_value(args[3]).long(), self._known_value(kwargs["seqused_k"]).long()
+            numbers = args[1].shape[1] * args[1].shape[2]  # of a key
+            flops = 4 * numbers * int((starts.diff() * used).sum())
+            nbytes = 2 * (size_of(args[0]) + int(used.sum()) * numbers * args[1].element_size())
+        self.launch(name, [*inputs, *made], flops=flops, launches=launches, nbytes=nbytes)
 
 
 def _leaves(args: Any, kwargs: Any) -> list[Any]:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from reinforce_rl.generation import native
+from reinforce_rl.generation import decoding
 from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.generation.sampling import position_keys
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
@@ -29,8 +30,8 @@ class NativeModel:
         self._open = contextlib.ExitStack()  # as long as this lives, so that its groups do
         mesh = self._open.enter_context(parallel_mesh())
         self._lm = CausalLM(Architecture.from_folder(folder), mesh, torch.float32)
-        self._engine = native.NativeGenerator(self._lm, load_tokenizer(folder))
-        native.noise_keys = lambda seed, prompts, samples, count: position_keys(  # type: ignore[assignment]
+        self._engine = NativeGenerator(self._lm, load_tokenizer(folder))
+        decoding.noise_keys = lambda seed, prompts, samples, count: position_keys(  # type: ignore[assignment]
             np.array([seed], dtype=np.uint64), count
         )
 

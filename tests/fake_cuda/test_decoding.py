@@ -1,0 +1,110 @@
+"""Decode steps of the native engine at real sizes: kernels, launches, host syncs and bytes; and pipelines' order.
+
+Numbers of a step alone: what eight tokens more cost, over eight. Two depths give a layer, and so the whole model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers.fake_cuda import check_collectives
+from helpers.policies import megatron_model
+
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.preflight.fake_cuda.ledger import Ledger
+from reinforce_rl.preflight.fake_cuda.machine import Machine
+from reinforce_rl.rollout import Prompt
+from reinforce_rl.tokenizer import load_tokenizer
+
+LLAMA = {
+    "model_type": "llama",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+}
+LLAMA_8B = {**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+LLAMA_70B = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+PROMPTS, SAMPLES, PROMPT_TOKENS, SHORT, STEPS = 8, 8, 512, 10, 8
+ROWS = PROMPTS * SAMPLES
+
+
+class Step(NamedTuple):
+    """What a decode step costs."""
+
+    kernels: float
+    launches: float
+    syncs: float
+    bytes: float
+
+    def plus(self, other: Step, times: float) -> Step:
+        return Step(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+def cost_of_a_step(machine: Machine, folder: Path, shape: dict, layers: int, tp: int = 1, **options: bool) -> Step:
+    """Eight tokens more of 64 samples, on the first of `tp` ranks."""
+    architecture = Architecture.from_hf({**shape, "num_hidden_layers": layers})
+    prompts = [Prompt(i, "", tuple(range(3, 3 + PROMPT_TOKENS))) for i in range(PROMPTS)]
+    ledgers: list[Ledger] = []
+    with machine.rank(0, tp), parallel_mesh(tensor_model_parallel_size=tp) as mesh:
+        engine = NativeGenerator(CausalLM(architecture, mesh, torch.bfloat16), load_tokenizer(folder), **options)
+        for length in (SHORT, SHORT + STEPS):
+            with machine.gpu.counting("generate") as ledger:
+                engine.generate(prompts, SAMPLES, SamplingParams(max_length=length, stop_token_ids=(2,)), seed=0)
+            ledgers.append(ledger)
+    short, long = ledgers
+    names = ("num_kernels", "launches", "num_syncs", "bytes")
+    return Step(*((getattr(long, name) - getattr(short, name)) / STEPS for name in names))
+
+
+def whole_model(machine: Machine, folder: Path, shape: dict, layers: int, tp: int = 1, **options: bool) -> Step:
+    one, two = (cost_of_a_step(machine, folder, shape, count, tp, **options) for count in (1, 2))
+    return one.plus(two.plus(one, -1), layers - 1)
+
+
+def test_8b_at_batch_64(machine, folders):
+    """1,123 kernels, 2 syncs and 22.1 GB before there were static steps."""
+    step = whole_model(machine, folders[2], LLAMA_8B, 32)
+    assert step.kernels == step.launches <= 714  # torch's rule for `roll` without a GPU counts 32 of `cat`
+    assert step.syncs == 1 / 8
+    layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)  # query, key and value, output, and the MLP's three
+    weights = 2 * (32 * layer + 128256 * 4096)
+    cache = 32 * 2 * 8 * 128 * 2 * (PROMPTS * PROMPT_TOKENS + ROWS * 14)  # responses of 14 tokens in the mean
+    assert 1.0 < step.bytes / (weights + cache) < 1.2
+
+
+def test_a_graph_is_one_launch(machine, folders):
+    """Within a capture a sync is an error; tensor-parallel sums are in it."""
+    eager = cost_of_a_step(machine, folders[2], LLAMA_70B, 2, tp=8)
+    graphed = cost_of_a_step(machine, folders[2], LLAMA_70B, 2, tp=8, use_graphs=True)
+    assert graphed.launches == 1
+    assert eager.launches == eager.kernels == graphed.kernels > 100
+    assert graphed.syncs == eager.syncs == 1 / 8
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_meet_in_the_same_order(stages, machine, folders):
+    """Lots of rows that the stages have in turn, while rows come and go within a bound on the cache."""
+    ledgers = {}
+    prompts = [Prompt(i, "", tuple(range(4, 7 + i))) for i in range(3)]
+    for rank in range(stages):
+        with machine.rank(rank, stages) as ledger, parallel_mesh(1, stages) as mesh:
+            lm = megatron_model(folders[4], mesh, torch.bfloat16)
+            engine = NativeGenerator(lm, load_tokenizer(folders[4]), max_tokens=40)
+            found = engine.generate(prompts, 2, SamplingParams(max_length=4, stop_token_ids=(2,)), seed=0)
+            assert found.tokens.shape == (6, 4)
+        ledgers[rank] = ledger
+    check_collectives(ledgers)
+    kinds = Counter(call.kind for call in ledgers[0].collectives)
+    assert kinds["send"] > 3 * stages and kinds["broadcast"] > kinds["send"]

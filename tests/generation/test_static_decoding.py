@@ -1,0 +1,174 @@
+"""Decoding as on a GPU in bf16, with flash's kernel emulated, against decoding as on a CPU: the same samples."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.flash import decode_statically
+from helpers.models import tiny_llama_folder
+from helpers.policies import megatron_model, random_tokens
+from helpers.ranks import run_ranks
+from helpers.recorded_graphs import stand_in
+
+from reinforce_rl.generation import cuda_graphs, static_decoding
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.generation.static_decoding import can_decode_statically, padded_rows
+from reinforce_rl.rollout import Completions, Prompt
+from reinforce_rl.tokenizer import load_tokenizer
+
+PARAMS = SamplingParams(max_length=20, stop_token_ids=(2, 5, 6, 7))
+KINDS = {
+    "stop tokens": PARAMS,
+    "no end but the limit": SamplingParams(max_length=20),
+    "one token": replace(PARAMS, max_length=1),
+    "two tokens": replace(PARAMS, max_length=2),
+    "as many as a block": replace(PARAMS, max_length=9),
+    "greedy": replace(PARAMS, use_greedy=True),
+    "rules": replace(PARAMS, min_length=3, repetition_penalty=1.3, temperature=0.8, top_k=20, top_p=0.9),
+    "end strings": replace(PARAMS, end_strings=("e", "th"), min_length=2),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_llama_folder(tmp_path_factory.mktemp("model"), vocab_size=63, logit_scale=2.0)
+
+
+@pytest.fixture(scope="module")
+def lm(folder, mesh):
+    """In float64, where two tokens that nearly tie do not happen."""
+    return megatron_model(folder, mesh, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    lengths = (3, 11, 1, 7, 5)
+    tokens = random_tokens(63, len(lengths), max(lengths)).tolist()
+    return [Prompt(100 + i, "", tuple(row[:n])) for i, (row, n) in enumerate(zip(tokens, lengths, strict=True))]
+
+
+def assert_same(found: Completions, expected: Completions) -> None:
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.lengths, expected.lengths)
+    assert found.finish_reasons == expected.finish_reasons
+    assert found.log_probs is not None and expected.log_probs is not None
+    torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 75])
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_samples(kind, max_tokens, lm, folder, prompts, monkeypatch):
+    engine = NativeGenerator(lm, load_tokenizer(folder), max_tokens)
+    expected = engine.generate(prompts, 4, KINDS[kind], seed=3)
+    decode_statically(monkeypatch)
+    assert_same(engine.generate(prompts, 4, KINDS[kind], seed=3), expected)
+
+
+@pytest.mark.parametrize("samples", [1, 7])
+def test_same_samples_of_another_number(samples, lm, folder, prompts, monkeypatch):
+    engine = NativeGenerator(lm, load_tokenizer(folder))
+    expected = engine.generate(prompts, samples, PARAMS, seed=5)
+    decode_statically(monkeypatch)
+    assert_same(engine.generate(prompts, samples, PARAMS, seed=5), expected)
+
+
+def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts, monkeypatch):
+    decode_statically(monkeypatch)
+    shapes, looks = [], []
+    look = static_decoding.StaticDecoding._look
+    monkeypatch.setattr(
+        static_decoding.StaticDecoding, "_look", lambda self, steps: (looks.append(steps), look(self, steps))[1]
+    )
+    handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    try:
+        found = NativeGenerator(lm, load_tokenizer(folder)).generate(
+            prompts, 6, replace(PARAMS, max_length=64, stop_token_ids=tuple(range(4, 10))), seed=0
+        )
+    finally:
+        handle.remove()
+    assert shapes[0] == (5, 11)
+    assert {rows for rows, _ in shapes[1:]} <= {1, 2, 4, 8, 16, 32} and {seq for _, seq in shapes[1:]} == {1}
+    assert set(looks[:-1]) == {8} and sum(looks) == len(shapes) - 1 <= int(found.lengths.max()) - 1 + 7
+    assert len({rows for rows, _ in shapes[1:]}) > 1  # rows that ended are left out after a while
+
+
+@pytest.mark.parametrize("kind", ["stop tokens", "rules", "end strings"])
+def test_graphs_give_the_same_samples(kind, lm, folder, prompts, monkeypatch):
+    """Steps recorded once for a number of rows and run again on the same memory."""
+    params = replace(KINDS[kind], max_length=48)
+    expected = NativeGenerator(lm, load_tokenizer(folder)).generate(prompts, 4, params, seed=3)
+    decode_statically(monkeypatch)
+    torch_of_graphs = stand_in()
+    monkeypatch.setattr(cuda_graphs, "torch", torch_of_graphs)
+    shapes = []
+    handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    try:
+        engine = NativeGenerator(lm, load_tokenizer(folder), use_graphs=True)
+        assert_same(engine.generate(prompts, 4, params, seed=3), expected)
+    finally:
+        handle.remove()
+    steps, graphs = shapes[1:], torch_of_graphs.graphs
+    assert len(graphs) >= 2 and len(graphs) <= len(set(steps))
+    # Python runs a step twice for a number of rows: as it is, and captured.
+    assert all(steps.count(shape) <= 2 for shape in steps)
+    assert sum(graph.replays for graph in graphs) > 2 * len(graphs)
+
+
+def test_a_capture_that_waits_for_the_device_fails(lm, folder, prompts, monkeypatch):
+    """Else the recorder could not tell."""
+    decode_statically(monkeypatch)
+    torch_of_graphs = stand_in()
+    monkeypatch.setattr(cuda_graphs, "torch", torch_of_graphs)
+    draw = static_decoding.StaticDecoding._draw
+    monkeypatch.setattr(
+        static_decoding.StaticDecoding, "_draw", lambda self, *args: (args[2].max().item(), draw(self, *args))[1]
+    )
+    engine = NativeGenerator(lm, load_tokenizer(folder), use_graphs=True)
+    with pytest.raises(RuntimeError, match="capturing: _local_scalar_dense"):
+        engine.generate(prompts, 4, PARAMS, seed=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1)], ids=["PP2", "TP2"])
+def test_two_ranks(tp, pp, folder, tmp_path):
+    """Two stages at a time with a lot of rows each, and two ranks that share each weight."""
+    folder = tiny_llama_folder(tmp_path / "model", vocab_size=63, logit_scale=2.0, layers=4)
+    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/static_stages.py", 2, folder, tp, pp, timeout=150)
+
+
+@pytest.mark.parametrize("use_graphs", [False, True])
+def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch):
+    """Training needs its memory, and Python looks for cycles when it likes."""
+    decode_statically(monkeypatch)
+    monkeypatch.setattr(cuda_graphs, "torch", stand_in())
+    caches, new_cache = [], lm.new_cache
+
+    def noted(*args, **options):
+        cache = new_cache(*args, **options)
+        caches.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(lm, "new_cache", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        NativeGenerator(lm, load_tokenizer(folder), use_graphs=use_graphs).generate(prompts, 2, PARAMS, seed=0)
+        assert isinstance(caches[0], weakref.ref) and caches[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_padded_rows():
+    found = {rows: padded_rows(rows) for rows in range(1, 200)}
+    assert set(found.values()) == {1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224}
+    assert all(rows <= padded < 2 * rows + 1 and padded - rows < 32 for rows, padded in found.items())
+
+
+def test_a_cpu_decodes_as_before(lm):
+    assert not can_decode_statically(lm, 10)

@@ -1,0 +1,52 @@
+"""Two ranks decode by static steps, and as on a CPU, from a float64 model. Usage: static_stages.py FOLDER TP PP"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import pytest
+import torch
+from helpers.flash import decode_statically
+from helpers.policies import megatron_model, random_tokens
+
+from reinforce_rl.generation import static_decoding
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.rollout import Prompt
+from reinforce_rl.tokenizer import load_tokenizer
+
+
+def main() -> None:
+    folder, tp, pp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    prompts = [Prompt(i, "", tuple(row[: 3 + 3 * i])) for i, row in enumerate(random_tokens(61, 3, 9).tolist())]
+    stops = SamplingParams(max_length=16, stop_token_ids=(2, 5, 6, 7, 8, 9, 10, 11), repetition_penalty=1.2)
+    plain = SamplingParams(max_length=11)
+    with parallel_mesh(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, timeout_seconds=60) as mesh:
+        lm, tokenizer = megatron_model(folder, mesh, torch.float64), load_tokenizer(folder)
+        passes = []
+        whole = static_decoding.StaticDecoding._read
+        for params, samples, max_tokens in ((stops, 4, None), (stops, 4, 60), (plain, 5, None), (stops, 1, 30)):
+            engine = NativeGenerator(lm, tokenizer, max_tokens)
+            expected = engine.generate(prompts, samples, params, seed=3)
+            passes.clear()
+            with pytest.MonkeyPatch.context() as patch:
+                decode_statically(patch)
+                patch.setattr(
+                    static_decoding.StaticDecoding,
+                    "_read",
+                    lambda self, lot: (passes.append(lot), whole(self, lot))[1],
+                )
+                found = engine.generate(prompts, samples, params, seed=3)
+            assert torch.equal(found.tokens, expected.tokens)
+            assert torch.equal(found.lengths, expected.lengths)
+            assert found.finish_reasons == expected.finish_reasons
+            torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-6, rtol=0)
+            # Stages take the lots in turn, so that they never have the same one at a time.
+            assert len({id(lot) for lot in passes}) == pp
+            assert all(one is not other for one, other in itertools.pairwise(passes)) or pp == 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""CUDA graphs on a CPU: kernels recorded with their tensors and run again on the same memory, whatever it holds now.
+
+As on a GPU, a capture changes no tensor, nothing may be read by the host or sent by it, and all that Python decided
+stays as it was decided then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+# Of the host's and the device's meetings. `lift_fresh` is what `torch.tensor` of a list ends with.
+_FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "lift_fresh")
+
+
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+        self.kernels: list[tuple[Any, Any, Any, list[Tensor]]] = []
+
+    def replay(self) -> None:
+        self.replays += 1
+        for function, args, kwargs, results in self.kernels:
+            found = tree_leaves(function(*args, **kwargs))
+            for old, new in zip(results, (x for x in found if isinstance(x, Tensor)), strict=True):
+                if old.data_ptr() != new.data_ptr():  # neither in place nor a view
+                    old.copy_(new)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, graph: Graph):
+        super().__init__()
+        self._graph, self._before, self._fresh = graph, dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.split("::")[1]
+        if name in _FORBIDDEN:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        kwargs = kwargs or {}
+        given = [*zip(function._schema.arguments, args, strict=False)]
+        given += [(a, kwargs[a.name]) for a in function._schema.arguments if a.name in kwargs]
+        for argument, value in given:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                tree_map_only(Tensor, self._keep, value)
+        found = function(*args, **kwargs)
+        results = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for result in results:
+            if result.untyped_storage().data_ptr() not in known:
+                self._fresh[result.untyped_storage().data_ptr()] = result  # kept, or its address would be used again
+        self._graph.kernels.append((function, args, kwargs, results))
+        return found
+
+    def _keep(self, tensor: Tensor) -> None:
+        key = tensor.untyped_storage().data_ptr()
+        if key not in self._before and key not in self._fresh:
+            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+            self._before[key] = whole, whole.clone()
+
+    def restore(self) -> None:
+        for tensor, before in self._before.values():
+            tensor.copy_(before)
+
+
+def stand_in() -> SimpleNamespace:
+    """What `reinforce_rl.generation.cuda_graphs` knows as torch; its `graphs` are those that were captured."""
+    graphs: list[Graph] = []
+
+    def new_graph() -> Graph:
+        graphs.append(Graph())
+        return graphs[-1]
+
+    @contextlib.contextmanager
+    def capture(graph: Graph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        recorder = _Recorder(graph)
+        with recorder:
+            yield
+        recorder.restore()
+
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    cuda = SimpleNamespace(
+        CUDAGraph=new_graph,
+        graph=capture,
+        graph_pool_handle=lambda: (0, 1),
+        Stream=lambda: stream,
+        stream=lambda _: contextlib.nullcontext(),
+        current_stream=lambda: stream,
+    )
+    return SimpleNamespace(cuda=cuda, graphs=graphs)
