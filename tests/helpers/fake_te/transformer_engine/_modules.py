@@ -1,0 +1,219 @@
+"""Layers and kernels of the fake; see the package."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from transformer_engine import KERNELS
+
+
+def _gathered(x, group):
+    out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def _scattered(x, group):
+    out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def _summed(x, group):
+    x = x.contiguous()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+class _LinearFunction(torch.autograd.Function):
+    """pytorch/module/linear.py, `_Linear`."""
+
+    @staticmethod
+    def forward(ctx, weight, inp, bias, layer):
+        ctx.layer, ctx.sequence_parallel = layer, layer.sequence_parallel
+        ctx.fuse_wgrad_accumulation = layer.fuse_wgrad_accumulation
+        ctx.save_for_backward(inp, weight)
+        ctx.weight, ctx.has_bias = weight, bias is not None
+        column, shared = layer.parallel_mode == "column", layer.tp_size > 1
+        total = _gathered(inp, layer.tp_group) if column and ctx.sequence_parallel else inp
+        KERNELS["gemm"] += 1
+        out = F.linear(total, weight, bias)
+        if not column and shared:
+            out = (_scattered if ctx.sequence_parallel else _summed)(out, layer.tp_group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        inp, saved = ctx.saved_tensors
+        layer, weight = ctx.layer, ctx.weight
+        column, shared = layer.parallel_mode == "column", layer.tp_size > 1
+        grad = _gathered(grad, layer.tp_group) if not column and ctx.sequence_parallel else grad.contiguous()
+        dgrad = wgrad = None
+        if ctx.needs_input_grad[1]:
+            dgrad = grad @ saved
+            if column and shared:
+                dgrad = (_scattered if ctx.sequence_parallel else _summed)(dgrad, layer.tp_group)
+        if weight.requires_grad:
+            total = _gathered(inp, layer.tp_group) if column and ctx.sequence_parallel else inp
+            rows, columns = grad.flatten(0, -2), total.flatten(0, -2)
+            if ctx.fuse_wgrad_accumulation:
+                assert hasattr(weight, "grad_added_to_main_grad")
+                KERNELS["wgrad in main_grad"] += 1
+                weight.main_grad.addmm_(rows.t().to(weight.main_grad.dtype), columns.to(weight.main_grad.dtype))
+                weight.grad_added_to_main_grad = True
+                wgrad = torch.full_like(weight, 0.0 if getattr(weight, "zero_out_wgrad", False) else float("nan"))
+            else:
+                KERNELS["wgrad"] += 1
+                wgrad = rows.t() @ columns
+        return wgrad, dgrad, grad.flatten(0, -2).sum(dim=0) if ctx.has_bias else None, None
+
+
+class Linear(torch.nn.Module):
+    """pytorch/module/linear.py."""
+
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        sequence_parallel=False,
+        fuse_wgrad_accumulation=False,
+        tp_group=None,
+        tp_size=1,
+        get_rng_state_tracker=None,
+        rng_tracker_name=None,
+        init_method=None,
+        bias=True,
+        return_bias=False,
+        params_dtype=None,
+        parallel_mode=None,
+        parameters_split=None,
+        device="cuda",
+        ub_overlap_ag=False,
+        ub_overlap_rs=False,
+        ub_overlap_rs_dgrad=False,
+        ub_bulk_dgrad=False,
+        ub_bulk_wgrad=False,
+        ub_name=None,
+        delay_wgrad_compute=False,
+        symmetric_ar_type=None,
+        save_original_input=False,
+        name=None,
+    ):
+        super().__init__()
+        assert parallel_mode in ("row", "column") and device == "cpu" and parameters_split is None
+        self.tp_size = tp_size if tp_group is None else tp_group.size()
+        self.tp_group, self.parallel_mode = tp_group, parallel_mode
+        self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
+        self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, dtype=params_dtype))
+        _mark(self.weight, 1 if parallel_mode == "row" else 0)
+        (init_method or torch.nn.init.normal_)(self.weight)
+        if bias:
+            self.bias = torch.nn.Parameter(torch.zeros(self.out_features, dtype=params_dtype))
+            if parallel_mode == "row":
+                self.bias.sequence_parallel = self.sequence_parallel
+            else:
+                _mark(self.bias, 0)
+        else:
+            self.bias = torch.tensor([], dtype=params_dtype)
+
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
+        for name, parameter in self.named_parameters(recurse=False):
+            assert inp.dtype == parameter.dtype, f"input dtype {inp.dtype}, {name} {parameter.dtype}"
+        applied = self.bias if self.apply_bias and self.parallel_mode == "column" else None
+        out = _LinearFunction.apply(self.weight, inp.contiguous(), applied, self)
+        if self.apply_bias and self.parallel_mode == "row":
+            out = out + self.bias
+        return (out, self.bias) if self.return_bias else out
+
+    def get_extra_state(self):
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        pass
+
+
+def _mark(parameter, dim):
+    """pytorch/utils.py, `set_tensor_model_parallel_attributes`."""
+    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+
+
+class _BasicOperation(torch.nn.Module):
+    """pytorch/ops/op.py: it too has extra state, which megatron's layers in its place have not."""
+
+    def get_extra_state(self):
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        pass
+
+
+class RMSNorm(_BasicOperation):
+    """pytorch/module/rmsnorm.py and pytorch/ops/basic/rmsnorm.py: fp32 inside, rounded once."""
+
+    def __init__(
+        self,
+        normalized_shape=None,
+        eps=1e-5,
+        sequence_parallel=None,
+        params_dtype=None,
+        zero_centered_gamma=False,
+        hidden_size=None,
+        *,
+        device=None,
+    ):
+        super().__init__()
+        assert not zero_centered_gamma
+        self.eps = eps
+        size = hidden_size if normalized_shape is None else normalized_shape
+        self.weight = torch.nn.Parameter(torch.ones(size, device=device, dtype=params_dtype))
+        self.sequence_parallel = sequence_parallel
+        if sequence_parallel is not None:
+            self.weight.sequence_parallel = sequence_parallel
+
+    def forward(self, x):
+        KERNELS["rmsnorm"] += 1
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
+class SwiGLU(_BasicOperation):
+    """pytorch/ops/basic/activation.py: the gate is the first half."""
+
+    def __init__(self, *, cache_quantized_input=False):
+        super().__init__()
+        assert not cache_quantized_input
+
+    def forward(self, x):
+        KERNELS["swiglu"] += 1
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        a, b = wide.chunk(2, dim=-1)
+        return (F.silu(a) * b).to(x.dtype)
+
+
+def apply_rotary_pos_emb(
+    t,
+    freqs,
+    tensor_format="sbhd",
+    start_positions=None,
+    interleaved=False,
+    fused=False,
+    cu_seqlens=None,
+    cp_size=1,
+    cp_rank=0,
+):
+    """pytorch/attention/rope.py, its fused kernel: fp32 inside.
+
+    common/fused_rope/fused_rope.cu and pytorch/csrc/extensions/apply_rope.cpp take angles of [s2, 1, 1, d2] only.
+    """
+    assert fused and tensor_format == "sbhd" and start_positions is None and not interleaved and cp_size == 1
+    assert freqs.dim() == 4 and freqs.shape[1] == freqs.shape[2] == 1, f"angles of shape {tuple(freqs.shape)}"
+    assert freqs.shape[0] >= t.shape[0] and freqs.shape[3] <= t.shape[3] and freqs.dtype == torch.float32
+    KERNELS["rope"] += 1
+    angles = freqs[: t.shape[0]]
+    wide = t.to(torch.promote_types(t.dtype, torch.float32))
+    a, b = wide.chunk(2, dim=-1)
+    return (wide * angles.cos() + torch.cat((-b, a), dim=-1) * angles.sin()).to(t.dtype)

@@ -1,0 +1,74 @@
+"""Adam and the multi-tensor kernels of the fake; see the package."""
+
+import torch
+
+from transformer_engine import KERNELS
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """pytorch/optimizers/fused_adam.py, with fp32 state: one step count a group, none a parameter."""
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        amsgrad=False,
+        *,
+        bias_correction=True,
+        adam_w_mode=True,
+        capturable=False,
+        master_weights=False,
+        master_weight_dtype=torch.float32,
+        exp_avg_dtype=torch.float32,
+        exp_avg_sq_dtype=torch.float32,
+        use_decoupled_grad=False,
+        store_param_remainders=False,
+        set_grad_none=None,
+    ):
+        assert adam_w_mode and bias_correction and not (amsgrad or capturable or master_weights or use_decoupled_grad)
+        defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None, grad_scaler=None):
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            (beta1, beta2), step = group["betas"], group["step"]
+            KERNELS["adam"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                if p.grad is None:
+                    continue
+                assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+                m, v = state["exp_avg"].lerp_(p.grad, 1 - beta1), state["exp_avg_sq"]
+                v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                update = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + group["eps"])
+                p.sub_(group["lr"] * (update + group["weight_decay"] * p))
+
+
+def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
+    """pytorch/optimizers/multi_tensor_apply.py."""
+    keep = [tensor.numel() > 0 for tensor in tensor_lists[0]]
+    lists = [[t for t, kept in zip(tensors, keep, strict=True) if kept] for tensors in tensor_lists]
+    return op(2048 * 32, noop_flag_buffer, lists, *args) if lists[0] else None
+
+
+def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False):
+    """transformer_engine_torch: fp32 [1], and of each tensor."""
+    KERNELS["l2norm"] += 1
+    norms = torch.stack([tensor.float().norm() for tensor in tensor_lists[0]])
+    return norms.norm()[None], norms if per_tensor else norms.new_empty(0)
+
+
+def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale):
+    """transformer_engine_torch: the second list is the first, scaled."""
+    KERNELS["scale"] += 1
+    for source, target in zip(*tensor_lists, strict=True):
+        target.copy_(source * scale)

@@ -1,0 +1,71 @@
+"""What is computed with Transformer Engine, of which the fake is on the path. Usage: te_layouts.py OUT FAMILY...
+
+Writes OUT/FAMILY/LAYOUT.pt and the exported policy to OUT/FAMILY/LAYOUT, of further families than the first for one
+layout only; with that one also the kernels of a training step and of a generation, and checkpoints and losses as
+`helpers.resharding` has them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import transformer_engine
+from helpers import resharding
+from helpers.layouts import computed
+from helpers.transformer_engine import CASES, ONE, SAVED, TE_LAYOUTS
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.rollout import Prompt
+from reinforce_rl.tokenizer import load_tokenizer
+
+
+def kernels(out: Path, layout: str, mesh: Mesh) -> dict[str, dict[str, int]]:
+    run = resharding.run_of(out, "tied", layout, "kernels", mesh)
+    run.lm.train()
+    column = [m for m in run.lm.modules() if isinstance(m, TEColumnParallelLinear)]
+    counts: Counter[str] = transformer_engine.KERNELS
+    counts.clear()
+    run.train_on(0, 1)
+    training = {**counts, "column layers": len(column)}
+    counts.clear()
+    generator = NativeGenerator(run.lm, load_tokenizer(out / "tied/model"))
+    generator.generate([Prompt(0, "", (5, 6))], 2, SamplingParams(max_length=4), seed=0)
+    return {"training": training, "generation": dict(counts)}
+
+
+def main() -> None:
+    out, *families = sys.argv[1:]
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    layouts = TE_LAYOUTS[torch.distributed.get_world_size()]
+    resharding.ALL_LAYOUTS.update(layouts)
+    saved = SAVED[torch.distributed.get_world_size()]
+    found: dict = {"losses": {}}
+    for name, layout in layouts.items():
+        with layout.mesh() as mesh:
+            for family in families if name == saved else families[:1]:
+                folder = Path(out) / family
+                results = computed(layout, folder / "model", mesh, folder / name)
+                if mesh.is_main:
+                    torch.save(results, folder / f"{name}.pt")
+            if name == saved:
+                found |= kernels(Path(out), name, mesh)
+                for case in CASES:
+                    found["losses"][case] = {
+                        "saved": resharding.save_and_go_on(Path(out), case, name, mesh)[0],
+                        "loaded": resharding.load_and_go_on(Path(out), case, ONE, name, mesh)[0],
+                    }
+    if torch.distributed.get_rank() == 0:
+        (Path(out) / f"{saved}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
