@@ -173,6 +173,7 @@ def fuse_weight_gradients(lm: CausalLM) -> None:
     Args:
         lm: in megatron's data-parallel wrapper, which makes the buffers.
     """
-    for module in lm.modules():
+    modules: list[Any] = list(lm.modules())
+    for module in modules:
         if isinstance(module, _TE_LINEAR):
             module.fuse_wgrad_accumulation = hasattr(module.weight, "main_grad")

@@ -100,7 +100,7 @@ class Linear(torch.nn.Module):
         name=None,
     ):
         super().__init__()
-        assert parallel_mode in ("row", "column") and device == "cpu" and parameters_split is None
+        assert parallel_mode in ("row", "column") and parameters_split is None
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.tp_group, self.parallel_mode = tp_group, parallel_mode
         self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
@@ -108,17 +108,18 @@ class Linear(torch.nn.Module):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
-        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, dtype=params_dtype))
+        place = {"dtype": params_dtype, "device": device}
+        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **place))
         _mark(self.weight, 1 if parallel_mode == "row" else 0)
         (init_method or torch.nn.init.normal_)(self.weight)
         if bias:
-            self.bias = torch.nn.Parameter(torch.zeros(self.out_features, dtype=params_dtype))
+            self.bias = torch.nn.Parameter(torch.zeros(self.out_features, **place))
             if parallel_mode == "row":
                 self.bias.sequence_parallel = self.sequence_parallel
             else:
                 _mark(self.bias, 0)
         else:
-            self.bias = torch.tensor([], dtype=params_dtype)
+            self.bias = torch.empty(0, **place)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         for name, parameter in self.named_parameters(recurse=False):
