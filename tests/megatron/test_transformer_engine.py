@@ -96,13 +96,17 @@ def check_kernels(found, *, recomputed):
     assert training["column layers"] == 2 * layers
     assert training["gemm"] == 4 * layers * passes
     assert training["swiglu"] == layers * passes
-    assert training["rope"] == 2 * layers * passes  # queries and keys
-    assert training["rmsnorm"] == 2 * layers * passes + 1
-    assert training["wgrad in main_grad"] == 4 * layers
+    assert training["dswiglu"] == layers
+    assert training["rope"] == 2 * layers * (passes + 1)  # queries and keys, backward too
+    assert training["rmsnorm_fwd"] == 2 * layers * passes + 1
+    assert training["rmsnorm_bwd"] == 2 * layers + 1
+    assert training["wgrad_accumulate"] == 4 * layers
     assert "wgrad" not in training
     assert training["l2norm"] and training["adam"]
-    # The KV cache has a position a row, which the fused RoPE does not know; decode steps multiply without autograd.
+    # The KV cache has a position a row, which the fused RoPE does not know. Of the products only the prompt's are its
+    # layers' own: decode steps go without their bookkeeping.
     assert "rope" not in found["generation"]
+    assert found["generation"]["gemm"] == 4 * layers
 
 
 def test_missing_is_told(mesh, out, without):

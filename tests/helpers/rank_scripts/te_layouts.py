@@ -16,12 +16,15 @@ from pathlib import Path
 import torch
 import transformer_engine
 from helpers import resharding
-from helpers.layouts import computed
+from helpers.layouts import Layout, computed
+from helpers.policies import megatron_model
 from helpers.transformer_engine import CASES, ONE, SAVED, TE_LAYOUTS
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.megatron import layer_spec
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.rollout import Prompt
 from reinforce_rl.tokenizer import load_tokenizer
@@ -41,6 +44,18 @@ def kernels(out: Path, layout: str, mesh: Mesh) -> dict[str, dict[str, int]]:
     return {"training": training, "generation": dict(counts)}
 
 
+def check_that_an_old_one_is_refused(model: Path, layout: Layout, mesh: Mesh) -> None:
+    known, layer_spec.OLDEST_VERSION = layer_spec.OLDEST_VERSION, "99.0"
+    try:
+        megatron_model(model, mesh, options=layout.model)
+    except ConfigError as error:
+        assert "Transformer Engine 2.11.0 is installed; expected 99.0 or later" in str(error)
+    else:
+        raise AssertionError("no error")
+    finally:
+        layer_spec.OLDEST_VERSION = known
+
+
 def main() -> None:
     out, *families = sys.argv[1:]
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -57,6 +72,7 @@ def main() -> None:
                     torch.save(results, folder / f"{name}.pt")
             if name == saved:
                 found |= kernels(Path(out), name, mesh)
+                check_that_an_old_one_is_refused(Path(out) / families[0] / "model", layout, mesh)
                 for case in CASES:
                     found["losses"][case] = {
                         "saved": resharding.save_and_go_on(Path(out), case, name, mesh)[0],

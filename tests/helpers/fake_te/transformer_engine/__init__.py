@@ -50,13 +50,6 @@ def _autocast(*args, **kwargs):
     raise NotImplementedError("the fake Transformer Engine has no FP8")
 
 
-def _get_dummy_wgrad(shape, dtype, zero=False):
-    """pytorch/module/base.py. NaN, where Transformer Engine leaves memory as it is: nobody may read it."""
-    import torch
-
-    return torch.full(shape, 0.0 if zero else float("nan"), dtype=dtype)
-
-
 _module("common")
 _module("common.recipe", **_classes("DelayedScaling", "Format"))
 _module("pytorch")
@@ -77,7 +70,7 @@ _module("pytorch.distributed", **_classes("CudaRNGStatesTracker"), activation_re
 _module("pytorch.attention")  # without _SplitAlongDim, which is elsewhere since 2.3
 _module("pytorch.attention.rope", apply_rotary_pos_emb=_modules.apply_rotary_pos_emb)
 _module("pytorch.module")
-_module("pytorch.module.base", get_dummy_wgrad=_get_dummy_wgrad)
+_module("pytorch.module.base", get_dummy_wgrad=_modules.get_dummy_wgrad)
 _module("pytorch.tensor", **_classes("QuantizedTensor", base=object))
 _module(
     "pytorch.router",

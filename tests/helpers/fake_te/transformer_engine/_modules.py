@@ -1,10 +1,10 @@
-"""Layers and kernels of the fake; see the package."""
+"""Layers of the fake; see the package."""
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from transformer_engine import KERNELS
+from transformer_engine import KERNELS, _kernels
 
 
 def _gathered(x, group):
@@ -23,6 +23,12 @@ def _summed(x, group):
     x = x.contiguous()
     dist.all_reduce(x, group=group)
     return x
+
+
+def get_dummy_wgrad(shape, like, zero=False):
+    """pytorch/module/base.py. NaN, where Transformer Engine leaves memory as it is: nobody may read it."""
+    wgrad = torch.empty(shape, dtype=like.dtype, device=like.device)
+    return wgrad if like.is_cuda else wgrad.fill_(0.0 if zero else float("nan"))
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -58,10 +64,9 @@ class _LinearFunction(torch.autograd.Function):
             rows, columns = grad.flatten(0, -2), total.flatten(0, -2)
             if ctx.fuse_wgrad_accumulation:
                 assert hasattr(weight, "grad_added_to_main_grad")
-                KERNELS["wgrad in main_grad"] += 1
-                weight.main_grad.addmm_(rows.t().to(weight.main_grad.dtype), columns.to(weight.main_grad.dtype))
+                _kernels.wgrad_accumulate(weight.main_grad, rows, columns)
                 weight.grad_added_to_main_grad = True
-                wgrad = torch.full_like(weight, 0.0 if getattr(weight, "zero_out_wgrad", False) else float("nan"))
+                wgrad = get_dummy_wgrad(weight.shape, weight, getattr(weight, "zero_out_wgrad", False))
             else:
                 KERNELS["wgrad"] += 1
                 wgrad = rows.t() @ columns
@@ -152,6 +157,40 @@ class _BasicOperation(torch.nn.Module):
         pass
 
 
+class _RMSNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        out, scale = _kernels.rmsnorm_fwd(x, weight, eps)
+        ctx.save_for_backward(x, scale, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *_kernels.rmsnorm_bwd(grad.contiguous(), *ctx.saved_tensors), None
+
+
+class _SwiGLUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return _kernels.swiglu(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _kernels.dswiglu(grad.contiguous(), *ctx.saved_tensors)
+
+
+class _RopeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t, angles):
+        ctx.save_for_backward(angles)
+        return _kernels.rope(t, angles, False)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _kernels.rope(grad, *ctx.saved_tensors, True), None
+
+
 class RMSNorm(_BasicOperation):
     """pytorch/module/rmsnorm.py and pytorch/ops/basic/rmsnorm.py: fp32 inside, rounded once."""
 
@@ -176,9 +215,7 @@ class RMSNorm(_BasicOperation):
             self.weight.sequence_parallel = sequence_parallel
 
     def forward(self, x):
-        KERNELS["rmsnorm"] += 1
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+        return _RMSNormFunction.apply(x.contiguous(), self.weight, self.eps)
 
 
 class SwiGLU(_BasicOperation):
@@ -189,10 +226,7 @@ class SwiGLU(_BasicOperation):
         assert not cache_quantized_input
 
     def forward(self, x):
-        KERNELS["swiglu"] += 1
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        a, b = wide.chunk(2, dim=-1)
-        return (F.silu(a) * b).to(x.dtype)
+        return _SwiGLUFunction.apply(x.contiguous())
 
 
 def apply_rotary_pos_emb(
@@ -213,8 +247,4 @@ def apply_rotary_pos_emb(
     assert fused and tensor_format == "sbhd" and start_positions is None and not interleaved and cp_size == 1
     assert freqs.dim() == 4 and freqs.shape[1] == freqs.shape[2] == 1, f"angles of shape {tuple(freqs.shape)}"
     assert freqs.shape[0] >= t.shape[0] and freqs.shape[3] <= t.shape[3] and freqs.dtype == torch.float32
-    KERNELS["rope"] += 1
-    angles = freqs[: t.shape[0]]
-    wide = t.to(torch.promote_types(t.dtype, torch.float32))
-    a, b = wide.chunk(2, dim=-1)
-    return (wide * angles.cos() + torch.cat((-b, a), dim=-1) * angles.sin()).to(t.dtype)
+    return _RopeFunction.apply(t, freqs[: t.shape[0]])

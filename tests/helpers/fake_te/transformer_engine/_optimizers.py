@@ -1,8 +1,8 @@
-"""Adam and the multi-tensor kernels of the fake; see the package."""
+"""Adam and the multi-tensor functions of the fake; see the package."""
 
 import torch
 
-from transformer_engine import KERNELS
+from transformer_engine import _kernels
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -39,18 +39,16 @@ class FusedAdam(torch.optim.Optimizer):
                 continue
             group["step"] = group.get("step", 0) + 1
             (beta1, beta2), step = group["betas"], group["step"]
-            KERNELS["adam"] += 1
+            params = [p for p in group["params"] if p.grad is not None]
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-                if p.grad is None:
-                    continue
                 assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
-                m, v = state["exp_avg"].lerp_(p.grad, 1 - beta1), state["exp_avg_sq"]
-                v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                update = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + group["eps"])
-                p.sub_(group["lr"] * (update + group["weight_decay"] * p))
+            moments = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")]
+            numbers = group["lr"], beta1, beta2, group["eps"], step, group["weight_decay"]
+            if params:
+                _kernels.adam([p.grad for p in params], [p.detach() for p in params], *moments, *numbers)
 
 
 def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
@@ -62,13 +60,9 @@ def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
 
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False):
     """transformer_engine_torch: fp32 [1], and of each tensor."""
-    KERNELS["l2norm"] += 1
-    norms = torch.stack([tensor.float().norm() for tensor in tensor_lists[0]])
-    return norms.norm()[None], norms if per_tensor else norms.new_empty(0)
+    return _kernels.l2norm(tensor_lists[0])
 
 
 def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale):
     """transformer_engine_torch: the second list is the first, scaled."""
-    KERNELS["scale"] += 1
-    for source, target in zip(*tensor_lists, strict=True):
-        target.copy_(source * scale)
+    _kernels.scale(*tensor_lists, float(scale))
