@@ -90,7 +90,7 @@ class TESwiGLU(SwiGLU):
 def block_spec(
     architecture: Architecture, config: TransformerConfig, pp_rank: int, *, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
-    """The modules of a pipeline stage; with Transformer Engine, `config` is set to fuse RoPE.
+    """The modules of a pipeline stage; with Transformer Engine, `config` is changed to suit them.
 
     Raises:
         ConfigError: Transformer Engine is chosen, but not installed or too old.
@@ -105,6 +105,9 @@ def block_spec(
         attention.linear_qkv = mlp.linear_fc1 = te.TEColumnParallelLinear
         attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
         config.apply_rope_fusion = True
+        # Else a step's first pass through a layer would overwrite the gradient buffer rather than add to it. Nothing
+        # is lost: only FP8 has transposes to cache.
+        config.disable_parameter_transpose_cache = True
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
     attention.core_attention = CoreAttention
     if architecture.qk_norm:

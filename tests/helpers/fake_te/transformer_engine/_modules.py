@@ -35,9 +35,9 @@ class _LinearFunction(torch.autograd.Function):
     """pytorch/module/linear.py, `_Linear`."""
 
     @staticmethod
-    def forward(ctx, weight, inp, bias, layer):
+    def forward(ctx, weight, inp, bias, layer, is_first_microbatch):
         ctx.layer, ctx.sequence_parallel = layer, layer.sequence_parallel
-        ctx.fuse_wgrad_accumulation = layer.fuse_wgrad_accumulation
+        ctx.fuse_wgrad_accumulation, ctx.is_first_microbatch = layer.fuse_wgrad_accumulation, is_first_microbatch
         ctx.save_for_backward(inp, weight)
         ctx.weight, ctx.has_bias = weight, bias is not None
         column, shared = layer.parallel_mode == "column", layer.tp_size > 1
@@ -64,13 +64,15 @@ class _LinearFunction(torch.autograd.Function):
             rows, columns = grad.flatten(0, -2), total.flatten(0, -2)
             if ctx.fuse_wgrad_accumulation:
                 assert hasattr(weight, "grad_added_to_main_grad")
+                if ctx.is_first_microbatch:
+                    weight.main_grad.zero_()  # the GEMM overwrites it
                 _kernels.wgrad_accumulate(weight.main_grad, rows, columns)
                 weight.grad_added_to_main_grad = True
                 wgrad = get_dummy_wgrad(weight.shape, weight, getattr(weight, "zero_out_wgrad", False))
             else:
                 KERNELS["wgrad"] += 1
                 wgrad = rows.t() @ columns
-        return wgrad, dgrad, grad.flatten(0, -2).sum(dim=0) if ctx.has_bias else None, None
+        return wgrad, dgrad, grad.flatten(0, -2).sum(dim=0) if ctx.has_bias else None, None, None
 
 
 class Linear(torch.nn.Module):
@@ -130,7 +132,7 @@ class Linear(torch.nn.Module):
         for name, parameter in self.named_parameters(recurse=False):
             assert inp.dtype == parameter.dtype, f"input dtype {inp.dtype}, {name} {parameter.dtype}"
         applied = self.bias if self.apply_bias and self.parallel_mode == "column" else None
-        out = _LinearFunction.apply(self.weight, inp.contiguous(), applied, self)
+        out = _LinearFunction.apply(self.weight, inp.contiguous(), applied, self, is_first_microbatch)
         if self.apply_bias and self.parallel_mode == "row":
             out = out + self.bias
         return (out, self.bias) if self.return_bias else out
