@@ -103,7 +103,7 @@ def check_kernels(found, *, recomputed):
     assert training["wgrad_accumulate"] == 4 * layers
     assert "wgrad" not in training
     assert training["l2norm"] and training["adam"]
-    # The KV cache has a position a row, which the fused RoPE does not know; products go without autograd's bookkeeping.
+    # The KV cache has a position a row, which the fused RoPE does not know. Products go without autograd.
     assert found["generation"]["rmsnorm_fwd"]
     assert not {"rope", "gemm"} & set(found["generation"])
 

@@ -38,9 +38,12 @@ def kernels(out: Path, layout: str, mesh: Mesh) -> dict[str, dict[str, int]]:
     counts.clear()
     run.train_on(0, 1)
     training = {**counts, "column layers": len(column)}
-    counts.clear()
-    generator = NativeGenerator(run.lm, load_tokenizer(out / "tied/model"))
-    generator.generate([Prompt(0, "", (5, 6))], 2, SamplingParams(max_length=4), seed=0)
+    drawn = []
+    for is_lean in (False, True):  # megatron's own layers; decode steps of our own
+        counts.clear()
+        generator = NativeGenerator(run.lm, load_tokenizer(out / "tied/model"), is_lean=is_lean)
+        drawn.append(generator.generate([Prompt(0, "", (5, 6))], 2, SamplingParams(max_length=4), seed=0).tokens)
+    assert torch.equal(*drawn)
     return {"training": training, "generation": dict(counts)}
 
 

@@ -64,9 +64,7 @@ class _LinearFunction(torch.autograd.Function):
             rows, columns = grad.flatten(0, -2), total.flatten(0, -2)
             if ctx.fuse_wgrad_accumulation:
                 assert hasattr(weight, "grad_added_to_main_grad")
-                if ctx.is_first_microbatch:
-                    weight.main_grad.zero_()  # the GEMM overwrites it
-                _kernels.wgrad_accumulate(weight.main_grad, rows, columns)
+                _kernels.wgrad_accumulate(weight.main_grad, rows, columns, bool(ctx.is_first_microbatch))
                 weight.grad_added_to_main_grad = True
                 wgrad = get_dummy_wgrad(weight.shape, weight, getattr(weight, "zero_out_wgrad", False))
             else:
@@ -76,7 +74,7 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class Linear(torch.nn.Module):
-    """pytorch/module/linear.py."""
+    """pytorch/module/linear.py; of its arguments those that megatron may give."""
 
     def __init__(
         self,
@@ -93,21 +91,10 @@ class Linear(torch.nn.Module):
         return_bias=False,
         params_dtype=None,
         parallel_mode=None,
-        parameters_split=None,
         device="cuda",
-        ub_overlap_ag=False,
-        ub_overlap_rs=False,
-        ub_overlap_rs_dgrad=False,
-        ub_bulk_dgrad=False,
-        ub_bulk_wgrad=False,
-        ub_name=None,
-        delay_wgrad_compute=False,
-        symmetric_ar_type=None,
-        save_original_input=False,
-        name=None,
     ):
         super().__init__()
-        assert parallel_mode in ("row", "column") and parameters_split is None
+        assert parallel_mode in ("row", "column")
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.tp_group, self.parallel_mode = tp_group, parallel_mode
         self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)

@@ -6,29 +6,13 @@ from transformer_engine import _kernels
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """pytorch/optimizers/fused_adam.py, with fp32 state: one step count a group, none a parameter."""
+    """pytorch/optimizers/fused_adam.py, with fp32 states: a group has one step count, a parameter none.
 
-    def __init__(
-        self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0.0,
-        amsgrad=False,
-        *,
-        bias_correction=True,
-        adam_w_mode=True,
-        capturable=False,
-        master_weights=False,
-        master_weight_dtype=torch.float32,
-        exp_avg_dtype=torch.float32,
-        exp_avg_sq_dtype=torch.float32,
-        use_decoupled_grad=False,
-        store_param_remainders=False,
-        set_grad_none=None,
-    ):
-        assert adam_w_mode and bias_correction and not (amsgrad or capturable or master_weights or use_decoupled_grad)
+    Of its arguments those that megatron gives.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *, adam_w_mode=True):
+        assert adam_w_mode
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
@@ -59,8 +43,8 @@ def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
 
 
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False):
-    """transformer_engine_torch: fp32 [1], and of each tensor."""
-    return _kernels.l2norm(tensor_lists[0])
+    """transformer_engine_torch: fp32 [1], and of each tensor, which is not asked for here."""
+    return _kernels.l2norm(tensor_lists[0]), None
 
 
 def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale):
