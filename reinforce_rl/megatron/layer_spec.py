@@ -105,8 +105,8 @@ def block_spec(
         attention.linear_qkv = mlp.linear_fc1 = te.TEColumnParallelLinear
         attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
         config.apply_rope_fusion = True
-        # Else the very first pass through a layer would overwrite the gradient buffer rather than add to it. Nothing is
-        # lost: only FP8 has transposes to cache.
+        # Else the very first pass through a layer would overwrite the gradient buffer rather than add to it. Only FP8
+        # has transposes to cache.
         config.disable_parameter_transpose_cache = True
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
     attention.core_attention = CoreAttention
