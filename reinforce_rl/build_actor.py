@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithms.loss import LossSettings
 from reinforce_rl.config import ModelConfig, OptimConfig, ReinforceConfig, SamplingConfig, TrainConfig
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
@@ -28,9 +29,17 @@ DTYPES = {"32": "float32", "bf16": "bfloat16"}
 
 
 def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase) -> MegatronGPTReinforceActorModel:
-    """The policy of `pretrained_checkpoint.restore_from_path`, and the reference where beta asks for one."""
+    """The policy of `pretrained_checkpoint.restore_from_path`, and the reference where beta asks for one.
+
+    Raises:
+        ConfigError: this machine cannot compute so, or the model cannot be shared so.
+    """
     import torch
 
+    if cfg.model.transformer_engine and mesh.device.type == "cpu":
+        raise ConfigError(
+            ["model.transformer_engine is true, but this rank computes on a CPU; expected a GPU. Set it to false"]
+        )
     folder = cfg.pretrained_checkpoint.restore_from_path
     architecture = Architecture.from_folder(folder)
     dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
@@ -129,6 +138,7 @@ def model_options(cfg: TrainConfig) -> ModelOptions:
         recompute_granularity=cfg.model.activations_checkpoint_granularity,
         recompute_method=cfg.model.activations_checkpoint_method,
         recompute_num_layers=cfg.model.activations_checkpoint_num_layers,
+        transformer_engine=cfg.model.transformer_engine,
         overrides=cfg.model.megatron_overrides,
     )
 

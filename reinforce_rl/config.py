@@ -256,6 +256,7 @@ class ModelConfig:
     activations_checkpoint_granularity: str | None = None
     activations_checkpoint_method: str | None = None
     activations_checkpoint_num_layers: int | None = None
+    transformer_engine: bool = False
     megatron_overrides: dict[str, Any] = field(default_factory=dict)
     encoder_seq_length: int = 2048
     micro_batch_size: int = 4

@@ -29,6 +29,7 @@ LONG_FILES = (
     "test_ranked_server.py",
     "test_resharding.py",
     "test_families.py",
+    "test_transformer_engine.py",
     "test_lost_ranks.py",
     "test_stopping.py",
     "test_peers.py",

@@ -12,6 +12,7 @@ from helpers.tiny_run import tiny_config
 
 from reinforce_rl.build_actor import build_actor, logits_chunk_tokens, stop_token_ids
 from reinforce_rl.config import TrainConfig
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.tokenizer import load_tokenizer
 
@@ -31,6 +32,11 @@ def test_the_logits_of_fewer_tokens_at_a_time_on_a_cpu(tmp_path):
 def test_the_actor_has_them(tmp_path, mesh):
     assert actor_of(tiny_config(tmp_path), mesh).settings.logits_chunk_tokens == 128
     assert actor_of(tiny_config(tmp_path, "model.logits_chunk_tokens=7"), mesh).settings.logits_chunk_tokens == 7
+
+
+def test_transformer_engine_wants_a_gpu(tmp_path, mesh):
+    with pytest.raises(ConfigError, match=r"model.transformer_engine is true, but this rank computes on a CPU"):
+        actor_of(tiny_config(tmp_path, "model.transformer_engine=true"), mesh)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
+from reinforce_rl.megatron.layer_spec import LINEAR, linear_parts
 from reinforce_rl.megatron.model import CausalLM
 
 # oneDNN chooses a layout for so many rows; the product is right for any number of them.
@@ -39,11 +39,10 @@ class _Forward:
             self._product = lambda x, bias: torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
         else:
             self._product = lambda x, bias: F.linear(x, weight, bias)
-        # The ranks' products add up where each has some of the inputs.
-        adds_up = issubclass(type(layer), RowParallelLinear) and layer.tp_group.size() > 1
-        self._group = layer.tp_group if adds_up else None
-        self._bias = None if layer.bias is None else layer.bias.detach()
-        self._returns_bias = layer.skip_bias_add
+        parts = linear_parts(layer)
+        self._group = parts.group if parts.adds_up and parts.group.size() > 1 else None
+        self._bias = None if parts.bias is None else parts.bias.detach()
+        self._returns_bias = parts.returns_bias
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         added, returned = (None, self._bias) if self._returns_bias else (self._bias, None)
@@ -72,7 +71,7 @@ def lean_decoding(lm: CausalLM) -> Iterator[None]:
     """
     packed = lm.mesh.device.type == "cpu" and _onednn_knows(lm.config.params_dtype)
     head = getattr(lm, "output_layer", None)  # on the last stage
-    layers: list[Any] = [m for m in lm.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    layers: list[Any] = [m for m in lm.modules() if isinstance(m, LINEAR)]
     try:
         for layer in layers:
             layer.forward = _Forward(layer, lm.output_weight if layer is head else layer.weight, packed)

@@ -12,20 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import RowParallelLinear
-from megatron.core.transformer import MegatronModule, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
 from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
-from reinforce_rl.megatron.attention import CoreAttention
 from reinforce_rl.megatron.chunked_head import VocabShard
 from reinforce_rl.megatron.context_parallel import positions_below, zigzag_positions
 from reinforce_rl.megatron.decode_step import decode_layers
 from reinforce_rl.megatron.flash_cache import FlashCache
 from reinforce_rl.megatron.kv_cache import KVCache
-from reinforce_rl.megatron.layer_functions import rms_norm, swiglu
+from reinforce_rl.megatron.layer_spec import block_spec
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions, transformer_config
 
@@ -33,43 +29,6 @@ if TYPE_CHECKING:
     from reinforce_rl.megatron.packing import PackedGroups
 
 Cache = TypeVar("Cache", KVCache, FlashCache)
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm under megatron's constructor, marked so that its gradient is summed with sequence parallelism.
-
-    megatron's own `WrappedTorchNorm` refuses sequence parallelism.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
-        # megatron's own layers lie where this says too; torch's would lie on the CPU.
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., h] to [..., h]. On a GPU torch has one kernel for all of it."""
-        if x.is_cuda:
-            return super().forward(x)
-        assert self.eps is not None
-        return rms_norm(x, self.weight, self.eps)
-
-
-class SwiGLU:
-    """`swiglu` under megatron's constructor for activation functions. It has no weights, so it is no module."""
-
-    def __init__(self, config: TransformerConfig):
-        pass
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return swiglu(x)
-
-
-class BiasedRowParallelLinear(RowParallelLinear):
-    """megatron's, with a bias: its configuration has none for attention's output without one for the MLP."""
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **{**options, "bias": True})
 
 
 class CausalLM(GPTModel):
@@ -99,20 +58,7 @@ class CausalLM(GPTModel):
         sizes = architecture.padded(mesh.tp_size)
         inverse_frequencies, rope_scale = rope_parameters(architecture)
         config = transformer_config(architecture, mesh, dtype, rope_scale, options)
-        layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-        parts: Any = layer.submodules
-        parts.mlp.submodules.activation_func = SwiGLU
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        attention = parts.self_attention.submodules
-        attention.core_attention = CoreAttention
-        if architecture.qk_norm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if architecture.output_bias:
-            attention.linear_proj = BiasedRowParallelLinear
-        block = TransformerBlockSubmodules(
-            layer_specs=[layer] * get_num_layers_to_build(config, pp_rank=mesh.pp_rank),
-            layer_norm=RMSNorm,  # type: ignore[arg-type]
-        )
+        block = block_spec(architecture, config, mesh.pp_rank, transformer_engine=options.transformer_engine)
         super().__init__(
             config,
             block,  # type: ignore[arg-type]
@@ -222,7 +168,12 @@ class CausalLM(GPTModel):
         switches = [
             (module, name)
             for module in (self.config, *self.modules())
-            for name in ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+            for name in (
+                "sequence_parallel",
+                "scatter_to_sequence_parallel",
+                "reduce_scatter_embeddings",
+                "apply_rope_fusion",  # its kernel knows one position for all rows only
+            )
             if getattr(module, name, False)
         ]
         for module, name in switches:
@@ -236,8 +187,12 @@ class CausalLM(GPTModel):
     def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         """For checkpoints; megatron's own asks for an output layer, which a classifier has not."""
         if self.architecture.num_labels is None:
-            return super().sharded_state_dict(*args, **options)
-        return MegatronModule.sharded_state_dict(self, *args, **options)
+            state = super().sharded_state_dict(*args, **options)
+        else:
+            state = MegatronModule.sharded_state_dict(self, *args, **options)
+        # FP8 scales, which are empty here. Transformer Engine's modules have more such entries than megatron's, and a
+        # checkpoint of either must load into the other.
+        return {name: entry for name, entry in state.items() if not name.endswith("_extra_state")}
 
     @property
     def output_weight(self) -> Tensor:

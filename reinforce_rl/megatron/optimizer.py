@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from reinforce_rl.megatron.in_place_gradients import add_gradients_in_place
+from reinforce_rl.megatron.layer_spec import fuse_weight_gradients
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.offload import HostCopies, attach_copies
 from reinforce_rl.megatron.optimizer_state import inner_optimizers, large_states
@@ -88,6 +89,7 @@ def wrap_data_parallel(
     )
     if settings.in_place_gradients and lm.mesh.device.type == "cpu" and lm.config.params_dtype == torch.float32:
         add_gradients_in_place(lm)
+    fuse_weight_gradients(lm)
     ddp.broadcast_params()
     return ddp
 

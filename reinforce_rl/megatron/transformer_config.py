@@ -39,12 +39,14 @@ class ModelOptions:
         recompute_method: of "full": "uniform" (in groups of `recompute_num_layers` layers) or "block" (the first so
             many layers of each stage).
         recompute_num_layers: of "full".
+        transformer_engine: layers of Transformer Engine's modules; see `layer_spec`.
         overrides: fields of megatron's TransformerConfig, which win over everything.
     """
 
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
+    transformer_engine: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -3,10 +3,14 @@
 #   docker build -f slurm/containers/gpu.Dockerfile -t reinforce_rl:gpu .
 #   enroot import -o reinforce_rl.sqsh dockerd://reinforce_rl:gpu            (for pyxis)
 #
+# With Transformer Engine or flash-attn, where the base has none (source that may compile for an hour against its torch):
+#   --build-arg WITH='transformer-engine[core_cu13,pytorch]'
+#
 # Built from the repository's root. Another base with torch for CUDA and Python 3.10 or 3.12 will do as well, e.g.
 # --build-arg BASE=nvcr.io/nvidia/pytorch:25.10-py3; then there is no TensorRT-LLM, and generation=native is used.
 ARG BASE=nvcr.io/nvidia/tensorrt-llm/release:1.2.1
 FROM ${BASE}
+ARG WITH=
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
@@ -26,6 +30,8 @@ RUN python3 -m pip list --format=freeze \
     && awk -F== '/^#/ {next} {name = tolower($1); gsub(/[-_.]+/, "-", name)} NR == FNR {has[name]; next} \
         !(name in has)' /tmp/base.txt constraints/gpu.txt > /tmp/rest.txt \
     && python3 -m pip install -c /tmp/base.txt -c /tmp/rest.txt -e '.[server,tensorboard,wandb]' \
+    && { [ -z "${WITH}" ] || \
+        python3 -m pip install --no-build-isolation -c /tmp/base.txt -c /tmp/rest.txt ${WITH}; } \
     && rm /tmp/base.txt /tmp/rest.txt
 
 CMD ["bash"]

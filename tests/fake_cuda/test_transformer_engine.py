@@ -1,0 +1,34 @@
+"""Layers of Transformer Engine's modules on fake CUDA tensors, in a process where its fake can be imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers.ranks import TESTS
+from helpers.transformer_engine import FAKE
+
+SCRIPT = TESTS / "helpers/rank_scripts/te_fake_cuda.py"
+
+
+def test_fewer_kernels_and_the_same_collectives_on_all_ranks(folders: dict[int, Path]) -> None:
+    path = os.pathsep.join(str(folder) for folder in (FAKE, TESTS, TESTS.parent))
+    command = [sys.executable, str(SCRIPT), str(folders[2])]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    of_engine, layers = found["with"], 2
+    assert of_engine["wgrad_accumulate"] == 4 * layers
+    assert of_engine["rope"] == 4 * layers  # queries and keys, forward and backward
+    assert of_engine["rmsnorm_fwd"] == of_engine["rmsnorm_bwd"] == 2 * layers + 1
+    assert of_engine["swiglu"] == of_engine["dswiglu"] == layers
+    # A budget that may only fall: kernels of a layer, both ways, that Transformer Engine saves.
+    without, using = (
+        sum(count for kernel, count in found[name].items() if kernel != "device")  # a question, no kernel
+        for name in ("without", "with")
+    )
+    saved = without - using
+    assert saved >= 50 * layers, found

@@ -1,0 +1,108 @@
+"""Kernels of the fake, as custom operators: one launch each on fake CUDA tensors, plain torch on a CPU.
+
+Norm, SwiGLU, RoPE and the accumulating GEMM compute in fp32 and round once, as transformer_engine_torch's do.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from transformer_engine import KERNELS
+
+
+def _wide(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _kernel(name, shapes, mutates=()):
+    """Register a function as `fake_te::name`, counted where it runs; `shapes` is it on tensors without data."""
+
+    def register(function):
+        operator = torch.library.custom_op(f"fake_te::{name}", function, mutates_args=mutates)
+        operator.register_fake(shapes)
+
+        def call(*args):
+            KERNELS[name] += 1
+            return operator(*args)
+
+        return call
+
+    return register
+
+
+def _nothing(*args):
+    return None
+
+
+def _norm_and_scale(x, weight, eps):
+    return torch.empty_like(x), _wide(x.new_empty((*x.shape[:-1], 1)))
+
+
+@_kernel("rmsnorm_fwd", _norm_and_scale)
+def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    scale = (_wide(x).square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    return (_wide(x) * scale * _wide(weight)).to(x.dtype), scale
+
+
+@_kernel("rmsnorm_bwd", lambda grad, x, scale, weight: (torch.empty_like(x), torch.empty_like(weight)))
+def rmsnorm_bwd(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    normal, wide = _wide(x) * scale, _wide(grad)
+    scaled = wide * _wide(weight)
+    dx = scale * (scaled - normal * (scaled * normal).mean(dim=-1, keepdim=True))
+    return dx.to(x.dtype), (wide * normal).flatten(0, -2).sum(dim=0).to(weight.dtype)
+
+
+@_kernel("swiglu", lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)))
+def swiglu(x: Tensor) -> Tensor:
+    a, b = _wide(x).chunk(2, dim=-1)
+    return (F.silu(a) * b).to(x.dtype)
+
+
+@_kernel("dswiglu", lambda grad, x: torch.empty_like(x))
+def dswiglu(grad: Tensor, x: Tensor) -> Tensor:
+    (a, b), wide = _wide(x).chunk(2, dim=-1), _wide(grad)
+    sigmoid = a.sigmoid()
+    return torch.cat((wide * b * sigmoid * (1 + a * (1 - sigmoid)), wide * a * sigmoid), dim=-1).to(x.dtype)
+
+
+@_kernel("rope", lambda t, angles, backward: t.new_empty(t.shape))
+def rope(t: Tensor, angles: Tensor, backward: bool) -> Tensor:
+    a, b = _wide(t).chunk(2, dim=-1)
+    rotated = torch.cat((b, -a) if backward else (-b, a), dim=-1)
+    return (_wide(t) * angles.cos() + rotated * angles.sin()).to(t.dtype)
+
+
+@_kernel("wgrad_accumulate", _nothing, mutates=("main_grad",))
+def wgrad_accumulate(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
+    main_grad.addmm_(grad.t().to(main_grad.dtype), x.to(main_grad.dtype), beta=0 if overwrite else 1)
+
+
+@_kernel("adam", _nothing, mutates=("params", "exp_avg", "exp_avg_sq"))
+def adam(
+    grads: list[Tensor],
+    params: list[Tensor],
+    exp_avg: list[Tensor],
+    exp_avg_sq: list[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    weight_decay: float,
+) -> None:
+    for g, p, m, v in zip(grads, params, exp_avg, exp_avg_sq, strict=True):
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        update = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
+        p.sub_(lr * (update + weight_decay * p))
+
+
+@_kernel("l2norm", lambda tensors: tensors[0].new_empty(1, dtype=torch.float32))
+def l2norm(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([tensor.float().norm() for tensor in tensors]).norm()[None]
+
+
+@_kernel("scale", _nothing, mutates=("targets",))
+def scale(sources: list[Tensor], targets: list[Tensor], factor: float) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source * factor)

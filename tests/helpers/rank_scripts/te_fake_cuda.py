@@ -1,0 +1,40 @@
+"""Transformer Engine's fake on fake CUDA tensors, in bf16. Usage: te_fake_cuda.py FOLDER
+
+Runs two tensor-parallel ranks with it, one after the other, for the order of their collectives. Prints the kernels of
+a forward and a backward pass, by operator, without it and with it, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from reinforce_rl.preflight.fake_cuda.machine import install
+
+
+def main() -> None:
+    machine = install()  # before anything imports torch
+    import torch
+    from helpers.batches import actor_of, rows_of, sequences, whole_batch
+    from helpers.fake_cuda import check_collectives, run_layout
+    from helpers.layouts import LAYOUTS, LORA_LAYOUTS, Layout
+    from helpers.transformer_engine import with_te
+
+    folder = Path(sys.argv[1])
+    for layout in (LAYOUTS["TP2 SP full recompute"], LORA_LAYOUTS["TP2 SP LoRA"]):
+        ledgers = run_layout(machine, with_te(replace(layout, dtype=torch.bfloat16)), folder)
+        assert check_collectives(ledgers) > 0
+    found = {}
+    for name, layout in {"without": Layout(), "with": with_te(Layout())}.items():
+        with machine.rank(), layout.mesh() as mesh:
+            actor = actor_of(folder, mesh, model=layout.model, dtype=torch.bfloat16, shared_prefix=False)
+            with machine.gpu.counting("training") as ledger:
+                actor.get_loss_and_metrics(rows_of(whole_batch(), [0, 3]), sequences(2))
+            found[name] = ledger.by_name()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What is computed with Transformer Engine, of which the fake is on the path. Usage: te_layouts.py OUT FAMILY...
+
+Writes OUT/FAMILY/LAYOUT.pt and the exported policy to OUT/FAMILY/LAYOUT, of further families than the first for one
+layout only; with that one also the kernels of a training step and of a generation, and checkpoints and losses as
+`helpers.resharding` has them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import transformer_engine
+from helpers import resharding
+from helpers.layouts import Layout, computed
+from helpers.policies import megatron_model
+from helpers.transformer_engine import CASES, ONE, SAVED, TE_LAYOUTS
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.megatron import layer_spec
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.rollout import Prompt
+from reinforce_rl.tokenizer import load_tokenizer
+
+
+def kernels(out: Path, layout: str, mesh: Mesh) -> dict[str, dict[str, int]]:
+    run = resharding.run_of(out, "tied", layout, "kernels", mesh)
+    run.lm.train()
+    column = [m for m in run.lm.modules() if isinstance(m, TEColumnParallelLinear)]
+    counts: Counter[str] = transformer_engine.KERNELS
+    counts.clear()
+    run.train_on(0, 1)
+    training = {**counts, "column layers": len(column)}
+    drawn = []
+    for is_lean in (False, True):  # megatron's own layers; decode steps of our own
+        counts.clear()
+        generator = NativeGenerator(run.lm, load_tokenizer(out / "tied/model"), is_lean=is_lean)
+        drawn.append(generator.generate([Prompt(0, "", (5, 6))], 2, SamplingParams(max_length=4), seed=0).tokens)
+    assert torch.equal(*drawn)
+    return {"training": training, "generation": dict(counts)}
+
+
+def check_that_passes_add_up(out: Path, layout: str, mesh: Mesh) -> None:
+    """Two passes through a new model in one micro-batch; the second one's gradients come first."""
+    run = resharding.run_of(out, "tied", layout, "passes", mesh)
+    one, other = torch.randint(4, 61, (2, 3, 12))
+    found = []
+    for passes in ([one, other], [one], [other]):
+        run.ddp.zero_grad_buffer()
+        torch.stack([run.lm(tokens).square().sum() for tokens in passes]).sum().backward()
+        found.append(torch.cat([p.main_grad.flatten() for p in run.lm.parameters()]))  # type: ignore[union-attr]
+    torch.testing.assert_close(found[0], found[1] + found[2], rtol=1e-4, atol=1e-4)
+
+
+def check_that_an_old_one_is_refused(model: Path, layout: Layout, mesh: Mesh) -> None:
+    known, layer_spec.OLDEST_VERSION = layer_spec.OLDEST_VERSION, "99.0"
+    try:
+        megatron_model(model, mesh, options=layout.model)
+    except ConfigError as error:
+        assert "Transformer Engine 2.11.0 is installed; expected 99.0 or later" in str(error)
+    else:
+        raise AssertionError("no error")
+    finally:
+        layer_spec.OLDEST_VERSION = known
+
+
+def main() -> None:
+    out, *families = sys.argv[1:]
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    layouts = TE_LAYOUTS[torch.distributed.get_world_size()]
+    resharding.ALL_LAYOUTS.update(layouts)
+    saved = SAVED[torch.distributed.get_world_size()]
+    found: dict = {"losses": {}}
+    for name, layout in layouts.items():
+        with layout.mesh() as mesh:
+            for family in families if name == saved else families[:1]:
+                folder = Path(out) / family
+                results = computed(layout, folder / "model", mesh, folder / name)
+                if mesh.is_main:
+                    torch.save(results, folder / f"{name}.pt")
+            if name == saved:
+                found |= kernels(Path(out), name, mesh)
+                check_that_passes_add_up(Path(out), name, mesh)
+                check_that_an_old_one_is_refused(Path(out) / families[0] / "model", layout, mesh)
+                for case in CASES:
+                    found["losses"][case] = {
+                        "saved": resharding.save_and_go_on(Path(out), case, name, mesh)[0],
+                        "loaded": resharding.load_and_go_on(Path(out), case, ONE, name, mesh)[0],
+                    }
+    if torch.distributed.get_rank() == 0:
+        (Path(out) / f"{saved}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Layouts with and without Transformer Engine, for runs with its fake and without it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from helpers.layouts import ALL_LAYOUTS as WITHOUT
+from helpers.layouts import Layout
+from helpers.ranks import TESTS, run_ranks
+
+FAKE = TESTS / "helpers/fake_te"
+SCRIPT = TESTS / "helpers/rank_scripts/te_layouts.py"
+ONE = "one process"
+
+
+def with_te(layout: Layout) -> Layout:
+    return replace(layout, model=replace(layout.model, transformer_engine=True))
+
+
+LAYOUTS = {ONE: Layout(), **WITHOUT}
+# What runs with Transformer Engine, by the number of ranks.
+TE_LAYOUTS = {
+    1: {"TE": with_te(Layout())},
+    2: {
+        f"TE {name}": with_te(LAYOUTS[name])
+        for name in ("TP2", "TP2 SP full recompute", "CP2", "PP2", "DP2 distributed optimizer", "TP2 SP LoRA")
+    },
+}
+# Checkpoints: what is saved with Transformer Engine and loaded without it, and the reverse.
+CASES = ("tied", "untied", "bf16", "lora")  # of `helpers.resharding`
+SAVED = {1: "TE", 2: "TE TP2 SP full recompute"}
+
+
+def run_with_fake(monkeypatch, ranks: int, out: Path, *families: str) -> None:
+    """Run the rank script where Transformer Engine can be imported."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(FAKE), os.environ.get("PYTHONPATH")))))
+    run_ranks(SCRIPT, ranks, out, *families, timeout=280)

@@ -1,0 +1,114 @@
+"""Transformer Engine's modules compute what megatron's and torch's do: tested with a fake of its interface.
+
+The fake stands on the path of processes of their own, since megatron looks for it when it is imported. This process
+has none.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers.batches import flat, relative_difference
+from helpers.families import MODELS
+from helpers.layouts import LORA, Layout, computed
+from helpers.models import tiny_family_folder
+from helpers.policies import megatron_model, transformers_model
+from helpers.resharding import CASES as SETTINGS
+from helpers.resharding import load_and_go_on, save_and_go_on, stored_tensors, write_model
+from helpers.transformer_engine import CASES, ONE, SAVED, TE_LAYOUTS, run_with_fake, with_te
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.megatron.layer_spec import OLDEST_VERSION
+
+# Biases of all projections of attention, tied, padded at TP=2; norms of queries and keys, untied, padded.
+FAMILIES = ("llama_bias_padded", "qwen3_padded")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """Models, and checkpoints of one process, saved without Transformer Engine."""
+    return tmp_path_factory.mktemp("te")
+
+
+@pytest.fixture(scope="module")
+def without(out, mesh):
+    """What one process computes of each family, with all weights and with LoRA."""
+    found = {}
+    for name in FAMILIES:
+        family, keys = MODELS[name]
+        folder = tiny_family_folder(out / name / "model", family, **{**keys, "num_hidden_layers": 4})
+        found[name] = {updates: computed(Layout(updates=updates), folder, mesh) for updates in (None, LORA)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def losses(out, mesh):
+    """Of three steps after a save, by case."""
+    found = {}
+    for case in CASES:
+        write_model(out, case)
+        found[case], _ = save_and_go_on(out, case, ONE, mesh)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_same_numbers_kernels_and_checkpoints(ranks, out, without, losses, mesh, monkeypatch):
+    run_with_fake(monkeypatch, ranks, out, *FAMILIES)
+    runs = [(FAMILIES[0], name) for name in TE_LAYOUTS[ranks]] + [(name, SAVED[ranks]) for name in FAMILIES[1:]]
+    for family, name in runs:
+        found = torch.load(out / family / f"{name}.pt")
+        check_numbers(found, without[family][TE_LAYOUTS[ranks][name].updates], f"{family}, {name}")
+        exported = transformers_model(out / family / name)
+        assert torch.equal(flat(dict(exported.named_parameters())), found["weights"]), f"{family}, {name}"
+    saved = SAVED[ranks]
+    found = json.loads((out / f"{saved}.json").read_text())
+    check_kernels(found, recomputed=ranks == 2)
+    for case, expected in losses.items():
+        back, _ = load_and_go_on(out, case, saved, ONE, mesh)
+        # bf16 differs by what is rounded on the way: RoPE's sines.
+        close = pytest.approx(expected, rel=1e-5 if SETTINGS[case].dtype == torch.float32 else 2e-2)
+        assert found["losses"][case] == {"saved": close, "loaded": close}, case
+        assert back == close, case
+        assert stored_tensors(out / case / saved).keys() == stored_tensors(out / case / ONE).keys(), case
+
+
+def check_numbers(found, one, who):
+    for kind in ("greedy", "sampled"):
+        assert found[kind]["tokens"] == one[kind]["tokens"], who
+        torch.testing.assert_close(found[kind]["log_probs"], one[kind]["log_probs"], atol=1e-5, rtol=0, msg=who)
+    for kind in ("log_probs", "reference_log_probs"):
+        torch.testing.assert_close(found[kind], one[kind], atol=1e-5, rtol=0, msg=who)
+    assert torch.equal(found["weights_before"], one["weights_before"]), who
+    assert found["losses"][0] == pytest.approx(one["losses"][0], rel=1e-5), who
+    assert found["norms"][0] == pytest.approx(one["norms"][0], rel=1e-5), who
+    if "gradient" in found:
+        assert relative_difference(found["gradient"], one["gradient"]) <= 1e-5, who
+    moved = one["weights"] - one["weights_before"]
+    assert float((found["weights"] - one["weights"]).norm()) <= 1e-3 * float(moved.norm()), who
+
+
+def check_kernels(found, *, recomputed):
+    """Of a step on one micro-batch of four layers, and of a generation."""
+    layers, passes = 4, 2 if recomputed else 1
+    training = found["training"]
+    assert training["column layers"] == 2 * layers
+    assert training["gemm"] == 4 * layers * passes
+    assert training["swiglu"] == layers * passes
+    assert training["dswiglu"] == layers
+    assert training["rope"] == 2 * layers * (passes + 1)  # queries and keys, backward too
+    assert training["rmsnorm_fwd"] == 2 * layers * passes + 1
+    assert training["rmsnorm_bwd"] == 2 * layers + 1
+    assert training["wgrad_accumulate"] == 4 * layers
+    assert "wgrad" not in training
+    assert training["l2norm"] and training["adam"]
+    # The KV cache has a position a row, which the fused RoPE does not know. Products go without autograd.
+    assert found["generation"]["rmsnorm_fwd"]
+    assert not {"rope", "gemm"} & set(found["generation"])
+
+
+def test_missing_is_told(mesh, out, without):
+    expected = rf"model.transformer_engine is true, but Transformer Engine is not there; expected {OLDEST_VERSION}"
+    with pytest.raises(ConfigError, match=expected):
+        megatron_model(out / FAMILIES[0] / "model", mesh, options=with_te(Layout()).model)
