@@ -25,6 +25,7 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.layout import Layout
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
@@ -105,11 +106,18 @@ class OurSide:
         if phase == GENERATION:
             self._generate()
             return {}
-        return self._step() if phase == STEP else self._train_on_fixed()
+        return self._step() if phase == STEP else self._train(self._fixed_batch())
 
     def log_probs(self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
         """float32 [N, T] of the response tokens, as the actor gives them."""
         return self._trained()[0].get_inference_log_probs(sequences, prompt_lengths, response_lengths)
+
+    def greedy(self) -> Tensor:
+        """int64 [P, prompt and response tokens], the likeliest token always."""
+        length = self._workload.response_tokens
+        params = SamplingParams(max_length=length, use_greedy=True)
+        found = self._generator.generate(self._prompts, 1, params, 0)
+        return torch.cat([torch.tensor([prompt.tokens for prompt in self._prompts]), found.tokens], dim=1)
 
     def _trained(self) -> tuple[MegatronGPTReinforceActorModel, ActorOptimizer]:
         """Actor and optimizer, made when they are first needed: generation alone takes less memory."""
@@ -137,17 +145,30 @@ class OurSide:
             raise NotTheSame(f"responses have {sorted(set(found.lengths.tolist()))} tokens")
         return found
 
-    def _train_on_fixed(self) -> dict[str, float]:
-        """On the same sequences as the other side."""
-        sequences, rewards = self._workload.sequences_of(self._vocab_size), self._workload.rewards()
-        return self._train(self._batch(sequences, rewards, None))
+    def gradients(self) -> tuple[float, dict[str, Tensor]]:
+        """The loss of the sequences that both sides train on, and its gradient, by Hugging Face's names on the CPU."""
+        loss = self._accumulate(self._fixed_batch())
+        values = {name: parameter.main_grad for name, parameter in parameters_of(self.lm).items()}  # type: ignore[attr-defined]
+        return loss, {name: value for name, value in hf_tensors(self.lm, values) if value is not None}
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy on the CPU, by Hugging Face's names."""
+        return {name: value for name, value in hf_tensors(self.lm) if value is not None}
+
+    def _fixed_batch(self) -> ReinforceBatch:
+        """The same sequences as the other side's."""
+        return self._batch(self._workload.sequences_of(self._vocab_size), self._workload.rewards(), None)
+
+    def _accumulate(self, batch: ReinforceBatch) -> float:
+        """The loss; its gradient is in the buffers then."""
+        count, length = float(self._workload.sequences), float(self._workload.response_tokens)
+        return self._trained()[0].get_loss_and_metrics(batch, Denominators(count, count * length, length)).loss
 
     def _train(self, batch: ReinforceBatch) -> dict[str, float]:
-        actor, optimizer = self._trained()
-        count, length = float(self._workload.sequences), float(self._workload.response_tokens)
+        _, optimizer = self._trained()
         parts: dict[str, float] = {}
         with self._part(GRADIENT, parts):
-            actor.get_loss_and_metrics(batch, Denominators(count, count * length, length))
+            self._accumulate(batch)
         with self._part(OPTIMIZER, parts):
             update = optimizer.step()
         if update.skipped:

@@ -1,0 +1,72 @@
+"""What a check is given, and what it returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
+CUDA, CPU, FAKE = "cuda", "cpu", "fake"  # a GPU; real numbers on a CPU; fake CUDA tensors, without numbers
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where a check runs.
+
+    Attributes:
+        mode: CUDA, CPU or FAKE.
+        folder: of this check alone.
+        deadline: of `time.time()`, when the process is ended.
+    """
+
+    mode: str
+    folder: Path
+    deadline: float
+
+    @property
+    def device(self) -> str:
+        """As torch calls it."""
+        return "cpu" if self.mode == CPU else "cuda"
+
+    def left(self) -> float:
+        """Seconds until the process is ended."""
+        return self.deadline - time.time()
+
+
+@dataclass
+class Finding:
+    """Result of a check.
+
+    Attributes:
+        verdict: PASS, FAIL or SKIP.
+        sentence: why.
+        numbers: JSON values by name; a list of dicts becomes a table of the report.
+    """
+
+    verdict: str
+    sentence: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+def judged(faults: Sequence[str], sentence: str, numbers: dict[str, Any]) -> Finding:
+    """FAIL with the faults where there are any, else PASS with the sentence."""
+    return Finding(FAIL, "; ".join(faults), numbers) if faults else Finding(PASS, sentence, numbers)
+
+
+def best_seconds(work: Callable[[], object], device: str, repeats: int = 5) -> float:
+    """Seconds of the fastest of several calls after a first one that does not count."""
+    import torch
+
+    best = float("inf")
+    for number in range(repeats + 1):
+        if device == CUDA:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        if device == CUDA:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started) if number else best
+    return best

@@ -1,0 +1,26 @@
+"""A check's process: python -m gpu_checks.worker MODULE:FUNCTION MODE FOLDER DEADLINE."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from gpu_checks.base import FAKE, Context
+
+
+def main(target: str, mode: str, folder: str, deadline: str) -> None:
+    if mode == FAKE:
+        from gpu_checks.fakes import install
+
+        install()  # before torch is asked what there is
+    module, function = target.split(":")
+    context = Context(mode, Path(folder), float(deadline))
+    finding = getattr(importlib.import_module(module), function)(context)
+    (context.folder / "finding.json").write_text(json.dumps(asdict(finding)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
