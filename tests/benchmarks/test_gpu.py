@@ -224,12 +224,12 @@ def test_a_model_larger_than_the_memory_is_not_built():
 
 def test_least_memory_of_both_sides():
     assert (
-        ours.least_bytes(TINY, torch.bfloat16, torch.device("cuda"), GENERATION)
+        ours.least_bytes(TINY, torch.bfloat16, torch.device("cuda"), WORKLOAD, GENERATION)
         == 2 * ModelSize.of(TINY, None).parameters
     )
     # Weights and gradients, main weights and two moments: 2 + 4 + 12.
     assert (
-        ours.least_bytes(TINY, torch.bfloat16, torch.device("cuda"), TRAINING)
+        ours.least_bytes(TINY, torch.bfloat16, torch.device("cuda"), WORKLOAD, TRAINING)
         == 18 * ModelSize.of(TINY, None).parameters
     )
 

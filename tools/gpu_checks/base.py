@@ -14,13 +14,7 @@ CUDA, CPU, FAKE = "cuda", "cpu", "fake"  # a GPU; real numbers on a CPU; fake CU
 
 @dataclass(frozen=True)
 class Context:
-    """Where a check runs.
-
-    Attributes:
-        mode: CUDA, CPU or FAKE.
-        folder: of this check alone.
-        deadline: of `time.time()`, when the process is ended.
-    """
+    """Where a check runs: the mode, a folder of its own, and the `time.time()` at which its process is ended."""
 
     mode: str
     folder: Path
@@ -38,17 +32,13 @@ class Context:
 
 @dataclass
 class Finding:
-    """Result of a check.
-
-    Attributes:
-        verdict: PASS, FAIL or SKIP.
-        sentence: why.
-        numbers: JSON values by name; a list of dicts becomes a table of the report.
-    """
+    """Result of a check: verdict, why, and JSON values by name, of which a list of dicts becomes a table."""
 
     verdict: str
     sentence: str
     numbers: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    seconds: float = 0.0
 
 
 def judged(faults: Sequence[str], sentence: str, numbers: dict[str, Any]) -> Finding:
@@ -57,16 +47,15 @@ def judged(faults: Sequence[str], sentence: str, numbers: dict[str, Any]) -> Fin
 
 
 def best_seconds(work: Callable[[], object], device: str, repeats: int = 5) -> float:
-    """Seconds of the fastest of several calls after a first one that does not count."""
+    """Seconds of the fastest of several calls, after one that does not count."""
     import torch
+    from rloo_step.rates import synchronize
 
-    best = float("inf")
-    for number in range(repeats + 1):
-        if device == CUDA:
-            torch.cuda.synchronize()
+    found = []
+    for _ in range(repeats + 1):
+        synchronize(torch.device(device))
         started = time.perf_counter()
         work()
-        if device == CUDA:
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - started) if number else best
-    return best
+        synchronize(torch.device(device))
+        found.append(time.perf_counter() - started)
+    return min(found[1:])

@@ -4,63 +4,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpu_checks.base import FAIL, PASS, SKIP
-from gpu_checks.runner import Outcome, as_json
+from gpu_checks.base import FAIL, PASS, Finding
 
 
-def verdict(outcomes: Sequence[Outcome]) -> str:
+def verdict(found: Sequence[Finding]) -> str:
     """PASS, or FAIL with names. Where nothing passed nothing was proven, which is no PASS."""
-    failed = [outcome.name for outcome in outcomes if outcome.verdict == FAIL]
+    failed = [one.name for one in found if one.verdict == FAIL]
     if failed:
         return f"FAIL ({', '.join(failed)})"
-    return PASS if any(outcome.verdict == PASS for outcome in outcomes) else "FAIL (no check ran)"
+    return PASS if any(one.verdict == PASS for one in found) else "FAIL (no check ran)"
 
 
-def skipped_line(outcomes: Sequence[Outcome]) -> str:
-    """Names of the checks that were skipped, or an empty text."""
-    names = [outcome.name for outcome in outcomes if outcome.verdict == SKIP]
-    return f"not run: {', '.join(names)}" if names else ""
-
-
-def write(folder: Path, outcomes: Sequence[Outcome], about: dict[str, Any]) -> Path:
-    """Write report.json and report.md; the latter's path.
-
-    Args:
-        folder: exists.
-        outcomes: in order.
-        about: of the whole run: mode, command, commit, time.
-    """
-    whole = {"verdict": verdict(outcomes), **about, "checks": as_json(outcomes)}
+def write(folder: Path, found: Sequence[Finding], about: dict[str, Any]) -> Path:
+    """Write report.json and report.md to a folder; `about` is of the whole run. The latter's path."""
+    whole = {"verdict": verdict(found), **about, "checks": [asdict(one) for one in found]}
     (folder / "report.json").write_text(json.dumps(whole, indent=1) + "\n")
-    lines = [f"# gpu_check: {verdict(outcomes)}", ""]
-    lines += [f"- {name}: {value}" for name, value in about.items()] + [""]
-    rows = [
-        {"check": o.name, "verdict": o.verdict, "seconds": round(o.seconds, 1), "what was found": o.sentence}
-        for o in outcomes
-    ]
-    lines += _table(rows)
-    for outcome in outcomes:
-        if outcome.numbers:
-            lines += ["", f"## {outcome.name}", "", *_numbers(outcome.numbers)]
-    path = folder / "report.md"
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def _numbers(numbers: dict[str, Any]) -> list[str]:
-    plain = {name: value for name, value in numbers.items() if not _is_table(value)}
-    lines = [f"- {name}: {_cell(value)}" for name, value in plain.items()]
-    for name, value in numbers.items():
-        if _is_table(value):
-            lines += ["", f"**{name}**", "", *_table(value)]
-    return lines
+    lines = [f"# gpu_check: {verdict(found)}", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
+    names = ("name", "verdict", "seconds", "sentence")
+    lines += _table([{name: getattr(one, name) for name in names} for one in found])
+    for one in found:
+        tables = {name: value for name, value in one.numbers.items() if value and _is_table(value)}
+        if one.numbers:
+            lines += ["", f"## {one.name}", ""]
+        lines += [f"- {name}: {_cell(value)}" for name, value in one.numbers.items() if name not in tables]
+        for name, rows in tables.items():
+            lines += ["", f"**{name}**", "", *_table(rows)]
+    (folder / "report.md").write_text("\n".join(lines) + "\n")
+    return folder / "report.md"
 
 
 def _is_table(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return isinstance(value, list) and isinstance(value[0], dict)
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -70,9 +48,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    text = ", ".join(map(_cell, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, dict):
+        value = [f"{name} {_cell(part)}" for name, part in value.items()]
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value))
+    text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")
