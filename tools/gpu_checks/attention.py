@@ -18,7 +18,7 @@ from reinforce_rl.megatron.attention import causal_attention, masked_attention, 
 
 LENGTHS = (64, 192, 320, 448, 576, 704, 832, 960, 1088, 1216, 1, 63, 100, 128, 129, 256, 511, 700, 768, 1024)
 BATCH, HEADS, GROUPS, HEAD_SIZE, WINDOW = 2, 8, 2, 64, 48
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # norm of the difference over the norm
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of a position: norm of the difference over the norm
 KINDS = ("causal", "window", "masked")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -89,14 +89,16 @@ def _with_gradients(attend: Attend, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def worst_error(kind: str, length: int, dtype: torch.dtype, device: str) -> tuple[float, str]:
-    """The largest relative error of the result and of its three gradients, infinity for NaN, and whose it is."""
+    """The largest error of a position in the result and in its three gradients, infinity for NaN, and whose it is."""
     inputs, mask = _inputs(length, dtype, device), _mask(kind, length, device)
     found = _with_gradients(_ours(kind, mask), inputs)
     expected = _with_gradients(_written_out(mask), [value.float() for value in inputs])
     errors = []
     for name, own, right in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
+        difference, sizes = (own.float() - right).norm(dim=-1), right.norm(dim=-1)
         # At length 1 the scores have no gradient: what is there is rounding.
-        error = float((own.float() - right).norm() / right.norm().clamp(min=1e-2 * inputs[3].float().norm()))
+        typical = sizes.square().mean().sqrt().clamp(min=1e-2 * HEAD_SIZE**0.5)
+        error = float((difference / (sizes + typical)).max())
         errors.append((error if math.isfinite(error) else math.inf, name))
     return max(errors)
 

@@ -75,7 +75,9 @@ def of_shape(shape: str, mesh: Mesh) -> list[dict[str, Any]]:
     side.run(TRAINING)
     reference.run(TRAINING)
     after, updated = side.weights(), reference.model.named_parameters()
-    rows[0]["update"] = max(float((after[name] - value).abs().mean()) / LEARNING_RATE for name, value in updated)
+    rows[0]["update"] = max(
+        float((after[name] - value.detach()).abs().mean()) / LEARNING_RATE for name, value in updated
+    )
     return rows
 
 
