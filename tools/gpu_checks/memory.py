@@ -45,10 +45,16 @@ def check(context: Context) -> Finding:
             call()
             found = peak.gigabytes()
             rows.append({"phase": name, "GB": found, "planned GB": planned[name], "ratio": found / planned[name]})
-    faults = [
+    ratios = [row["ratio"] for row in rows]
+    return judged(
+        off_plan(rows), f"{shape}: {min(ratios):.2f} to {max(ratios):.2f} of what is planned", {"phases": rows}
+    )
+
+
+def off_plan(rows: list[dict[str, Any]]) -> list[str]:
+    """Phases that take other than what is planned for them."""
+    return [
         f"{row['phase']} takes {row['GB']:.2f} GB, {row['planned GB']:.2f} are planned; {TOLERANCE:.0%} are allowed"
         for row in rows
         if not abs(row["ratio"] - 1) <= TOLERANCE
     ]
-    ratios = [row["ratio"] for row in rows]
-    return judged(faults, f"{shape}: {min(ratios):.2f} to {max(ratios):.2f} of what is planned", {"phases": rows})

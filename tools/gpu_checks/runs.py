@@ -85,10 +85,9 @@ def largest_difference(left: Line, right: Line) -> tuple[float, str]:
     """Of the numbers of two lines, relative above 1, and its name; infinite where one has not what the other has."""
     worst = (0.0, "")
     for name in sorted(left.keys() | right.keys()):
-        one, other = left.get(name), right.get(name)
-        if one != other and not name.startswith(OF_CLOCK):
-            both = isinstance(one, (int, float)) and isinstance(other, (int, float))
-            found = abs(one - other) / max(1.0, abs(one)) if both else math.inf
+        if left.get(name) != right.get(name) and not name.startswith(OF_CLOCK):
+            one, other = _number(left.get(name)), _number(right.get(name))
+            found = abs(one - other) / max(1.0, abs(one))
             worst = max(worst, (found if math.isfinite(found) else math.inf, name))
     return worst
 

@@ -41,15 +41,21 @@ class Switch:
     gpus: int = 1
 
 
-PACKED = "model.shared_prefix"
-SWITCHES = (
+PACKED, SUMS = "model.shared_prefix", "model.optim.overlap_grad_sync"
+OFFLOAD = "model.reinforce.offload_adam_states=true"
+SWITCHES = (  # one whose key this version does not have is not tried
     Switch("packed groups, each prompt attended once", [f"{PACKED}=true"], TRAINING, 0.05, [f"{PACKED}=false"]),
-    Switch("distributed optimizer", ["model.optim.distributed=true"]),
-    Switch("gradient sums overlapped with the backward pass", ["model.optim.overlap_grad_sync=true"]),
+    Switch("decode steps as CUDA graphs", ["model.reinforce.cuda_graphs=true"], GENERATION),
+    Switch("Adam's states return beside log-probs", [OFFLOAD, "model.reinforce.overlap_offload=true"], off=[OFFLOAD]),
+    Switch("Transformer Engine", ["model.transformer_engine=true"], GENERATION, 0.02, needs="transformer_engine"),
+    Switch("distributed optimizer", ["model.optim.distributed=true"], off=["model.optim.distributed=false"]),
+    Switch("overlapped gradient sums", [f"{SUMS}=true"], off=[f"{SUMS}=false"]),
+    Switch("context-parallel attention", ["model.context_parallel_size=2"], gpus=2),
 )
 
 
 def check(context: Context) -> Finding:
+    steps = 1 if context.mode == FAKE else STEPS
     runs = Runs(context, *(("135m", 192, 128) if context.mode == CUDA else ("tiny", 24, 8)))
     plain: dict[tuple[str, ...], list[Line]] = {}
     rows: list[dict[str, Any]] = []
@@ -60,10 +66,10 @@ def check(context: Context) -> Finding:
             try:
                 off = tuple(switch.off)
                 if off not in plain:
-                    plain[off] = runs.run(f"off_{number}", STEPS, off)
-                row |= judge(switch, plain[off], runs.run(f"on_{number}", STEPS, switch.on), context.mode)
+                    plain[off] = runs.run(f"off_{number}", steps, off)
+                row |= judge(switch, plain[off], runs.run(f"on_{number}", steps, switch.on), context.mode)
             except ConfigError as error:
-                reason = str(error)
+                reason = str(error)[:200]
             except Exception as error:  # one that crashes does not take the others with it
                 row |= {"advice": "leave it off", "why": f"{type(error).__name__}: {str(error)[:200]}"}
         if reason is not None:
