@@ -111,7 +111,7 @@ class PlainSide:
 
     def gradients(self) -> tuple[float, dict[str, Tensor]]:
         """The loss of the sequences that both sides train on, and its gradient, by name. The weights must be fp32."""
-        loss = self._accumulate()
+        loss = float(self._accumulate())
         found = {name: value.grad for name, value in self.model.named_parameters() if value.grad is not None}
         self.model.zero_grad(set_to_none=True)
         return loss, found

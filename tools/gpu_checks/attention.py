@@ -62,8 +62,8 @@ def _ours(kind: str, mask: Tensor) -> Attend:
 
 
 def _torchs(kind: str, mask: Tensor) -> Attend:
-    options = {"attn_mask": mask} if kind == "masked" else {"is_causal": True}
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+    given = mask if kind == "masked" else None
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, given, is_causal=given is None, enable_gqa=True)
 
 
 def _written_out(mask: Tensor) -> Attend:
@@ -111,7 +111,8 @@ def _finite_by_torch(length: int, device: str) -> bool:
 
 def _times(length: int) -> dict[str, Any]:
     """Forward and backward in bf16, by this project and by torch's own choice."""
-    inputs, row = _inputs(length, torch.bfloat16, CUDA), {"length": length}
+    inputs = _inputs(length, torch.bfloat16, CUDA)
+    row: dict[str, Any] = {"length": length}
     for kind in ("causal", "masked"):
         mask = _mask(kind, length, CUDA)
         for name, attend in (("ours", _ours(kind, mask)), ("torch's choice", _torchs(kind, mask))):

@@ -67,7 +67,7 @@ def of_shape(shape: str, mesh: Mesh) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"shape": shape, "dtype": found.dtype, "log-probs": found.largest}
         row |= {"mean log-probs": found.mean, "greedy": _greedy_shortfall(side, reference)}
         own_loss, own = side.gradients()
-        row["loss"] = abs(own_loss - float(loss)) / max(1.0, abs(float(loss)))
+        row["loss"] = abs(own_loss - loss) / max(1.0, abs(loss))
         rows.append(row | _gradient_errors(own, gradient))
         del side, own
         free(mesh.device)

@@ -100,7 +100,11 @@ def counted(context: Context, work: Callable[[], object]) -> Counts:
 def of_events(events: Iterable[Any]) -> Counts:
     """From the profiler's events: kernels and copies on the device; calls of the runtime by name on the host."""
     events = list(events)
-    on_device = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    on_device = [
+        event
+        for event in events
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
     calls = [event.name for event in events if event.device_type == DeviceType.CPU]
     launches = sum(name.startswith(LAUNCHES) for name in calls)
     return Counts(len(on_device), launches, sum(name in SYNCS for name in calls))

@@ -63,7 +63,7 @@ def _chosen_kernels(device: str) -> dict[str, str]:
             query, keys = (torch.empty(2, heads, 512, 64, dtype=dtype, device=device) for heads in (32, 8))
             mask = torch.ones(512, 512, dtype=torch.bool, device=device).tril() if masked else None
             options = {"attn_mask": mask, "is_causal": not masked, "enable_gqa": True}
-            number = torch._fused_sdp_choice(query.requires_grad_(), keys, keys, **options)
+            number = torch._fused_sdp_choice(query.requires_grad_(), keys, keys, **options)  # type: ignore[attr-defined]
             name = f"{str(dtype)[6:]} {'masked' if masked else 'causal'}"
             found[name] = torch.nn.attention.SDPBackend(number).name
     return found

@@ -48,6 +48,8 @@ class Runs:
 
     def words(self, name: str, steps: int, more: Sequence[str] = (), *, saves: bool = False) -> list[str]:
         """The command line of a run; with `saves` there is a checkpoint after each step."""
+        # The share of characters: tokens of a random model are names of some 12, so that every sample earns another.
+        characters = 16 * self._response_tokens
         found = [
             f"pretrained_checkpoint.restore_from_path={self._context.folder / 'model'}",
             f"model.data.data_prefix.train={self._context.folder / 'prompts.jsonl'}",
@@ -63,8 +65,8 @@ class Runs:
             "model.optim.lr=1e-3",
             "reward=function",
             "reward_function.name=reinforce_rl.reward.functions.length",
-            "+reward_function.kwargs.target=250",
-            "+reward_function.kwargs.tolerance=250",
+            f"+reward_function.kwargs.target={characters}",
+            f"+reward_function.kwargs.tolerance={characters}",
             "+reward_function.kwargs.unit=characters",
         ]
         if self._context.mode == FAKE:  # the log of an unknown sum is infinite there, and a KL of two such NaN
