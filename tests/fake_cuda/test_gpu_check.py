@@ -26,7 +26,7 @@ def check(name: str, machine: Machine, folder: Path) -> Finding:
         return importlib.import_module(f"gpu_checks.{name}").check(Context(FAKE, folder, time.time() + 600))
 
 
-@pytest.mark.parametrize("name", ["trainer", "switches"])
+@pytest.mark.parametrize("name", ["trainer", pytest.param("switches", marks=pytest.mark.slow)])
 def test_runs(machine: Machine, tmp_path: Path, name: str) -> None:
     found = check(name, machine, tmp_path)
     assert found.verdict == PASS, found.sentence

@@ -180,11 +180,11 @@ LINES = [
 class TestRuns:
     def test_a_run_that_is_killed_and_goes_on(self, context):
         runs = Runs(context, "tiny", 12, 4)
-        straight = runs.run("straight", 16, saves=True)
-        killed_at = trainer.kill(runs.words("killed", 16, saves=True), context.folder / "killed", context)
-        assert killed_at is not None and trainer.KILLED_AFTER <= killed_at < 16
+        straight = runs.run("straight", 9, saves=True)
+        killed_at = trainer.kill(runs.words("killed", 9, saves=True), context.folder / "killed", context)
+        assert killed_at is not None and trainer.KILLED_AFTER <= killed_at < 9
         faults: list[str] = []
-        resumed = runs.run("killed", 16, saves=True)
+        resumed = runs.run("killed", 9, saves=True)
         assert trainer.compared("resumed", straight, resumed, killed_at, faults) == "equal to the last digit"
         resumed[killed_at]["train/grad_norm"] *= 2
         trainer.compared("resumed", straight, resumed, killed_at, faults)
