@@ -7,6 +7,7 @@
 #   PYTEST_ARGS=...       further arguments for pytest, e.g. PYTEST_ARGS="-k reward -x"
 #   TEST_WORKERS=N        processes that tests run in, 2 unless told; 0 runs them in pytest's own
 #   BENCH_ARGS=...        options of benchmarks/compare_trl.py, e.g. BENCH_ARGS="--group 8 --prompt-tokens 256"
+#   GPU_CHECK_ARGS=...    options of tools/gpu_check.py, e.g. GPU_CHECK_ARGS="--only machine attention"
 #   DEMO_STEPS=N          a shorter or longer demo; DEMO_ARGS="key=value ..." are Hydra overrides for it
 
 SHELL := /bin/bash
@@ -21,6 +22,7 @@ PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+GPU_CHECK_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -39,7 +41,7 @@ export PIP_ARGS
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export DEMO_STEPS
 
-.PHONY: help install demo bench test test-fake-cuda test-slow lint types format clean
+.PHONY: help install demo bench test test-fake-cuda gpu-check test-slow lint types format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -66,6 +68,10 @@ test: install lint types ## Lint, types and every test that takes seconds
 test-fake-cuda: install ## The GPU path on fake CUDA tensors; part of `make test`
 	@# 5: PYTEST_ARGS chose none of these.
 	FAKE_CUDA=1 $(PYTEST) tests/fake_cuda -m "not slow" $(PYTEST_ARGS) || [[ $$? == 5 && -n "$(PYTEST_ARGS)" ]]
+
+# A bare GPU machine has an environment of its own, and no index to make .venv from.
+gpu-check: ## The GPU path on this machine's GPU, proven in ten minutes
+	$(or $(PYTHON),$(wildcard $(BIN)/python),python3) tools/gpu_check.py $(GPU_CHECK_ARGS)
 
 test-slow: install ## The tests that take minutes, which `make test` leaves out
 	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)

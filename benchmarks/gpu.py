@@ -106,7 +106,7 @@ def builders(arch: Architecture, mesh: Mesh, dtype: torch.dtype, workload: Workl
         return Builder(name, PHASES_OF[name], least, functools.partial(build, arch, place, dtype, workload))
 
     return [
-        builder(OURS, functools.partial(ours.least_bytes, arch, dtype, mesh.device), ours.OurSide, mesh),
+        builder(OURS, functools.partial(ours.least_bytes, arch, dtype, mesh.device, workload), ours.OurSide, mesh),
         builder(PLAIN, functools.partial(plain.least_bytes, arch, dtype), plain.PlainSide, mesh.device),
     ]
 

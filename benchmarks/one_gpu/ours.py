@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from rloo_step.comparison import NotTheSame
@@ -25,10 +25,11 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.layout import Layout
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
 from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
-from reinforce_rl.preflight.memory import Policy, states
+from reinforce_rl.preflight.memory import Decoding, Pass, Policy, RankMemory, rank_memory
 from reinforce_rl.preflight.shapes import stage_shapes
 from reinforce_rl.rollout import (
     FINISH_LENGTH,
@@ -48,8 +49,8 @@ def no_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, "<pad>")), pad_token="<pad>")
 
 
-def least_bytes(arch: Architecture, dtype: torch.dtype, device: torch.device, phase: str) -> int:
-    """Weights, and in training gradients and optimizer; the reference where its memory is the device's."""
+def memory_plan(arch: Architecture, dtype: torch.dtype, device: torch.device, workload: Workload) -> RankMemory:
+    """What `preflight` says that this side needs, phase by phase."""
     policy = Policy(
         weight_bytes=dtype.itemsize,
         tensor=1,
@@ -61,12 +62,21 @@ def least_bytes(arch: Architecture, dtype: torch.dtype, device: torch.device, ph
         lora_rank=0,
         recompute=0,
         recompute_group=1,
-        chunk_tokens=1,
+        chunk_tokens=ActorSettings.logits_chunk_tokens,
         offload_optimizer=False,
         fused_adam=True,
         gpu=device.type == "cuda",
     )
-    found = states(stage_shapes(arch, Layout(1, 1, 1, 1, False), [arch.num_layers], None)[0], policy)
+    length, rows = workload.prompt_tokens + workload.response_tokens - 1, workload.micro_batch
+    micro_batch = Pass(rows, length, rows * workload.response_tokens)
+    decoding = Decoding(workload.prompts, workload.group, workload.prompt_tokens, workload.response_tokens)
+    shape = stage_shapes(arch, Layout(1, 1, 1, 1, False), [arch.num_layers], None)[0]
+    return rank_memory(0, shape, policy, micro_batch, micro_batch, decoding, None)
+
+
+def least_bytes(arch: Architecture, dtype: torch.dtype, device: torch.device, workload: Workload, phase: str) -> int:
+    """Weights, and in training gradients and optimizer; the reference where its memory is the device's."""
+    found = memory_plan(arch, dtype, device, workload).states
     return found.weights if phase == GENERATION else found.on_device
 
 
@@ -78,11 +88,13 @@ class OurSide:
         mesh: of one rank.
         dtype: of the weights.
         workload: what to do.
+        drawn: False leaves the weights as megatron made them: where only shapes count.
     """
 
-    def __init__(self, arch: Architecture, mesh: Mesh, dtype: torch.dtype, workload: Workload):
+    def __init__(self, arch: Architecture, mesh: Mesh, dtype: torch.dtype, workload: Workload, *, drawn: bool = True):
         self.lm = CausalLM(arch, mesh, dtype)
-        fill_ours(self.lm)
+        if drawn:
+            fill_ours(self.lm)
         self._workload, self._vocab_size = workload, arch.vocab_size
         eos, length = arch.raw["eos_token_id"], workload.response_tokens
         self._settings = ActorSettings(
@@ -105,11 +117,18 @@ class OurSide:
         if phase == GENERATION:
             self._generate()
             return {}
-        return self._step() if phase == STEP else self._train_on_fixed()
+        return self._step() if phase == STEP else self._train(self._fixed_batch())
 
     def log_probs(self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
         """float32 [N, T] of the response tokens, as the actor gives them."""
         return self._trained()[0].get_inference_log_probs(sequences, prompt_lengths, response_lengths)
+
+    def greedy(self) -> Tensor:
+        """int64 [P, prompt and response tokens], the likeliest token always."""
+        length = self._workload.response_tokens
+        params = SamplingParams(max_length=length, use_greedy=True)
+        found = self._generator.generate(self._prompts, 1, params, 0)
+        return torch.cat([torch.tensor([prompt.tokens for prompt in self._prompts]), found.tokens], dim=1)
 
     def _trained(self) -> tuple[MegatronGPTReinforceActorModel, ActorOptimizer]:
         """Actor and optimizer, made when they are first needed: generation alone takes less memory."""
@@ -137,17 +156,43 @@ class OurSide:
             raise NotTheSame(f"responses have {sorted(set(found.lengths.tolist()))} tokens")
         return found
 
-    def _train_on_fixed(self) -> dict[str, float]:
-        """On the same sequences as the other side."""
-        sequences, rewards = self._workload.sequences_of(self._vocab_size), self._workload.rewards()
-        return self._train(self._batch(sequences, rewards, None))
+    def work(self) -> dict[str, Callable[[], object]]:
+        """What a step is made of, by the names of `memory_plan`'s phases. Gradients are there from the first on."""
+        actor, optimizer = self._trained()
+        batch = self._fixed_batch()
+        where = (batch.rollouts.sequences, batch.rollouts.prompt_lengths, batch.rollouts.response_lengths)
+        return {
+            "training": lambda: self._accumulate(batch),
+            "optimizer step": optimizer.step,
+            "generation": self._generate,
+            "log-probs": lambda: actor.get_inference_log_probs(*where),
+            "reference log-probs": lambda: actor.get_init_policy_logprobs(*where),
+        }
+
+    def gradients(self) -> tuple[float, dict[str, Tensor]]:
+        """The loss of the sequences that both sides train on, and its gradient, by Hugging Face's names on the CPU."""
+        loss = self._accumulate(self._fixed_batch())
+        values = {name: parameter.main_grad for name, parameter in parameters_of(self.lm).items()}  # type: ignore[attr-defined]
+        return loss, {name: value for name, value in hf_tensors(self.lm, values) if value is not None}
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy on the CPU, by Hugging Face's names."""
+        return {name: value for name, value in hf_tensors(self.lm) if value is not None}
+
+    def _fixed_batch(self) -> ReinforceBatch:
+        """The same sequences as the other side's."""
+        return self._batch(self._workload.sequences_of(self._vocab_size), self._workload.rewards(), None)
+
+    def _accumulate(self, batch: ReinforceBatch) -> float:
+        """The loss; its gradient is in the buffers then."""
+        count, length = float(self._workload.sequences), float(self._workload.response_tokens)
+        return self._trained()[0].get_loss_and_metrics(batch, Denominators(count, count * length, length)).loss
 
     def _train(self, batch: ReinforceBatch) -> dict[str, float]:
-        actor, optimizer = self._trained()
-        count, length = float(self._workload.sequences), float(self._workload.response_tokens)
+        _, optimizer = self._trained()
         parts: dict[str, float] = {}
         with self._part(GRADIENT, parts):
-            actor.get_loss_and_metrics(batch, Denominators(count, count * length, length))
+            self._accumulate(batch)
         with self._part(OPTIMIZER, parts):
             update = optimizer.step()
         if update.skipped:

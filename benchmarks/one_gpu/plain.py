@@ -109,9 +109,30 @@ class PlainSide:
         if tuple(found.shape) != expected:
             raise NotTheSame(f"transformers gave {tuple(found.shape)} sequences and tokens, expected {expected}")
 
+    def gradients(self) -> tuple[float, dict[str, Tensor]]:
+        """The loss of the sequences that both sides train on, and its gradient, by name. The weights must be fp32."""
+        loss = float(self._accumulate())
+        found = {name: value.grad for name, value in self.model.named_parameters() if value.grad is not None}
+        self.model.zero_grad(set_to_none=True)
+        return loss, found
+
+    def _accumulate(self) -> float | Tensor:
+        """Forward and backward in micro-batches; the loss."""
+        work, whole = self._workload, 0.0
+        self.model.train()
+        groups = torch.arange(work.prompts).repeat_interleave(work.group)
+        advantages = rloo(work.rewards(), groups).to(self._device)
+        sequences = work.sequences_of(self._vocab_size).to(self._device)
+        for rows in torch.arange(work.sequences, device=self._device).split(work.micro_batch):
+            with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+                log_probs = response_log_probs(self.model, sequences[rows], work.response_tokens)
+            loss = -(advantages[rows] * log_probs.sum(dim=1)).sum() / work.sequences
+            loss.backward()
+            whole += loss.detach()
+        return whole
+
     def _train(self) -> None:
-        """Forward and backward in micro-batches, then a step of AdamW on the clipped gradient."""
-        work = self._workload
+        """Forward and backward, then a step of AdamW on the clipped gradient."""
         if self._optimizer is None:
             self.model.float()
             self._optimizer = torch.optim.AdamW(
@@ -122,15 +143,7 @@ class PlainSide:
                 weight_decay=0.0,
                 fused=self._device.type == "cuda",
             )
-        self.model.train()
-        groups = torch.arange(work.prompts).repeat_interleave(work.group)
-        advantages = rloo(work.rewards(), groups).to(self._device)
-        sequences = work.sequences_of(self._vocab_size).to(self._device)
-        for rows in torch.arange(work.sequences, device=self._device).split(work.micro_batch):
-            with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
-                log_probs = response_log_probs(self.model, sequences[rows], work.response_tokens)
-            loss = -(advantages[rows] * log_probs.sum(dim=1)).sum() / work.sequences
-            loss.backward()
+        self._accumulate()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_GRAD)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

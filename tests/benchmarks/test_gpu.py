@@ -15,7 +15,6 @@ from helpers.public_configs import LLAMA_3_1_8B, LLAMA_3_2_1B
 from torch.utils.flop_counter import FlopCounterMode
 
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import hf_tensors
 from reinforce_rl.preflight.shapes import ModelSize
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -135,7 +134,7 @@ def test_both_sides_make_the_same_update(mesh):
 
     def weights() -> list[dict[str, torch.Tensor]]:
         plain = {name: value.detach().clone() for name, value in sides[1].model.named_parameters()}
-        return [{name: value for name, value in hf_tensors(sides[0].lm) if value is not None}, plain]
+        return [sides[0].weights(), plain]
 
     before = weights()
     for name, value in before[1].items():
@@ -225,12 +224,12 @@ def test_a_model_larger_than_the_memory_is_not_built():
 
 def test_least_memory_of_both_sides():
     assert (
-        ours.least_bytes(TINY, torch.bfloat16, torch.device("cuda"), GENERATION)
+        ours.least_bytes(TINY, torch.bfloat16, torch.device("cuda"), WORKLOAD, GENERATION)
         == 2 * ModelSize.of(TINY, None).parameters
     )
     # Weights and gradients, main weights and two moments: 2 + 4 + 12.
     assert (
-        ours.least_bytes(TINY, torch.bfloat16, torch.device("cuda"), TRAINING)
+        ours.least_bytes(TINY, torch.bfloat16, torch.device("cuda"), WORKLOAD, TRAINING)
         == 18 * ModelSize.of(TINY, None).parameters
     )
 

@@ -8,8 +8,6 @@ import io
 import math
 import pickle
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -154,40 +152,3 @@ def test_buckets_hold_the_exported_weights_and_share_one_bounded_buffer(dtype, l
         assert tensor.dtype == dtype and torch.equal(tensor, expected.read(name))
     ((_, nbytes),) = memory
     assert nbytes <= limit and max(sizes) <= limit and len(sizes) > sum(sizes) / limit > 2
-
-
-RECEIVER = """
-import base64, pickle, sys
-import torch
-for line in sys.stdin:
-    for name, (function, arguments) in pickle.loads(base64.b64decode(line)):
-        arguments = list(arguments)
-        arguments[6] = 0
-        tensor = function(*arguments)
-        print(name, tensor.dtype, tuple(tensor.shape), float(tensor.double().sum()), flush=True)
-        del tensor
-    torch.cuda.ipc_collect()
-    print("taken", flush=True)
-"""
-
-
-@pytest.mark.gpu
-def test_another_process_reads_what_lies_in_the_buffer_on_the_gpu():
-    """Twice from the same memory, as buckets do."""
-    receiver = subprocess.Popen(
-        [sys.executable, "-c", RECEIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
-    assert receiver.stdin is not None and receiver.stdout is not None
-    try:
-        rows = rows_of(("a", 3), ("b", 65))
-        buffer = torch.zeros(_elements(rows), dtype=torch.bfloat16, device="cuda")
-        assert device_uuid(buffer.device).startswith("GPU-")
-        for value in (1.0, 2.0):
-            buffer.fill_(value)
-            torch.cuda.synchronize()
-            receiver.stdin.write(packed_handles(_views(buffer, rows)) + "\n")
-            found = [receiver.stdout.readline().rstrip() for _ in range(3)]
-            assert found == [f"a.0 torch.bfloat16 (3,) {3 * value}", f"b.1 torch.bfloat16 (65,) {65 * value}", "taken"]
-    finally:
-        receiver.kill()
-        receiver.communicate()

@@ -1,0 +1,115 @@
+"""Proves this project's GPU path on one machine with one GPU, without a network, in ten minutes.
+
+python tools/gpu_check.py                  every check, most valuable first; what is left when time is over is skipped
+python tools/gpu_check.py --only machine attention --out results/gpu_check
+python tools/gpu_check.py --fake           on fake CUDA tensors: does every line run? numbers are not real
+python tools/gpu_check.py --device cpu     real numbers at tiny shapes, to test the checks themselves
+
+The last line is `gpu_check: PASS` or `gpu_check: FAIL (names)`; the exit code is 0, 1, or 2 where nothing can be run.
+See docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gpu_checks.base import CPU, CUDA, FAKE, SKIP, Finding
+from gpu_checks.fakes import why_no_fakes
+from gpu_checks.runner import ROOT, Check, is_installed, run
+
+ALL, REAL = (CUDA, CPU, FAKE), (CUDA, CPU)
+TRAINER = ("megatron.core", "transformers", "hydra", "omegaconf", "pebble", "tritonclient")
+CUDNN_LAST = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+CHECKS = (  # in order of value
+    Check("machine", "what there is, how fast it is", "gpu_checks.machine:check", 90, 5, ALL, ("torch",)),
+    Check("correctness", "numbers as a CPU's in fp32", "gpu_checks.correctness:check", 180, 20, REAL),
+    Check("attention", "finite and right at 20 lengths", "gpu_checks.attention:check", 90, 10, REAL),
+    Check("cudnn-last", "attention again", "gpu_checks.attention:check", 90, 10, environment=CUDNN_LAST),
+    Check("trainer", "whole runs; save, kill, resume; LoRA", "gpu_checks.trainer:check", 240, 40, ALL, TRAINER),
+    Check("ipc", "weights reach another process", "gpu_checks.ipc:check", 60, 15),
+    Check("counts", "kernels and host syncs in budget", "gpu_checks.counts:check", 120, 15, (CUDA, FAKE)),
+    Check("memory", "peaks as planned", "gpu_checks.memory:check", 120, 15, (CUDA, FAKE)),
+    Check("speed", "tokens/s and MFU beside transformers", "gpu_checks.speed:check", 240, 40),
+    Check("switches", "what is off by default, on", "gpu_checks.switches:check", 240, 40, ALL, TRAINER),
+)
+COLOURS = {"PASS": "green", "FAIL": "red", "SKIP": "yellow"}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [check.name for check in CHECKS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="these checks, see --list")
+    parser.add_argument("--list", action="store_true", help="print the checks and end")
+    parser.add_argument("--out", type=Path, default=ROOT / "results/gpu_check", help="of the report: %(default)s")
+    parser.add_argument("--minutes", type=float, default=10, help="of all checks together (%(default)s)")
+    parser.add_argument("--fake", action="store_true", help="on fake CUDA tensors")
+    parser.add_argument("--device", choices=[CUDA, CPU], default=CUDA, help="%(default)s")
+    args = parser.parse_args()
+    if not args.minutes > 0:
+        parser.error(f"--minutes is {args.minutes:g}, expected above 0")
+    return args
+
+
+def why_not(mode: str) -> str | None:
+    """Why nothing can be run here."""
+    missing = [name for name in ("torch", "rich") if not is_installed(name)]
+    if missing:
+        return f"{sys.executable} has no {' and no '.join(missing)}; install what docs/gpu.md lists"
+    if mode == FAKE:
+        return why_no_fakes()
+    # In a process of its own: a CUDA context here would take memory that the checks are to have.
+    ask = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
+    if mode == CUDA and subprocess.run(ask, stderr=subprocess.DEVNULL, timeout=300).returncode:
+        return "torch finds no GPU here; expected one, or --fake (fake CUDA tensors), or --device cpu (tiny shapes)"
+    return None
+
+
+def run_all(checks: list[Check], mode: str, out: Path, seconds: float) -> list[Finding]:
+    """One after the other, within so many seconds, with progress on the terminal."""
+    from rich.console import Console
+
+    console, end = Console(highlight=False, soft_wrap=True), time.time() + seconds
+    findings = []
+    for number, check in enumerate(checks, 1):
+        with console.status(f"{number}/{len(checks)} {check.name}: {check.proves} ({end - time.time():.0f} s left)"):
+            found = run(check, mode, out / check.name, end - time.time())
+        findings.append(found)
+        console.print(f"[{COLOURS[found.verdict]}]{found.verdict}[/] {found.name} {found.seconds:.0f} s: ", end="")
+        console.print(found.sentence, markup=False)
+    return findings
+
+
+def main() -> int:
+    args = arguments()
+    checks = [check for check in CHECKS if args.only is None or check.name in args.only]
+    if args.list:
+        for check in checks:
+            print(f"{check.name:12} {check.proves} ({', '.join(check.modes)}; at most {check.seconds:.0f} s)")
+        return 0
+    mode = FAKE if args.fake else args.device
+    reason = why_not(mode)
+    if reason is not None:
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    from gpu_checks.report import verdict, write
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    began, started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), time.time()
+    findings = run_all(checks, mode, args.out, 60 * args.minutes)
+    print(f"report: {write(args.out, findings, {'mode': mode, 'began': began, 'seconds': time.time() - started})}")
+    skipped = [found.name for found in findings if found.verdict == SKIP]
+    if skipped:
+        print(f"not run: {', '.join(skipped)}")
+    print(f"gpu_check: {verdict(findings)}")
+    return 0 if verdict(findings) == "PASS" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

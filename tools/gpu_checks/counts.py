@@ -1,0 +1,110 @@
+"""Kernels and host syncs of a decode step, a micro-batch and an optimizer step, against budgets.
+
+Counted in two sizes: their difference is free of what a call does once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from one_gpu.ours import OurSide
+from one_gpu.shapes import SHAPES
+from one_gpu.workload import Workload
+from torch.autograd import DeviceType
+
+from gpu_checks.base import FAKE, Context, Finding, judged
+from gpu_checks.fakes import counting
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.mesh import parallel_mesh
+
+SHAPE, LAYERS = "135m", 2  # few layers: what a step costs grows by as much with each
+BUDGETS = Path(__file__).with_name("budgets.json")
+SLACK = 1.25  # of kernels on a GPU: what fake CUDA counts as one may be several there, such as a split product
+LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch")
+SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of a piece of work: kernels on the device, launches by the host, waits of the host for the device."""
+
+    kernels: float
+    launches: float
+    syncs: float
+
+    def each_of(self, times: int, less: Counts) -> Counts:
+        """A repetition, where this holds `times` more of them than `less` does."""
+        return Counts(*((more - few) / times for more, few in zip(astuple(self), astuple(less), strict=True)))
+
+
+def check(context: Context) -> Finding:
+    short, long = (Workload(4, 4, 64, tokens, 4) for tokens in (4, 8))
+    few, many = (Workload(prompts, 2, 64, 16, 2) for prompts in (2, 4))
+    arch = Architecture.from_hf({**SHAPES[SHAPE], "num_hidden_layers": LAYERS})
+    with parallel_mesh() as mesh:
+
+        def of(phase: str, workload: Workload) -> Counts:
+            work = OurSide(arch, mesh, torch.bfloat16, workload, drawn=context.mode != FAKE).work()
+            # Kernels are chosen and states made in a first call; an optimizer step wants a gradient.
+            for before in ("training", phase, "training") if phase == "optimizer step" else (phase,):
+                work[before]()
+            return counted(context, work[phase])
+
+        per = {
+            "decode step": of("generation", long).each_of(4, of("generation", short)),
+            "training micro-batch": of("training", many).each_of(2, of("training", few)),
+            "log-prob micro-batch": of("log-probs", many).each_of(2, of("log-probs", few)),
+            "optimizer step": of("optimizer step", few),
+        }
+    rows, faults = compared(per, json.loads(BUDGETS.read_text()), 1.0 if context.mode == FAKE else SLACK)
+    told = ", ".join(f"{name} {one.launches:.0f} launches, {one.syncs:.1f} syncs" for name, one in per.items())
+    return judged(faults, f"{SHAPE} of {LAYERS} layers: {told}", {"counts": rows})
+
+
+def compared(
+    per: dict[str, Counts], budgets: dict[str, dict[str, float]], slack: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """A row of each work with its budgets, and what is above them; kernels may be `slack` times as many."""
+    rows, faults = [], []
+    for name, counts in per.items():
+        row: dict[str, Any] = {"work": name, "launches": counts.launches}
+        for kind, allowed in (("kernels", slack), ("syncs", 1.0)):
+            found, budget = getattr(counts, kind), budgets[name][kind]
+            row |= {kind: found, f"{kind} allowed": allowed * budget}
+            if not found <= allowed * budget:
+                faults.append(f"{name}: {found:.1f} {kind}, allowed {allowed * budget:g}")
+        rows.append(row)
+    return rows, faults
+
+
+def counted(context: Context, work: Callable[[], object]) -> Counts:
+    """Of one call; on a GPU by torch's profiler."""
+    if context.mode == FAKE:
+        with counting() as ledger:
+            work()
+        return Counts(ledger.num_kernels, ledger.launches, ledger.num_syncs)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as record:
+        work()
+        torch.cuda.synchronize()
+    found = of_events(record.events() or ())
+    return Counts(found.kernels, found.launches, found.syncs - 1)  # the one at the end is this function's
+
+
+def of_events(events: Iterable[Any]) -> Counts:
+    """From the profiler's events: kernels and copies on the device; calls of the runtime by name on the host."""
+    events = list(events)
+    on_device = [
+        event
+        for event in events
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
+    calls = [event.name for event in events if event.device_type == DeviceType.CPU]
+    launches = sum(name.startswith(LAUNCHES) for name in calls)
+    return Counts(len(on_device), launches, sum(name in SYNCS for name in calls))

@@ -1,0 +1,32 @@
+"""This process as a machine with a GPU that computes nothing: see `reinforce_rl/preflight/fake_cuda`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+from gpu_checks.runner import ROOT
+
+TRY = "from reinforce_rl.preflight.fake_cuda.machine import install; install()"
+
+
+def why_no_fakes() -> str | None:
+    """Why there can be no fake CUDA here, such as a missing compiler."""
+    done = subprocess.run([sys.executable, "-c", TRY], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return (done.stderr.strip().splitlines() or ["unknown"])[-1] if done.returncode else None
+
+
+def machine() -> AbstractContextManager[Any]:
+    """Become such a machine, before anything imports torch; its only rank inside the block."""
+    from reinforce_rl.preflight.fake_cuda.machine import install
+
+    return install().rank()
+
+
+def counting() -> AbstractContextManager[Any]:
+    """Yield a `Ledger` of the block."""
+    from reinforce_rl.preflight.fake_cuda.machine import install
+
+    return install().gpu.counting("gpu_check")

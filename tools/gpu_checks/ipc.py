@@ -1,0 +1,92 @@
+"""Weights on their way to an engine: another process reads them from this one's GPU memory by CUDA IPC."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from one_gpu.shapes import SHAPES
+from one_gpu.weights import fill_ours
+
+from gpu_checks.base import Context, Finding, judged
+from reinforce_rl.generation.weight_transfer import send_weights
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import hf_tensors
+from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.megatron.model import CausalLM
+
+BUCKET_BYTES = 1 << 17  # the tiny model has more, so that a bucket's memory is filled several times
+
+# One line of handles a bucket; answered by one line of JSON: dtype, shape and sum of each tensor.
+RECEIVER = """
+import base64, json, pickle, sys
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+for line in sys.stdin:
+    found = {}
+    for name, (function, arguments) in pickle.loads(base64.b64decode(line)):
+        arguments = list(arguments)
+        if function is rebuild_cuda_tensor:
+            arguments[6] = 0  # the device, as this process numbers it
+        tensor = function(*arguments)
+        found[name] = [str(tensor.dtype), list(tensor.shape), float(tensor.double().sum())]
+        del tensor
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()
+    print(json.dumps(found), flush=True)
+"""
+
+
+def check(context: Context) -> Finding:
+    with parallel_mesh() as mesh:
+        lm = CausalLM(Architecture.from_hf(SHAPES["tiny"]), mesh, torch.bfloat16)
+        fill_ours(lm)
+        expected = {name: summary(value) for name, value in hf_tensors(lm, device=mesh.device) if value is not None}
+        received, buckets = exchange(lm)
+    faults = differences(received, expected)
+    return judged(faults, f"{len(expected)} tensors in {buckets} buckets arrived", {"buckets": buckets})
+
+
+def summary(tensor: torch.Tensor) -> list[Any]:
+    """dtype, shape and sum."""
+    return [str(tensor.dtype), list(tensor.shape), float(tensor.double().sum())]
+
+
+def differences(received: dict[str, list[Any]], expected: dict[str, list[Any]]) -> list[str]:
+    """What is missing, and what is not what it was. Sums may differ by their order."""
+    faults = [f"{name} did not arrive" for name in expected if name not in received]
+    for name, (dtype, shape, total) in received.items():
+        right = expected.get(name)
+        if right is None or [dtype, shape] != right[:2] or not abs(total - right[2]) <= 1e-9 * (1 + abs(right[2])):
+            faults.append(f"{name} arrived as {[dtype, shape, total]}, expected {right}")
+    return faults[:5]
+
+
+def exchange(lm: CausalLM) -> tuple[dict[str, list[Any]], int]:
+    """Send all weights to a process that is started here: what it read, and the number of buckets."""
+    command = [sys.executable, "-c", RECEIVER]
+    receiver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    stdin, stdout = receiver.stdin, receiver.stdout
+    assert stdin is not None and stdout is not None
+    received: dict[str, list[Any]] = {}
+    buckets = 0
+
+    def deliver(handles: dict[str, str]) -> None:
+        nonlocal buckets
+        for text in handles.values():
+            stdin.write(text + "\n")
+            answer = stdout.readline()
+            if not answer:
+                raise RuntimeError(f"the receiving process ended with exit code {receiver.wait(timeout=10)}")
+            received.update(json.loads(answer))
+            buckets += 1
+
+    try:
+        send_weights(lm, deliver, max_bytes=BUCKET_BYTES, hosts_worker=True)
+    finally:
+        receiver.kill()
+        receiver.communicate(timeout=30)
+    return received, buckets

@@ -1,0 +1,104 @@
+"""Whole runs of the trainer in bf16 on a random model, with a reward function and nothing but this machine."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import random
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+from one_gpu.measure import free
+from one_gpu.plain import transformers_model
+from one_gpu.shapes import SHAPES
+
+from gpu_checks.base import FAKE, Context
+from reinforce_rl.build import train
+from reinforce_rl.cli import compose
+from reinforce_rl.config_reading import load_config
+from reinforce_rl.megatron.architecture import Architecture
+
+OF_CLOCK = ("time", "timers/", "timing/", "memory/")  # of metrics.jsonl
+MUST_BE_FINITE = ("train/actor_loss", "train/grad_norm", "train/rewards")
+Line = dict[str, Any]  # of metrics.jsonl
+
+
+class Runs:
+    """Runs on one model and the same prompts, below a check's folder.
+
+    Args:
+        context: of the check.
+        shape: of `SHAPES`.
+        prompt_tokens, response_tokens: at most.
+    """
+
+    def __init__(self, context: Context, shape: str, prompt_tokens: int, response_tokens: int):
+        self._context, self._prompt_tokens, self._response_tokens = context, prompt_tokens, response_tokens
+        cpu, arch = torch.device("cpu"), Architecture.from_hf(SHAPES[shape])
+        transformers_model(arch, torch.float32, cpu, cpu).save_pretrained(context.folder / "model")
+        write_tiny_tokenizer(context.folder / "model", vocab_size=arch.vocab_size)
+        draw = random.Random(0)
+        texts = ["".join(draw.choices(string.ascii_lowercase, k=prompt_tokens - n % 5)) for n in range(32)]
+        lines = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
+        (context.folder / "prompts.jsonl").write_text(lines)
+
+    def words(self, name: str, steps: int, more: Sequence[str] = (), *, saves: bool = False) -> list[str]:
+        """The command line of a run; with `saves` there is a checkpoint after each step."""
+        # The share of characters: tokens of a random model are names of some 12, so that every sample earns another.
+        characters = 16 * self._response_tokens
+        found = [
+            f"pretrained_checkpoint.restore_from_path={self._context.folder / 'model'}",
+            f"model.data.data_prefix.train={self._context.folder / 'prompts.jsonl'}",
+            f"exp_manager.explicit_log_dir={self._context.folder / name}",
+            "exp_manager.checkpoint_callback_params.save_hf_on_train_end=false",
+            f"trainer.reinforce.max_steps={steps}",
+            "trainer.reinforce.max_epochs=1000",
+            "trainer.reinforce.val_check_interval=0",
+            f"trainer.reinforce.save_interval={int(saves)}",
+            "trainer.precision=bf16",
+            f"model.encoder_seq_length={self._prompt_tokens + self._response_tokens}",
+            f"model.reinforce.length_params.max_length={self._response_tokens}",
+            "model.optim.lr=1e-3",
+            "reward=function",
+            "reward_function.name=reinforce_rl.reward.functions.length",
+            f"+reward_function.kwargs.target={characters}",
+            f"+reward_function.kwargs.tolerance={characters}",
+            "+reward_function.kwargs.unit=characters",
+        ]
+        if self._context.mode == FAKE:  # the log of an unknown sum is infinite there, and a KL of two such NaN
+            found.append("trainer.reinforce.initial_policy_kl_penalty=0")
+        return [*found, *more]
+
+    def run(self, name: str, steps: int, more: Sequence[str] = (), *, saves: bool = False) -> list[Line]:
+        """A whole run in this process, going on from its checkpoint; its metrics."""
+        try:
+            train(load_config(compose("train_reinforce_actor", self.words(name, steps, more, saves=saves))))
+        finally:
+            gc.collect()
+            free(torch.device(self._context.device))
+        return [json.loads(line) for line in (self._context.folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def largest_difference(left: Line, right: Line) -> tuple[float, str]:
+    """Of the numbers of two lines, relative above 1, and its name; infinite where one has not what the other has."""
+    worst = (0.0, "")
+    for name in sorted(left.keys() | right.keys()):
+        if left.get(name) != right.get(name) and not name.startswith(OF_CLOCK):
+            one, other = _number(left.get(name)), _number(right.get(name))
+            found = abs(one - other) / max(1.0, abs(one))
+            worst = max(worst, (found if math.isfinite(found) else math.inf, name))
+    return worst
+
+
+def not_finite(lines: Sequence[Line]) -> list[str]:
+    """Numbers that are missing, NaN or infinite where a right run has none such."""
+    pairs = [(line, name) for line in lines for name in MUST_BE_FINITE]
+    return [f"{name} at step {line['step']}" for line, name in pairs if not math.isfinite(_number(line.get(name)))]
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan

@@ -1,0 +1,120 @@
+"""What is off by default until hardware has passed it: each on against off, in whole runs of the trainer."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_checks.base import CUDA, FAKE, Context, Finding, judged
+from gpu_checks.runner import is_installed
+from gpu_checks.runs import Line, Runs, largest_difference, not_finite
+from reinforce_rl.errors import ConfigError
+
+STEPS = 3
+TRAINING, GENERATION = "training", "generation"
+GAP = "train/generator_gap"  # nats between the generator's log-probs and the trainer's
+PADDING = "train/padding_fraction"  # packing is there to change it
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A row of the table.
+
+    Attributes:
+        name: in the report.
+        on, off: overrides of the two runs.
+        affects: TRAINING: the first step's metrics must agree. GENERATION: the samples may be others, and the
+            generator's log-probs must be as near to the trainer's as without it.
+        tolerance: of that, relative above 1.
+        needs: a module.
+        gpus: of which it makes sense.
+    """
+
+    name: str
+    on: Sequence[str]
+    affects: str = TRAINING
+    tolerance: float = 0.01
+    off: Sequence[str] = ()
+    needs: str | None = None
+    gpus: int = 1
+
+
+PACKED, SUMS = "model.shared_prefix", "model.optim.overlap_grad_sync"
+OFFLOAD = "model.reinforce.offload_adam_states=true"
+SWITCHES = (  # one whose key this version does not have is not tried
+    Switch("packed groups, each prompt attended once", [f"{PACKED}=true"], TRAINING, 0.05, [f"{PACKED}=false"]),
+    Switch("decode steps as CUDA graphs", ["model.reinforce.cuda_graphs=true"], GENERATION),
+    Switch("Adam's states return beside log-probs", [OFFLOAD, "model.reinforce.overlap_offload=true"], off=[OFFLOAD]),
+    Switch("Transformer Engine", ["model.transformer_engine=true"], GENERATION, 0.02, needs="transformer_engine"),
+    Switch("distributed optimizer", ["model.optim.distributed=true"], off=["model.optim.distributed=false"]),
+    Switch("overlapped gradient sums", [f"{SUMS}=true"], off=[f"{SUMS}=false"]),
+    Switch("context-parallel attention", ["model.context_parallel_size=2"], gpus=2),
+)
+
+
+def check(context: Context) -> Finding:
+    steps = 1 if context.mode == FAKE else STEPS
+    runs = Runs(context, *(("135m", 192, 128) if context.mode == CUDA else ("tiny", 24, 8)))
+    plain: dict[tuple[str, ...], list[Line]] = {}
+    rows: list[dict[str, Any]] = []
+    for number, switch in enumerate(SWITCHES):
+        row: dict[str, Any] = {"switch": switch.name, "key": " ".join(switch.on)}
+        reason = why_not(switch, context)
+        if reason is None:
+            try:
+                off = tuple(switch.off)
+                if off not in plain:
+                    plain[off] = runs.run(f"off_{number}", steps, off)
+                row |= judge(switch, plain[off], runs.run(f"on_{number}", steps, switch.on), context.mode)
+            except ConfigError as error:
+                reason = str(error)[:200]
+            except Exception as error:  # one that crashes does not take the others with it
+                row |= {"advice": "leave it off", "why": f"{type(error).__name__}: {str(error)[:200]}"}
+        if reason is not None:
+            row |= {"advice": "not tried", "why": reason}
+        rows.append(row)
+    faults = [f"{row['switch']}: {row['why']}" for row in rows if row["advice"] == "leave it off"]
+    tried = sum(row["advice"] != "not tried" for row in rows)
+    return judged(faults, f"{tried} of {len(rows)} tried, all with the same numbers", {"switches": rows})
+
+
+def why_not(switch: Switch, context: Context) -> str | None:
+    """Why a switch cannot be tried here."""
+    if switch.needs is not None and not is_installed(switch.needs):
+        return f"{switch.needs} is not installed"
+    if switch.gpus > 1:
+        return f"takes {switch.gpus} GPUs: NCCL refuses two ranks on one"
+    return "no time left" if context.left() < 20 else None
+
+
+def judge(switch: Switch, off: list[Line], on: list[Line], mode: str) -> dict[str, Any]:
+    """Advice, and the numbers that it comes of, from the metrics of both runs."""
+    if switch.affects == TRAINING:
+        difference, metric = largest_difference(*({k: v for k, v in x[0].items() if k != PADDING} for x in (off, on)))
+    else:
+        difference, metric = float(on[0][GAP]) - 1.5 * float(off[0][GAP]), GAP
+    if mode == FAKE:
+        return {"advice": "runs", "why": "numbers are not real here"}
+    row: dict[str, Any] = {"difference": difference, "of": metric}
+    broken = not_finite(on)
+    if broken or not difference <= switch.tolerance:
+        what = f"{broken[0]} is not finite" if broken else f"{metric} differs by {difference:.2g}"
+        return {"advice": "leave it off", "why": f"{what}, expected {switch.tolerance:g} at most", **row}
+    if mode != CUDA:
+        return {"advice": "right", "why": "no time is measured here", **row}
+    row["speedup"] = speedup = seconds_a_step(off) / seconds_a_step(on)
+    row |= {"GB off": most_memory(off), "GB on": most_memory(on)}
+    pays = speedup > 1.02 or (speedup > 0.98 and row["GB on"] < 0.95 * row["GB off"])
+    return {"advice": "turn it on" if pays else "no gain", "why": "same numbers", **row}
+
+
+def seconds_a_step(lines: list[Line]) -> float:
+    """The median of all but the first, in which kernels are chosen."""
+    return statistics.median(line["timers/step_time"] for line in lines[1:])
+
+
+def most_memory(lines: list[Line]) -> float:
+    """GB of the phase that takes most."""
+    return max(value for line in lines for name, value in line.items() if name.startswith("memory/"))
