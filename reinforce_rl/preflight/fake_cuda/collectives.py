@@ -1,7 +1,7 @@
 """`torch.distributed` for one rank of a job that is not there: calls are checked, noted and answered at once.
 
-A rank's own data stand for its peers': gathers give as many copies of it, sums leave it as it is. Ranks that have
-their turns one after the other hand on the shapes that they sent to the next stage, and their objects to a repetition.
+A rank's own data stand for its peers': gathers give as many copies of it, sums leave it as it is. Objects go from a
+rank to those whose turn comes later, and to all when the turns are repeated.
 """
 
 from __future__ import annotations
@@ -26,54 +26,18 @@ class _Work:
         return True
 
 
-class Wire:
-    """Shapes of the hidden states that pipeline stages sent, for the stages after them to receive."""
-
-    def __init__(self) -> None:
-        self._sent: dict[int, list[list[int]]] = {}
-        self._own: list[list[int]] = []
-        self._received = 0
-        self._unanswered: collections.deque[list[int]] = collections.deque()
-
-    def begin(self, rank: int) -> None:
-        """This rank's turn."""
-        self._sent.pop(rank, None)
-        self._own = self._sent[rank] = []
-        self._received = 0
-        self._unanswered.clear()
-
-    def send(self, hidden: Tensor) -> None:
-        self._own.append(list(hidden.shape))
-        if hidden.requires_grad and torch.is_grad_enabled():
-            self._unanswered.append(list(hidden.shape))
-
-    def receive(self, sender: int) -> list[int]:
-        """The next shape from the stage before; where that rank had no turn, from the last other one that had."""
-        sent = self._sent.get(sender) or next(s for s in reversed(self._sent.values()) if s is not self._own)
-        if self._received == len(sent):
-            raise RuntimeError(f"a pipeline stage receives more than rank {sender} of the stage before has sent")
-        self._received += 1
-        return sent[self._received - 1]
-
-    def receive_gradient(self) -> list[int]:
-        """Of the oldest hidden states that were sent and have no gradient yet."""
-        return self._unanswered.popleft()
-
-
 class Network:
     """Replaces the functions of `torch.distributed`."""
 
     def __init__(self, gpu: FakeCuda):
         self._gpu = gpu
-        self.wire = Wire()
         self._backends: dict[Any, str] = {}
         # By group and number of the call: what each rank gave.
         self.objects: dict[tuple[tuple[int, ...], int], dict[int, Any]] = {}
         self._object_calls: collections.Counter[tuple[int, ...]] = collections.Counter()
 
-    def begin(self, rank: int) -> None:
-        """This rank's turn."""
-        self.wire.begin(rank)
+    def begin(self) -> None:
+        """A rank's turn."""
         self._object_calls.clear()
 
     def install(self) -> None:
@@ -171,7 +135,8 @@ class Network:
         self, object_list: list[Any], src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
     ) -> None:
         found = self._exchanged("broadcast", group, list(object_list), device)
-        object_list[:] = found[dist.get_group_rank(group or dist.group.WORLD, src) if group_src is None else group_src]
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        object_list[:] = found[ranks.index(src) if group_src is None else group_src]
 
     def scatter_object_list(
         self, scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, *args: Any, **options: Any
@@ -236,20 +201,6 @@ class Network:
         ledger = self._gpu.ledger
         ranks = (dist.get_rank(), -1 if peer is None else int(peer))
         ledger.collectives.append(Collective(kind, ranks, size_of(tensor), on_gpu, ledger.phase))
-
-    def replace_shape_exchange(self) -> None:
-        """Stages that tell each other the shapes of what they hand over, as megatron has it for varying ones."""
-        from megatron.core.parallel_state import get_pipeline_model_parallel_prev_rank
-        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
-        def shapes(communicator: Any, to_next: Any, to_previous: Any, from_previous: bool, from_next: bool) -> Any:
-            self._gpu.sync("shapes of a pipeline hand-over")
-            if to_next is not None:
-                self.wire.send(to_next)
-            forward = self.wire.receive(get_pipeline_model_parallel_prev_rank()) if from_previous else [0, 0, 0]
-            return forward, self.wire.receive_gradient() if from_next else [0, 0, 0]
-
-        P2PCommunicator._communicate_shapes = shapes  # type: ignore[method-assign]
 
 
 class _Exchange:

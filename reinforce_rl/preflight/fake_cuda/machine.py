@@ -30,14 +30,11 @@ class Machine:
 
     @contextlib.contextmanager
     def rank(self, rank: int = 0, world_size: int = 1) -> Iterator[Ledger]:
-        """Be this rank inside the block, with an empty ledger.
-
-        Pipeline stages must have their turns in order: each receives the shapes that the one before it sent.
-        """
+        """Be this rank inside the block, with an empty ledger."""
         before = {name: os.environ.get(name) for name in _PLACE}
         values = (str(rank), str(world_size), "0", "localhost", "1")
         os.environ.update(dict(zip(_PLACE, values, strict=True)))
-        self._network.begin(rank)
+        self._network.begin()
         if self.gpu.memory.bytes > _LEFT_OVER:
             gc.collect()  # a model that nobody holds is in cycles
         try:
@@ -93,6 +90,5 @@ def install(gibibytes: int = GIBIBYTES) -> Machine:
     replace_kernels(gpu)
     network = Network(gpu)
     network.install()
-    network.replace_shape_exchange()
     _machine = Machine(gpu, network)
     return _machine
