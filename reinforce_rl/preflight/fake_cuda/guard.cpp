@@ -1,5 +1,5 @@
-// What torch's CPU build lacks before autograd takes fake CUDA tensors: a device guard, CUDA hooks and an accelerator.
-// Loaded before libtorch_cpu.so, whose own `getAccelerator` is then found second.
+// What torch lacks on a machine without a GPU before autograd takes fake CUDA tensors: a device guard, CUDA hooks and an
+// accelerator. Loaded before libtorch_cpu.so, whose own functions of these names are then found second.
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -27,8 +27,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, device0); }
 };
 
-struct CUDAHooks : at::CUDAHooksInterface {  // the registry knows hooks by this name
-  explicit CUDAHooks(at::CUDAHooksArgs) {}
+struct Hooks final : at::CUDAHooksInterface {
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -40,9 +39,12 @@ struct CUDAHooks : at::CUDAHooksInterface {  // the registry knows hooks by this
 };
 }  // namespace
 
-using at::CUDAHooksRegistry;
-using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks);
+namespace at::detail {
+const CUDAHooksInterface& getCUDAHooks() {
+  static Hooks hooks;
+  return hooks;
+}
+}  // namespace at::detail
 
 namespace at::accelerator {
 std::optional<c10::DeviceType> getAccelerator(bool) { return c10::DeviceType::CUDA; }
@@ -52,6 +54,5 @@ void setDeviceIndex(c10::DeviceIndex) {}
 
 extern "C" void set_guard() {
   static Guard guard;
-  auto& slot = c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)];
-  if (!slot.load()) slot.store(&guard);
+  c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
 }

@@ -19,25 +19,28 @@ COMPILE_SECONDS = 300.0
 
 
 def load_guard() -> None:
-    """Let this process's torch take fake CUDA tensors. Does nothing for torch's CUDA build, which needs no help.
+    """Import torch so that it takes fake CUDA tensors in this process.
 
     Raises:
-        ConfigError: torch was imported already, is not installed, or no C++ compiler can build the library.
+        ConfigError: torch was imported already, is not installed, or no C++ compiler can build the library. Where
+            torch finds a GPU, it can do without.
     """
     if "torch" in sys.modules:
         raise ConfigError(["fake CUDA was asked for after torch was imported; it must come first in the process"])
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise ConfigError(["torch is not installed in this Python environment"])
-    torch = Path(spec.origin).parent
-    if not _is_cpu_build(torch):
-        return
-    ctypes.CDLL(str(_library(torch)), ctypes.RTLD_GLOBAL).set_guard()
+    try:
+        guard = ctypes.CDLL(str(_library(Path(spec.origin).parent)), ctypes.RTLD_GLOBAL)
+    except ConfigError:
+        import torch
 
+        if not torch.cuda.is_available():
+            raise
+    else:
+        import torch  # noqa: F401
 
-def _is_cpu_build(torch: Path) -> bool:
-    lines = (torch / "version.py").read_text().splitlines()
-    return any(line.startswith("cuda") and line.endswith("None") for line in lines)
+        guard.set_guard()  # in place of that of torch's CUDA build
 
 
 def _library(torch: Path) -> Path:
@@ -51,8 +54,8 @@ def _library(torch: Path) -> Path:
     if compiler is None:
         raise ConfigError(
             [
-                "fake CUDA needs a C++ compiler with torch's CPU build, and none was found (looked for $CXX, c++, g++ "
-                "and clang++); install one (Debian: apt-get install g++) or use torch's CUDA build, which needs none"
+                "fake CUDA needs a C++ compiler where there is no GPU, and none was found (looked for $CXX, c++, g++ "
+                "and clang++); install one (Debian: apt-get install g++)"
             ]
         )
     cache.mkdir(parents=True, exist_ok=True)
