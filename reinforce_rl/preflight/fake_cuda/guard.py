@@ -38,7 +38,7 @@ def load_guard() -> None:
         if not torch.cuda.is_available():
             raise
     else:
-        import torch  # noqa: F401
+        import torch
 
         guard.set_guard()  # in place of that of torch's CUDA build
 
