@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from reinforce_rl.cli import compose  # noqa: E402
 from reinforce_rl.config_reading import load_config  # noqa: E402
-from reinforce_rl.preflight.deep.engine import Engine  # noqa: E402
+from reinforce_rl.preflight.deep.engine import Engine, Lengths  # noqa: E402
 from reinforce_rl.preflight.deep.machine import MACHINES  # noqa: E402
 from reinforce_rl.preflight.deep.report import print_step  # noqa: E402
 from reinforce_rl.preflight.deep.run import job_of  # noqa: E402
@@ -203,9 +203,10 @@ def _generation(case: Published, job: Job) -> float:
     together = min(case.calls_of or of_engine, of_engine)
     engine = Engine(job.architecture, job.machine, case.engine_gpus, together)
     prompts = -(-together // job.batches.samples)
-    lengths = dataclasses.replace(job.lengths, longest=case.max_length, mean=case.response_tokens)
+    lengths = Lengths(case.max_length, case.response_tokens)
     calls = -(-of_engine // together)
-    return calls * engine.call_seconds(together, prompts, case.prompt_tokens, lengths)
+    _, factor = lengths.of_slowest(engines, calls, together)
+    return calls * factor * engine.call_seconds(together, prompts, case.prompt_tokens, lengths)
 
 
 def _job(case: Published, folder: Path) -> Job:
@@ -236,7 +237,8 @@ def _job(case: Published, folder: Path) -> Job:
     )
     job = job_of(cfg, read_inputs(cfg), MACHINES["h100"])
     assert job is not None
-    return job
+    # Both systems give each data-parallel rank the same share of an optimizer step.
+    return dataclasses.replace(job, sequences_of_update=job.sequences / job.batches.updates / job.layout.data)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-"""One rank of the user's run on fake GPUs, in a process of its own: `python -m reinforce_rl.preflight.deep.rank`.
+"""Single ranks of the user's run on fake GPUs, in a process of its own: `python -m reinforce_rl.preflight.deep.rank`.
 
 The device guard must be loaded before torch, so nothing here imports torch at its head. Cases come as lines of JSON on
 stdin; each phase of each goes as a line of JSON to stdout, which the run's own output must not reach.
-
-Notation: b sequences of a micro-batch, d layers of a stage, m micro-batches.
 """
 
 from __future__ import annotations
@@ -12,19 +10,21 @@ import contextlib
 import dataclasses
 import gc
 import json
-import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from reinforce_rl.preflight.deep.cost import Cost
+from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
 from reinforce_rl.preflight.deep.machine import Machine
+from reinforce_rl.preflight.fake_cuda.machine import install
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
     from reinforce_rl.megatron.mesh import Mesh
+    from reinforce_rl.megatron.optimizer import ActorOptimizer
+    from reinforce_rl.preflight.fake_cuda.machine import Machine as FakeMachine
     from reinforce_rl.rollout import RolloutBatch
 
 DECODE_STEPS = 3  # of which the first, which may set things up, is not counted
@@ -37,10 +37,10 @@ class Case:
     Attributes:
         config: of the run, as plain values.
         rank: of the job.
-        layers: d, of every stage of the reduced model.
-        in_flight: m of training whose memory is measured; costs at one more besides.
-        train_rows, forward_rows: b with gradient and without.
-        prompts, samples: of a generation call, and of each prompt.
+        layers: of every stage of the reduced model.
+        in_flight: micro-batches of training whose memory is measured; its costs are at one more besides.
+        train_rows, forward_rows: sequences of a micro-batch with gradient and without.
+        prompts, samples: of a generation call, none where an engine generates, and of each prompt.
         prompt_tokens, response_tokens: of every sequence.
         machine: whose rates time the kernels.
     """
@@ -61,177 +61,216 @@ class Case:
 def main() -> None:
     """Answer each line of stdin until it is closed."""
     out, sys.stdout = sys.stdout, sys.stderr
-    phase = "start"
+
+    def write(**values: Any) -> None:
+        print(json.dumps(values), file=out, flush=True)
+
     for text in sys.stdin:
         raw = json.loads(text)
-        case = Case(**{**raw, "machine": Machine(**raw["machine"])})
-
-        def begin(name: str) -> None:
-            nonlocal phase
-            phase = name
-
-        def put(name: str, cost: Cost, start: float, peak: float) -> None:
-            traffic = [[*dataclasses.astuple(of), calls, cost.sent[of]] for of, calls in cost.calls.items()]
-            _write(out, phase=name, start=start, peak=peak, counts=dict(cost.counts), traffic=traffic)
-
+        rank = _Rank(Case(**{**raw, "machine": Machine(**raw["machine"])}), write)
         try:
-            from reinforce_rl.preflight.deep.meter import Meter  # loads the guard, and only then torch
-
-            _measure(case, Meter(case.machine), begin, put)
-            _write(out, done=True)
+            rank.measure(install())
+            write(done=True)
         except Exception as error:
-            _write(out, fault=_told(error), phase=phase)
+            write(fault=_told(error), phase=rank.phase)
+        del rank
         gc.collect()  # of the model, which holds itself in circles
 
 
-def _write(out: IO[str], **values: Any) -> None:
-    print(json.dumps(values), file=out, flush=True)
-
-
 def _told(error: BaseException) -> str:
-    """The error, and the lines of this package and of megatron that led to it."""
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if "reinforce_rl" in f.filename or "megatron" in f.filename
-    ]
+    """The error, and the lines of this package and of megatron that led to it, the innermost first."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "fake_cuda" not in f.filename]
+    frames = [f for f in frames if "/reinforce_rl/" in f.filename or "/megatron/" in f.filename]
     where = " < ".join(f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno}" for f in reversed(frames[-4:]))
-    text = " ".join(str(error).split())[:400]
-    return f"{type(error).__name__}: {text}; at {where or 'an unknown line'}"
-
-
-def _measure(case: Case, meter: Any, begin: Callable[[str], None], put: Callable[..., None]) -> None:
-    from omegaconf import OmegaConf
-
-    from reinforce_rl.build import optimizer_settings
-    from reinforce_rl.build_actor import build_actor
-    from reinforce_rl.config import TrainConfig
-    from reinforce_rl.config_reading import build
-    from reinforce_rl.megatron.architecture import Architecture
-    from reinforce_rl.megatron.mesh import parallel_mesh
-    from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-    from reinforce_rl.tokenizer import load_tokenizer
-
-    cfg = build(TrainConfig, OmegaConf.create(case.config), "", [])
-    model = cfg.model
-    folder = cfg.pretrained_checkpoint.restore_from_path
-    architecture = Architecture.from_folder(folder)
-    architecture = dataclasses.replace(architecture, num_layers=case.layers * model.pipeline_model_parallel_size)
-    sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
-    world, local = cfg.trainer.world_size, case.rank % cfg.trainer.devices
-    os.environ.update(RANK=str(case.rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local))
-    with meter.fake(), parallel_mesh(*sizes, sequence_parallel=model.sequence_parallel, seed=model.seed) as mesh:
-
-        @contextlib.contextmanager
-        def phase(name: str) -> Iterator[None]:
-            begin(name.split()[0])
-            with meter.counting(mesh, cfg.trainer.devices) as found:
-                yield
-            put(name, found.cost, found.start, found.peak)
-
-        tokenizer = load_tokenizer(folder)
-        with phase("start"):
-            actor = build_actor(cfg, mesh, tokenizer, architecture=architecture)
-            optimizer = ActorOptimizer(*build_optimizer(actor.ddp, optimizer_settings(cfg, updates=10)))
-        optimizer.step()  # makes Adam's moments
-        offloads = model.reinforce.offload_adam_states
-        with optimizer.offloaded() if offloads else contextlib.nullcontext():
-            with phase("resident"):
-                pass
-            if case.prompts:
-                _generate(case, actor, mesh, begin, put, meter, cfg.trainer.devices)
-        length = case.prompt_tokens + case.response_tokens
-        for name, passes in (
-            ("logprobs", actor.get_inference_log_probs),
-            ("init_logprobs", actor.get_init_policy_logprobs),
-        ):
-            if name == "init_logprobs" and not cfg.trainer.reinforce.initial_policy_kl_penalty > 0:
-                continue
-            for count in (1, 2):
-                batch = _rollouts(case, count * case.forward_rows)
-                meter.hands_over(actor, case.forward_rows, length)
-                with phase(f"{name} {count}"):
-                    passes(batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
-        for count in (case.in_flight, case.in_flight + 1):
-            _train(case, count, actor, phase, meter)
-        with phase("optimizer"):
-            optimizer.step()
-        if offloads:
-            with meter.counting(mesh, cfg.trainer.devices) as found, optimizer.offloaded():
-                inside = meter.bytes
-            put("offload", found.cost, found.start, inside)
+    notes = " ".join(getattr(error, "__notes__", []))
+    return f"{type(error).__name__}: {' '.join(f'{error} {notes}'.split())[:400]}; at {where or 'an unknown line'}"
 
 
 class _Enough(Exception):
     """As many decode steps as are looked at."""
 
 
-def _generate(
-    case: Case,
-    actor: MegatronGPTReinforceActorModel,
-    mesh: Mesh,
-    begin: Callable[[str], None],
-    put: Callable[..., None],
-    meter: Any,
-    devices: int,
-) -> None:
-    """One call, left after a few decode steps: what each pass through the model and what follows it cost."""
-    from reinforce_rl.rollout import Prompt
+class _Rank:
+    """Runs a case, phase by phase."""
 
-    begin("generation")
-    prompts = [Prompt(i, "", (3,) * case.prompt_tokens) for i in range(case.prompts)]
-    params = dataclasses.replace(actor.settings.sampling, max_length=case.response_tokens)
-    seen: list[tuple[int, Cost]] = []
+    def __init__(self, case: Case, write: Callable[..., None]):
+        self._case, self._write = case, write
+        self.phase = "start"
 
-    def before(module: Any, args: tuple[Any, ...]) -> None:
-        seen.append((args[0].shape[1], meter.so_far()))
-        if sum(width == 1 for width, _ in seen) > DECODE_STEPS:
-            raise _Enough
+    def measure(self, fake: FakeMachine) -> None:
+        """Every phase of a step on this rank."""
+        from omegaconf import OmegaConf
 
-    hook = actor.lm.register_forward_pre_hook(before)
-    try:
-        with meter.counting(mesh, devices) as found, contextlib.suppress(_Enough):
-            actor.generator.generate(prompts, case.samples, params, 1)
-    finally:
-        hook.remove()
-    steps = [cost for width, cost in seen if width == 1] + ([] if len(seen) > DECODE_STEPS else [found.cost])
-    put("prefill", steps[0], found.start, found.peak)
-    put("decode", (steps[-1] + steps[1] * -1) * (1 / (len(steps) - 2)), found.start, found.peak)
+        from reinforce_rl.build import optimizer_settings
+        from reinforce_rl.build_actor import build_actor
+        from reinforce_rl.config import TrainConfig
+        from reinforce_rl.config_reading import build
+        from reinforce_rl.megatron.architecture import Architecture
+        from reinforce_rl.megatron.mesh import parallel_mesh
+        from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
+        from reinforce_rl.tokenizer import load_tokenizer
 
+        case, self._gpu = self._case, fake.gpu
+        cfg = build(TrainConfig, OmegaConf.create(case.config), "", [])
+        model, folder = cfg.model, cfg.pretrained_checkpoint.restore_from_path
+        self._devices = cfg.trainer.devices
+        stages = model.pipeline_model_parallel_size
+        architecture = dataclasses.replace(Architecture.from_folder(folder), num_layers=case.layers * stages)
+        sizes = (model.tensor_model_parallel_size, stages, model.context_parallel_size)
+        with (
+            fake.rank(case.rank, cfg.trainer.world_size),
+            parallel_mesh(*sizes, sequence_parallel=model.sequence_parallel, seed=model.seed) as self._mesh,
+        ):
 
-def _rollouts(case: Case, count: int) -> RolloutBatch:
-    """Sequences of full length, prompts in groups."""
-    import torch
+            def made() -> tuple[MegatronGPTReinforceActorModel, ActorOptimizer]:
+                actor = build_actor(cfg, self._mesh, load_tokenizer(folder), architecture=architecture)
+                return actor, ActorOptimizer(*build_optimizer(actor.ddp, optimizer_settings(cfg, updates=10)))
 
-    from reinforce_rl.rollout import FINISH_LENGTH, RolloutBatch
+            actor, optimizer = self._put("start", made)
+            optimizer.step()  # makes Adam's moments
+            self._away(optimizer, actor, offloads=model.reinforce.offload_adam_states)
+            self._passes("log-probs", 1, lambda count: self._log_probs(actor.get_inference_log_probs, count))
+            if cfg.trainer.reinforce.initial_policy_kl_penalty > 0:
+                reference = actor.get_init_policy_logprobs
+                self._passes("reference log-probs", 1, lambda count: self._log_probs(reference, count))
+            self._passes("training", case.in_flight, lambda count: self._train(actor, count))
+            self._put("optimizer", optimizer.step)
 
-    zero = torch.zeros((count, case.response_tokens))
-    number = torch.arange(count)
-    return RolloutBatch(
-        sequences=torch.full((count, case.prompt_tokens + case.response_tokens), 3),
-        prompt_lengths=torch.full((count,), case.prompt_tokens),
-        response_lengths=torch.full((count,), case.response_tokens),
-        group_ids=number // case.samples,
-        sample_ids=number % case.samples,
-        finish_reasons=(FINISH_LENGTH,) * count,
-        rewards=zero[:, 0],
-        valid=torch.ones(count, dtype=torch.bool),
-        generator_log_probs=zero,
-        log_probs=zero,
-        init_log_probs=zero,
-    )
+    def _put(self, name: str, action: Callable[[], Any]) -> Any:
+        """Do it, and write down what it cost and its peak."""
+        self.phase = name
+        with self._gpu.counting(name) as ledger:
+            done = action()
+        self._tell(name, self._cost(ledger), ledger.peak)
+        return done
 
+    def _passes(self, name: str, first: int, run: Callable[[int], object]) -> None:
+        """Of two numbers of micro-batches: what they cost once, and each. The memory is that of the fewer."""
+        self.phase = name
+        found = []
+        for count in (first, first + 1):
+            with self._gpu.counting(name) as ledger:
+                run(count)
+            found.append((self._cost(ledger), ledger.peak))
+        (low, peak), (high, _) = found
+        each = total([(1, high), (-1, low)])
+        self._tell(f"{name} once", total([(1, low), (-first, each)]), peak)
+        self._tell(f"{name} each", each, peak)
 
-def _train(case: Case, count: int, actor: MegatronGPTReinforceActorModel, phase: Any, meter: Any) -> None:
-    from reinforce_rl.algorithms.loss import Denominators
-    from reinforce_rl.rollout import ReinforceBatch
+    def _tell(self, phase: str, cost: Cost, nbytes: float) -> None:
+        traffic = [[*of, calls, cost.sent[of]] for of, calls in cost.calls.items()]
+        self._write(phase=phase, bytes=nbytes, counts=dict(cost.counts), traffic=traffic)
 
-    rollouts = _rollouts(case, count * case.train_rows)
-    none = rollouts.rewards
-    batch = ReinforceBatch(rollouts, none, none, none, rollouts.response_mask.float(), rollouts.valid)
-    meter.hands_over(actor, case.train_rows, case.prompt_tokens + case.response_tokens)
-    with phase(f"training {count}"):
+    def _cost(self, ledger: Any) -> Cost:
+        rates = self._case.machine.rates
+        seconds = sum(
+            count
+            * max(k.flops / rates["bf16" if k.low_precision else "fp32"], k.bytes / rates["bandwidth"], rates["floor"])
+            for k, count in ledger.kernels.items()
+        )
+        calls: dict[Traffic, float] = {}
+        sent: dict[Traffic, float] = {}
+        for call in ledger.collectives:
+            nodes = len({rank // self._devices for rank in call.ranks})
+            of = Traffic(self._group(call.ranks), call.kind, len(call.ranks), nodes)
+            calls[of] = calls.get(of, 0) + 1
+            sent[of] = sent.get(of, 0) + call.bytes
+        counts = {
+            "seconds": seconds,
+            "kernels": ledger.num_kernels,
+            "launches": ledger.launches,
+            "flops": ledger.flops,
+            "bytes": ledger.bytes,
+            "syncs": ledger.num_syncs,
+        }
+        return Cost(counts, calls, sent)
+
+    def _group(self, ranks: tuple[int, ...]) -> str:
+        """The kind of parallelism that a group is of; several kinds at once where none fits."""
+        mesh: Mesh = self._mesh
+        layout = mesh.layout
+        steps = {  # between neighbours
+            "tensor": (layout.tensor, 1),
+            "context": (layout.context, layout.tensor),
+            "data": (layout.data, layout.tensor * layout.context),
+            "pipeline": (layout.pipeline, layout.tensor * layout.context * layout.data),
+        }
+        if len(ranks) == mesh.world_size:
+            return "all"
+        for name, (size, step) in steps.items():
+            if len(ranks) <= size and abs(ranks[1] - ranks[0]) == step:
+                return name
+        return "several"
+
+    def _away(self, optimizer: ActorOptimizer, actor: MegatronGPTReinforceActorModel, *, offloads: bool) -> None:
+        """While responses are generated: what stays, what is moved, and a call."""
+        before = self._gpu.memory.bytes
+        with optimizer.offloaded() if offloads else contextlib.nullcontext():
+            self._tell("resident", Cost(), self._gpu.memory.bytes)
+            self._tell("away", Cost(), before - self._gpu.memory.bytes)
+            if self._case.prompts:
+                self._generate(actor)
+
+    def _generate(self, actor: MegatronGPTReinforceActorModel) -> None:
+        """One call, left after a few decode steps: what prefill cost, and a step with what follows it."""
+        from reinforce_rl.rollout import Prompt
+
+        self.phase, case = "generation", self._case
+        prompts = [Prompt(i, "", (3,) * case.prompt_tokens) for i in range(case.prompts)]
+        params = dataclasses.replace(actor.settings.sampling, max_length=case.response_tokens)
+        steps: list[Cost] = []
+
+        def before(module: Any, args: tuple[Any, ...]) -> None:
+            if args[0].shape[1] == 1:
+                steps.append(self._cost(self._gpu.ledger))
+            if len(steps) > DECODE_STEPS:
+                raise _Enough
+
+        hook = actor.lm.register_forward_pre_hook(before)
+        try:
+            with self._gpu.counting("generation") as ledger, contextlib.suppress(_Enough):
+                actor.generator.generate(prompts, case.samples, params, 1)
+        finally:
+            hook.remove()
+        steps += [self._cost(ledger)] if len(steps) <= DECODE_STEPS else []
+        first, last, count = steps[min(1, len(steps) - 2)], steps[-1], max(len(steps) - 2, 1)
+        self._tell("prefill", steps[0], ledger.peak)
+        self._tell("decode", total([(1 / count, last), (-1 / count, first)]), ledger.peak)
+
+    def _log_probs(self, passes: Callable[..., Any], count: int) -> None:
+        found = self._rollouts(count * self._case.forward_rows)
+        passes(found.sequences, found.prompt_lengths, found.response_lengths, found.group_ids)
+
+    def _train(self, actor: MegatronGPTReinforceActorModel, count: int) -> None:
+        from reinforce_rl.algorithms.loss import Denominators
+        from reinforce_rl.rollout import ReinforceBatch
+
+        rollouts = self._rollouts(count * self._case.train_rows)
+        none = rollouts.rewards
+        batch = ReinforceBatch(rollouts, none, none, none, rollouts.response_mask.float(), rollouts.valid)
         actor.get_loss_and_metrics(batch, Denominators(1.0, 1.0, 1.0))
+
+    def _rollouts(self, count: int) -> RolloutBatch:
+        """Sequences of full length, in groups."""
+        import torch
+
+        from reinforce_rl.rollout import FINISH_LENGTH, RolloutBatch
+
+        case, number = self._case, torch.arange(count)
+        zeros = torch.zeros((count, case.response_tokens))
+        return RolloutBatch(
+            sequences=torch.full((count, case.prompt_tokens + case.response_tokens), 3),
+            prompt_lengths=torch.full((count,), case.prompt_tokens),
+            response_lengths=torch.full((count,), case.response_tokens),
+            group_ids=number // case.samples,
+            sample_ids=number % case.samples,
+            finish_reasons=(FINISH_LENGTH,) * count,
+            rewards=zeros[:, 0],
+            valid=torch.ones(count, dtype=torch.bool),
+            generator_log_probs=zeros,
+            log_probs=zeros,
+            init_log_probs=zeros,
+        )
 
 
 if __name__ == "__main__":

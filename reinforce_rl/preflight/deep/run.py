@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+import statistics
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -13,16 +16,15 @@ from reinforce_rl.build_actor import DTYPES, model_options
 from reinforce_rl.config import TrainConfig
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.files import write_atomically
-from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.transformer_config import layers_of_stages
-from reinforce_rl.preflight.deep.alternatives import Change, alternatives, fits
+from reinforce_rl.preflight.deep.alternatives import alternatives
 from reinforce_rl.preflight.deep.engine import Lengths
 from reinforce_rl.preflight.deep.machine import Machine, load_machine
 from reinforce_rl.preflight.deep.report import Tried, as_json, print_alternatives, print_step
 from reinforce_rl.preflight.deep.step import Job, StepTime, predict
 from reinforce_rl.preflight.deep.worker import DeepFault, Worker
 from reinforce_rl.preflight.inputs import Inputs, layout_of
-from reinforce_rl.preflight.plan import plan_batches
+from reinforce_rl.preflight.plan import BatchPlan, plan_batches
 
 MOST_TRIED, MOST_TOLD = 4, 3
 BETTER = 0.97  # of the seconds of a step, from which on a change is worth telling
@@ -42,59 +44,58 @@ def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
     Raises:
         ConfigError: of `preflight_machine`.
     """
-    machine = load_machine(cfg.preflight_machine)
-    job = job_of(cfg, inputs, machine)
-    if job is None:
-        return []
-    with (
-        console.status("fake GPU: starting") as status,
-        Worker(lambda text: status.update(f"fake GPU: {text}")) as worker,
-    ):
+    job = job_of(cfg, inputs, load_machine(cfg.preflight_machine))
+    with console.status("fake GPU") as status, Worker(lambda text: status.update(f"fake GPU, {text}")) as worker:
         try:
             step = predict(job, worker.measure(job))
         except DeepFault as error:
             return [str(error)]
         print_step(console, job, step)
         tried = _try(worker, job, inputs, step)
-    better = [one for one in tried if one.fits and (not fits(step, job) or one.step.seconds < BETTER * step.seconds)]
+    better = [one for one in tried if one.step.fits and (not step.fits or one.step.seconds < BETTER * step.seconds)]
     better = sorted(better, key=lambda one: one.step.seconds)[:MOST_TOLD]
     print_alternatives(console, step, better, len(tried))
-    folder = Path(cfg.exp_manager.explicit_log_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "preflight.json", json.dumps(as_json(job, step, better), indent=1))
-    console.print(f"\nThe same as JSON: {folder / 'preflight.json'}")
-    if not fits(step, job):
-        room, phase = machine.memory - machine.reserved, max(step.peaks, key=lambda name: step.peaks[name])
-        return [
-            f"a rank needs {step.peak / 1e9:.1f} GB in {phase}, and a {machine.name} has {room / 1e9:.1f} GB for "
-            "tensors; see the changes that fit"
-        ]
-    return []
+    path = Path(cfg.exp_manager.explicit_log_dir) / "preflight.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(as_json(job, step, better), indent=1))
+    console.print(f"The same as JSON: {path}")
+    if step.fits:
+        return []
+    machine = job.machine
+    return [
+        f"a rank needs {step.peaks[step.worst] / 1e9:.1f} GB in {step.worst}, and a {machine.name} has "
+        f"{(machine.memory - machine.reserved) / 1e9:.1f} GB for tensors"
+    ]
 
 
-def job_of(cfg: TrainConfig, inputs: Inputs, machine: Machine) -> Job | None:
-    """What is to be predicted; None where the model or its layout cannot be read, which `inputs` says."""
-    layout = layout_of(cfg)
-    if inputs.architecture is None or layout is None:
-        return None
-    layers = _layers(cfg, inputs.architecture)
-    if layers is None:
-        return None
+def job_of(cfg: TrainConfig, inputs: Inputs, machine: Machine) -> Job:
+    """What is to be predicted, of a configuration whose model and layout can be read.
+
+    Raises:
+        ConfigError: the layers do not divide.
+    """
+    layout, architecture = layout_of(cfg), inputs.architecture
+    assert layout is not None and architecture is not None
+    dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
+    layers = layers_of_stages(architecture, layout, dtype, model_options(cfg))
     lengths = Lengths(cfg.model.reinforce.length_params.max_length, cfg.preflight_response_tokens)
     batches = plan_batches(cfg, layout, inputs.datasets)
     machine = dataclasses.replace(machine, gpus_per_node=min(machine.gpus_per_node, cfg.trainer.devices))
-    return Job(cfg, inputs.architecture, layout, layers, batches, machine, lengths)
+    most = _most_of_update(batches, layout.data) * batches.samples
+    return Job(cfg, architecture, layout, tuple(layers), batches, machine, lengths, most)
 
 
-def _layers(cfg: TrainConfig, architecture: Architecture) -> tuple[int, ...] | None:
-    layout = layout_of(cfg)
-    if layout is None:
-        return None
-    try:
-        dtype = getattr(torch, DTYPES[cfg.trainer.precision])
-        return tuple(layers_of_stages(architecture, layout, dtype, model_options(cfg)))
-    except ConfigError:
-        return None
+def _most_of_update(batches: BatchPlan, ranks: int) -> float:
+    """Prompts of an optimizer step on the rank with most, on average: a step's prompts are drawn wherever they lie."""
+    size = batches.prompts_of_update.least
+    if size >= batches.prompts:
+        return batches.prompts_of_rank.most
+    owners, draw, most = [prompt % ranks for prompt in range(batches.prompts)], random.Random(0), []
+    for _ in range(64):
+        draw.shuffle(owners)
+        parts = [owners[start : start + size] for start in range(0, len(owners), size)]
+        most += [max(Counter(part).values()) for part in parts]
+    return statistics.fmean(most)
 
 
 def _try(worker: Worker, job: Job, inputs: Inputs, step: StepTime) -> list[Tried]:
@@ -102,15 +103,9 @@ def _try(worker: Worker, job: Job, inputs: Inputs, step: StepTime) -> list[Tried
     for change, cfg in alternatives(job, step):
         if len(tried) == MOST_TRIED:
             break
-        other = job_of(cfg, inputs, job.machine)
-        if other is None:
-            continue
         try:
-            found = predict(other, worker.measure(other))
-        except DeepFault:
+            other = job_of(cfg, inputs, job.machine)
+            tried.append(Tried(change, predict(other, worker.measure(other))))
+        except (ConfigError, DeepFault):
             continue
-        tried.append(Tried(change, found, fits(found, other)))
     return tried
-
-
-__all__ = ["Change", "deep", "job_of"]

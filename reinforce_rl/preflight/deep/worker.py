@@ -9,15 +9,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from reinforce_rl.config import TrainConfig
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.layout import rank_at
-from reinforce_rl.preflight.deep.cost import Cost, Traffic, line
+from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
 from reinforce_rl.preflight.deep.rank import Case
-from reinforce_rl.preflight.deep.step import Job, Measured, RoleCosts
+from reinforce_rl.preflight.deep.step import Job, Role
 
+Phases = dict[str, tuple[Cost, float]]  # costs and bytes
 SMALLEST_DEPTH = 2  # layers a stage; the other depth that is measured is twice it
 
 
@@ -51,104 +51,93 @@ class Worker:
         self._process.communicate()
         self._said.close()
 
-    def measure(self, job: Job) -> list[RoleCosts]:
+    def measure(self, job: Job) -> list[Role]:
         """What the ranks cost that stand for all others, at full depth.
 
         Raises:
             DeepFault: one of them failed.
         """
-        return [self._role(job, *role) for role in roles(job)]
-
-    def _role(self, job: Job, stage: int, stages: int) -> RoleCosts:
-        depths = depths_of(job.cfg, job.layers[stage])
-        in_flight = min(job.layout.pipeline - stage, job.batches.micro_batches)
-        full = [self._run(job, stage, depth, in_flight, job.lengths.longest) for depth in depths]
-        usual, average = full, math.ceil(job.lengths.average)
-        if average < job.lengths.longest:
-            usual = [self._run(job, stage, depth, in_flight, average) for depth in depths]
-        layers, ends = job.layers[stage], (depths[0], depths[-1])
-
-        def at(of: Callable[[Measured], float], low: Measured, high: Measured) -> float:
-            share = 0.0 if ends[0] == ends[1] else (layers - ends[0]) / (ends[1] - ends[0])
-            return of(low) + share * (of(high) - of(low))
-
-        def peak(measured: Measured) -> float:
-            return measured.peak
-
-        peaks = {}
-        for name in full[0]:
-            title = _TITLES.get(name.split()[0])
-            if title and name != f"training {in_flight + 1}":  # may have one more in flight than there are
-                peaks[title] = max(peaks.get(title, 0.0), at(peak, full[0][name], full[-1][name]))
-        peaks["resident"] = at(lambda m: m.start, full[0]["resident"], full[-1]["resident"])
-        phases = {
-            name: Measured(
-                line(layers, *ends, low.cost, usual[-1][name].cost),
-                at(lambda m: m.start, low, usual[-1][name]),
-                at(peak, low, usual[-1][name]),
-            )
-            for name, low in usual[0].items()
+        longest = job.lengths.longest
+        average = min(math.ceil(job.lengths.average), longest)
+        # A stage receives shapes that the one before has sent: its last run must be of the same length.
+        runs = {
+            (response, stage): [self._run(job, stage, d, response) for d in depths_of(job.cfg, job.layers[stage])]
+            for response in dict.fromkeys((longest, average))
+            for stage, _ in roles(job)
         }
-        return RoleCosts(stage, stages, in_flight, phases, peaks)
+        return [
+            _at_depth(job, stage, stages, runs[longest, stage], runs[average, stage]) for stage, stages in roles(job)
+        ]
 
-    def _run(self, job: Job, stage: int, depth: int, in_flight: int, response: int) -> dict[str, Measured]:
-        plan, layout, cfg = job.batches, job.layout, job.cfg
-        sizes = (layout.tensor, layout.context, layout.data, layout.pipeline)
-        native = cfg.generation == "native"
-        config = dataclasses.asdict(dataclasses.replace(cfg, generation="native", preflight=False))
-        overrides, options = cfg.model.megatron_overrides, config["model"]
-        options["megatron_overrides"] = {k: v for k, v in overrides.items() if "pipeline_stage" not in k}
-        block = options["activations_checkpoint_num_layers"]
-        if options["activations_checkpoint_method"] == "block" and depth < job.layers[stage]:
-            options["activations_checkpoint_num_layers"] = max(1, block * depth // job.layers[stage])
-        sequences = plan.prompts_of_rank.most * plan.samples
-        length = plan.longest_prompt + response
+    def _run(self, job: Job, stage: int, depth: int, response: int) -> Phases:
+        """Costs and bytes by phase, at a depth."""
+        plan, layout, layers = job.batches, job.layout, job.layers[stage]
+        config = dataclasses.asdict(dataclasses.replace(job.cfg, generation="native", preflight=False))
+        model = config["model"]
+        # Stages of other sizes are measured one by one, each as if all had its.
+        overrides = job.cfg.model.megatron_overrides
+        model["megatron_overrides"] = {k: v for k, v in overrides.items() if "pipeline_stage" not in k}
+        recomputed = model["activations_checkpoint_num_layers"]
+        if model["activations_checkpoint_method"] == "block":
+            model["activations_checkpoint_num_layers"] = max(1, min(recomputed, layers) * depth // layers)
+        train_rows, forward_rows = job.rows(response)
         case = Case(
             config=config,
-            rank=rank_at(0, 0, 0, stage, sizes),
+            rank=rank_at(0, 0, 0, stage, (layout.tensor, layout.context, layout.data, layout.pipeline)),
             layers=depth,
-            in_flight=in_flight,
-            train_rows=_rows(cfg, cfg.model.micro_batch_size, plan.prompts_of_update.most * plan.samples, length),
-            forward_rows=_rows(cfg, cfg.model.reinforce.forward_micro_batch_size, sequences, length),
-            prompts=job.prompts_of_call if native else 0,
+            in_flight=min(layout.pipeline - stage, plan.micro_batches),
+            train_rows=train_rows,
+            forward_rows=forward_rows,
+            prompts=0 if job.has_engine else job.prompts_of_call,
             samples=plan.samples,
             prompt_tokens=plan.longest_prompt,
             response_tokens=response,
             machine=job.machine,
         )
         role = f"rank {case.rank} (stage {stage} of {layout.pipeline})"
-        self._tell(f"{role}, {depth} of {job.layers[stage]} layers, {length} tokens")
+        self._tell(f"{role}: {depth} of {layers} layers, {plan.longest_prompt + response} tokens")
         return self._answers(json.dumps(dataclasses.asdict(case)), role)
 
-    def _answers(self, case: str, role: str) -> dict[str, Measured]:
+    def _answers(self, case: str, role: str) -> Phases:
         stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin and stdout
+        assert stdin is not None and stdout is not None
+        found: Phases = {}
         try:
             stdin.write(case + "\n")
             stdin.flush()
         except BrokenPipeError:
-            pass
-        found: dict[str, Measured] = {}
+            pass  # it has ended, and said why
         while text := stdout.readline():
             answer = json.loads(text)
             if "fault" in answer:
                 raise DeepFault(f"{role} fails in {answer['phase']}: {answer['fault']}")
             if "done" in answer:
                 return found
-            found[answer["phase"]] = _measured(answer)
+            rows = [(Traffic(*row[:4]), *row[4:]) for row in answer["traffic"]]
+            cost = Cost(answer["counts"], {of: calls for of, calls, _ in rows}, {of: sent for of, _, sent in rows})
+            found[answer["phase"]] = (cost, answer["bytes"])
         self._said.seek(0)
         said = self._said.read().strip().splitlines()[-3:]
         raise DeepFault(f"the process with the fake GPU ended: {' | '.join(said) or 'it said nothing'}")
 
 
-_TITLES = {
-    "start": "start",
-    "prefill": "generation",
-    "logprobs": "log-probs",
-    "init_logprobs": "reference log-probs",
-    "training": "training",
-    "optimizer": "optimizer",
-}
+def _at_depth(job: Job, stage: int, stages: int, full: Sequence[Phases], usual: Sequence[Phases]) -> Role:
+    """Costs at the average length and peaks at the longest, along the line through the measured depths."""
+    layers, depths = job.layers[stage], depths_of(job.cfg, job.layers[stage])
+    share = 0.0 if len(depths) == 1 else (layers - depths[0]) / (depths[1] - depths[0])
+    costs = {name: total([(1 - share, cost), (share, usual[-1][name][0])]) for name, (cost, _) in usual[0].items()}
+    peaks = {name: (1 - share) * peak + share * full[-1][name][1] for name, (_, peak) in full[0].items()}
+    return Role(stage, stages, costs, _by_phase(peaks))
+
+
+def _by_phase(peaks: dict[str, float]) -> dict[str, float]:
+    """Of the parts of a phase the worst."""
+    found = {"resident": 0.0, "away": 0.0}
+    for name, peak in peaks.items():
+        title = {"prefill": "generation", "decode": "generation"}.get(name, name.removesuffix(" once"))
+        if not title.endswith(" each"):  # has one more micro-batch than there may be
+            found[title] = max(found.get(title, 0.0), peak)
+    return found
 
 
 def roles(job: Job) -> list[tuple[int, int]]:
@@ -159,10 +148,8 @@ def roles(job: Job) -> list[tuple[int, int]]:
     """
     last = job.layout.pipeline - 1
     between = range(1, last)
-    chosen = [(0, 1)]
-    if between:
-        chosen.append((max(between, key=lambda stage: job.layers[stage]), len(between)))
-    return chosen + ([(last, 1)] if last else [])
+    middle = [(max(between, key=lambda stage: job.layers[stage]), len(between))] if between else []
+    return [(0, 1), *middle, *([(last, 1)] if last else [])]
 
 
 def depths_of(cfg: TrainConfig, layers: int) -> tuple[int, ...]:
@@ -177,15 +164,3 @@ def depths_of(cfg: TrainConfig, layers: int) -> tuple[int, ...]:
         unit = layers // math.gcd(layers, number)
     least = unit * -(-SMALLEST_DEPTH // unit)
     return (least, 2 * least) if 2 * least < layers else (layers,)
-
-
-def _rows(cfg: TrainConfig, size: int, sequences: int, length: int) -> int:
-    most = cfg.model.tokens_per_micro_batch
-    return min(sequences, size if most is None else max(most // length, 1))
-
-
-def _measured(answer: dict[str, Any]) -> Measured:
-    traffic: Sequence[list[Any]] = answer["traffic"]
-    calls = {Traffic(*row[:4]): row[4] for row in traffic}
-    sent = {Traffic(*row[:4]): row[5] for row in traffic}
-    return Measured(Cost(answer["counts"], calls, sent), answer["start"], answer["peak"])
