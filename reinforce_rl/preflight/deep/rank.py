@@ -67,7 +67,7 @@ def main() -> None:
 
     for text in sys.stdin:
         raw = json.loads(text)
-        rank = _Rank(Case(**{**raw, "machine": Machine(**raw["machine"])}), write)
+        rank = RankRun(Case(**{**raw, "machine": Machine(**raw["machine"])}), write)
         try:
             rank.measure(install())
             write(done=True)
@@ -90,7 +90,7 @@ class _Enough(Exception):
     """As many decode steps as are looked at."""
 
 
-class _Rank:
+class RankRun:
     """Runs a case, phase by phase."""
 
     def __init__(self, case: Case, write: Callable[..., None]):
@@ -195,12 +195,10 @@ class _Rank:
             "data": (layout.data, layout.tensor * layout.context),
             "pipeline": (layout.pipeline, layout.tensor * layout.context * layout.data),
         }
-        if len(ranks) == mesh.world_size:
-            return "all"
         for name, (size, step) in steps.items():
             if len(ranks) <= size and abs(ranks[1] - ranks[0]) == step:
                 return name
-        return "several"
+        return "all" if len(ranks) == mesh.world_size else "several"
 
     def _away(self, optimizer: ActorOptimizer, actor: MegatronGPTReinforceActorModel, *, offloads: bool) -> None:
         """While responses are generated: what stays, what is moved, and a call."""
