@@ -8,6 +8,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_a_fault_names_phase_and_lines(machine: Machine, folders: dict[int, Path
     """The weights of the norms on the CPU, as they once were: the start ends where they are used."""
     make = RMSNorm.__init__
 
-    def on_cpu(norm: RMSNorm, *args: object, **options: object) -> None:
+    def on_cpu(norm: RMSNorm, *args: Any, **options: Any) -> None:
         make(norm, *args, **options)
         norm.weight = torch.nn.Parameter(torch.ones(norm.weight.shape, dtype=norm.weight.dtype))
 
