@@ -33,7 +33,7 @@ from reinforce_rl.preflight.deep.engine import Engine, Lengths  # noqa: E402
 from reinforce_rl.preflight.deep.machine import MACHINES  # noqa: E402
 from reinforce_rl.preflight.deep.report import print_step  # noqa: E402
 from reinforce_rl.preflight.deep.run import job_of  # noqa: E402
-from reinforce_rl.preflight.deep.step import Job, PhaseTime, predict  # noqa: E402
+from reinforce_rl.preflight.deep.step import PhaseTime, PredictedJob, predict  # noqa: E402
 from reinforce_rl.preflight.deep.worker import Worker  # noqa: E402
 from reinforce_rl.preflight.inputs import read_inputs  # noqa: E402
 
@@ -196,7 +196,7 @@ def _group(phase: PhaseTime) -> str:
     return {"generation": "generation", "training": "training", "optimizer": "training"}.get(phase.name, "rest")
 
 
-def _generation(case: Published, job: Job) -> float:
+def _generation(case: Published, job: PredictedJob) -> float:
     """By an engine on every `engine_gpus`, in calls of the published size."""
     engines = job.layout.ranks // case.engine_gpus
     of_engine = -(-job.sequences // engines)
@@ -209,7 +209,7 @@ def _generation(case: Published, job: Job) -> float:
     return calls * factor * engine.call_seconds(together, prompts, case.prompt_tokens, lengths)
 
 
-def _job(case: Published, folder: Path) -> Job:
+def _job(case: Published, folder: Path) -> PredictedJob:
     """The same layout and batches here, with passes of the published length."""
     (folder / "config.json").write_text(json.dumps(case.model))
     tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1}, "<eos>"))

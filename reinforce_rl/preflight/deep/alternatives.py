@@ -8,7 +8,7 @@ from typing import Any
 
 from reinforce_rl.config import TrainConfig
 from reinforce_rl.config_checks import find_faults
-from reinforce_rl.preflight.deep.step import Job, StepTime
+from reinforce_rl.preflight.deep.step import PredictedJob, StepTime
 
 TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
 _GRANULARITY, _METHOD, _NUMBER = (f"model.activations_checkpoint_{n}" for n in ("granularity", "method", "num_layers"))
@@ -16,7 +16,7 @@ _RECOMPUTE = {_GRANULARITY: "full", _METHOD: "uniform", _NUMBER: 1}
 Change = dict[str, Any]
 
 
-def alternatives(job: Job, step: StepTime) -> Iterator[tuple[Change, TrainConfig]]:
+def alternatives(job: PredictedJob, step: StepTime) -> Iterator[tuple[Change, TrainConfig]]:
     """Changes without a fault, the likeliest to help first, and what they make of the configuration."""
     for change in _faster(job, step) if step.fits else _smaller(job):
         changed = with_keys(job.cfg, change)
@@ -36,7 +36,7 @@ def with_keys(cfg: TrainConfig, change: Change) -> TrainConfig:
     return changed
 
 
-def _smaller(job: Job) -> Iterator[Change]:
+def _smaller(job: PredictedJob) -> Iterator[Change]:
     model, layout = job.cfg.model, job.layout
     if job.cfg.trainer.precision != "bf16":
         yield {"trainer.precision": "bf16"}
@@ -53,7 +53,7 @@ def _smaller(job: Job) -> Iterator[Change]:
     yield {PP: 2 * layout.pipeline}
 
 
-def _faster(job: Job, step: StepTime) -> Iterator[Change]:
+def _faster(job: PredictedJob, step: StepTime) -> Iterator[Change]:
     model, layout, slowest = job.cfg.model, job.layout, step.slowest
     if job.cfg.trainer.precision != "bf16":
         yield {"trainer.precision": "bf16"}

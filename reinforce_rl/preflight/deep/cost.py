@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from reinforce_rl.preflight.deep.machine import Machine
+from reinforce_rl.preflight.deep.machine import Hardware
 
 
 class Traffic(NamedTuple):
@@ -38,20 +38,20 @@ class Cost:
     def __getitem__(self, name: str) -> float:
         return self.counts.get(name, 0.0)
 
-    def kernel_seconds(self, machine: Machine) -> float:
+    def kernel_seconds(self, machine: Hardware) -> float:
         """The GPU's kernels, or their launches where these take longer, and the waits for the host."""
         return max(self["seconds"], self["launches"] * machine.launch) + self["syncs"] * machine.sync
 
-    def wire_seconds(self, machine: Machine) -> float:
+    def wire_seconds(self, machine: Hardware) -> float:
         """All collectives, none hidden; those of objects cost their latency."""
         return sum(self.seconds_of(of, machine) for of in self.calls)
 
-    def seconds_of(self, of: Traffic, machine: Machine) -> float:
+    def seconds_of(self, of: Traffic, machine: Hardware) -> float:
         """A kind of collective."""
         calls = max(self.calls[of], 1e-9)
         return calls * machine.collective_seconds(of.kind, self.sent[of] / calls, of.ranks, of.nodes)
 
-    def bound(self, machine: Machine) -> str:
+    def bound(self, machine: Hardware) -> str:
         """What takes most of the time."""
         host = self["launches"] * machine.launch
         if self.wire_seconds(machine) > self.kernel_seconds(machine):

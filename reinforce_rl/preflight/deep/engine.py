@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass
 
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.preflight.deep.machine import Machine
+from reinforce_rl.preflight.deep.machine import Hardware
 
 BF16 = 2
 _SMALL_KERNELS = 4  # a layer, besides four matrices and attention: two norms, RoPE with the cache's write, SwiGLU
@@ -73,7 +73,7 @@ class Engine:
     """
 
     architecture: Architecture
-    machine: Machine
+    machine: Hardware
     gpus: int
     slots: float
 

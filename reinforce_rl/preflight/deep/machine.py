@@ -20,7 +20,7 @@ KEY = "preflight_machine"
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """A GPU, its node and its network. Bandwidths are bytes a second in one direction, of one GPU.
 
     Attributes:
@@ -107,7 +107,7 @@ class Machine:
 # Data sheets: NVIDIA H100 Tensor Core GPU (SXM), NVIDIA H200 Tensor Core GPU (SXM), NVIDIA A100 80GB (SXM), without
 # sparsity; DGX H100/H200 and DGX A100: one ConnectX-7 of 400 Gb/s, one ConnectX-6 of 200 Gb/s a GPU.
 # Share of matrix products: cuBLAS at 8192^3 gives about 700 TFLOP/s on an H100 under its power limit, 250 on an A100.
-_H100 = Machine(
+_H100 = Hardware(
     name="H100 SXM 80 GB",
     memory=80e9,
     bf16=989.4e12,
@@ -121,7 +121,7 @@ _H100 = Machine(
 MACHINES = {
     "h100": _H100,
     "h200": replace(_H100, name="H200 SXM 141 GB", memory=141e9, hbm=4.8e12),
-    "a100": Machine(
+    "a100": Hardware(
         name="A100 SXM 80 GB",
         memory=80e9,
         bf16=312e12,
@@ -135,8 +135,8 @@ MACHINES = {
 }
 
 
-def load_machine(value: str) -> Machine:
-    """A machine by its name, or of a YAML file with the fields of `Machine`.
+def load_machine(value: str) -> Hardware:
+    """A machine by its name, or of a YAML file with the fields of `Hardware`.
 
     The file may name one of the known machines under `base`, and then holds only what differs.
 
@@ -159,7 +159,7 @@ def load_machine(value: str) -> Machine:
         raise ConfigError([f"{where}: base is {base!r}; expected {', '.join(MACHINES)}"])
     faults: list[str] = []
     whole = given if base is None else OmegaConf.merge(dataclasses.asdict(MACHINES[base]), given)
-    machine = build(Machine, whole, f"{where}: ", faults)  # type: ignore[arg-type]
+    machine = build(Hardware, whole, f"{where}: ", faults)  # type: ignore[arg-type]
     for name, number in dataclasses.asdict(machine).items():
         if not faults and not isinstance(number, str) and not 0 < number < math.inf:
             faults.append(f"{where}: {name} is {number}; expected above 0")

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
-from reinforce_rl.preflight.deep.machine import Machine
+from reinforce_rl.preflight.deep.machine import Hardware
 from reinforce_rl.preflight.fake_cuda.machine import install
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
     from reinforce_rl.megatron.mesh import Mesh
     from reinforce_rl.megatron.optimizer import ActorOptimizer
-    from reinforce_rl.preflight.fake_cuda.machine import Machine as FakeMachine
+    from reinforce_rl.preflight.fake_cuda.machine import Machine
     from reinforce_rl.rollout import RolloutBatch
 
 DECODE_STEPS = 3  # of which the first, which may set things up, is not counted
@@ -55,7 +55,7 @@ class Case:
     samples: int
     prompt_tokens: int
     response_tokens: int
-    machine: Machine
+    machine: Hardware
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
 
     for text in sys.stdin:
         raw = json.loads(text)
-        rank = RankRun(Case(**{**raw, "machine": Machine(**raw["machine"])}), write)
+        rank = RankRun(Case(**{**raw, "machine": Hardware(**raw["machine"])}), write)
         try:
             rank.measure(install())
             write(done=True)
@@ -97,7 +97,7 @@ class RankRun:
         self._case, self._write = case, write
         self.phase = "start"
 
-    def measure(self, fake: FakeMachine) -> None:
+    def measure(self, fake: Machine) -> None:
         """Every phase of a step on this rank."""
         from omegaconf import OmegaConf
 

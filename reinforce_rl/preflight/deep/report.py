@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reinforce_rl.preflight.deep.alternatives import Change
-from reinforce_rl.preflight.deep.step import Job, StepTime
+from reinforce_rl.preflight.deep.step import PredictedJob, StepTime
 
 LEAST_SHARE, LEAST_BYTES = 0.02, 1e6  # of what is printed of a phase's parts and of its collectives
 
@@ -30,7 +30,7 @@ class Tried:
         )
 
 
-def print_step(console: Console, job: Job, step: StepTime) -> None:
+def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:
     """Seconds, memory, collectives, and the bottleneck."""
     machine, gpus, average = job.machine, job.layout.ranks, job.lengths.average
     console.print(Text(f"\nA step on {gpus} x {machine.name}, predicted", style="bold"))
@@ -81,7 +81,7 @@ def print_alternatives(console: Console, step: StepTime, better: Sequence[Tried]
     console.print(table)
 
 
-def as_json(job: Job, step: StepTime, better: Sequence[Tried]) -> dict[str, Any]:
+def as_json(job: PredictedJob, step: StepTime, better: Sequence[Tried]) -> dict[str, Any]:
     """Everything that is printed, as plain values: seconds, bytes, FLOPs."""
     return {
         "machine": job.machine.name,

@@ -19,9 +19,9 @@ from reinforce_rl.files import write_atomically
 from reinforce_rl.megatron.transformer_config import layers_of_stages
 from reinforce_rl.preflight.deep.alternatives import alternatives
 from reinforce_rl.preflight.deep.engine import Lengths
-from reinforce_rl.preflight.deep.machine import Machine, load_machine
+from reinforce_rl.preflight.deep.machine import Hardware, load_machine
 from reinforce_rl.preflight.deep.report import Tried, as_json, print_alternatives, print_step
-from reinforce_rl.preflight.deep.step import Job, StepTime, predict
+from reinforce_rl.preflight.deep.step import PredictedJob, StepTime, predict
 from reinforce_rl.preflight.deep.worker import DeepFault, Worker
 from reinforce_rl.preflight.inputs import Inputs, layout_of
 from reinforce_rl.preflight.plan import BatchPlan, plan_batches
@@ -68,7 +68,7 @@ def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
     ]
 
 
-def job_of(cfg: TrainConfig, inputs: Inputs, machine: Machine) -> Job:
+def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> PredictedJob:
     """What is to be predicted, of a configuration whose model and layout can be read.
 
     Raises:
@@ -82,7 +82,7 @@ def job_of(cfg: TrainConfig, inputs: Inputs, machine: Machine) -> Job:
     batches = plan_batches(cfg, layout, inputs.datasets)
     machine = dataclasses.replace(machine, gpus_per_node=min(machine.gpus_per_node, cfg.trainer.devices))
     most = _most_of_update(batches, layout.data) * batches.samples
-    return Job(cfg, architecture, layout, tuple(layers), batches, machine, lengths, most)
+    return PredictedJob(cfg, architecture, layout, tuple(layers), batches, machine, lengths, most)
 
 
 def _most_of_update(batches: BatchPlan, ranks: int) -> float:
@@ -98,7 +98,7 @@ def _most_of_update(batches: BatchPlan, ranks: int) -> float:
     return statistics.fmean(most)
 
 
-def _try(worker: Worker, job: Job, inputs: Inputs, step: StepTime) -> list[Tried]:
+def _try(worker: Worker, job: PredictedJob, inputs: Inputs, step: StepTime) -> list[Tried]:
     tried: list[Tried] = []
     for change, cfg in alternatives(job, step):
         if len(tried) == MOST_TRIED:

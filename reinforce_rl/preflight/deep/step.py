@@ -13,7 +13,7 @@ from reinforce_rl.layout import Layout
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.preflight.deep.cost import Cost, total
 from reinforce_rl.preflight.deep.engine import Engine, Lengths
-from reinforce_rl.preflight.deep.machine import Machine
+from reinforce_rl.preflight.deep.machine import Hardware
 from reinforce_rl.preflight.memory import WEIGHT_BYTES, Decoding
 from reinforce_rl.preflight.plan import BatchPlan
 from reinforce_rl.preflight.shapes import stage_shapes
@@ -64,7 +64,7 @@ class StepTime:
     """A predicted step.
 
     Attributes:
-        peaks: bytes of a rank at most, by phase, of the stage with most; without `Machine.reserved`.
+        peaks: bytes of a rank at most, by phase, of the stage with most; without `Hardware.reserved`.
         tokens: prompts and responses, over all ranks.
         fits: a GPU's memory holds the worst phase.
     """
@@ -89,7 +89,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Job:
+class PredictedJob:
     """What is predicted.
 
     Attributes:
@@ -103,7 +103,7 @@ class Job:
     layout: Layout
     layers: tuple[int, ...]
     batches: BatchPlan
-    machine: Machine
+    machine: Hardware
     lengths: Lengths
     sequences_of_update: float
 
@@ -135,7 +135,7 @@ class Job:
         return min(prompts * self.batches.samples, size if tokens is None else max(tokens // length, 1))
 
 
-def predict(job: Job, roles: Sequence[Role]) -> StepTime:
+def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
     """The step of the rank with most to do."""
     cfg, machine, plan, model = job.cfg, job.machine, job.batches, job.cfg.model
     peaks = {name: max(role.peaks[name] for role in roles) for name in roles[0].peaks}
@@ -179,7 +179,7 @@ def _reads_log_probs(cfg: TrainConfig) -> bool:
     return rl.initial_policy_kl_penalty > 0 and not known
 
 
-def _passes(job: Job, roles: Sequence[Role], name: str, count: int, times: int = 1) -> PhaseTime:
+def _passes(job: PredictedJob, roles: Sequence[Role], name: str, count: int, times: int = 1) -> PhaseTime:
     """Micro-batches through all stages, so many times. 1F1B: all of them in the slowest stage, one in each other."""
     machine, bubble, once, slowest = job.machine, 0.0, 0.0, (0.0, 0.0, Cost())
     for role in roles:
@@ -204,7 +204,7 @@ def _passes(job: Job, roles: Sequence[Role], name: str, count: int, times: int =
     return PhaseTime(name, cost.bound(machine) if largest == "kernels" else largest, parts, cost)
 
 
-def _native(job: Job, roles: Sequence[Role]) -> PhaseTime:
+def _native(job: PredictedJob, roles: Sequence[Role]) -> PhaseTime:
     """Prefill and a decode step a token, through all stages in turn."""
     machine, plan, arch = job.machine, job.batches, job.architecture
     limit = job.cfg.model.reinforce.generation_cache_tokens
@@ -229,7 +229,7 @@ def _native(job: Job, roles: Sequence[Role]) -> PhaseTime:
     return PhaseTime("generation", bound, parts, cost)
 
 
-def _engine(job: Job, resident: float) -> tuple[PhaseTime, float]:
+def _engine(job: PredictedJob, resident: float) -> tuple[PhaseTime, float]:
     """By one engine a block beside the training states; with the bytes of a GPU meanwhile."""
     settings, machine, plan = job.cfg.tensorrt_llm, job.machine, job.batches
     gpus = settings.tensor_parallel_size or job.cfg.model.block_size
@@ -247,7 +247,7 @@ def _engine(job: Job, resident: float) -> tuple[PhaseTime, float]:
     return PhaseTime("generation", "memory bandwidth", parts), resident + room
 
 
-def _refit(job: Job) -> PhaseTime:
+def _refit(job: PredictedJob) -> PhaseTime:
     """Weights are gathered in the block, bucket by bucket, and copied to each of its GPUs."""
     machine, block = job.machine, job.cfg.model.block_size
     weights = Engine(job.architecture, machine, 1, 1).weight_bytes

@@ -15,7 +15,7 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.layout import rank_at
 from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
 from reinforce_rl.preflight.deep.rank import Case
-from reinforce_rl.preflight.deep.step import Job, Role
+from reinforce_rl.preflight.deep.step import PredictedJob, Role
 
 Phases = dict[str, tuple[Cost, float]]  # costs and bytes
 SMALLEST_DEPTH = 2  # layers a stage; the other depth that is measured is twice it
@@ -51,7 +51,7 @@ class Worker:
         self._process.communicate()
         self._said.close()
 
-    def measure(self, job: Job) -> list[Role]:
+    def measure(self, job: PredictedJob) -> list[Role]:
         """What the ranks cost that stand for all others, at full depth.
 
         Raises:
@@ -69,7 +69,7 @@ class Worker:
             _at_depth(job, stage, stages, runs[longest, stage], runs[average, stage]) for stage, stages in roles(job)
         ]
 
-    def _run(self, job: Job, stage: int, depth: int, response: int) -> Phases:
+    def _run(self, job: PredictedJob, stage: int, depth: int, response: int) -> Phases:
         """Costs and bytes by phase, at a depth."""
         plan, layout, layers = job.batches, job.layout, job.layers[stage]
         config = dataclasses.asdict(dataclasses.replace(job.cfg, generation="native", preflight=False))
@@ -121,7 +121,7 @@ class Worker:
         raise DeepFault(f"the process with the fake GPU ended: {' | '.join(said) or 'it said nothing'}")
 
 
-def _at_depth(job: Job, stage: int, stages: int, full: Sequence[Phases], usual: Sequence[Phases]) -> Role:
+def _at_depth(job: PredictedJob, stage: int, stages: int, full: Sequence[Phases], usual: Sequence[Phases]) -> Role:
     """Costs at the average length and peaks at the longest, along the line through the measured depths."""
     layers, depths = job.layers[stage], depths_of(job.cfg, job.layers[stage])
     share = 0.0 if len(depths) == 1 else (layers - depths[0]) / (depths[1] - depths[0])
@@ -140,7 +140,7 @@ def _by_phase(peaks: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def roles(job: Job) -> list[tuple[int, int]]:
+def roles(job: PredictedJob) -> list[tuple[int, int]]:
     """Stages whose ranks stand for all: the first, the last, and of those between the one with most layers.
 
     Returns:
