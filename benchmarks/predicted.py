@@ -66,7 +66,8 @@ ASSUMED = """
 NeMo-Aligner 70B (docs/user-guide/rlhf.rst, "PPO Performance Results with TensorRT-LLM"): PPO on HelpSteer2 prompts,
 1,024 rollouts, 128 sequences an optimizer step, mean responses as listed, rollout_micro_batch_size 8 (16 on 64 nodes).
 TP8 PP8 micro-batch 1 from the model_config.yaml of nvidia/Llama3-70B-PPO-Chat, which was trained so; "reshard": each
-node decodes by itself, TP8. Assumed: prompts of 1,024 tokens, max_length 1,024, passes padded to 2,048 tokens (the tutorial's max_length
+node decodes by itself, TP8.
+Assumed: prompts of 1,024 tokens, max_length 1,024, passes padded to 2,048 tokens (the tutorial's max_length
 and pad_to_length), exponential lengths, sequence parallelism, Adam's states offloaded (the default there). The critic
 and the reward model on nodes of their own are taken to be hidden. A batch of 8 waits for its longest response.
 NeMo-RL 8B (docs/about/performance-summary.md, v0.4, and examples/configs/recipes/llm/performance/

@@ -108,7 +108,7 @@ def test_responses_of_one_length_keep_nobody_waiting():
     ("raw", "gpus", "context", "published"), [(LLAMA_3_1_8B, 1, 1000, 4.63e-3), (LLAMA_70B, 2, 1500, 18.91e-3)]
 )
 def test_a_decode_step_is_within_a_fifth_of_published_ones(monkeypatch, raw, gpus, context, published):
-    """NVIDIA NIM 1.8, one request, see `decode_share`, which was chosen by them: a check of the form, not of the share."""
+    """NVIDIA NIM 1.8, one request, see `decode_share`, chosen by them: this checks the form alone."""
     monkeypatch.setattr(engine_module, "BF16", 1)
     engine = Engine(Architecture.from_hf(raw), H100, gpus, 1)
     assert engine.pass_seconds(1, 1, context) == pytest.approx(published, rel=0.2)

@@ -53,7 +53,7 @@ class Hardware:
     reserved: float = 3e9  # CUDA context 0.5 GB, NCCL's buffers, cuBLAS workspaces
     hbm_share: float = 0.8  # of mixed elementwise kernels; plain copies reach 0.9
     # NIM 1.8, one request (docs.nvidia.com/nim/benchmarking/llm): Llama 3.3 70B in fp8 on two H100 takes 18.91 ms a
-    # token, 3.1 8B 4.63 ms, which we take to be fp8 on one: 0.56 and 0.52 with all kernels. 0.6 is chosen to give these.
+    # token; 3.1 8B 4.63 ms, taken to be fp8 on one: 0.56 and 0.52 with all kernels. 0.6 gives these.
     decode_share: float = 0.6
     kernel_floor: float = 2e-6  # an empty kernel, back to back
     launch: float = 5e-6  # PyTorch's dispatcher, autograd and cudaLaunchKernel on one core
