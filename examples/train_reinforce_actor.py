@@ -3,7 +3,8 @@
 python examples/train_reinforce_actor.py pretrained_checkpoint.restore_from_path=SFT \
     model.data.data_prefix.train=prompts.jsonl remote_rm.reward_model.ip=HOST trainer.devices=2
 
-With preflight=true it prints the plan of the run and everything that is wrong with it, and starts nothing.
+With preflight=true it prints the plan of the run and everything that is wrong with it, and starts nothing; with
+preflight=deep it predicts besides what a step takes on GPUs that are not there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from reinforce_rl.stop import StopRequest
 def main(cfg: DictConfig) -> None:
     from reinforce_rl.config_reading import load_config
 
-    if cfg.preflight is True:
+    if cfg.preflight in (True, "deep"):
         from reinforce_rl.preflight.run import preflight
 
         preflight(cfg)

@@ -166,7 +166,7 @@ def build_trainer(
     updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, sampler.batch_sizes)
     activity.begin("loading the model")
     model = build_actor(cfg, mesh, tokenizer)  # copies the reference, so it comes before the checkpoint
-    megatron_optimizer, scheduler = build_optimizer(model.ddp, _optimizer_settings(cfg, updates))
+    megatron_optimizer, scheduler = build_optimizer(model.ddp, optimizer_settings(cfg, updates))
     saving = cfg.exp_manager.checkpoint_callback_params
     timer = build_timer(cfg, first_save_seconds(state_bytes(model.ddp, mesh)), control)
     checkpointer = Checkpointer(
@@ -250,7 +250,8 @@ class DefaultBatchIterator:
             yield self._prompts[start : start + self._size]
 
 
-def _optimizer_settings(cfg: TrainConfig, updates: int) -> OptimizerSettings:
+def optimizer_settings(cfg: TrainConfig, updates: int) -> OptimizerSettings:
+    """From `model.optim`, for so many optimizer steps."""
     optim = cfg.model.optim
     return OptimizerSettings(
         lr=optim.lr,

@@ -28,8 +28,13 @@ if TYPE_CHECKING:
 DTYPES = {"32": "float32", "bf16": "bfloat16"}
 
 
-def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase) -> MegatronGPTReinforceActorModel:
+def build_actor(
+    cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, *, architecture: Architecture | None = None
+) -> MegatronGPTReinforceActorModel:
     """The policy of `pretrained_checkpoint.restore_from_path`, and the reference where beta asks for one.
+
+    Args:
+        architecture: in place of the folder's; no weights are loaded then.
 
     Raises:
         ConfigError: this machine cannot compute so, or the model cannot be shared so.
@@ -41,11 +46,13 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
             ["model.transformer_engine is true, but this rank computes on a CPU; expected a GPU. Set it to false"]
         )
     folder = cfg.pretrained_checkpoint.restore_from_path
-    architecture = Architecture.from_folder(folder)
+    has_weights = architecture is None
+    architecture = architecture or Architecture.from_folder(folder)
     dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
     lm = CausalLM(architecture, mesh, dtype, model_options(cfg))
-    weights = HFFolder(folder)
-    load_hf_weights(lm, weights)
+    weights = HFFolder(folder) if has_weights else None
+    if weights is not None:
+        load_hf_weights(lm, weights)
     lora = lora_settings(cfg)
     if lora is not None:
         add_lora(lm, lora)
@@ -70,7 +77,9 @@ def build_actor(cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
         ),
         with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
         reference_on_device=cfg.model.reference_placement == "device",
-        lora=None if lora is None else LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint()),
+        lora=None
+        if lora is None
+        else LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint() if weights else ""),
         data_parallel=data_parallel_settings(cfg.model.optim),
     )
 

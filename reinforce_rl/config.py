@@ -304,7 +304,9 @@ class TrainConfig:
     reward_function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
     remote_rm: RemoteRMConfig = field(default_factory=RemoteRMConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
-    preflight: bool = False
+    preflight: bool | str = False
+    preflight_machine: str = "h100"
+    preflight_response_tokens: int | None = None
 
     @property
     def prompts_per_update(self) -> int | None:

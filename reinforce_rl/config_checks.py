@@ -77,6 +77,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("exp_manager.checkpoint_callback_params.keep_best", cfg.exp_manager.checkpoint_callback_params.keep_best, 0),
         ("trainer.straggler_factor", cfg.trainer.straggler_factor, 1),
         ("reward_function.num_workers", cfg.reward_function.num_workers, 1),
+        ("preflight_response_tokens", cfg.preflight_response_tokens, 1),
         ("model.seed", cfg.model.seed, 0),
         ("model.tensor_model_parallel_size", cfg.model.tensor_model_parallel_size, 1),
         ("model.pipeline_model_parallel_size", cfg.model.pipeline_model_parallel_size, 1),
@@ -153,6 +154,8 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
     for key, choice, known in choices:
         if choice not in known:
             yield f"{key} is {choice!r}; expected one of {', '.join(known)}"
+    if cfg.preflight not in (True, False, "deep"):
+        yield f"preflight is {cfg.preflight!r}; expected true, false or deep"
     if rl.max_steps < 1 and rl.max_steps != -1:
         yield f"trainer.reinforce.max_steps is {rl.max_steps}; expected at least 1, or -1 for all of max_epochs"
     if rl.discount_factor > 1:

@@ -343,6 +343,8 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         [LORA, "model.reference_placement=device"],
         ["reference_placement is 'device'", "no copy"],
     ),
+    ("preflight", ["preflight=depe"], ["preflight is 'depe'", "true, false or deep"]),
+    ("mean response", ["preflight_response_tokens=0"], ["preflight_response_tokens is 0", "at least 1"]),
     ("negative seed", ["model.seed=-1"], ["model.seed is -1", "at least 0"]),
 ]
 

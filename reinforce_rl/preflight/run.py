@@ -1,4 +1,4 @@
-"""`preflight=true`: print the plan of a run and everything that is wrong with it, and start nothing."""
+"""`preflight=true` or `deep`: print the plan of a run and everything that is wrong with it, and start nothing."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.replicas import unlike
 
 SERVER_SECONDS = 3.0
+DEEP = "deep"
 
 
 def preflight(cfg: DictConfig, console: Console | None = None) -> None:
@@ -49,8 +50,13 @@ def preflight(cfg: DictConfig, console: Console | None = None) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     console = console or wide_console()
-    if faults := examine(cfg, console).faults:
-        raise ConfigError(faults)
+    found = examine(cfg, console)
+    if cfg.preflight == DEEP and found.memory:  # a full disk, say, is no reason not to
+        from reinforce_rl.preflight.deep.run import deep
+
+        found.faults.extend(deep(found.config, found.inputs, console))
+    if found.faults:
+        raise ConfigError(found.faults)
     console.print("\nNo fault was found. Nothing was started.")
 
 
@@ -59,11 +65,13 @@ class Examination:
     """What was found.
 
     Attributes:
+        inputs: what the run would read.
         memory: of a rank of each pipeline stage; empty where it is not known.
         faults: one sentence each.
     """
 
     config: TrainConfig
+    inputs: Inputs
     memory: tuple[RankMemory, ...]
     faults: list[str]
 
@@ -83,7 +91,7 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
         memory = _print_plan(config, inputs, console)
         print_warnings(console, list(_warnings(config, inputs, memory, here=here)))
     faults += [*inputs.faults, *_weight_faults(config, inputs), *_function_faults(config)]
-    return Examination(config, tuple(memory), faults)
+    return Examination(config, inputs, tuple(memory), faults)
 
 
 def wide_console() -> Console:

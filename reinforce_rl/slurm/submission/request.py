@@ -132,7 +132,7 @@ def _run_dir(options: Options, cfg: DictConfig | None, environment: Mapping[str,
 
 def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
     if cfg.preflight:
-        yield "preflight is true, with which a job would end at once; use --dry-run"
+        yield f"preflight is {str(cfg.preflight).lower()}, with which a job would end at once; use --dry-run"
     if cfg.reward != "server":
         yield (
             f"reward is '{cfg.reward}', with which the trainer needs no reward server, and this job starts one; give "

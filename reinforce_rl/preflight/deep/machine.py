@@ -1,0 +1,168 @@
+"""GPU clusters as a few rates, and the time of a kernel, a collective and a transfer on one. Torch-free.
+
+Every number is a data sheet's, or a share of one that is commonly reached; none is fitted to a run of this project.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from reinforce_rl.config_reading import build
+from reinforce_rl.errors import ConfigError
+
+KEY = "preflight_machine"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A GPU, its node and its network. Bandwidths are bytes a second in one direction, of one GPU.
+
+    Attributes:
+        name: of the GPU.
+        memory: bytes of a GPU.
+        reserved: bytes that CUDA, NCCL and the kernels' workspaces take besides tensors.
+        bf16, fp32: FLOP/s of dense matrix products by the data sheet; fp32 without TF32, which is off here.
+        matmul_share: of these that large products reach.
+        hbm: memory bandwidth by the data sheet; `hbm_share` is reached.
+        kernel_floor: seconds that the smallest kernel takes.
+        launch: seconds that the host takes for a kernel in eager PyTorch.
+        sync: seconds that the GPU idles where the host waits for it.
+        gpus_per_node: that NVLink joins.
+        nvlink, network: bandwidth inside a node and between nodes; `nvlink_share` and `network_share` are reached.
+        decode_share: of the memory bandwidth that an engine's decode step reaches.
+        nvlink_latency, network_latency: seconds of one hop of a collective.
+        pcie: bandwidth to pinned host memory, as reached.
+    """
+
+    name: str
+    memory: float
+    bf16: float
+    fp32: float
+    hbm: float
+    nvlink: float
+    network: float
+    pcie: float
+    matmul_share: float
+    gpus_per_node: int = 8
+    reserved: float = 3e9  # CUDA context 0.5 GB, NCCL's buffers, cuBLAS workspaces
+    hbm_share: float = 0.8  # of mixed elementwise kernels; plain copies reach 0.9
+    # NIM 1.8, one request (docs.nvidia.com/nim/benchmarking/llm): Llama 3.3 70B in fp8 on two H100 takes 18.91 ms a
+    # token; 3.1 8B 4.63 ms, taken to be fp8 on one: 0.56 and 0.52 with all kernels. 0.6 gives these.
+    decode_share: float = 0.6
+    kernel_floor: float = 2e-6  # an empty kernel, back to back
+    launch: float = 5e-6  # PyTorch's dispatcher, autograd and cudaLaunchKernel on one core
+    sync: float = 2e-5  # cudaStreamSynchronize, and the launches that are not queued meanwhile
+    nvlink_share: float = 0.8  # nccl-tests' bus bandwidth of an all-reduce in a node, without NVLS
+    network_share: float = 0.9  # the same between nodes, one rail a GPU
+    nvlink_latency: float = 2.5e-6  # a small all-reduce over 8 GPUs takes about 15 us: 6 hops of a tree
+    network_latency: float = 6e-6
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """What a fake run times its kernels by."""
+        share = self.matmul_share
+        return {
+            "bf16": self.bf16 * share,
+            "fp32": self.fp32 * share,
+            "bandwidth": self.hbm * self.hbm_share,
+            "floor": self.kernel_floor,
+        }
+
+    def kernel_seconds(self, flops: float, moved: float) -> float:
+        """An engine's kernel in bf16: the slower of computing and moving bytes, and no less than the floor."""
+        return max(flops / (self.bf16 * self.matmul_share), moved / (self.hbm * self.decode_share), self.kernel_floor)
+
+    def collective_seconds(self, kind: str, moved: float, ranks: int, nodes: int) -> float:
+        """A collective by rings for its bytes and trees for its latency.
+
+        Args:
+            kind: all_reduce, all_gather, reduce_scatter, gather, broadcast, send or recv.
+            moved: bytes of the whole tensor: what an all-gather gives, what a reduce-scatter takes.
+            ranks: of the group.
+            nodes: that these lie on. The ranks of a node each have a network card.
+        """
+        if ranks <= 1:
+            return 0.0
+        bandwidth, hop = self.nvlink * self.nvlink_share, self.nvlink_latency
+        if nodes > 1:
+            a_node = max(ranks // nodes, 1)
+            bandwidth, hop = min(bandwidth, self.network * self.network_share * a_node), self.network_latency
+        if kind in ("send", "recv"):
+            return hop + moved / bandwidth
+        volume = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(kind, (ranks - 1) / ranks)
+        hops = math.ceil(math.log2(ranks)) * (2 if kind == "all_reduce" else 1)
+        return hops * hop + volume * moved / bandwidth
+
+    def host_seconds(self, moved: float) -> float:
+        """A transfer between a GPU and pinned host memory."""
+        return moved / self.pcie
+
+
+# Data sheets: NVIDIA H100 Tensor Core GPU (SXM), NVIDIA H200 Tensor Core GPU (SXM), NVIDIA A100 80GB (SXM), without
+# sparsity; DGX H100/H200 and DGX A100: one ConnectX-7 of 400 Gb/s, one ConnectX-6 of 200 Gb/s a GPU.
+# Share of matrix products: cuBLAS at 8192^3 gives about 700 TFLOP/s on an H100 under its power limit, 250 on an A100.
+_H100 = Hardware(
+    name="H100 SXM 80 GB",
+    memory=80e9,
+    bf16=989.4e12,
+    fp32=66.9e12,
+    hbm=3.35e12,
+    nvlink=450e9,
+    network=50e9,
+    pcie=50e9,  # PCIe 5 x16: 64 GB/s, about 50 reached
+    matmul_share=0.71,
+)
+MACHINES = {
+    "h100": _H100,
+    "h200": replace(_H100, name="H200 SXM 141 GB", memory=141e9, hbm=4.8e12),
+    "a100": Hardware(
+        name="A100 SXM 80 GB",
+        memory=80e9,
+        bf16=312e12,
+        fp32=19.5e12,
+        hbm=2.039e12,
+        nvlink=300e9,
+        network=25e9,
+        pcie=25e9,  # PCIe 4 x16: 32 GB/s, about 25 reached
+        matmul_share=0.8,
+    ),
+}
+
+
+def load_machine(value: str) -> Hardware:
+    """A machine by its name, or of a YAML file with the fields of `Hardware`.
+
+    The file may name one of the known machines under `base`, and then holds only what differs.
+
+    Raises:
+        ConfigError: an unknown name, or a file that cannot be used; all faults of it together.
+    """
+    if value in MACHINES:
+        return MACHINES[value]
+    if not Path(value).is_file():
+        raise ConfigError([f"{KEY} is {value!r}; expected {', '.join(MACHINES)} or a YAML file that exists"])
+    where = f"{KEY}={value}"
+    try:
+        given = OmegaConf.load(value)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError([f"{where} cannot be read as YAML: {' '.join(str(error).split())}"]) from error
+    if not isinstance(given, DictConfig):
+        raise ConfigError([f"{where} holds no keys; expected those of a machine, such as `base: h100`"])
+    base = given.pop("base", None)
+    if base is not None and base not in MACHINES:
+        raise ConfigError([f"{where}: base is {base!r}; expected {', '.join(MACHINES)}"])
+    faults: list[str] = []
+    whole = given if base is None else OmegaConf.merge(dataclasses.asdict(MACHINES[base]), given)
+    machine = build(Hardware, whole, f"{where}: ", faults)  # type: ignore[arg-type]
+    for name, number in dataclasses.asdict(machine).items():
+        if not faults and not isinstance(number, str) and not 0 < number < math.inf:
+            faults.append(f"{where}: {name} is {number}; expected above 0")
+    if faults:
+        raise ConfigError(faults)
+    return machine

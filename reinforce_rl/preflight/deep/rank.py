@@ -1,0 +1,275 @@
+"""Single ranks of the user's run on fake GPUs, in a process of its own: `python -m reinforce_rl.preflight.deep.rank`.
+
+The device guard must be loaded before torch, so nothing here imports torch at its head. Cases come as lines of JSON on
+stdin; each phase of each goes as a line of JSON to stdout, which the run's own output must not reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
+from reinforce_rl.preflight.deep.machine import Hardware
+from reinforce_rl.preflight.fake_cuda.machine import install
+
+if TYPE_CHECKING:
+    from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
+    from reinforce_rl.megatron.mesh import Mesh
+    from reinforce_rl.megatron.optimizer import ActorOptimizer
+    from reinforce_rl.preflight.fake_cuda.machine import Machine
+    from reinforce_rl.rollout import RolloutBatch
+
+DECODE_STEPS = 3  # of which the first, which may set things up, is not counted
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to measure.
+
+    Attributes:
+        config: of the run, as plain values.
+        rank: of the job.
+        layers: of every stage of the reduced model.
+        in_flight: micro-batches of training whose memory is measured; its costs are at one more besides.
+        train_rows, forward_rows: sequences of a micro-batch with gradient and without.
+        prompts, samples: of a generation call, none where an engine generates, and of each prompt.
+        prompt_tokens, response_tokens: of every sequence.
+        machine: whose rates time the kernels.
+    """
+
+    config: dict[str, Any]
+    rank: int
+    layers: int
+    in_flight: int
+    train_rows: int
+    forward_rows: int
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    response_tokens: int
+    machine: Hardware
+
+
+def main() -> None:
+    """Answer each line of stdin until it is closed."""
+    out, sys.stdout = sys.stdout, sys.stderr
+
+    def write(**values: Any) -> None:
+        print(json.dumps(values), file=out, flush=True)
+
+    for text in sys.stdin:
+        raw = json.loads(text)
+        rank = RankRun(Case(**{**raw, "machine": Hardware(**raw["machine"])}), write)
+        try:
+            rank.measure(install())
+            write(done=True)
+        except Exception as error:
+            write(fault=_told(error), phase=rank.phase)
+        del rank
+        gc.collect()  # of the model, which holds itself in circles
+
+
+def _told(error: BaseException) -> str:
+    """The error, and the lines of this package and of megatron that led to it, the innermost first."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "fake_cuda" not in f.filename]
+    frames = [f for f in frames if "/reinforce_rl/" in f.filename or "/megatron/" in f.filename]
+    where = " < ".join(f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno}" for f in reversed(frames[-4:]))
+    notes = " ".join(getattr(error, "__notes__", []))
+    return f"{type(error).__name__}: {' '.join(f'{error} {notes}'.split())[:400]}; at {where or 'an unknown line'}"
+
+
+class _Enough(Exception):
+    """As many decode steps as are looked at."""
+
+
+class RankRun:
+    """Runs a case, phase by phase."""
+
+    def __init__(self, case: Case, write: Callable[..., None]):
+        self._case, self._write = case, write
+        self.phase = "start"
+
+    def measure(self, fake: Machine) -> None:
+        """Every phase of a step on this rank."""
+        from omegaconf import OmegaConf
+
+        from reinforce_rl.build import optimizer_settings
+        from reinforce_rl.build_actor import build_actor
+        from reinforce_rl.config import TrainConfig
+        from reinforce_rl.config_reading import build
+        from reinforce_rl.megatron.architecture import Architecture
+        from reinforce_rl.megatron.mesh import parallel_mesh
+        from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
+        from reinforce_rl.tokenizer import load_tokenizer
+
+        case, self._gpu = self._case, fake.gpu
+        cfg = build(TrainConfig, OmegaConf.create(case.config), "", [])
+        model, folder = cfg.model, cfg.pretrained_checkpoint.restore_from_path
+        self._devices = cfg.trainer.devices
+        stages = model.pipeline_model_parallel_size
+        architecture = dataclasses.replace(Architecture.from_folder(folder), num_layers=case.layers * stages)
+        sizes = (model.tensor_model_parallel_size, stages, model.context_parallel_size)
+        with (
+            fake.rank(case.rank, cfg.trainer.world_size),
+            parallel_mesh(*sizes, sequence_parallel=model.sequence_parallel, seed=model.seed) as self._mesh,
+        ):
+
+            def made() -> tuple[MegatronGPTReinforceActorModel, ActorOptimizer]:
+                actor = build_actor(cfg, self._mesh, load_tokenizer(folder), architecture=architecture)
+                return actor, ActorOptimizer(*build_optimizer(actor.ddp, optimizer_settings(cfg, updates=10)))
+
+            actor, optimizer = self._put("start", made)
+            optimizer.step()  # makes Adam's moments
+            self._away(optimizer, actor, offloads=model.reinforce.offload_adam_states)
+            self._passes("log-probs", 1, lambda count: self._log_probs(actor.get_inference_log_probs, count))
+            if cfg.trainer.reinforce.initial_policy_kl_penalty > 0:
+                reference = actor.get_init_policy_logprobs
+                self._passes("reference log-probs", 1, lambda count: self._log_probs(reference, count))
+            self._passes("training", case.in_flight, lambda count: self._train(actor, count))
+            self._put("optimizer", optimizer.step)
+
+    def _put(self, name: str, action: Callable[[], Any]) -> Any:
+        """Do it, and write down what it cost and its peak."""
+        self.phase = name
+        with self._gpu.counting(name) as ledger:
+            done = action()
+        self._tell(name, self._cost(ledger), ledger.peak)
+        return done
+
+    def _passes(self, name: str, first: int, run: Callable[[int], object]) -> None:
+        """Of two numbers of micro-batches: what they cost once, and each. The memory is that of the fewer."""
+        self.phase = name
+        found = []
+        for count in (first, first + 1):
+            with self._gpu.counting(name) as ledger:
+                run(count)
+            found.append((self._cost(ledger), ledger.peak))
+        (low, peak), (high, _) = found
+        each = total([(1, high), (-1, low)])
+        self._tell(f"{name} once", total([(1, low), (-first, each)]), peak)
+        self._tell(f"{name} each", each, peak)
+
+    def _tell(self, phase: str, cost: Cost, nbytes: float) -> None:
+        traffic = [[*of, calls, cost.sent[of]] for of, calls in cost.calls.items()]
+        self._write(phase=phase, bytes=nbytes, counts=dict(cost.counts), traffic=traffic)
+
+    def _cost(self, ledger: Any) -> Cost:
+        rates = self._case.machine.rates
+        seconds = sum(
+            count
+            * max(k.flops / rates["bf16" if k.low_precision else "fp32"], k.bytes / rates["bandwidth"], rates["floor"])
+            for k, count in ledger.kernels.items()
+        )
+        calls: dict[Traffic, float] = {}
+        sent: dict[Traffic, float] = {}
+        for call in ledger.collectives:
+            nodes = len({rank // self._devices for rank in call.ranks})
+            of = Traffic(self._group(call.ranks), call.kind, len(call.ranks), nodes)
+            calls[of] = calls.get(of, 0) + 1
+            sent[of] = sent.get(of, 0) + call.bytes
+        counts = {
+            "seconds": seconds,
+            "kernels": ledger.num_kernels,
+            "launches": ledger.launches,
+            "flops": ledger.flops,
+            "bytes": ledger.bytes,
+            "syncs": ledger.num_syncs,
+        }
+        return Cost(counts, calls, sent)
+
+    def _group(self, ranks: tuple[int, ...]) -> str:
+        """The kind of parallelism that a group is of; several kinds at once where none fits."""
+        mesh: Mesh = self._mesh
+        layout = mesh.layout
+        steps = {  # between neighbours
+            "tensor": (layout.tensor, 1),
+            "context": (layout.context, layout.tensor),
+            "data": (layout.data, layout.tensor * layout.context),
+            "pipeline": (layout.pipeline, layout.tensor * layout.context * layout.data),
+        }
+        for name, (size, step) in steps.items():
+            if len(ranks) <= size and abs(ranks[1] - ranks[0]) == step:
+                return name
+        return "all" if len(ranks) == mesh.world_size else "several"
+
+    def _away(self, optimizer: ActorOptimizer, actor: MegatronGPTReinforceActorModel, *, offloads: bool) -> None:
+        """While responses are generated: what stays, what is moved, and a call."""
+        before = self._gpu.memory.bytes
+        with optimizer.offloaded() if offloads else contextlib.nullcontext():
+            self._tell("resident", Cost(), self._gpu.memory.bytes)
+            self._tell("away", Cost(), before - self._gpu.memory.bytes)
+            if self._case.prompts:
+                self._generate(actor)
+
+    def _generate(self, actor: MegatronGPTReinforceActorModel) -> None:
+        """One call, left after a few decode steps: what prefill cost, and a step with what follows it."""
+        from reinforce_rl.rollout import Prompt
+
+        self.phase, case = "generation", self._case
+        prompts = [Prompt(i, "", (3,) * case.prompt_tokens) for i in range(case.prompts)]
+        params = dataclasses.replace(actor.settings.sampling, max_length=case.response_tokens)
+        steps: list[Cost] = []
+
+        def before(module: Any, args: tuple[Any, ...]) -> None:
+            if args[0].shape[1] == 1:
+                steps.append(self._cost(self._gpu.ledger))
+            if len(steps) > DECODE_STEPS:
+                raise _Enough
+
+        hook = actor.lm.register_forward_pre_hook(before)
+        try:
+            with self._gpu.counting("generation") as ledger, contextlib.suppress(_Enough):
+                actor.generator.generate(prompts, case.samples, params, 1)
+        finally:
+            hook.remove()
+        steps += [self._cost(ledger)] if len(steps) <= DECODE_STEPS else []
+        first, last, count = steps[min(1, len(steps) - 2)], steps[-1], max(len(steps) - 2, 1)
+        self._tell("prefill", steps[0], ledger.peak)
+        self._tell("decode", total([(1 / count, last), (-1 / count, first)]), ledger.peak)
+
+    def _log_probs(self, passes: Callable[..., Any], count: int) -> None:
+        found = self._rollouts(count * self._case.forward_rows)
+        passes(found.sequences, found.prompt_lengths, found.response_lengths, found.group_ids)
+
+    def _train(self, actor: MegatronGPTReinforceActorModel, count: int) -> None:
+        from reinforce_rl.algorithms.loss import Denominators
+        from reinforce_rl.rollout import ReinforceBatch
+
+        rollouts = self._rollouts(count * self._case.train_rows)
+        none = rollouts.rewards
+        batch = ReinforceBatch(rollouts, none, none, none, rollouts.response_mask.float(), rollouts.valid)
+        actor.get_loss_and_metrics(batch, Denominators(1.0, 1.0, 1.0))
+
+    def _rollouts(self, count: int) -> RolloutBatch:
+        """Sequences of full length, in groups."""
+        import torch
+
+        from reinforce_rl.rollout import FINISH_LENGTH, RolloutBatch
+
+        case, number = self._case, torch.arange(count)
+        zeros = torch.zeros((count, case.response_tokens))
+        return RolloutBatch(
+            sequences=torch.full((count, case.prompt_tokens + case.response_tokens), 3),
+            prompt_lengths=torch.full((count,), case.prompt_tokens),
+            response_lengths=torch.full((count,), case.response_tokens),
+            group_ids=number // case.samples,
+            sample_ids=number % case.samples,
+            finish_reasons=(FINISH_LENGTH,) * count,
+            rewards=zeros[:, 0],
+            valid=torch.ones(count, dtype=torch.bool),
+            generator_log_probs=zeros,
+            log_probs=zeros,
+            init_log_probs=zeros,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""`preflight=deep`: measure the run's ranks on fake GPUs, predict its step, and try what might be better."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import statistics
+from collections import Counter
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from reinforce_rl.build_actor import DTYPES, model_options
+from reinforce_rl.config import TrainConfig
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.files import write_atomically
+from reinforce_rl.megatron.transformer_config import layers_of_stages
+from reinforce_rl.preflight.deep.alternatives import alternatives
+from reinforce_rl.preflight.deep.engine import Lengths
+from reinforce_rl.preflight.deep.machine import Hardware, load_machine
+from reinforce_rl.preflight.deep.report import Tried, as_json, print_alternatives, print_step
+from reinforce_rl.preflight.deep.step import PredictedJob, StepTime, predict
+from reinforce_rl.preflight.deep.worker import DeepFault, Worker
+from reinforce_rl.preflight.inputs import Inputs, layout_of
+from reinforce_rl.preflight.plan import BatchPlan, plan_batches
+
+MOST_TRIED, MOST_TOLD = 4, 3
+BETTER = 0.97  # of the seconds of a step, from which on a change is worth telling
+
+
+def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
+    """Print what a step costs and what to change, and write it to `preflight.json` in the run's folder.
+
+    Args:
+        cfg: of the run, without faults.
+        inputs: its model and prompts.
+        console: where to.
+
+    Returns:
+        what would end the run, one sentence each.
+
+    Raises:
+        ConfigError: of `preflight_machine`.
+    """
+    job = job_of(cfg, inputs, load_machine(cfg.preflight_machine))
+    with console.status("fake GPU") as status, Worker(lambda text: status.update(f"fake GPU, {text}")) as worker:
+        try:
+            step = predict(job, worker.measure(job))
+        except DeepFault as error:
+            return [str(error)]
+        print_step(console, job, step)
+        tried = _try(worker, job, inputs, step)
+    better = [one for one in tried if one.step.fits and (not step.fits or one.step.seconds < BETTER * step.seconds)]
+    better = sorted(better, key=lambda one: one.step.seconds)[:MOST_TOLD]
+    print_alternatives(console, step, better, len(tried))
+    path = Path(cfg.exp_manager.explicit_log_dir) / "preflight.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(as_json(job, step, better), indent=1))
+    console.print(f"The same as JSON: {path}")
+    if step.fits:
+        return []
+    machine = job.machine
+    return [
+        f"a rank needs {step.peaks[step.worst] / 1e9:.1f} GB in {step.worst}, and a {machine.name} has "
+        f"{(machine.memory - machine.reserved) / 1e9:.1f} GB for tensors"
+    ]
+
+
+def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> PredictedJob:
+    """What is to be predicted, of a configuration whose model and layout can be read.
+
+    Raises:
+        ConfigError: the layers do not divide.
+    """
+    layout, architecture = layout_of(cfg), inputs.architecture
+    assert layout is not None and architecture is not None
+    dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
+    layers = layers_of_stages(architecture, layout, dtype, model_options(cfg))
+    lengths = Lengths(cfg.model.reinforce.length_params.max_length, cfg.preflight_response_tokens)
+    batches = plan_batches(cfg, layout, inputs.datasets)
+    machine = dataclasses.replace(machine, gpus_per_node=min(machine.gpus_per_node, cfg.trainer.devices))
+    most = _most_of_update(batches, layout.data) * batches.samples
+    return PredictedJob(cfg, architecture, layout, tuple(layers), batches, machine, lengths, most)
+
+
+def _most_of_update(batches: BatchPlan, ranks: int) -> float:
+    """Prompts of an optimizer step on the rank with most, on average: a step's prompts are drawn wherever they lie."""
+    size = batches.prompts_of_update.least
+    if size >= batches.prompts:
+        return batches.prompts_of_rank.most
+    owners, draw, most = [prompt % ranks for prompt in range(batches.prompts)], random.Random(0), []
+    for _ in range(64):
+        draw.shuffle(owners)
+        parts = [owners[start : start + size] for start in range(0, len(owners), size)]
+        most += [max(Counter(part).values()) for part in parts]
+    return statistics.fmean(most)
+
+
+def _try(worker: Worker, job: PredictedJob, inputs: Inputs, step: StepTime) -> list[Tried]:
+    tried: list[Tried] = []
+    for change, cfg in alternatives(job, step):
+        if len(tried) == MOST_TRIED:
+            break
+        try:
+            other = job_of(cfg, inputs, job.machine)
+            tried.append(Tried(change, predict(other, worker.measure(other))))
+        except (ConfigError, DeepFault):
+            continue
+    return tried

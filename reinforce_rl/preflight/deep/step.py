@@ -1,0 +1,257 @@
+"""From what single ranks cost to a step of the whole job: its phases' seconds, and what binds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from reinforce_rl.build_actor import lora_settings
+from reinforce_rl.config import TrainConfig
+from reinforce_rl.layout import Layout
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.preflight.deep.cost import Cost, total
+from reinforce_rl.preflight.deep.engine import Engine, Lengths
+from reinforce_rl.preflight.deep.machine import Hardware
+from reinforce_rl.preflight.memory import WEIGHT_BYTES, Decoding
+from reinforce_rl.preflight.plan import BatchPlan
+from reinforce_rl.preflight.shapes import stage_shapes
+
+BACKWARD = 2 / 3  # of a micro-batch's time, in which gradients can be summed over the ranks meanwhile
+
+
+@dataclass(frozen=True)
+class Role:
+    """A rank that stands for others like it, at full depth.
+
+    Attributes:
+        stage: its pipeline stage.
+        stages: that are like it.
+        costs: by phase; of passes once and with each micro-batch.
+        peaks: bytes at most by phase, every sequence at full length; `resident`: those that stay while an engine
+            generates; `away`: those that `offload_adam_states` moves.
+    """
+
+    stage: int
+    stages: int
+    costs: dict[str, Cost]
+    peaks: dict[str, float]
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """A phase of a step on the rank of the slowest stage.
+
+    Attributes:
+        bound: what takes most of its time.
+        parts: seconds of what it is made of.
+        cost: of the rank.
+    """
+
+    name: str
+    bound: str
+    parts: dict[str, float]
+    cost: Cost = field(default_factory=Cost)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted step.
+
+    Attributes:
+        peaks: bytes of a rank at most, by phase, of the stage with most; without `Hardware.reserved`.
+        tokens: prompts and responses, over all ranks.
+        fits: a GPU's memory holds the worst phase.
+    """
+
+    phases: tuple[PhaseTime, ...]
+    peaks: dict[str, float]
+    tokens: float
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def worst(self) -> str:
+        """The phase with most memory."""
+        return max(self.peaks, key=lambda name: self.peaks[name])
+
+    @property
+    def slowest(self) -> PhaseTime:
+        return max(self.phases, key=lambda phase: phase.seconds)
+
+
+@dataclass(frozen=True)
+class PredictedJob:
+    """What is predicted.
+
+    Attributes:
+        layers: of each stage.
+        lengths: of responses.
+        sequences_of_update: that the rank with most has of an optimizer step, on average over the steps.
+    """
+
+    cfg: TrainConfig
+    architecture: Architecture
+    layout: Layout
+    layers: tuple[int, ...]
+    batches: BatchPlan
+    machine: Hardware
+    lengths: Lengths
+    sequences_of_update: float
+
+    @property
+    def sequences(self) -> int:
+        """Of a step, over all ranks."""
+        return self.batches.prompts * self.batches.samples
+
+    @property
+    def has_engine(self) -> bool:
+        return self.cfg.generation != "native"
+
+    @property
+    def prompts_of_call(self) -> int:
+        """Prompts that a rank generates together."""
+        most = min(self.batches.prompts_of_rank.most, self.cfg.model.reinforce.rollout_micro_batch_size)
+        return most if self.has_engine else -(-most // self.layout.context)
+
+    def rows(self, response: int) -> tuple[int, int]:
+        """Sequences of a micro-batch with gradient and without, with responses of so many tokens."""
+        plan, model = self.batches, self.cfg.model
+        tokens, length = model.tokens_per_micro_batch, plan.longest_prompt + response
+        return (
+            self._rows(model.micro_batch_size, plan.prompts_of_update.most, tokens, length),
+            self._rows(model.reinforce.forward_micro_batch_size, plan.prompts_of_rank.most, tokens, length),
+        )
+
+    def _rows(self, size: int, prompts: int, tokens: int | None, length: int) -> int:
+        return min(prompts * self.batches.samples, size if tokens is None else max(tokens // length, 1))
+
+
+def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
+    """The step of the rank with most to do."""
+    cfg, machine, plan, model = job.cfg, job.machine, job.batches, job.cfg.model
+    peaks = {name: max(role.peaks[name] for role in roles) for name in roles[0].peaks}
+    resident, away = peaks.pop("resident"), peaks.pop("away")
+    shapes = stage_shapes(job.architecture, job.layout, job.layers, lora_settings(cfg))
+    weights = max(shape.parameters for shape in shapes) * WEIGHT_BYTES[cfg.trainer.precision]
+    phases = []
+    if job.has_engine:
+        generation, peaks["generation"] = _engine(job, resident)
+        phases.append(generation)
+    else:
+        phases.append(_native(job, roles))
+    if away:
+        phases.append(PhaseTime("offload and back", "PCIe", {"transfer": 2 * away / machine.pcie}))
+    train_rows, forward_rows = job.rows(math.ceil(job.lengths.average))
+    forward = math.ceil(plan.prompts_of_rank.most * plan.samples / forward_rows)
+    if _reads_log_probs(cfg):
+        phases.append(_passes(job, roles, "log-probs", forward))
+    if cfg.trainer.reinforce.initial_policy_kl_penalty > 0:
+        reference = _passes(job, roles, "reference log-probs", forward)
+        if lora_settings(cfg) is None and model.reference_placement == "host":
+            reference.parts["weights from the host"] = weights / machine.pcie
+        phases.append(reference)
+    phases.append(_passes(job, roles, "training", math.ceil(job.sequences_of_update / train_rows), plan.updates))
+    optimizer = [role.costs["optimizer"] for role in roles]
+    cost = total([(plan.updates, max(optimizer, key=lambda c: c.kernel_seconds(machine) + c.wire_seconds(machine)))])
+    parts = {"kernels": cost.kernel_seconds(machine), "collectives": cost.wire_seconds(machine)}
+    phases.append(PhaseTime("optimizer", cost.bound(machine), parts, cost))
+    if job.has_engine:
+        phases.append(_refit(job))
+    tokens = job.sequences * (plan.longest_prompt + job.lengths.average)
+    return StepTime(tuple(phases), peaks, tokens, max(peaks.values()) <= machine.memory - machine.reserved)
+
+
+def _reads_log_probs(cfg: TrainConfig) -> bool:
+    """As `StepRolloutMaker` decides."""
+    rl = cfg.trainer.reinforce
+    if rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None:
+        return True
+    known = cfg.generation == "native" and rl.generator_log_probs and cfg.trainer.precision != "bf16"
+    return rl.initial_policy_kl_penalty > 0 and not known
+
+
+def _passes(job: PredictedJob, roles: Sequence[Role], name: str, count: int, times: int = 1) -> PhaseTime:
+    """Micro-batches through all stages, so many times. 1F1B: all of them in the slowest stage, one in each other."""
+    machine, bubble, once, slowest = job.machine, 0.0, 0.0, (0.0, 0.0, Cost())
+    for role in roles:
+        fixed, each = role.costs[f"{name} once"], role.costs[f"{name} each"]
+        kernels, wire = each.kernel_seconds(machine), each.wire_seconds(machine)
+        bubble += role.stages * (kernels + wire)
+        slowest = max(
+            slowest, (kernels, wire, total([(times, fixed), (times * count, each)])), key=lambda c: c[0] + c[1]
+        )
+        sums = fixed.wire_seconds(machine)
+        if name == "training" and job.cfg.model.optim.overlap_grad_sync:
+            sums = max(0.0, sums - BACKWARD * (kernels + wire))
+        once = max(once, max(0.0, fixed.kernel_seconds(machine)) + sums)
+    kernels, wire, cost = slowest
+    parts = {
+        "kernels": times * count * kernels,
+        "collectives": times * count * wire,
+        "pipeline bubble": times * (bubble - kernels - wire),
+        "once": times * once,
+    }
+    largest = max(parts, key=lambda part: parts[part])
+    return PhaseTime(name, cost.bound(machine) if largest == "kernels" else largest, parts, cost)
+
+
+def _native(job: PredictedJob, roles: Sequence[Role]) -> PhaseTime:
+    """Prefill and a decode step a token, through all stages in turn."""
+    machine, plan, arch = job.machine, job.batches, job.architecture
+    limit = job.cfg.model.reinforce.generation_cache_tokens
+    decoding = Decoding(job.prompts_of_call, plan.samples, plan.longest_prompt, job.lengths.longest, limit)
+    rows, calls = decoding.schedule().rows, plan.generation_calls
+    tokens, factor = job.lengths.of_slowest(job.layout.data, calls, rows)
+    tokens *= -(-job.prompts_of_call * plan.samples // rows)
+    # Steps were measured at the response's first tokens; on average half of it is in the cache.
+    kept = rows * tokens / 2 * 2 * arch.num_groups / job.layout.tensor * arch.head_size
+    parts, costs = {"prefill": 0.0, "decode": 0.0, "collectives": 0.0}, []
+    for role in roles:
+        prefill, decode = role.costs["prefill"], role.costs["decode"]
+        reading = job.layers[role.stage] * kept * WEIGHT_BYTES[job.cfg.trainer.precision] / machine.rates["bandwidth"]
+        parts["prefill"] += calls * role.stages * prefill.kernel_seconds(machine)
+        parts["decode"] += calls * role.stages * tokens * (decode.kernel_seconds(machine) + reading)
+        wire = prefill.wire_seconds(machine) + tokens * decode.wire_seconds(machine)
+        parts["collectives"] += calls * role.stages * wire
+        costs.append(total([(calls, prefill), (calls * tokens, decode)]))
+    cost = max(costs, key=lambda c: c.kernel_seconds(machine))
+    bound = "collectives" if parts["collectives"] > parts["decode"] else cost.bound(machine)
+    parts["waiting for the slowest rank"] = (factor - 1) * sum(parts.values())
+    return PhaseTime("generation", bound, parts, cost)
+
+
+def _engine(job: PredictedJob, resident: float) -> tuple[PhaseTime, float]:
+    """By one engine a block beside the training states; with the bytes of a GPU meanwhile."""
+    settings, machine, plan = job.cfg.tensorrt_llm, job.machine, job.batches
+    gpus = settings.tensor_parallel_size or job.cfg.model.block_size
+    engine = Engine(job.architecture, machine, gpus, settings.max_batch_size)
+    resident += engine.weight_bytes / gpus
+    room = max(0.0, machine.memory - machine.reserved - resident) * settings.free_gpu_memory_fraction
+    of_sequence = engine.cache_bytes_of_token * (plan.longest_prompt + job.lengths.average)
+    slots = max(1.0, min(settings.max_batch_size, room * gpus / of_sequence))
+    together, calls = job.prompts_of_call * plan.samples, plan.generation_calls
+    seconds = dataclasses.replace(engine, slots=slots).call_seconds(
+        together, job.prompts_of_call, plan.longest_prompt, job.lengths
+    )
+    _, factor = job.lengths.of_slowest(job.layout.data, calls, together)
+    parts = {"engine": calls * seconds, "waiting for the slowest rank": (factor - 1) * calls * seconds}
+    return PhaseTime("generation", "memory bandwidth", parts), resident + room
+
+
+def _refit(job: PredictedJob) -> PhaseTime:
+    """Weights are gathered in the block, bucket by bucket, and copied to each of its GPUs."""
+    machine, block = job.machine, job.cfg.model.block_size
+    weights = Engine(job.architecture, machine, 1, 1).weight_bytes
+    bucket, nodes = job.cfg.tensorrt_llm.weight_bucket_megabytes * 2.0**20, -(-block // machine.gpus_per_node)
+    wire = sum(machine.collective_seconds(kind, bucket, block, nodes) for kind in ("all_gather", "broadcast"))
+    parts = {"collectives": weights / bucket * wire, "copies": 3 * weights / machine.rates["bandwidth"]}
+    return PhaseTime("weights to the engine", max(parts, key=lambda part: parts[part]), parts)

@@ -1,0 +1,126 @@
+"""`preflight=deep` measures two depths and two numbers of micro-batches, and concludes what more would cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_run import compose, write_prompts
+
+from reinforce_rl.config_reading import load_config
+from reinforce_rl.megatron.model import RMSNorm
+from reinforce_rl.preflight.deep import rank
+from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
+from reinforce_rl.preflight.deep.machine import MACHINES
+from reinforce_rl.preflight.deep.rank import Case, RankRun
+from reinforce_rl.preflight.fake_cuda.machine import Machine
+
+ONE = ("trainer.devices=1",)
+BLOCKS = ("trainer.devices=8", "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2")
+
+
+def case_of(folder: Path, *overrides: str, **changes: object) -> Case:
+    """Of a tiny model, of which only the width counts."""
+    prompts = write_prompts(folder / "prompts.jsonl", ["eta"])
+    config = load_config(
+        compose(
+            f"pretrained_checkpoint.restore_from_path={folder}",
+            f"model.data.data_prefix.train={prompts}",
+            "trainer.precision=bf16",
+            "model.encoder_seq_length=256",
+            "model.reinforce.num_rollout_samples=8",
+            "model.optim.distributed=true",
+            "model.reinforce.offload_adam_states=true",
+            *overrides,
+        )
+    )
+    case = Case(
+        config=dataclasses.asdict(config),
+        rank=0,
+        layers=2,
+        in_flight=2,
+        train_rows=4,
+        forward_rows=4,
+        prompts=2,
+        samples=2,
+        prompt_tokens=96,
+        response_tokens=96,
+        machine=MACHINES["h100"],
+    )
+    return dataclasses.replace(case, **changes)  # type: ignore[arg-type]
+
+
+def measured(machine: Machine, case: Case) -> dict[str, tuple[Cost, float]]:
+    found: dict[str, tuple[Cost, float]] = {}
+
+    def write(phase: str, bytes: float, counts: dict[str, float], traffic: list[list]) -> None:
+        rows = [(Traffic(*row[:4]), *row[4:]) for row in traffic]
+        found[phase] = (Cost(counts, {of: n for of, n, _ in rows}, {of: b for of, _, b in rows}), bytes)
+
+    RankRun(case, write).measure(machine)
+    gc.collect()  # as between the cases of `main`
+    return found
+
+
+def test_costs_grow_along_a_line_with_layers(machine: Machine, folders: dict[int, Path]) -> None:
+    two, four, six = (measured(machine, case_of(folders[2], *BLOCKS, layers=n)) for n in (2, 4, 6))
+    assert {"start", "prefill", "decode", "resident", "away", "training once", "training each", "optimizer"} <= set(
+        six
+    )
+    for phase, (cost, peak) in six.items():
+        line = total([(-1, two[phase][0]), (2, four[phase][0])])
+        for name, value in cost.counts.items():
+            # A matrix product of tiny size takes the floor, a longer norm of all weights leaves it.
+            assert line[name] == pytest.approx(value, rel=0.02, abs=3e-6), (phase, name)
+        assert {of: pytest.approx(n) for of, n in line.calls.items()} == dict(cost.calls), phase
+        assert line.sent == {of: pytest.approx(n, rel=0.01) for of, n in cost.sent.items()}, phase
+        assert 2 * four[phase][1] - two[phase][1] == pytest.approx(peak, rel=0.01), phase
+
+
+def test_costs_grow_along_a_line_with_micro_batches(machine: Machine, folders: dict[int, Path]) -> None:
+    few, many = (measured(machine, case_of(folders[2], *ONE, in_flight=n)) for n in (1, 4))
+    for found in (few, many):
+        cost = total([(1, found["training once"][0]), (7, found["training each"][0])])
+        assert cost["kernels"] == pytest.approx(
+            total([(1, few["training once"][0]), (7, few["training each"][0])])["kernels"]
+        )
+        assert cost["flops"] > 7 * found["training each"][0]["flops"] * 0.99
+    assert few["training each"][0]["kernels"] > 100
+
+
+def test_collectives_are_told_by_group_and_nodes(machine: Machine, folders: dict[int, Path]) -> None:
+    found = measured(machine, case_of(folders[2], *BLOCKS))
+    each, once = found["training each"][0], found["training once"][0]
+    groups = {of.group for of, calls in each.calls.items() if calls > 0}
+    assert groups == {"tensor", "pipeline"}
+    assert {of for of in once.calls if of.kind == "reduce_scatter"} == {Traffic("data", "reduce_scatter", 2, 1)}
+    across = measured(machine, case_of(folders[2], *BLOCKS, "trainer.devices=2", "trainer.num_nodes=4"))
+    nodes = {of.group: of.nodes for of in (*across["training each"][0].calls, *across["training once"][0].calls)}
+    assert nodes == {**nodes, "tensor": 1, "data": 2, "pipeline": 2}
+
+
+def test_a_fault_names_phase_and_lines(machine: Machine, folders: dict[int, Path], monkeypatch) -> None:
+    """The weights of the norms on the CPU, as they once were: the start ends where they are used."""
+    make = RMSNorm.__init__
+
+    def on_cpu(norm: RMSNorm, *args: Any, **options: Any) -> None:
+        make(norm, *args, **options)
+        norm.weight = torch.nn.Parameter(torch.ones(norm.weight.shape, dtype=norm.weight.dtype))
+
+    monkeypatch.setattr(RMSNorm, "__init__", on_cpu)
+    line = json.dumps(dataclasses.asdict(case_of(folders[2], *BLOCKS)))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(line + "\n"))
+    monkeypatch.setattr(rank, "install", lambda: machine)
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    rank.main()
+    answer = json.loads(out.getvalue().splitlines()[-1])
+    assert answer["phase"] == "start"
+    assert "megatron/optimizer.py" in answer["fault"].split("; at ")[1]

@@ -1,0 +1,69 @@
+"""`preflight=deep` from the command line's keys to the report, with the fake GPU in a process of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from helpers.models import tiny_llama_folder
+from helpers.tiny_run import compose, three_letters, write_prompts
+from rich.console import Console
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.preflight.deep import run
+from reinforce_rl.preflight.run import preflight
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("files")
+    tiny_llama_folder(folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=64)
+    write_prompts(folder / "train.jsonl", three_letters(8))
+    return [
+        f"pretrained_checkpoint.restore_from_path={folder / 'model'}",
+        f"model.data.data_prefix.train={folder / 'train.jsonl'}",
+        "model.encoder_seq_length=64",
+        "model.reinforce.length_params.max_length=16",
+        "model.optim.distributed=true",
+        "reward=function",
+        "reward_function.name=reinforce_rl.reward.functions.gsm8k",
+        "trainer.devices=4",
+        "trainer.precision=bf16",
+        "preflight=deep",
+    ]
+
+
+def printed(*overrides: str) -> str:
+    out = io.StringIO()
+    preflight(compose(*overrides), Console(file=out, width=200))
+    return out.getvalue()
+
+
+def test_a_step_is_predicted_and_better_ones_are_tried(overrides, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "MOST_TRIED", 1)
+    text = printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}", "preflight_response_tokens=8")
+    for words in ("A step on 4 x H100", "8 tokens on average, 16 at most", "Bottleneck:", "No fault was found"):
+        assert words in text
+    found = json.loads((tmp_path / "preflight.json").read_text())
+    names = ["generation", "log-probs", "reference log-probs", "training", "optimizer"]
+    assert [phase["name"] for phase in found["phases"]] == names
+    assert found["seconds"] == pytest.approx(sum(phase["seconds"] for phase in found["phases"]))
+    assert found["tokens"] == 8 * 4 * (3 + 8)
+    assert set(names) < set(found["peaks"])
+    # Tiny kernels take their launches; all decode steps have as many.
+    assert {phase["bound"] for phase in found["phases"]} <= {"launches", "host syncs", "once"}
+    training = found["phases"][3]
+    kinds = {(one["kind"], one["group"], one["ranks"], one["nodes"]) for one in training["collectives"]}
+    assert ("reduce_scatter", "data", 4, 1) in kinds
+    assert [change["overrides"] for change in found["changes"]] in ([], ["generation=tensorrt_llm"])
+
+
+def test_a_gpu_too_small_and_a_machine_that_is_unknown_are_faults(overrides, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "MOST_TRIED", 0)
+    machine = tmp_path / "small.yaml"
+    machine.write_text("base: h100\nname: tiny GPU\nmemory: 3.00001e9\n")
+    with pytest.raises(ConfigError, match=r"a rank needs 0\.0 GB in .*, and a tiny GPU has 0\.0 GB for tensors"):
+        printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}", f"preflight_machine={machine}")
+    with pytest.raises(ConfigError, match="preflight_machine is 'h1000'"):
+        printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}", "preflight_machine=h1000")
