@@ -10,6 +10,7 @@ from typing import Any
 
 from reinforce_rl.reward.addresses import Address
 
+DEEP = "deep"  # of `preflight`
 NOT_SET = "(not set)"  # the value of a required key that is missing or wrong, which is said once: no path, no name
 
 

@@ -24,6 +24,7 @@ from reinforce_rl.algorithms.choices import (
     TRUNCATED_SAMPLES,
 )
 from reinforce_rl.config import (
+    DEEP,
     NOT_SET,
     LoraTuningConfig,
     RolloutConfig,
@@ -154,7 +155,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
     for key, choice, known in choices:
         if choice not in known:
             yield f"{key} is {choice!r}; expected one of {', '.join(known)}"
-    if cfg.preflight not in (True, False, "deep"):
+    if cfg.preflight not in (True, False, DEEP):
         yield f"preflight is {cfg.preflight!r}; expected true, false or deep"
     if rl.max_steps < 1 and rl.max_steps != -1:
         yield f"trainer.reinforce.max_steps is {rl.max_steps}; expected at least 1, or -1 for all of max_epochs"

@@ -8,11 +8,12 @@ import os
 import sys
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from reinforce_rl.config import NOT_SET, OptimConfig, TrainConfig
+from reinforce_rl.config import DEEP, NOT_SET, OptimConfig, TrainConfig
 from reinforce_rl.config_checks import find_faults
 from reinforce_rl.errors import ConfigError
 
@@ -39,7 +40,11 @@ def read_config(cfg: DictConfig) -> tuple[TrainConfig, list[str]]:
     config = build(TrainConfig, cfg, "", faults)
     faults += find_faults(config)
     block = config.model.tensor_model_parallel_size * config.model.pipeline_model_parallel_size
-    resolve_defaults(config.trainer, config.model.optim, config.trainer.world_size // max(block, 1))
+    shards = config.trainer.world_size // max(block, 1)
+    # The deep preflight is of a run on GPUs, wherever it is made.
+    resolve_defaults(
+        config.trainer, config.model.optim, shards, (lambda: True) if config.preflight == DEEP else has_gpu
+    )
     return config, faults
 
 
@@ -52,21 +57,22 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def precision_here(precision: str) -> str:
+def precision_here(precision: str, gpu: Callable[[], bool] = has_gpu) -> str:
     """A `precision` key's value, where `auto` is replaced by bf16 on a machine with a GPU, and by 32 elsewhere."""
-    return precision if precision != "auto" else "bf16" if has_gpu() else "32"
+    return precision if precision != "auto" else "bf16" if gpu() else "32"
 
 
-def resolve_defaults(trainer: Any, optim: OptimConfig, shards: int) -> None:
+def resolve_defaults(trainer: Any, optim: OptimConfig, shards: int, gpu: Callable[[], bool] = has_gpu) -> None:
     """Replace `auto` and null, where they depend on whether there is a GPU, by what they stand for on this machine.
 
     Args:
         trainer: whose `precision` it is.
         optim: of the same configuration.
         shards: ranks that have the same weights and could share the optimizer's state: data times context parallel.
+        gpu: whether there is one; asked only where something depends on it.
     """
-    trainer.precision = precision_here(trainer.precision)
-    shared = (optim.distributed is None or optim.overlap_grad_sync is None) and shards > 1 and has_gpu()
+    trainer.precision = precision_here(trainer.precision, gpu)
+    shared = (optim.distributed is None or optim.overlap_grad_sync is None) and shards > 1 and gpu()
     optim.distributed = shared if optim.distributed is None else optim.distributed
     optim.overlap_grad_sync = shared if optim.overlap_grad_sync is None else optim.overlap_grad_sync
 

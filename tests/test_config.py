@@ -95,6 +95,7 @@ PARALLEL = ["trainer.devices=8", "model.tensor_model_parallel_size=2"]
         (True, ["trainer.devices=2", "model.context_parallel_size=2"], "bf16", (True, True)),
         (True, [*PARALLEL, "trainer.precision=32", "model.optim.distributed=false"], "32", (False, True)),
         (False, [*PARALLEL, "trainer.precision=bf16", "model.optim.distributed=true"], "bf16", (True, False)),
+        (False, [*PARALLEL, "preflight=deep"], "bf16", (True, True)),  # of a run on GPUs
     ],
 )
 def test_defaults_that_depend_on_a_gpu(folder, monkeypatch, gpu, overrides, precision, shared):

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from reinforce_rl.build_actor import lora_settings
-from reinforce_rl.config import NOT_SET, RewardServerConfig, TrainConfig
+from reinforce_rl.config import DEEP, NOT_SET, RewardServerConfig, TrainConfig
 from reinforce_rl.config_reading import read_config
 from reinforce_rl.errors import CheckpointError, ConfigError, RewardServerError
 from reinforce_rl.megatron.hf_folder import HFFolder
@@ -33,7 +33,6 @@ from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.replicas import unlike
 
 SERVER_SECONDS = 3.0
-DEEP = "deep"
 
 
 def preflight(cfg: DictConfig, console: Console | None = None) -> None:

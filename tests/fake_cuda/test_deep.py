@@ -15,7 +15,7 @@ import torch
 from helpers.tiny_run import compose, write_prompts
 
 from reinforce_rl.config_reading import load_config
-from reinforce_rl.megatron.model import RMSNorm
+from reinforce_rl.megatron.layer_spec import RMSNorm
 from reinforce_rl.preflight.deep import rank
 from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
 from reinforce_rl.preflight.deep.machine import MACHINES
