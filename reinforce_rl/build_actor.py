@@ -116,6 +116,7 @@ def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokeniz
             tokenizer,
             cfg.model.reinforce.generation_cache_tokens,
             is_lean=cfg.model.reinforce.lean_decoding,
+            is_static=cfg.model.reinforce.static_decoding,
             use_graphs=cfg.model.reinforce.cuda_graphs,
         )
     from reinforce_rl.generation.engine import EngineArguments

@@ -185,6 +185,7 @@ class RolloutConfig:
     val_rollout_micro_batch_size: int = 32
     generation_cache_tokens: int | None = None
     lean_decoding: bool = True
+    static_decoding: bool = False
     cuda_graphs: bool = False
     num_val_samples: int | None = None
     offload_adam_states: bool = False

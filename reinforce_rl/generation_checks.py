@@ -18,6 +18,8 @@ def generation_faults(cfg: TrainConfig) -> Iterator[str]:
         yield from _sampling(cfg)
     if cfg.model.reinforce.generation_cache_tokens is not None:
         yield from _cache(cfg)
+    if cfg.model.reinforce.static_decoding:
+        yield from _static_decoding(cfg)
     if cfg.model.reinforce.cuda_graphs:
         yield from _cuda_graphs(cfg)
     if cfg.trainer.reinforce.generation_work_queue:
@@ -63,12 +65,18 @@ def _cache(cfg: TrainConfig) -> Iterator[str]:
         yield f"{told}, below model.encoder_seq_length, which is {longest}; the longest sequence must fit"
 
 
+def _static_decoding(cfg: TrainConfig) -> Iterator[str]:
+    told = "model.reinforce.static_decoding is true, but"
+    if cfg.generation != "native":
+        yield f"{told} generation is {cfg.generation!r}; only the native engine has such steps; expected false"
+    if not cfg.model.reinforce.lean_decoding:
+        yield f"{told} model.reinforce.lean_decoding is false, which asks for megatron's own layers; expected true"
+
+
 def _cuda_graphs(cfg: TrainConfig) -> Iterator[str]:
     told = "model.reinforce.cuda_graphs is true, but"
-    if cfg.generation != "native":
-        yield f"{told} generation is {cfg.generation!r}, whose engine has graphs of its own; expected false"
-    if not cfg.model.reinforce.lean_decoding:
-        yield f"{told} model.reinforce.lean_decoding is false, whose steps have no static shape; expected true"
+    if not cfg.model.reinforce.static_decoding:
+        yield f"{told} model.reinforce.static_decoding is false, whose steps change their shape; expected true"
     if cfg.model.pipeline_model_parallel_size > 1:
         yield (
             f"{told} model.pipeline_model_parallel_size is {cfg.model.pipeline_model_parallel_size}: stages hand over "

@@ -213,14 +213,19 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["generation_cache_tokens is 9000", "generation is 'tensorrt_llm'", "expected null"],
     ),
     (
-        "graphs of another engine",
-        ["model.reinforce.cuda_graphs=true", "generation=tensorrt_llm"],
-        ["cuda_graphs is true", "generation is 'tensorrt_llm'", "expected false"],
+        "static steps of another engine",
+        ["model.reinforce.static_decoding=true", "generation=tensorrt_llm"],
+        ["static_decoding is true", "generation is 'tensorrt_llm'", "expected false"],
     ),
     (
         "graphs of changing shapes",
-        ["model.reinforce.cuda_graphs=true", "model.reinforce.lean_decoding=false"],
-        ["cuda_graphs is true", "lean_decoding is false", "expected true"],
+        ["model.reinforce.cuda_graphs=true"],
+        ["cuda_graphs is true", "static_decoding is false", "expected true"],
+    ),
+    (
+        "static steps of megatron's layers",
+        ["model.reinforce.static_decoding=true", "model.reinforce.lean_decoding=false"],
+        ["static_decoding is true", "lean_decoding is false", "expected true"],
     ),
     (
         "nothing to take over",
@@ -358,8 +363,8 @@ def test_one_fault_is_told_in_one_sentence(folder, overrides, words):
 
 def test_graphs_of_stages(folder):
     """This model of one layer cannot have two, which is another fault."""
-    graphs = "model.reinforce.cuda_graphs=true"
-    (found,) = [f for f in faults_of(folder, graphs, "model.pipeline_model_parallel_size=2") if "cuda_graphs" in f]
+    graphs = ["model.reinforce.static_decoding=true", "model.reinforce.cuda_graphs=true"]
+    (found,) = [f for f in faults_of(folder, *graphs, "model.pipeline_model_parallel_size=2") if "cuda_graphs" in f]
     assert "pipeline_model_parallel_size is 2" in found and "expected 1" in found
 
 

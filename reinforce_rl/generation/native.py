@@ -38,9 +38,9 @@ class NativeGenerator:
         lm: the actor.
         tokenizer: decodes text for `end_strings`; its pad id fills the right of the responses.
         max_tokens: that the KV cache holds at most, on each rank; None for all sequences of a call at once.
-        is_lean: decode within `lean_decoding`, on a GPU in bf16 by `StaticDecoding`; False: through megatron's own
-            layers.
-        use_graphs: replay the steps of `StaticDecoding` as CUDA graphs.
+        is_lean: decode within `lean_decoding`; False: through megatron's own layers.
+        is_static: with `is_lean`, on a GPU in bf16, decode by `StaticDecoding`.
+        use_graphs: replay its steps as CUDA graphs.
     """
 
     def __init__(
@@ -50,9 +50,11 @@ class NativeGenerator:
         max_tokens: int | None = None,
         *,
         is_lean: bool = True,
+        is_static: bool = False,
         use_graphs: bool = False,
     ):
-        self._lm, self._max_tokens, self._is_lean, self._use_graphs = lm, max_tokens, is_lean, use_graphs
+        self._lm, self._max_tokens, self._is_lean = lm, max_tokens, is_lean
+        self._is_static, self._use_graphs = is_lean and is_static, use_graphs
         self._tokenizer = tokenizer
         self._pad_id = pad_id_of(tokenizer)
 
@@ -104,7 +106,7 @@ class NativeGenerator:
 
     def _generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
         longest = max(len(prompt.tokens) for prompt in prompts) + params.max_length
-        static = self._is_lean and can_decode_statically(self._lm, longest)
+        static = self._is_static and can_decode_statically(self._lm, longest)
         responses = Responses(
             prompts, num_samples, params, self._tokenizer, self._pad_id, self._lm.mesh.device, spare=static
         )

@@ -58,7 +58,9 @@ def cost_of_a_step(machine: Machine, folder: Path, shape: dict, layers: int, tp:
     prompts = [Prompt(i, "", tuple(range(3, 3 + PROMPT_TOKENS))) for i in range(PROMPTS)]
     ledgers: list[Ledger] = []
     with machine.rank(0, tp), parallel_mesh(tensor_model_parallel_size=tp) as mesh:
-        engine = NativeGenerator(CausalLM(architecture, mesh, torch.bfloat16), load_tokenizer(folder), **options)
+        engine = NativeGenerator(
+            CausalLM(architecture, mesh, torch.bfloat16), load_tokenizer(folder), is_static=True, **options
+        )
         for length in (SHORT, SHORT + STEPS):
             with machine.gpu.counting("generate") as ledger:
                 engine.generate(prompts, SAMPLES, SamplingParams(max_length=length, stop_token_ids=(2,)), seed=0)
@@ -101,7 +103,7 @@ def test_stages_meet_in_the_same_order(stages, machine, folders):
     for rank in range(stages):
         with machine.rank(rank, stages) as ledger, parallel_mesh(1, stages) as mesh:
             lm = megatron_model(folders[4], mesh, torch.bfloat16)
-            engine = NativeGenerator(lm, load_tokenizer(folders[4]), max_tokens=40)
+            engine = NativeGenerator(lm, load_tokenizer(folders[4]), max_tokens=40, is_static=True)
             found = engine.generate(prompts, 2, SamplingParams(max_length=4, stop_token_ids=(2,)), seed=0)
             assert found.tokens.shape == (6, 4)
         ledgers[rank] = ledger

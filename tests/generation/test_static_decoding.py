@@ -64,7 +64,7 @@ def assert_same(found: Completions, expected: Completions) -> None:
 @pytest.mark.parametrize("max_tokens", [None, 75])
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_samples(kind, max_tokens, lm, folder, prompts, monkeypatch):
-    engine = NativeGenerator(lm, load_tokenizer(folder), max_tokens)
+    engine = NativeGenerator(lm, load_tokenizer(folder), max_tokens, is_static=True)
     expected = engine.generate(prompts, 4, KINDS[kind], seed=3)
     decode_statically(monkeypatch)
     assert_same(engine.generate(prompts, 4, KINDS[kind], seed=3), expected)
@@ -72,7 +72,7 @@ def test_same_samples(kind, max_tokens, lm, folder, prompts, monkeypatch):
 
 @pytest.mark.parametrize("samples", [1, 7])
 def test_same_samples_of_another_number(samples, lm, folder, prompts, monkeypatch):
-    engine = NativeGenerator(lm, load_tokenizer(folder))
+    engine = NativeGenerator(lm, load_tokenizer(folder), is_static=True)
     expected = engine.generate(prompts, samples, PARAMS, seed=5)
     decode_statically(monkeypatch)
     assert_same(engine.generate(prompts, samples, PARAMS, seed=5), expected)
@@ -87,7 +87,7 @@ def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts,
     )
     handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     try:
-        found = NativeGenerator(lm, load_tokenizer(folder)).generate(
+        found = NativeGenerator(lm, load_tokenizer(folder), is_static=True).generate(
             prompts, 6, replace(PARAMS, max_length=64, stop_token_ids=tuple(range(4, 10))), seed=0
         )
     finally:
@@ -102,14 +102,14 @@ def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts,
 def test_graphs_give_the_same_samples(kind, lm, folder, prompts, monkeypatch):
     """Steps recorded once for a number of rows and run again on the same memory."""
     params = replace(KINDS[kind], max_length=48)
-    expected = NativeGenerator(lm, load_tokenizer(folder)).generate(prompts, 4, params, seed=3)
+    expected = NativeGenerator(lm, load_tokenizer(folder), is_static=True).generate(prompts, 4, params, seed=3)
     decode_statically(monkeypatch)
     torch_of_graphs = stand_in()
     monkeypatch.setattr(cuda_graphs, "torch", torch_of_graphs)
     shapes = []
     handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     try:
-        engine = NativeGenerator(lm, load_tokenizer(folder), use_graphs=True)
+        engine = NativeGenerator(lm, load_tokenizer(folder), is_static=True, use_graphs=True)
         assert_same(engine.generate(prompts, 4, params, seed=3), expected)
     finally:
         handle.remove()
@@ -129,7 +129,7 @@ def test_a_capture_that_waits_for_the_device_fails(lm, folder, prompts, monkeypa
     monkeypatch.setattr(
         static_decoding.StaticDecoding, "_draw", lambda self, *args: (args[2].max().item(), draw(self, *args))[1]
     )
-    engine = NativeGenerator(lm, load_tokenizer(folder), use_graphs=True)
+    engine = NativeGenerator(lm, load_tokenizer(folder), is_static=True, use_graphs=True)
     with pytest.raises(RuntimeError, match="capturing: _local_scalar_dense"):
         engine.generate(prompts, 4, PARAMS, seed=3)
 
@@ -158,7 +158,9 @@ def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch
     gc.collect()
     gc.disable()
     try:
-        NativeGenerator(lm, load_tokenizer(folder), use_graphs=use_graphs).generate(prompts, 2, PARAMS, seed=0)
+        NativeGenerator(lm, load_tokenizer(folder), is_static=True, use_graphs=use_graphs).generate(
+            prompts, 2, PARAMS, seed=0
+        )
         assert isinstance(caches[0], weakref.ref) and caches[0]() is None
     finally:
         gc.enable()

@@ -43,7 +43,7 @@ def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
     batch = rows_of(whole_batch(), [0, 3])
     rollouts = batch.rollouts
     where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids)
-    generator = NativeGenerator(actor.lm, actor.tokenizer)
+    generator = NativeGenerator(actor.lm, actor.tokenizer, is_static=True)
     done = generator.generate(PROMPTS, 2, SamplingParams(max_length=2), seed=3)
     assert done.tokens.shape == (8, 2)
     assert not done.tokens.is_cuda

@@ -42,10 +42,12 @@ class Switch:
 
 
 PACKED, SUMS = "model.shared_prefix", "model.optim.overlap_grad_sync"
+STATIC = "model.reinforce.static_decoding=true"
 OFFLOAD = "model.reinforce.offload_adam_states=true"
 SWITCHES = (  # one whose key this version does not have is not tried
     Switch("packed groups, each prompt attended once", [f"{PACKED}=true"], TRAINING, 0.05, [f"{PACKED}=false"]),
-    Switch("decode steps as CUDA graphs", ["model.reinforce.cuda_graphs=true"], GENERATION),
+    Switch("decode steps of static shape", [STATIC], GENERATION),
+    Switch("decode steps as CUDA graphs", [STATIC, "model.reinforce.cuda_graphs=true"], GENERATION, off=[STATIC]),
     Switch("Adam's states return beside log-probs", [OFFLOAD, "model.reinforce.overlap_offload=true"], off=[OFFLOAD]),
     Switch("Transformer Engine", ["model.transformer_engine=true"], GENERATION, 0.02, needs="transformer_engine"),
     Switch("distributed optimizer", ["model.optim.distributed=true"], off=["model.optim.distributed=false"]),
