@@ -1,0 +1,50 @@
+"""Peak memory of an update, against a count by hand of all that is alive at that moment."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.fake_cuda import Work, real_step
+from helpers.public_configs import LLAMA_3_1_8B
+
+from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.megatron.optimizer import DataParallelSettings
+from reinforce_rl.preflight.fake_cuda.machine import Machine
+
+LAYERS = 2
+PROMPT, RESPONSE = 1024, 513
+DISTRIBUTED = DataParallelSettings(distributed_optimizer=True, overlap_grad_sync=True)
+
+
+def by_hand(tp: int, shards: int) -> float:
+    """Bytes of Llama 3.1 8B's width on a rank, sequence parallel where tp > 1, in the backward pass of the output layer.
+
+    Then every layer's activations are alive, and the gradient of the vocabulary's table in fp32 and in bf16.
+    """
+    h, kv, f, v = 4096, 1024, 14336, 128256
+    s, n = PROMPT + RESPONSE - 1, RESPONSE  # the last token predicts nothing
+    matrices = 2 * v * h + LAYERS * (h * (h + 2 * kv) + h * h + 3 * h * f)
+    norms = (2 * LAYERS + 1) * h
+    parameters = matrices / tp + norms
+    states = parameters * (2 + 4) + parameters * (4 + 8) / shards  # weights, gradients; main weights, Adam's moments
+    # bf16, so two bytes each. Shared out by sequence parallelism: both norms' outputs, both residual sums.
+    shared = 2 * s * (4 * h) / tp
+    # Shared out by tensor parallelism: query, key and value as they come; query and key rotated; attention's output; the
+    # MLP's first product, which is two matrices wide, and what SwiGLU makes of it.
+    split = 2 * s * ((h + 2 * kv) + h + kv + h + 2 * f + f) / tp
+    ends = 2 * s * h / tp + 2 * s * h  # the embedding's output; the last norm's, gathered for the output layer
+    if tp > 1:
+        ends += 2 * s * h / tp  # the last norm's before that
+    table = (4 + 2) * v / tp * h
+    logits = (4 + 2) * n * v / tp  # fp32, and their gradient in bf16
+    return states + LAYERS * (shared + split) + ends + table + logits
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (4, 2)], ids=["one rank", "TP4 SP DP2, distributed optimizer"])
+def test_an_update_takes_what_was_counted(machine: Machine, tp: int, dp: int) -> None:
+    config = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS}
+    work = Work(prompts=1, samples=1, prompt_tokens=PROMPT, response_tokens=RESPONSE)
+    with machine.rank(0, tp * dp), parallel_mesh(tp, sequence_parallel=tp > 1) as mesh:
+        options = {"data_parallel": DISTRIBUTED} if dp > 1 else {}
+        before = machine.gpu.memory.bytes
+        found = real_step(machine, config, mesh, work, **options)["update"].peak - before
+    assert found == pytest.approx(by_hand(tp, dp), rel=0.03)
