@@ -16,7 +16,7 @@ DISTRIBUTED = DataParallelSettings(distributed_optimizer=True, overlap_grad_sync
 
 
 def by_hand(tp: int, shards: int) -> float:
-    """Bytes of Llama 3.1 8B's width on a rank, sequence parallel where tp > 1, in the backward pass of the output layer.
+    """Bytes on a rank at Llama 3.1 8B's width, sequence parallel where tp > 1, in the output layer's backward pass.
 
     Then every layer's activations are alive, and the gradient of the vocabulary's table in fp32 and in bf16.
     """
@@ -28,8 +28,8 @@ def by_hand(tp: int, shards: int) -> float:
     states = parameters * (2 + 4) + parameters * (4 + 8) / shards  # weights, gradients; main weights, Adam's moments
     # bf16, so two bytes each. Shared out by sequence parallelism: both norms' outputs, both residual sums.
     shared = 2 * s * (4 * h) / tp
-    # Shared out by tensor parallelism: query, key and value as they come; query and key rotated; attention's output; the
-    # MLP's first product, which is two matrices wide, and what SwiGLU makes of it.
+    # Shared out by tensor parallelism: query, key and value as they come; query and key rotated; attention's output;
+    # the MLP's first product, which is two matrices wide, and what SwiGLU makes of it.
     split = 2 * s * ((h + 2 * kv) + h + kv + h + 2 * f + f) / tp
     ends = 2 * s * h / tp + 2 * s * h  # the embedding's output; the last norm's, gathered for the output layer
     if tp > 1:
