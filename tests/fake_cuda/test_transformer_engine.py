@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from helpers.ranks import TESTS
-from helpers.transformer_engine import FAKE
+from helpers.with_te import FAKE
 
 SCRIPT = TESTS / "helpers/rank_scripts/te_fake_cuda.py"
 

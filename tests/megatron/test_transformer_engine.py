@@ -17,7 +17,7 @@ from helpers.models import tiny_family_folder
 from helpers.policies import megatron_model, transformers_model
 from helpers.resharding import CASES as SETTINGS
 from helpers.resharding import load_and_go_on, save_and_go_on, stored_tensors, write_model
-from helpers.transformer_engine import CASES, ONE, SAVED, TE_LAYOUTS, run_with_fake, with_te
+from helpers.with_te import CASES, ONE, SAVED, TE_LAYOUTS, run_with_fake, with_te
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.layer_spec import OLDEST_VERSION

@@ -20,7 +20,7 @@ def main() -> None:
     from helpers.batches import actor_of, rows_of, sequences, whole_batch
     from helpers.fake_cuda import check_collectives, run_layout
     from helpers.layouts import LAYOUTS, LORA_LAYOUTS, Layout
-    from helpers.transformer_engine import with_te
+    from helpers.with_te import with_te
 
     folder = Path(sys.argv[1])
     for layout in (LAYOUTS["TP2 SP full recompute"], LORA_LAYOUTS["TP2 SP LoRA"]):

@@ -18,7 +18,7 @@ import transformer_engine
 from helpers import resharding
 from helpers.layouts import Layout, computed
 from helpers.policies import megatron_model
-from helpers.transformer_engine import CASES, ONE, SAVED, TE_LAYOUTS
+from helpers.with_te import CASES, ONE, SAVED, TE_LAYOUTS
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
 from reinforce_rl.errors import ConfigError
