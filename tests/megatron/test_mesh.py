@@ -72,8 +72,10 @@ def test_two_ranks(tp_size):
     assert output.count("all checks passed") == 2
 
 
-def test_nothing_but_tensors_of_a_gpu_is_handed_to_nccl():
-    output = run_ranks(SCRIPT.with_name("mixed_backends.py"), 2)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_nothing_but_tensors_of_a_gpu_is_handed_to_nccl(tp_size):
+    # One mesh a launch: another one would find the addresses of the first in the launcher's store.
+    output = run_ranks(SCRIPT.with_name("mixed_backends.py"), 2, tp_size)
     assert output.count("all checks passed") == 2
 
 
