@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
-from reinforce_rl.build import _optimizer_settings
+from reinforce_rl.build import optimizer_settings
 from reinforce_rl.build_actor import build_actor
 from reinforce_rl.config import TrainConfig
 from reinforce_rl.config_reading import load_config
@@ -85,7 +85,7 @@ def measured(overrides: list[str]) -> Use:
     ) as mesh:
         tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
         actor = build_actor(cfg, mesh, tokenizer)
-        built = build_optimizer(actor.ddp, _optimizer_settings(cfg, 10))
+        built = build_optimizer(actor.ddp, optimizer_settings(cfg, 10))
         optimizer = ActorOptimizer(*built)
         batch = full_batch(cfg, mesh.dp_size)
         count = float(len(batch.trains))
