@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether the functions named `flash_...` can be used."""
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 <= 256 - head_size
+    low_precision = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and low_precision and head_size <= 256 and head_size % 8 == 0
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:

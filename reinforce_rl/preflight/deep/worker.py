@@ -59,7 +59,6 @@ class Worker:
         """
         longest = job.lengths.longest
         average = min(math.ceil(job.lengths.average), longest)
-        # A stage receives shapes that the one before has sent: its last run must be of the same length.
         runs = {
             (response, stage): [self._run(job, stage, d, response) for d in depths_of(job.cfg, job.layers[stage])]
             for response in dict.fromkeys((longest, average))
