@@ -430,7 +430,9 @@ class TestAsynchronous:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         arguments = (3, {}) if surfaces_at == "save" else ()
-        with pytest.raises(CheckpointError, match=r"step_00000002\.part: .*\.(distcp|pt).*File too large"):
+        # torch's writer of zip files says it in its own words where the limit falls into its last bytes.
+        words = r"(File too large|unexpected pos)"
+        with pytest.raises(CheckpointError, match=rf"step_00000002\.part: .*\.(distcp|pt).*{words}"):
             getattr(run.checkpointer, surfaces_at)(*arguments)
         assert latest_checkpoint(tmp_path).trainer_state == {"step": 1}
         run.checkpointer.save(3, {"step": 3})
