@@ -251,7 +251,7 @@ class DefaultBatchIterator:
 
 
 def optimizer_settings(cfg: TrainConfig, updates: int) -> OptimizerSettings:
-    """From `model.optim`, for so many optimizer steps."""
+    """Read the optimizer settings from `model.optim`; `updates` is the number of optimizer steps of the run."""
     optim = cfg.model.optim
     return OptimizerSettings(
         lr=optim.lr,

@@ -72,7 +72,7 @@ def why_not(mode: str) -> str | None:
 
 
 def run_all(checks: list[Check], mode: str, out: Path, seconds: float) -> list[Finding]:
-    """One after the other, within so many seconds, with progress on the terminal."""
+    """Run the checks in order within the time budget, with progress on the terminal."""
     from rich.console import Console
 
     console, end = Console(highlight=False, soft_wrap=True), time.time() + seconds

@@ -1,4 +1,4 @@
-"""A step as a CUDA graph: what the host would launch kernel by kernel, launched at once."""
+"""Captures a decode step as a CUDA graph, so that the host launches it as a whole instead of kernel by kernel."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import torch
 
 
 class GraphedStep:
-    """A step that is captured for each number of rows and replayed from then on.
+    """Captures a step once per number of rows and replays it afterwards.
 
-    What the step keeps from one call to the next lies in tensors that were made before, and that it changes in place;
-    nothing of it is decided on the host but by the number of rows. Graphs hold addresses of weights: they must not
-    outlive a block in which no weight is moved.
+    The step must keep its state in preallocated tensors, updated in place, and must branch on the host by the number
+    of rows only. Graphs hold the addresses of weights, so no weight may move while one is in use.
 
-    The first call with so many rows runs as it is, on the stream of the capture: libraries make what they need at
-    their first call, which must not be within one.
+    The first call with a number of rows warms up eagerly on the capture stream: libraries allocate their workspaces
+    at their first call, which must not happen during a capture.
 
     Args:
         step: takes the number of rows.

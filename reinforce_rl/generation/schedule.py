@@ -82,7 +82,7 @@ class Schedule:
         return self._slot_of[prompt]
 
     def advance(self, stopped: Iterable[int], tokens: int = 1) -> list[int] | None:
-        """Every row has so many tokens more; those in `stopped` have ended, and so do those of full length.
+        """Advance every row by `tokens`, and end the rows in `stopped` and those at full length.
 
         The last rows fill the gaps. How many tokens a stopped row has is not asked for.
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from reinforce_rl.generation.cuda_graphs import GraphedStep
 from reinforce_rl.generation.decoding import Decoding
 from reinforce_rl.generation.schedule import Running
-from reinforce_rl.megatron.flash_cache import FlashCache, flash_can
+from reinforce_rl.megatron.attention import flash_takes
+from reinforce_rl.megatron.flash_cache import FlashCache
 from reinforce_rl.megatron.model import CausalLM
 
 _STEPS = 8
@@ -33,13 +34,15 @@ _MULTIPLE = 32
 
 
 def can_decode_statically(lm: CausalLM, longest: int) -> bool:
-    """Whether this device has the kernel that it takes; `longest` counts the tokens of the longest sequence."""
+    """Return True if flash attention can decode here; `longest` is the length of the longest sequence in tokens."""
     shape = lm.architecture
-    return lm.mesh.device.type == "cuda" and flash_can(shape.head_size, lm.config.params_dtype, shape.window, longest)
+    # The queries of a prompt share one call, and a sliding window would have to be another one for each.
+    in_window = shape.window is None or longest <= shape.window
+    return in_window and flash_takes(lm.mesh.device, lm.config.params_dtype, shape.head_size)
 
 
 def padded_rows(rows: int) -> int:
-    """The number of rows of a step for so many sequences."""
+    """Round a number of sequences up to a supported number of rows."""
     return -(-rows // _MULTIPLE) * _MULTIPLE if rows > _SMALL[-1] else _SMALL[bisect.bisect_left(_SMALL, rows)]
 
 
@@ -119,7 +122,7 @@ class StaticDecoding(Decoding):
         self._write(self._lots[0], hidden)
 
     def _rotate(self, steps: int) -> None:
-        """So many steps of every lot: at tick t stage s has the lot t - s, counted on and on."""
+        """Run `steps` steps of every lot in a pipeline: at tick t, stage s works on lot (t - s) modulo the stages."""
         mesh, stages = self._lm.mesh, len(self._lots)
         total, given = steps * stages, None
         for tick in range(total + stages - 1 if steps else 0):

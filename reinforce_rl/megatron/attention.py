@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether the functions named `flash_...` can be used."""
+    """Return True if flash attention's kernels support this device, dtype and head size."""
     low_precision = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and low_precision and head_size <= 256 and head_size % 8 == 0
 

@@ -22,12 +22,6 @@ from torch import Tensor
 from reinforce_rl.megatron.attention import causal_attention
 
 
-def flash_can(head_size: int, dtype: torch.dtype, window: int | None, longest: int) -> bool:
-    """Whether the kernel can attend so; `longest` counts the tokens of the longest sequence."""
-    binds = window is not None and longest > window  # a prompt's queries would each need a window of their own
-    return dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= 256 and not binds
-
-
 def varlen_attention(
     query: Tensor,
     key: Tensor,

@@ -160,7 +160,7 @@ class LinearParts:
 
 
 def linear_parts(layer: Any) -> LinearParts:
-    """Of one of `LINEAR`."""
+    """Return the parts of a layer of one of the types in `LINEAR`."""
     if isinstance(layer, _TE_LINEAR):
         bias = layer.bias if layer.use_bias else None  # an empty tensor where there is none
         return LinearParts(layer.parallel_mode == "row", layer.tp_group, bias, layer.te_return_bias)

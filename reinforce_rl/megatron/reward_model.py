@@ -65,7 +65,7 @@ class MegatronRewardModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the trunk's weights."""
+        """The dtype of the trunk's weights."""
         return self._lm.config.params_dtype
 
     def score(self, sequences: list[list[int]]) -> list[float]:

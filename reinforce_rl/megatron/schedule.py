@@ -127,12 +127,12 @@ class _Ahead:
         return micro_batch
 
     def next_shape(self) -> tuple[int, ...]:
-        """Of the micro-batch that runs next."""
+        """Return the shape of the next micro-batch's hidden states."""
         self._next.append(next(self._micro_batches))
         return self._shape_of(self._next[0])
 
     def next_gradient_shape(self) -> tuple[int, ...]:
-        """Of the earliest micro-batch whose gradient has not come back."""
+        """Return the shape of the next gradient: of the earliest micro-batch that has none yet."""
         return self._unanswered.popleft()
 
 

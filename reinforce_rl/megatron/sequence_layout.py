@@ -52,7 +52,7 @@ class SequenceLayout(Protocol):
 
     @property
     def stage_shape(self) -> tuple[int, int, int]:
-        """Of what a pipeline stage hands to the next; see `CausalLM.stage_shape`."""
+        """The shape that a pipeline stage sends to the next; see `CausalLM.stage_shape`."""
         ...
 
     def hidden(self, model: torch.nn.Module) -> Tensor:

@@ -6,6 +6,7 @@ import gc
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,6 +171,26 @@ def test_padded_rows():
     found = {rows: padded_rows(rows) for rows in range(1, 200)}
     assert set(found.values()) == {1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224}
     assert all(rows <= padded < 2 * rows + 1 and padded - rows < 32 for rows, padded in found.items())
+
+
+@pytest.mark.parametrize(
+    ("head_size", "dtype", "window", "longest", "expected"),
+    [
+        (128, torch.bfloat16, None, 9000, True),
+        (64, torch.float16, 4096, 4096, True),
+        (128, torch.float32, None, 10, False),
+        (128, torch.bfloat16, 4096, 4097, False),
+        (320, torch.bfloat16, None, 10, False),
+        (100, torch.bfloat16, None, 10, False),
+    ],
+)
+def test_what_the_kernel_can(head_size, dtype, window, longest, expected):
+    lm = SimpleNamespace(
+        architecture=SimpleNamespace(head_size=head_size, window=window),
+        config=SimpleNamespace(params_dtype=dtype),
+        mesh=SimpleNamespace(device=torch.device("cuda")),
+    )
+    assert can_decode_statically(lm, longest) is expected
 
 
 def test_a_cpu_decodes_as_before(lm):

@@ -8,7 +8,7 @@ from helpers.flash import emulated_varlen_attention
 
 from reinforce_rl.megatron import flash_cache
 from reinforce_rl.megatron.attention import causal_attention
-from reinforce_rl.megatron.flash_cache import FlashCache, flash_can, varlen_attention
+from reinforce_rl.megatron.flash_cache import FlashCache, varlen_attention
 
 HEADS, GROUPS, SIZE = 6, 2, 8
 LENGTHS, RESPONSE, ROWS = (5, 9, 1), 7, 5
@@ -84,10 +84,3 @@ def test_torchs_operator_takes_what_it_is_given():
     out, log_sum = varlen_attention(query, pool[:, :, 0], pool[:, :, 1], starts, starts, used, (3, 20))
     assert out.shape == query.shape and out.dtype == query.dtype
     assert log_sum.shape == (GROUPS, 12) and log_sum.dtype == torch.float32
-
-
-def test_what_the_kernel_can():
-    assert flash_can(128, torch.bfloat16, None, 9000) and flash_can(64, torch.float16, 4096, 4096)
-    assert not flash_can(128, torch.float32, None, 10)
-    assert not flash_can(128, torch.bfloat16, 4096, 4097)
-    assert not flash_can(320, torch.bfloat16, None, 10) and not flash_can(100, torch.bfloat16, None, 10)

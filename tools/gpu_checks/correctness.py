@@ -82,7 +82,7 @@ def of_shape(shape: str, mesh: Mesh) -> list[dict[str, Any]]:
 
 
 def _gradient_errors(own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Of all gradients together, and of the tensor that is off most."""
+    """Relative error of all gradients together, and of the worst tensor."""
     wrong = {name: float((own[name].float() - value).norm()) for name, value in expected.items()}
     size = {name: float(value.norm()) for name, value in expected.items()}
     relative = {name: wrong[name] / size[name] if wrong[name] >= 0 else float("inf") for name in wrong}

@@ -31,7 +31,7 @@ SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a piece of work: kernels on the device, launches by the host, waits of the host for the device."""
+    """Kernels on the device, launches by the host and host syncs of a piece of work."""
 
     kernels: float
     launches: float
@@ -83,7 +83,7 @@ def compared(
 
 
 def counted(context: Context, work: Callable[[], object]) -> Counts:
-    """Of one call; on a GPU by torch's profiler."""
+    """Count one call; on a GPU with torch's profiler."""
     if context.mode == FAKE:
         with counting() as ledger:
             work()

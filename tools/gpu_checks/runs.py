@@ -84,7 +84,7 @@ class Runs:
 
 
 def largest_difference(left: Line, right: Line) -> tuple[float, str]:
-    """Of the numbers of two lines, relative above 1, and its name; infinite where one has not what the other has."""
+    """Return the largest relative difference of two lines' numbers and its name; infinite if their keys differ."""
     worst = (0.0, "")
     for name in sorted(left.keys() | right.keys()):
         if left.get(name) != right.get(name) and not name.startswith(OF_CLOCK):

@@ -24,7 +24,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one rank.
+    """The cost of a phase on one rank.
 
     Attributes:
         counts: seconds (the kernels' roofline), kernels, launches, flops, bytes, syncs.

@@ -31,7 +31,7 @@ class Lengths:
 
     @property
     def scale(self) -> float:
-        """Of the exponential whose mean after the cut is `mean`."""
+        """The mean of the exponential distribution that has the mean `mean` after the cut."""
         if self.average >= 0.99 * self.longest:
             return math.inf
         low, high = self.average / 2, 100.0 * self.longest
@@ -41,7 +41,7 @@ class Lengths:
         return low
 
     def of_slowest(self, ranks: int, calls: int, together: int) -> tuple[float, float]:
-        """Steps that a call takes on average, and the factor by which the slowest of so many ranks takes longer.
+        """Steps that a call takes on average, and the factor by which the slowest rank takes longer.
 
         Args:
             ranks: that generate side by side, and wait for each other at the end.
@@ -79,7 +79,7 @@ class Engine:
 
     @property
     def weight_bytes(self) -> float:
-        """Of the whole model."""
+        """The size of the whole model's weights."""
         arch = self.architecture
         tables = (1 if arch.tied_embeddings else 2) * arch.vocab_size * arch.hidden_size
         return BF16 * (arch.num_layers * sum(map(math.prod, self._matrices())) + tables)
@@ -97,7 +97,7 @@ class Engine:
         return [(h, qkv), (arch.num_heads * d, h), (h, 2 * arch.ffn_size), (arch.ffn_size, h)]
 
     def pass_seconds(self, rows: float, tokens: float, context: float) -> float:
-        """One pass of all layers and the head over so many tokens of each row, with `context` of them in the cache."""
+        """Time of one pass over `tokens` new tokens in each row, with `context` tokens of each row in the cache."""
         arch, machine, t, gpus = self.architecture, self.machine, rows * tokens, self.gpus
         layer = _SMALL_KERNELS * machine.kernel_seconds(0, 3 * BF16 * t * arch.hidden_size)
         for inner, outer in self._matrices():

@@ -109,7 +109,7 @@ class PredictedJob:
 
     @property
     def sequences(self) -> int:
-        """Of a step, over all ranks."""
+        """Number of sequences of a step, over all ranks."""
         return self.batches.prompts * self.batches.samples
 
     @property
@@ -123,7 +123,7 @@ class PredictedJob:
         return most if self.has_engine else -(-most // self.layout.context)
 
     def rows(self, response: int) -> tuple[int, int]:
-        """Sequences of a micro-batch with gradient and without, with responses of so many tokens."""
+        """Sequences of a training and of a forward micro-batch, given the response length."""
         plan, model = self.batches, self.cfg.model
         tokens, length = model.tokens_per_micro_batch, plan.longest_prompt + response
         return (
@@ -180,7 +180,7 @@ def _reads_log_probs(cfg: TrainConfig) -> bool:
 
 
 def _passes(job: PredictedJob, roles: Sequence[Role], name: str, count: int, times: int = 1) -> PhaseTime:
-    """Micro-batches through all stages, so many times. 1F1B: all of them in the slowest stage, one in each other."""
+    """Time of `times` runs of the pipeline by 1F1B: all micro-batches in the slowest stage, one in each other."""
     machine, bubble, once, slowest = job.machine, 0.0, 0.0, (0.0, 0.0, Cost())
     for role in roles:
         fixed, each = role.costs[f"{name} once"], role.costs[f"{name} each"]

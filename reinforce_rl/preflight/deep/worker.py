@@ -130,7 +130,7 @@ def _at_depth(job: PredictedJob, stage: int, stages: int, full: Sequence[Phases]
 
 
 def _by_phase(peaks: dict[str, float]) -> dict[str, float]:
-    """Of the parts of a phase the worst."""
+    """Take the maximum over the parts of each phase."""
     found = {"resident": 0.0, "away": 0.0}
     for name, peak in peaks.items():
         title = {"prefill": "generation", "decode": "generation"}.get(name, name.removesuffix(" once"))

@@ -61,7 +61,7 @@ class _Stream:
 
 
 def replace_device(gpu: FakeCuda, gigabytes: int) -> None:
-    """Let torch find `GPUS_OF_NODE` GPUs with so many GiB here, of which this process uses the first."""
+    """Make torch report `GPUS_OF_NODE` GPUs of `gigabytes` GiB; this process uses the first."""
     _replace_cuda(gpu, gigabytes)
     _replace_tensor_methods(gpu)
     # A factory's values are made on the CPU and then copied, so that the mode sees the copy.
