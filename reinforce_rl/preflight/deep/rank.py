@@ -145,7 +145,7 @@ class RankRun:
         return done
 
     def _passes(self, name: str, first: int, run: Callable[[int], object]) -> None:
-        """Split the cost into a fixed part and one per micro-batch, from two runs; memory is that of the smaller one."""
+        """Split the cost into a fixed part and one per micro-batch, from two runs; memory is the smaller run's."""
         self.phase = name
         found = []
         for count in (first, first + 1):
