@@ -17,24 +17,9 @@ from reinforce_rl.preflight.fake_cuda.mode import CUDA, FakeCuda
 GPUS_OF_NODE = 8
 
 
-class _Event:
-    def __init__(self, *args: Any, **options: Any):
-        pass
+class _Idle:
+    """A stream or an event of a device on which everything has happened already."""
 
-    def record(self, *args: Any) -> None: ...
-
-    def wait(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: _Event) -> float:
-        return 0.0
-
-
-class _Stream:
     cuda_stream = stream_id = device_index = 0
     device_type = 1
     device = CUDA
@@ -42,22 +27,21 @@ class _Stream:
     def __init__(self, *args: Any, **options: Any):
         pass
 
-    def wait_stream(self, *args: Any) -> None: ...
+    def _nothing(self, *args: Any) -> None: ...
 
-    def wait_event(self, *args: Any) -> None: ...
+    record = wait = synchronize = wait_stream = wait_event = __exit__ = _nothing
 
-    def synchronize(self) -> None: ...
-
-    def record_event(self, *args: Any) -> _Event:
-        return _Event()
+    def record_event(self, *args: Any) -> _Idle:
+        return _Idle()
 
     def query(self) -> bool:
         return True
 
-    def __enter__(self) -> _Stream:
-        return self
+    def elapsed_time(self, end: _Idle) -> float:
+        return 0.0
 
-    def __exit__(self, *error: Any) -> None: ...
+    def __enter__(self) -> _Idle:
+        return self
 
 
 def replace_device(gpu: FakeCuda, gigabytes: int) -> None:
@@ -121,12 +105,12 @@ def _replace_cuda(gpu: FakeCuda, gigabytes: int) -> None:
         "reset_peak_memory_stats": reset_peak,
         "get_rng_state": state,
         "default_generators": [generator] * GPUS_OF_NODE,
-        "current_stream": lambda *args: _Stream(),
-        "default_stream": lambda *args: _Stream(),
+        "current_stream": lambda *args: _Idle(),
+        "default_stream": lambda *args: _Idle(),
         "stream": lambda *args: contextlib.nullcontext(),
         "is_current_stream_capturing": lambda: gpu.is_capturing,
-        "Stream": _Stream,
-        "Event": _Event,
+        "Stream": _Idle,
+        "Event": _Idle,
         "CUDAGraph": type("CUDAGraph", (_Graph,), {"_gpu": gpu}),
         "graph": _graph,
         "graph_pool_handle": lambda: (0, 0),
