@@ -1,7 +1,8 @@
 """The dispatch mode behind fake CUDA: each operator on a CUDA tensor is checked, counted, and gives shapes only.
 
 Small tensors, which steer control flow, carry their real values on the CPU beside the fake tensor (`_value`), so that
-`.item()`, `nonzero` and boolean masks answer as they would. What is not known counts as zeros.
+`.item()`, `nonzero` and boolean masks answer as they would. What is not known counts as zeros, and what follows from
+it is kept finite.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class FakeCuda(TorchDispatchMode):
             found = None  # `tensor.data = ...` made it another tensor
         if found is None and _is_small(tensor):
             found = torch.zeros(tensor.shape, dtype=tensor.dtype)
-            tensor._value = found  # type: ignore[attr-defined]
+            tensor._value, tensor._is_guess = found, True  # type: ignore[attr-defined]
         return found
 
     def wrap(self, values: Tensor, device: torch.device) -> Tensor:
@@ -274,9 +275,15 @@ class FakeCuda(TorchDispatchMode):
             found = func(*values, **options)
         except RuntimeError:
             return  # a kernel of a GPU only
+        is_guess = any(getattr(tensor, "_is_guess", False) for tensor in inputs)
         for out, value in zip(outputs, _leaves((found,), {}), strict=False):
-            if _is_small(out):
-                out._value = value.zero_() if "empty" in name else value  # type: ignore[attr-defined]
+            if not _is_small(out):
+                continue
+            if "empty" in name:
+                value.zero_()
+            elif is_guess and value.is_floating_point():
+                value = value.masked_fill(~value.isfinite(), 0.0)  # such as the logarithm of a sum that is not known
+            out._value, out._is_guess = value, is_guess  # type: ignore[attr-defined]
 
     def _on_cpu(self, leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
