@@ -1,4 +1,4 @@
-"""Takes the fake engine away again."""
+"""The model and prompts of the native engine's tests; takes the fake engine away again."""
 
 from __future__ import annotations
 
@@ -6,8 +6,30 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from helpers.models import tiny_llama_folder
+from helpers.policies import megatron_model, random_tokens
 
 from reinforce_rl.generation import weight_transfer
+from reinforce_rl.rollout import Prompt
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_llama_folder(tmp_path_factory.mktemp("model"), vocab_size=63, logit_scale=2.0)
+
+
+@pytest.fixture(scope="module")
+def lm(folder, mesh):
+    """In float64, where batching changes the logits by 1e-16: two tokens that nearly tie do not happen."""
+    return megatron_model(folder, mesh, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    lengths = (3, 11, 1, 7, 5)
+    tokens = random_tokens(63, len(lengths), max(lengths)).tolist()
+    return [Prompt(100 + i, "", tuple(row[:n])) for i, (row, n) in enumerate(zip(tokens, lengths, strict=True))]
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 import torch
 from helpers.flash import decode_statically
 from helpers.models import tiny_llama_folder
-from helpers.policies import megatron_model, random_tokens
 from helpers.ranks import run_ranks
 from helpers.recorded_graphs import stand_in
 
@@ -20,7 +19,7 @@ from reinforce_rl.generation import cuda_graphs, static_decoding
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import NativeGenerator
 from reinforce_rl.generation.static_decoding import can_decode_statically, padded_rows
-from reinforce_rl.rollout import Completions, Prompt
+from reinforce_rl.rollout import Completions
 from reinforce_rl.tokenizer import load_tokenizer
 
 PARAMS = SamplingParams(max_length=20, stop_token_ids=(2, 5, 6, 7))
@@ -34,24 +33,6 @@ KINDS = {
     "rules": replace(PARAMS, min_length=3, repetition_penalty=1.3, temperature=0.8, top_k=20, top_p=0.9),
     "end strings": replace(PARAMS, end_strings=("e", "th"), min_length=2),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_llama_folder(tmp_path_factory.mktemp("model"), vocab_size=63, logit_scale=2.0)
-
-
-@pytest.fixture(scope="module")
-def lm(folder, mesh):
-    """In float64, where two tokens that nearly tie do not happen."""
-    return megatron_model(folder, mesh, torch.float64)
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    lengths = (3, 11, 1, 7, 5)
-    tokens = random_tokens(63, len(lengths), max(lengths)).tolist()
-    return [Prompt(100 + i, "", tuple(row[:n])) for i, (row, n) in enumerate(zip(tokens, lengths, strict=True))]
 
 
 def assert_same(found: Completions, expected: Completions) -> None:
