@@ -6,21 +6,27 @@ import dataclasses
 import gc
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.public_configs import LLAMA_3_1_8B
 from helpers.tiny_run import compose, write_prompts
+from omegaconf import OmegaConf
 
-from reinforce_rl.config_reading import load_config
+from reinforce_rl.config import TrainConfig
+from reinforce_rl.config_reading import build, load_config
 from reinforce_rl.megatron.layer_spec import RMSNorm
 from reinforce_rl.preflight.deep import rank
 from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
 from reinforce_rl.preflight.deep.machine import MACHINES
 from reinforce_rl.preflight.deep.rank import Case, RankRun
 from reinforce_rl.preflight.fake_cuda.machine import Machine
+from reinforce_rl.preflight.inputs import layout_of, read_inputs
+from reinforce_rl.preflight.plan import plan_batches, plan_memory
 
 ONE = ("trainer.devices=1",)
 BLOCKS = ("trainer.devices=8", "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2")
@@ -93,6 +99,27 @@ def test_costs_grow_along_a_line_with_micro_batches(machine: Machine, folders: d
         )
         assert cost["flops"] > 7 * found["training each"][0]["flops"] * 0.99
     assert few["training each"][0]["kernels"] > 100
+
+
+def test_memory_is_as_the_plan_has_it(machine: Machine, folders: dict[int, Path], tmp_path: Path) -> None:
+    """Llama 3.1 8B's width and two layers, on eight ranks that share the optimizer's states."""
+    folder = shutil.copytree(folders[2], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = {**LLAMA_3_1_8B, "num_hidden_layers": 2, "eos_token_id": 2, "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    case = case_of(folder, "trainer.devices=8")
+    cfg = build(TrainConfig, OmegaConf.create(case.config), "", [])
+    layout, inputs = layout_of(cfg), read_inputs(cfg)
+    assert layout is not None and inputs.architecture is not None and inputs.layers is not None
+    batches = plan_batches(cfg, layout, inputs.datasets)
+    (plan,) = plan_memory(cfg, inputs.architecture, layout, inputs.layers, batches, 0, gpu=True)
+    found = {name: peak for name, (_, peak) in measured(machine, case).items()}
+    assert found["away"] == pytest.approx(plan.states.optimizer, rel=0.001)
+    assert found["resident"] == pytest.approx(plan.states.weights, rel=0.001)
+    of_phase = {"log-probs": "log-probs once", "reference log-probs": "reference log-probs once"}
+    of_phase |= {"training": "training once", "optimizer step": "optimizer"}
+    for phase in plan.phases:
+        if name := of_phase.get(phase.name):
+            assert found[name] == pytest.approx(plan.states.on_device + phase.total, rel=0.025), name
 
 
 def test_collectives_are_told_by_group_and_nodes(machine: Machine, folders: dict[int, Path]) -> None:

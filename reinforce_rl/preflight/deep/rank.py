@@ -124,7 +124,8 @@ class RankRun:
 
             def made() -> tuple[MegatronGPTReinforceActorModel, ActorOptimizer]:
                 actor = build_actor(cfg, self._mesh, load_tokenizer(folder), architecture=architecture)
-                return actor, ActorOptimizer(*build_optimizer(actor.ddp, optimizer_settings(cfg, updates=10)))
+                built = build_optimizer(actor.ddp, optimizer_settings(cfg, updates=10))
+                return actor, ActorOptimizer(*built, actor.ddp)
 
             actor, optimizer = self._put("start", made)
             optimizer.step()  # makes Adam's moments
@@ -203,9 +204,11 @@ class RankRun:
     def _away(self, optimizer: ActorOptimizer, actor: MegatronGPTReinforceActorModel, *, offloads: bool) -> None:
         """While responses are generated: what stays, what is moved, and a call."""
         before = self._gpu.memory.bytes
+        gradients = sum(buffer.grad_data.nbytes for buffer in actor.ddp.buffers)
         with optimizer.offloaded() if offloads else contextlib.nullcontext():
-            self._tell("resident", Cost(), self._gpu.memory.bytes)
-            self._tell("away", Cost(), before - self._gpu.memory.bytes)
+            resident = self._gpu.memory.bytes
+            self._tell("resident", Cost(), resident)
+            self._tell("away", Cost(), before - resident - gradients if offloads else 0)  # gradients are freed
             if self._case.prompts:
                 self._generate(actor)
 
