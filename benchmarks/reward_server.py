@@ -179,7 +179,8 @@ def show(ways: list[Way], batch: int) -> None:
         p50, p90, p99 = (1000 * np.percentile(way.latencies, q) for q in (50, 90, 99))
         cells = [*(f"{p:.2f}" for p in (p50, p90, p99)), f"{batch * calls / way.seconds:.1f}"]
         cpu, base_cpu = (1000 * one.cpu_seconds / len(one.latencies) for one in (way, base))
-        ratios = [f"{p50 / 1000 / np.percentile(base.latencies, 50):.2f}", f"{cpu / base_cpu:.2f}"]
+        # The system counts CPU time in ticks of 10 ms; a few small calls may take none.
+        ratios = [f"{p50 / 1000 / np.percentile(base.latencies, 50):.2f}", f"{cpu / base_cpu:.2f}" if base_cpu else "-"]
         table.add_row(way.name, str(calls), *cells, f"{cpu:.2f}", *ratios)
     Console(width=119).print(table)
 
