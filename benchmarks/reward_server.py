@@ -180,7 +180,8 @@ def show(ways: list[Way], batch: int) -> None:
         cells = [*(f"{p:.2f}" for p in (p50, p90, p99)), f"{batch * calls / way.seconds:.1f}"]
         cpu, base_cpu = (1000 * one.cpu_seconds / len(one.latencies) for one in (way, base))
         # The system counts CPU time in ticks of 10 ms; a few small calls may take none.
-        ratios = [f"{p50 / 1000 / np.percentile(base.latencies, 50):.2f}", f"{cpu / base_cpu:.2f}" if base_cpu else "-"]
+        of_cpu = f"{cpu / base_cpu:.2f}" if base_cpu else "-"
+        ratios = [f"{p50 / 1000 / np.percentile(base.latencies, 50):.2f}", of_cpu]
         table.add_row(way.name, str(calls), *cells, f"{cpu:.2f}", *ratios)
     Console(width=119).print(table)
 
