@@ -60,6 +60,7 @@ class ReinforceConfig:
     generation_work_queue: bool = False
     generator_log_probs: bool = True
     max_failed_fraction: float = 0.1
+    max_skipped_steps: int = 3
     rollout_batch_seq_length: int | None = None
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
 

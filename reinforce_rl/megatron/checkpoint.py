@@ -29,8 +29,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn.utils import get_total_norm
 
-from reinforce_rl.errors import CheckpointError
+from reinforce_rl.errors import CheckpointError, DivergedError
 from reinforce_rl.files import write_atomically
 from reinforce_rl.megatron.lora import trained_state
 from reinforce_rl.megatron.manifest import Records, check_files, record_files, write_manifest
@@ -196,10 +197,14 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on every rank where one rank could not write; the previous checkpoint stays as it was.
+            DivergedError: on every rank where weights of one rank are not finite.
         """
         self.finish()
         began = time.monotonic()
         final = self.folder / folder_name(step)
+        weights = [parameter.detach() for parameter in self._ddp.module.parameters() if parameter.requires_grad]
+        if self._mesh.any_rank(not get_total_norm(weights, foreach=True).isfinite()):
+            raise DivergedError(f"the weights that were to be saved as {final} are not finite")
         part = self.folder / f"{final.name}.part"
 
         def make_folders() -> None:

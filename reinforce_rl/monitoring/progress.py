@@ -25,6 +25,7 @@ _SHOWN: tuple[Shown, ...] = (
     ("fraction_of_samples_properly_ended", "ended by itself", "ended", "{:.0%}"),
     ("response_lengths", "response length, tokens", "length", "{:.1f}"),
     ("grad_norm", "gradient norm", "grad", "{:.3g}"),
+    ("skipped_step", "skipped step", "skipped", "{:.0f}"),
 )
 _RECENT = 20  # steps that the time left and the middle column look back on
 
