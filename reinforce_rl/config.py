@@ -307,6 +307,7 @@ class TrainConfig:
     reward_function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
     remote_rm: RemoteRMConfig = field(default_factory=RemoteRMConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+    resume_with_changes: bool = False
     preflight: bool | str = False
     preflight_machine: str = "h100"
     preflight_response_tokens: int | None = None

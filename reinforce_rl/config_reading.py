@@ -121,6 +121,11 @@ def build(schema: type[T], node: DictConfig, path: str, faults: list[str]) -> T:
     return schema(**values)
 
 
+def default_config() -> TrainConfig:
+    """Every key at its default, and `NOT_SET` where there is none."""
+    return TrainConfig(**_required(TrainConfig))
+
+
 def _required(schema: Any) -> dict[str, Any]:
     """The keys that have no default, none of them set."""
     hints = typing.get_type_hints(schema)

@@ -7,6 +7,7 @@ EXIT_ERROR = 1
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 EXIT_LOST_RANK = 76
 EXIT_DIVERGED = 77
+EXIT_INTERRUPTED = 130  # what a shell says of Ctrl-C
 
 
 class ReinforceError(Exception):

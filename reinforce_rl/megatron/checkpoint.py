@@ -11,6 +11,7 @@ checkpoints/
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -112,7 +113,7 @@ class _Save:
         writer: of the sharded state.
         random_state: of this rank.
         preparing: seconds that the training waited for it before anything was written in the background.
-        thread: writes in the background; None where nobody writes besides.
+        thread: writes.
         written: this rank's part of the index, and of the manifest; None until it is written.
         writing: seconds that this rank has written for.
         error: why it could not be.
@@ -220,12 +221,11 @@ class Checkpointer:
         state = random_state(self._mesh)
         waited = time.monotonic() - began
         save = self._running = _Save(final, trainer_state, keep_names, writer, state, waited)
-        if self._asynchronous:
-            # A run that ends by an error does not wait for it.
-            save.thread = threading.Thread(target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True)
-            save.thread.start()
-        else:
-            save.write(self._mesh.rank)
+        # Not on the main thread, which handles signals: a Ctrl-C within torch's writer in C++ can abort the process.
+        # A run that ends by an error does not wait for it.
+        save.thread = threading.Thread(target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True)
+        save.thread.start()
+        if not self._asynchronous:
             self.finish()
         return final
 
@@ -339,9 +339,10 @@ class Checkpointer:
             if here:
                 action()
         except (Exception, CheckpointException) as error:  # torch's own is not an Exception
+            _raise_interrupt(error)
             failure = CheckpointError(
                 f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason_of(error)}. "
-                "The previous checkpoint is untouched; free some space and start the run again"
+                f"The previous checkpoint is untouched; {_space(error)}start the run again"
             )
             failure.__cause__ = error
         self._mesh.check_together(failure)
@@ -351,6 +352,7 @@ class Checkpointer:
         try:
             action()
         except (Exception, CheckpointException) as error:  # torch's own is not an Exception
+            _raise_interrupt(error)
             failure = CheckpointError(f"checkpoint {folder} cannot be loaded: {reason_of(error)}. {_way_out(folder)}")
             failure.__cause__ = error
         self._mesh.check_together(failure)
@@ -361,3 +363,26 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {inner[0]}" for rank, inner in error.failures.items())
     return str(error)
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """It, and what it was raised from or while handling; of torch's own exception the errors of all ranks too."""
+    found = [error]
+    for one in found:  # which grows
+        found += [below for below in (one.__cause__, one.__context__) if below is not None and below not in found]
+        if isinstance(one, CheckpointException):
+            found += [inner for inner, _ in one.failures.values()]
+    return found
+
+
+def _raise_interrupt(error: BaseException) -> None:
+    """A Ctrl-C that torch has wrapped, or that made it fail in closing a file, stays one."""
+    if any(isinstance(cause, KeyboardInterrupt) for cause in _causes(error)):
+        raise KeyboardInterrupt from None
+
+
+def _space(error: BaseException) -> str:
+    """What to do first about a disk that is full, a quota or a limit of size; torch's writer in C++ gives no errno."""
+    errors = [cause for cause in _causes(error) if isinstance(cause, OSError) and cause.errno is not None]
+    full = any(cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) for cause in errors)
+    return "free some space and " if full or (not errors and "failed writing file" in str(error)) else ""

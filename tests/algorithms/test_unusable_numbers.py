@@ -119,7 +119,7 @@ class TestAPolicyThatIsNotANumber:
         assert [line["step"] for line in lines if line["train/skipped_step"]] == [s for s in bad if s < steps[-1]]
         said = capfd.readouterr().out
         assert f"1 of at most {most} in a row" in said
-        assert "skipped 1" in said and "skipped 0" in said
+        assert "1 steps skipped" in said and f"{len([s for s in bad if s < steps[-1]])} steps skipped" in said
 
     def test_a_single_skipped_step_is_no_end(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path, NO_KL), mesh) as trainer:
