@@ -145,8 +145,8 @@ def build_monitor(
     monitor = RunMonitor(folder, Loggers(loggers), RolloutWriter(folder, resume_step), progress, status, factor)
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
-        for change in changes:
-            monitor.note(f"  with another setting from here on: {change}")
+        for key, values in changes.items():
+            monitor.note(f"  with another setting from here on: {key}: {values}")
     if status is not None:
         status.progress(start_step, steps)
     if datasets.train.blend is not None:

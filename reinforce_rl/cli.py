@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, ReinforceError
+from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ConfigError, ReinforceError
 from reinforce_rl.stop import StopNow
 
 CONF_FOLDER = Path(__file__).resolve().parents[1] / "conf"
@@ -35,10 +35,8 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
             except StopNow:
                 _fail("stopped by a signal before the run began", EXIT_STOPPED)
             except KeyboardInterrupt:
-                print("interrupted by Ctrl-C; what was saved before is whole", file=sys.stderr, flush=True)
-                sys.stdout.flush()
-                # A thread may be writing a checkpoint, and would abort while Python shuts down.
-                os._exit(EXIT_INTERRUPTED)
+                print("interrupted by Ctrl-C; what was saved before is whole", flush=True)
+                os._exit(130)  # a thread that is writing a checkpoint would abort while Python shuts down
 
         def program() -> None:
             # Hydra would print its own errors; raised, they can be told in the same way as all others.

@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reinforce_rl.activity import Activity
-from reinforce_rl.errors import (
-    EXIT_ERROR,
-    EXIT_FINISHED,
-    EXIT_INTERRUPTED,
-    LostRankError,
-    ReinforceError,
-    StoppedEarly,
-)
+from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, LostRankError, ReinforceError, StoppedEarly
 from reinforce_rl.rank_reports import Verdict
 from reinforce_rl.status import StatusFile
 from reinforce_rl.stop import StopNow, StopRequest
@@ -27,6 +20,8 @@ from reinforce_rl.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.mesh import Mesh
+
+EXIT_INTERRUPTED = 130  # what a shell says of Ctrl-C
 
 
 class RunControl:

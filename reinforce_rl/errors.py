@@ -7,7 +7,6 @@ EXIT_ERROR = 1
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 EXIT_LOST_RANK = 76
 EXIT_DIVERGED = 77
-EXIT_INTERRUPTED = 130  # what a shell says of Ctrl-C
 
 
 class ReinforceError(Exception):
@@ -33,11 +32,7 @@ class LostRankError(ReinforceError):
 
 
 class DivergedError(ReinforceError):
-    """The policy is not finite, or gives no finite gradient any more. A run that is repeated diverges again.
-
-    Args:
-        found: half a sentence.
-    """
+    """The policy is not finite, or gives no finite gradient any more. A run that is repeated diverges again."""
 
     exit_code = EXIT_DIVERGED
 

@@ -1,7 +1,7 @@
 """What a run was configured with, step by step: kept in its folder, and compared when the run goes on.
 
 config_history.jsonl has a line for the begin of the run, and one for each start that changed something: how many steps
-were done then, and the configuration from there on. Nothing here imports torch.
+were done then, and the configuration from there on, in YAML. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -12,23 +12,20 @@ import itertools
 import json
 import os
 import re
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from reinforce_rl.config import TrainConfig
-from reinforce_rl.config_reading import default_config
+from reinforce_rl.config_reading import required_keys
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.files import read_json_lines, write_atomically, write_json_lines
 from reinforce_rl.status import read_status
 
 HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
-_LENGTH = re.compile(r"trainer\.reinforce\.max_(steps|epochs)$")
 # With another value of one of these, the steps before and after it belong to different runs.
-_MEANING = re.compile(
+MEANING = re.compile(
     r"trainer\.reinforce\.(?!(max_epochs|max_steps|val_check_interval|save_interval|gradient_clip_val"
     r"|max_failed_fraction|max_skipped_steps|generation_work_queue|generator_log_probs|rollout_batch_seq_length)$)"
     r"|pretrained_checkpoint\.|model\.(data|peft)\.|model\.(seed|global_batch_size|encoder_seq_length)$"
@@ -36,43 +33,27 @@ _MEANING = re.compile(
     r"|reward$|reward_function\.(name|kwargs|weight|more_functions)$"
     r"|remote_rm\.(reward_model\.weight|more_reward_models)$"
 )
+LENGTH = re.compile(r"trainer\.reinforce\.max_(steps|epochs)$")
 # These may be others at every start, and change no number.
-_SILENT = re.compile(r"resume_with_changes$|preflight|remote_rm\.reward_model\.(ip|port|replicas|token_file)$")
+SILENT = re.compile(r"resume_with_changes$|preflight|remote_rm\.reward_model\.(ip|port|replicas|token_file)$")
 
 
-@dataclass(frozen=True)
-class Change:
-    """A key whose value is another one than it was."""
-
-    key: str
-    before: Any
-    now: Any
-
-    @property
-    def has_meaning(self) -> bool:
-        """The steps before and after it belong to different runs."""
-        return _MEANING.match(self.key) is not None
-
-    def __str__(self) -> str:
-        return f"{self.key}: {json.dumps(self.before)} -> {json.dumps(self.now)}"
-
-
-def compare(before: str, now: str) -> list[Change]:
-    """The keys that differ between two configurations, in YAML; one that lacks a key has its default."""
-    trees = [OmegaConf.to_container(OmegaConf.create(text)) for text in (before, now)]
-    found = []
-    for key, default in _leaves(default_config()).items():
-        values = [_value(tree, key, default) for tree in trees]
-        if values[0] != values[1] and not _SILENT.match(key):
-            found.append(Change(key, *values))
+def compare(before: str, now: str) -> dict[str, str]:
+    """Both values of each key that differs between two configurations; one that lacks a key has its default."""
+    trees: list[Any] = [OmegaConf.to_container(OmegaConf.create(text)) for text in (before, now)]
+    found = {}
+    for key, default in flatten(dataclasses.asdict(TrainConfig(**required_keys(TrainConfig)))):
+        old, new = (_value(tree, key, default) for tree in trees)
+        if old != new and not SILENT.match(key):
+            found[key] = f"{json.dumps(old)} -> {json.dumps(new)}"
     return found
 
 
-def _leaves(config: Any, prefix: str = "") -> dict[str, Any]:
-    if not dataclasses.is_dataclass(config):
-        return {prefix[:-1]: config}
-    fields = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
-    return {key: leaf for name, value in fields for key, leaf in _leaves(value, f"{prefix}{name}.").items()}
+def flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """The leaves of nested dicts, by dotted key; an empty dict is a leaf."""
+    if not isinstance(tree, dict) or not tree:
+        return [(prefix, tree)]
+    return [leaf for key, value in tree.items() for leaf in flatten(value, f"{prefix}.{key}" if prefix else str(key))]
 
 
 def _value(tree: Any, key: str, default: Any) -> Any:
@@ -80,38 +61,25 @@ def _value(tree: Any, key: str, default: Any) -> Any:
         if not isinstance(tree, dict) or part not in tree:
             return default
         tree = tree[part]
-    if key == "remote_rm.more_reward_models":  # where they are does not matter
-        return {name: server.get("weight", 1.0) for name, server in tree.items()}
-    return tree
+    # Where the servers are does not matter.
+    return {n: s.get("weight", 1.0) for n, s in tree.items()} if key.endswith("more_reward_models") else tree
 
 
-def saved_step(cfg: TrainConfig) -> int:
-    """The step that a run goes on after; 0 for a new one."""
-    latest = _folder(cfg) / "checkpoints" / "latest"
-    if not cfg.exp_manager.resume_if_exists or not latest.is_file():
-        return 0
-    number = latest.read_text(encoding="utf-8").strip().removeprefix("step_")
-    return int(number) if number.isdecimal() else 0
-
-
-def check_changes(cfg: TrainConfig) -> list[Change]:
-    """What differs from the configuration that the last step before this start had.
-
-    Every rank may call it at any time: what the first rank records does not change the answer.
+def check_changes(cfg: TrainConfig) -> dict[str, str]:
+    """What differs from the settings of the last step before this start; the same before and after `record`.
 
     Raises:
         ConfigError: something that changes the meaning of the run, without `resume_with_changes`.
     """
-    step = saved_step(cfg)
-    past = _before(_folder(cfg), step)
-    found = compare(past[-1]["config"], _text(cfg)) if past else []
-    refused = [str(change) for change in found if change.has_meaning]
+    folder, step = _place(cfg)
+    past = _history(folder, step)
+    found = compare(past[-1]["config"], _text(cfg)) if past else {}
+    refused = "; ".join(f"{key}: {values}" for key, values in found.items() if MEANING.match(key))
     if refused and not cfg.resume_with_changes:
         raise ConfigError(
             [
-                f"{_folder(cfg)} goes on after step {step}, and its steps so far had other settings: "
-                f"{'; '.join(refused)}. Set them back, choose another exp_manager.explicit_log_dir for a new run, or "
-                "go on with them by resume_with_changes=true"
+                f"{folder} goes on after step {step}, and its steps so far had other settings: {refused}. Set them "
+                "back, or choose another exp_manager.explicit_log_dir for a new run, or resume_with_changes=true"
             ]
         )
     return found
@@ -119,21 +87,21 @@ def check_changes(cfg: TrainConfig) -> list[Change]:
 
 def record(cfg: TrainConfig) -> None:
     """Write down what this start is configured with; on the first rank."""
-    folder, step, text = _folder(cfg), saved_step(cfg), _text(cfg)
-    lines = _before(folder, step)
+    folder, step = _place(cfg)
+    text, lines = _text(cfg), _history(folder, step)
     if not lines or compare(lines[-1]["config"], text):
-        lines.append({"step": step, "time": time.time(), "config": text})
+        lines.append({"step": step, "config": text})
     write_json_lines(folder / HISTORY_FILE, lines)
     write_atomically(folder / CONFIG_FILE, text)
 
 
-def settings_of_steps(folder: Path, last_step: int) -> tuple[str, list[tuple[int, Change]]]:
-    """The configuration, in YAML, that a step had, and after which steps something was changed before."""
-    lines = _before(folder, max(last_step, 1))
+def settings_of(folder: Path, step: int) -> tuple[str, list[str]]:
+    """The configuration of a step, in YAML, and a sentence on each change before it."""
+    lines = _history(folder, max(step, 1))
     changes = [
-        (line["step"], change)
+        f"changed after step {line['step']}: {key}: {values}"
         for before, line in itertools.pairwise(lines)
-        for change in compare(before["config"], line["config"])
+        for key, values in compare(before["config"], line["config"]).items()
     ]
     return (lines[-1]["config"] if lines else ""), changes
 
@@ -144,45 +112,37 @@ def may_start(cfg: TrainConfig) -> bool:
     Raises:
         ConfigError: see `check_changes`.
     """
-    step = _finished_at(cfg)
-    if step is None:
-        check_changes(cfg)
-        return True
-    if os.environ.get("RANK", "0") == "0":
-        where = "trainer.reinforce.max_steps, and max_epochs where that ends it"
-        print(f"the run in {_folder(cfg)} has finished, at step {step}; raise {where}, to go on", flush=True)
-    return False
-
-
-def _finished_at(cfg: TrainConfig) -> int | None:
-    """The last step, where nothing is left to do."""
-    folder, status, most = _folder(cfg), None, cfg.trainer.reinforce.max_steps
+    folder, step = _place(cfg)
+    status, past, most = None, _history(folder, step), cfg.trainer.reinforce.max_steps
     with contextlib.suppress(OSError, ValueError, TypeError):  # written by another version
         status = read_status(folder)
-    step = saved_step(cfg)
-    if status is None or status.state != "finished" or step != status.step or step == 0:
-        return None
-    if cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end and not (folder / "hf").is_dir():
-        return None
-    if 0 < most <= step:
-        return step
-    past = _before(folder, step)
-    changes = compare(past[-1]["config"], _text(cfg)) if past else []
-    return None if any(one.has_meaning or _LENGTH.match(one.key) for one in changes) else step
+    is_exported = (folder / "hf").is_dir() or not cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end
+    if past and is_exported and status is not None and (status.state, status.step) == ("finished", step):
+        changes = compare(past[-1]["config"], _text(cfg))
+        if 0 < most <= step or not any(MEANING.match(key) or LENGTH.match(key) for key in changes):
+            if os.environ.get("RANK", "0") == "0":
+                print(f"the run in {folder} has finished, at step {step}; raise trainer.reinforce.max_steps to go on")
+            return False
+    check_changes(cfg)
+    return True
 
 
-def _folder(cfg: TrainConfig) -> Path:
-    return Path(cfg.exp_manager.explicit_log_dir)
+def _place(cfg: TrainConfig) -> tuple[Path, int]:
+    """The run's folder, and the step that it goes on after; 0 for a new one."""
+    folder = Path(cfg.exp_manager.explicit_log_dir)
+    latest = folder / "checkpoints" / "latest"
+    name = latest.read_text("utf-8").strip() if cfg.exp_manager.resume_if_exists and latest.is_file() else ""
+    return folder, int(name[5:]) if re.fullmatch(r"step_\d+", name) else 0
 
 
 def _text(cfg: TrainConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg)))
 
 
-def _before(folder: Path, step: int) -> list[dict[str, Any]]:
-    """The lines of the history that steps up to this one had."""
+def _history(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of the configurations that the steps up to this one had."""
     path, config = folder / HISTORY_FILE, folder / CONFIG_FILE
-    if path.is_file():
-        return [line for line in read_json_lines(path) if line["step"] < step]
-    # of a run that began before there was a history
-    return [{"step": 0, "config": config.read_text(encoding="utf-8")}] if config.is_file() and step > 0 else []
+    lines = read_json_lines(path) if path.is_file() else []
+    if not lines and config.is_file():  # of a run that began before there was a history
+        lines = [{"step": 0, "config": config.read_text("utf-8")}]
+    return [line for line in lines if line["step"] < step]

@@ -14,20 +14,17 @@ if TYPE_CHECKING:
 
 
 class Divergence:
-    """Counts the optimizer steps that had no finite gradient.
+    """Ends a run that has diverged.
 
     Args:
-        max_skipped: so many in a row end the run.
+        most: optimizer steps in a row that may lack a finite gradient, less one.
 
     Attributes:
-        is_sound: False while the last loss was not finite. The weights may be finite then, but their forward pass is
-            not: they are not saved.
+        is_sound: False while the loss is not finite. Weights that are finite may have a forward pass that is not.
     """
 
-    def __init__(self, max_skipped: int):
-        self._max_skipped = max_skipped
-        self._in_a_row = 0
-        self.is_sound = True
+    def __init__(self, most: int):
+        self._most, self._skipped, self.is_sound = most, 0, True
 
     def check(
         self, step: int, updates: Sequence[OptimizerUpdate], loss: float, mesh: Mesh, note: Callable[[str], None]
@@ -35,29 +32,19 @@ class Divergence:
         """Take in the optimizer steps on one rollout batch; a collective call.
 
         Raises:
-            DivergedError: on all ranks, where weights of one rank are not finite, or too many steps were skipped.
+            DivergedError: on all ranks.
         """
         self.is_sound = math.isfinite(loss)
         for update in updates:
-            self._in_a_row = self._in_a_row + 1 if update.skipped else 0
+            self._skipped = self._skipped + 1 if update.skipped else 0
         if mesh.any_rank(not all(math.isfinite(update.weight_norm) for update in updates)):
             raise DivergedError(f"the policy's weights were not finite when step {step} was to update them")
-        if self._in_a_row >= self._max_skipped:
-            raise DivergedError(
-                f"no gradient of {self._in_a_row} optimizer steps in a row, up to step {step}, was finite "
-                "(trainer.reinforce.max_skipped_steps)"
-            )
-        if self._in_a_row:
-            note(
-                f"step {step} was skipped: its gradient is not finite ({self._in_a_row} of at most "
-                f"{self._max_skipped} in a row{'' if self.is_sound else '; nothing is saved meanwhile'})"
-            )
+        if self._skipped >= self._most:
+            raise DivergedError(f"up to step {step}, {self._skipped} optimizer steps in a row had no finite gradient")
+        if self._skipped:
+            note(f"step {step}: a gradient is not finite, skipped ({self._skipped} of at most {self._most} in a row)")
 
     def check_end(self, step: int) -> None:
-        """At the end of the training.
-
-        Raises:
-            DivergedError: nobody knows what the weights after the last step are worth.
-        """
+        """Raise DivergedError where nobody knows what the weights after the last step are worth."""
         if not self.is_sound:
             raise DivergedError(f"the loss of step {step}, the last one, is not finite")

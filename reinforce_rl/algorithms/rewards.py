@@ -104,32 +104,21 @@ def shape_rewards(
 
 
 def less_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: int) -> Tensor:
-    """Rewards less beta times the KL, of which advantages can be taken.
-
-    Args:
-        rewards: [N], shaped.
-        kl: [N], nats.
-        beta: 0 where the KL is no part of the reward.
-        valid: bool [N]; the others hold anything.
-        step: for messages.
-
-    Returns:
-        [N].
+    """Shaped rewards [N] less beta times the KL [N], of which advantages can be taken.
 
     Raises:
-        DivergedError: the policy's log-probs are not finite.
+        DivergedError: log-probs of valid samples are not finite.
         RewardServerError: valid rewards are not finite, or too large for float32 to tell them apart.
     """
     if not bool(kl[valid].isfinite().all()):
         raise DivergedError(f"log-probs of the responses of step {step} are not finite")
     found = rewards - beta * kl
-    beyond = valid & ~(found.abs() <= MAX_REWARD)
-    if bool(beyond.any()):
-        row = int(beyond.nonzero()[0, 0])
+    beyond = (valid & ~(found.abs() <= MAX_REWARD)).nonzero()[:, 0].tolist()
+    if beyond:
         raise RewardServerError(
-            f"{int(beyond.sum())} of {int(valid.sum())} rewards of step {step} are not finite or beyond "
-            f"{MAX_REWARD:g} in size, where float32 cannot tell them apart; the first is {float(rewards[row]):g}, "
-            f"shaped, less beta = {beta:g} times its KL of {float(kl[row]):g} nats. Scale or clip rewards "
-            "(trainer.reinforce.reward_shaping), or lower trainer.reinforce.initial_policy_kl_penalty"
+            f"{len(beyond)} of {int(valid.sum())} rewards of step {step} are not finite or beyond {MAX_REWARD:g} in "
+            f"size; the first is {float(rewards[beyond[0]]):g}, shaped, less beta = {beta:g} times its KL of "
+            f"{float(kl[beyond[0]]):g} nats. Scale or clip rewards (trainer.reinforce.reward_shaping), or lower "
+            "trainer.reinforce.initial_policy_kl_penalty"
         )
     return found

@@ -11,7 +11,6 @@ checkpoints/
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -44,6 +43,8 @@ from reinforce_rl.megatron.sharded_writer import ShardedWriter
 
 STATE_FILE = "trainer_state.json"
 LATEST_FILE = "latest"
+# The last two are what torch's writer says of a file that could not be written.
+_NO_SPACE = re.compile(r"No space left|quota exceeded|File too large|unexpected pos|failed writing")
 
 
 @dataclass(frozen=True)
@@ -340,9 +341,11 @@ class Checkpointer:
                 action()
         except (Exception, CheckpointException) as error:  # torch's own is not an Exception
             _raise_interrupt(error)
+            reason = reason_of(error)
+            remedy = "free some space and " if _NO_SPACE.search(reason) else ""
             failure = CheckpointError(
-                f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason_of(error)}. "
-                f"The previous checkpoint is untouched; {_space(error)}start the run again"
+                f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason}. "
+                f"The previous checkpoint is untouched; {remedy}start the run again"
             )
             failure.__cause__ = error
         self._mesh.check_together(failure)
@@ -365,24 +368,11 @@ def reason_of(error: BaseException) -> str:
     return str(error)
 
 
-def _causes(error: BaseException) -> list[BaseException]:
-    """It, and what it was raised from or while handling; of torch's own exception the errors of all ranks too."""
-    found = [error]
-    for one in found:  # which grows
-        found += [below for below in (one.__cause__, one.__context__) if below is not None and below not in found]
-        if isinstance(one, CheckpointException):
-            found += [inner for inner, _ in one.failures.values()]
-    return found
-
-
 def _raise_interrupt(error: BaseException) -> None:
     """A Ctrl-C that torch has wrapped, or that made it fail in closing a file, stays one."""
-    if any(isinstance(cause, KeyboardInterrupt) for cause in _causes(error)):
-        raise KeyboardInterrupt from None
-
-
-def _space(error: BaseException) -> str:
-    """What to do first about a disk that is full, a quota or a limit of size; torch's writer in C++ gives no errno."""
-    errors = [cause for cause in _causes(error) if isinstance(cause, OSError) and cause.errno is not None]
-    full = any(cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) for cause in errors)
-    return "free some space and " if full or (not errors and "failed writing file" in str(error)) else ""
+    causes = [error]
+    for one in causes:  # which grows
+        if isinstance(one, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        of_ranks = [inner for inner, _ in one.failures.values()] if isinstance(one, CheckpointException) else []
+        causes += [below for below in (one.__cause__, one.__context__, *of_ranks) if below is not None]

@@ -23,7 +23,7 @@ from reinforce_rl.monitoring.progress import PHASES, clock
 from reinforce_rl.monitoring.report_template import PAGE, STYLE
 from reinforce_rl.monitoring.rollouts import RolloutRow
 from reinforce_rl.monitoring.summary import RunRecord, load_run, slowest_rank, summarize, verdict
-from reinforce_rl.run_settings import CONFIG_FILE, Change, settings_of_steps
+from reinforce_rl.run_settings import CONFIG_FILE, flatten, settings_of
 
 _EVEN_SAMPLES = 6
 _EXTREME_SAMPLES = 3
@@ -173,26 +173,20 @@ def _best_and_worst(run: RunRecord) -> tuple[list[RolloutRow], list[RolloutRow]]
     return ordered[:half], ordered[half:][-half:][::-1]
 
 
-def _config(run_dir: Path, last_step: int) -> tuple[str, list[tuple[str, str]], list[tuple[int, Change]]]:
-    """The text that the last step had, the facts to show at once, and what was changed after which steps."""
+def _config(run_dir: Path, last_step: int) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """The text that the last step had, the facts to show at once, and what was changed before."""
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
     try:
-        text, changes = settings_of_steps(run_dir, last_step)
+        text, changes = settings_of(run_dir, last_step)
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except YAMLError as error:
         raise DataError(f"{run_dir / CONFIG_FILE}: not valid YAML ({error}); restore it or take it away") from error
-    flat = dict(_flatten(tree)) if text else {}
+    flat = dict(flatten(tree)) if text else {}
     shown = [key for fact in _FACTS for key in flat if key == fact or key.startswith(f"{fact}.")]
     facts = [(key.removeprefix("trainer.reinforce."), str(flat[key])) for key in shown or list(flat)[:24]]
     return text, facts, changes
-
-
-def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    if not isinstance(tree, dict):
-        return [(prefix, tree)]
-    return [leaf for key, value in tree.items() for leaf in _flatten(value, f"{prefix}.{key}" if prefix else str(key))]
 
 
 def _span(run: RunRecord) -> str:

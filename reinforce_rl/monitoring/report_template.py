@@ -124,9 +124,7 @@ PAGE = """\
 <div><dt>{{ key }}</dt><dd>{{ value }}</dd></div>
 {%- endfor %}
 </dl>
-{%- for step, change in changes %}
-<div>changed after step {{ step }}: {{ change }}</div>
-{%- endfor %}
+{%- for change in changes %}<div>{{ change }}</div>{% endfor %}
 <details><summary>the whole configuration</summary><pre>{{ config }}</pre></details>
 </div>
 {%- endif %}

@@ -24,7 +24,8 @@ from helpers.trainer_processes import (
     assert_equal_runs,
 )
 
-from reinforce_rl.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from reinforce_rl.control import EXIT_INTERRUPTED
+from reinforce_rl.errors import EXIT_STOPPED
 from reinforce_rl.run_timer import LAUNCHER_SECONDS
 from reinforce_rl.status import Status, read_status
 
