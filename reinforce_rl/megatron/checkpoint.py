@@ -43,8 +43,8 @@ from reinforce_rl.megatron.sharded_writer import ShardedWriter
 
 STATE_FILE = "trainer_state.json"
 LATEST_FILE = "latest"
-# The last two are what torch's writer says of a file that could not be written.
-_NO_SPACE = re.compile(r"No space left|quota exceeded|File too large|unexpected pos|failed writing")
+# The last three are what torch's writer says of a file that could not be written.
+_NO_SPACE = re.compile(r"No space left|quota exceeded|File too large|unexpected pos|failed writing|iostream error")
 
 
 @dataclass(frozen=True)
