@@ -18,6 +18,7 @@ from reinforce_rl.stop import StopRequest
 @with_config("train_reinforce_actor")
 def main(cfg: DictConfig) -> None:
     from reinforce_rl.config_reading import load_config
+    from reinforce_rl.run_settings import may_start
 
     if cfg.preflight in (True, "deep"):
         from reinforce_rl.preflight.run import preflight
@@ -25,6 +26,8 @@ def main(cfg: DictConfig) -> None:
         preflight(cfg)
         return
     config = load_config(cfg)
+    if not may_start(config):
+        return
     start_ranks(config.trainer.devices, config.trainer.num_nodes)
     stop = StopRequest.on_signals()
     # Only now: torch and megatron take seconds to import, and a wrong configuration should not cost them.

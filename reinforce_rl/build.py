@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import OmegaConf
-
 from reinforce_rl.activity import Activity
 from reinforce_rl.algorithms.best_checkpoints import BestCheckpoints
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
@@ -22,7 +20,6 @@ from reinforce_rl.config import TrainConfig
 from reinforce_rl.control import RunControl
 from reinforce_rl.data.loader import FixedPrompts, PromptLoader
 from reinforce_rl.data.prompts import RLHFDatasets
-from reinforce_rl.files import write_atomically
 from reinforce_rl.megatron.checkpoint import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora_export import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
@@ -36,6 +33,7 @@ from reinforce_rl.preflight.inputs import read_inputs
 from reinforce_rl.reward.base import RewardSource
 from reinforce_rl.reward.connection import connect_to_reward_servers
 from reinforce_rl.rollout import Prompt
+from reinforce_rl.run_settings import check_changes, record
 from reinforce_rl.run_timer import Allocation, RunTimer, first_save_seconds, parse_duration
 from reinforce_rl.status import StatusFile
 from reinforce_rl.stop import StopRequest
@@ -106,7 +104,12 @@ def build_monitor(
     checkpoint: Checkpoint | None,
     status: StatusFile | None = None,
 ) -> tuple[RunMonitor, str | None]:
-    """What people see and what is written down, and wandb's run id. Ranks but the first get a silent one."""
+    """What people see and what is written down, and wandb's run id. Ranks but the first get a silent one.
+
+    Raises:
+        ConfigError: the run goes on with settings of another one.
+    """
+    changes = check_changes(cfg)
     folder = Path(cfg.exp_manager.explicit_log_dir)
     sampler = build_sampler(cfg, datasets.train)
     start_step = checkpoint.trainer_state["step"] if checkpoint else 0
@@ -114,10 +117,9 @@ def build_monitor(
     resume_step = start_step if cfg.exp_manager.resume_if_exists else None
     if not mesh.is_main:
         return SilentMonitor(folder), None
-    plain_config = OmegaConf.create(dataclasses.asdict(cfg))
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "config.yaml", OmegaConf.to_yaml(plain_config))
     loggers: list[MetricLogger] = [JsonlLogger(folder / "metrics.jsonl", resume_step=resume_step)]
+    record(cfg)
     if cfg.exp_manager.create_tensorboard_logger:
         from reinforce_rl.monitoring.tensorboard_logger import TensorboardLogger
 
@@ -143,6 +145,10 @@ def build_monitor(
     monitor = RunMonitor(folder, Loggers(loggers), RolloutWriter(folder, resume_step), progress, status, factor)
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
+        for key, values in changes.items():
+            monitor.note(f"  with another setting from here on: {key}: {values}")
+    if status is not None:
+        status.progress(start_step, steps)
     if datasets.train.blend is not None:
         monitor.note(str(datasets.train.blend))
     monitor.note(f"Everything of this run goes to {folder.absolute()}")

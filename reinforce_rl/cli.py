@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import os
 import re
@@ -34,6 +35,10 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 _fail(str(error), error.exit_code)
             except StopNow:
                 _fail("stopped by a signal before the run began", EXIT_STOPPED)
+            except KeyboardInterrupt:
+                print("interrupted by Ctrl-C; what was saved before is whole", flush=True)
+                atexit._run_exitfuncs()
+                os._exit(130)  # a thread that is writing a checkpoint would abort while Python shuts down
 
         def program() -> None:
             # Hydra would print its own errors; raised, they can be told in the same way as all others.

@@ -60,6 +60,7 @@ class ReinforceConfig:
     generation_work_queue: bool = False
     generator_log_probs: bool = True
     max_failed_fraction: float = 0.1
+    max_skipped_steps: int = 3
     rollout_batch_seq_length: int | None = None
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
 
@@ -306,6 +307,7 @@ class TrainConfig:
     reward_function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
     remote_rm: RemoteRMConfig = field(default_factory=RemoteRMConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+    resume_with_changes: bool = False
     preflight: bool | str = False
     preflight_machine: str = "h100"
     preflight_response_tokens: int | None = None

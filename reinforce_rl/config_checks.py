@@ -73,6 +73,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("trainer.reinforce.reward_shaping.length_penalty", rl.reward_shaping.length_penalty, 0),
         ("remote_rm.pad_to_length", cfg.remote_rm.pad_to_length, 1),
         ("trainer.reinforce.max_failed_fraction", rl.max_failed_fraction, 0),
+        ("trainer.reinforce.max_skipped_steps", rl.max_skipped_steps, 1),
         ("trainer.reinforce.rollout_batch_seq_length", rl.rollout_batch_seq_length, 1),
         ("exp_manager.checkpoint_callback_params.keep_last", cfg.exp_manager.checkpoint_callback_params.keep_last, 1),
         ("exp_manager.checkpoint_callback_params.keep_best", cfg.exp_manager.checkpoint_callback_params.keep_best, 0),

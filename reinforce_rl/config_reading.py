@@ -91,7 +91,7 @@ def build(schema: type[T], node: DictConfig, path: str, faults: list[str]) -> T:
             close = difflib.get_close_matches(str(key), fields, n=1)
             advice = f"did you mean {path}{close[0]}?" if close else f"known here: {', '.join(fields)}"
             faults.append(f"{path}{key} is not a key of the configuration; {advice}")
-    values = _required(schema)
+    values = required_keys(schema)
     for name in fields:
         key, required = path + name, name in values
         if name not in node or OmegaConf.is_missing(node, name):
@@ -121,11 +121,11 @@ def build(schema: type[T], node: DictConfig, path: str, faults: list[str]) -> T:
     return schema(**values)
 
 
-def _required(schema: Any) -> dict[str, Any]:
+def required_keys(schema: Any) -> dict[str, Any]:
     """The keys that have no default, none of them set."""
     hints = typing.get_type_hints(schema)
     names = [f.name for f in dataclasses.fields(schema) if f.default is _MISSING and f.default_factory is _MISSING]
-    return {n: hints[n](**_required(hints[n])) if dataclasses.is_dataclass(hints[n]) else NOT_SET for n in names}
+    return {n: hints[n](**required_keys(hints[n])) if dataclasses.is_dataclass(hints[n]) else NOT_SET for n in names}
 
 
 def _build_groups(expected: Any, value: Any, key: str, faults: list[str]) -> dict[str, Any]:

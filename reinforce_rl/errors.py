@@ -6,6 +6,7 @@ EXIT_FINISHED = 0
 EXIT_ERROR = 1
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 EXIT_LOST_RANK = 76
+EXIT_DIVERGED = 77
 
 
 class ReinforceError(Exception):
@@ -28,6 +29,19 @@ class LostRankError(ReinforceError):
     """Another rank died, failed or hangs. The text names it, its host and its phase."""
 
     exit_code = EXIT_LOST_RANK
+
+
+class DivergedError(ReinforceError):
+    """The policy is not finite, or gives no finite gradient any more. A run that is repeated diverges again."""
+
+    exit_code = EXIT_DIVERGED
+
+    def __init__(self, found: str):
+        super().__init__(
+            f"{found}: the policy has diverged, and was not saved. The same command would repeat it; lower "
+            "model.optim.lr, or look for what else spoils it, and go on from the last checkpoint, or from an older "
+            "one by writing its name into checkpoints/latest"
+        )
 
 
 class ConfigError(ReinforceError):

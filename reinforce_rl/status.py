@@ -63,11 +63,12 @@ class StatusFile:
         return self._status.save_seconds
 
     def begin(self) -> None:
-        """The run starts; what an earlier one has left is replaced, but for the duration of its last save."""
+        """The run starts, where an earlier one of this folder has ended."""
         earlier = None
         with contextlib.suppress(OSError, ValueError, TypeError):  # what another version wrote need not be understood
             earlier = read_status(self.path.parent) if self.enabled else None
-        self._write(Status(save_seconds=None if earlier is None else earlier.save_seconds))
+        earlier = earlier or Status()
+        self._write(Status(step=earlier.step, max_steps=earlier.max_steps, save_seconds=earlier.save_seconds))
 
     def saved(self, seconds: float) -> None:
         """A save is complete, and took so long."""

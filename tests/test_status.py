@@ -23,7 +23,7 @@ def test_a_restarted_run_knows_how_long_a_save_took(tmp_path):
     again = StatusFile(tmp_path, enabled=True)
     again.begin()
     found = read_status(tmp_path)
-    assert found is not None and (found.state, found.step, found.reason) == ("running", 0, "")
+    assert found is not None and (found.state, found.step, found.reason) == ("running", 3, "")
     assert again.save_seconds == found.save_seconds == 12.5
 
 

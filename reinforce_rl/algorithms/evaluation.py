@@ -39,7 +39,7 @@ def evaluate(
 
     Raises:
         StoppedEarly: some rank was asked to stop.
-        RewardServerError: no answer within the deadline.
+        RewardServerError: no answer within the deadline, or too many samples that were not scored.
     """
     activity.begin(name)
     prompts = [prompt for part in parts for prompt in part]
@@ -47,6 +47,6 @@ def evaluate(
     seed = model.settings.seed * 1_000_003
     pending = rollouts.sample(prompts, 1, seed, validation=True)
     activity.begin(f"{name}: reward_wait", has_deadline=True)
-    batch, _ = rollouts.score(pending)
+    batch = rollouts.score(pending, f"the {name} after step {step}")
     metrics = take_means(rollout_means(batch), model.mesh.gather_over_dp)
     return metrics, model.mesh.join_over_dp(sample_rows(step, prompts, batch, model.tokenizer))

@@ -20,11 +20,12 @@ from reinforce_rl.activity import Activity, StepClock
 from reinforce_rl.algorithms.advantages import RewardGroups, estimator_of
 from reinforce_rl.algorithms.best_checkpoints import BestCheckpoints
 from reinforce_rl.algorithms.credit import assign_credit, whiten
+from reinforce_rl.algorithms.divergence import Divergence
 from reinforce_rl.algorithms.evaluation import evaluate
 from reinforce_rl.algorithms.kl import KLCoefficient, reduce_over_tokens, token_kl
 from reinforce_rl.algorithms.loss import Denominators
 from reinforce_rl.algorithms.past_steps import PastSteps
-from reinforce_rl.algorithms.rewards import RewardShaping, shape_rewards
+from reinforce_rl.algorithms.rewards import RewardShaping, less_kl, shape_rewards
 from reinforce_rl.algorithms.rollouts import RolloutMaker
 from reinforce_rl.algorithms.step_rollouts import StepRolloutMaker
 from reinforce_rl.algorithms.updates import mini_batches, total_steps
@@ -114,6 +115,7 @@ class ReinforceTrainer:
             rm,
             batch_iterator_cls,
             drop_truncated=cfg.truncated_samples == "drop",
+            max_failed_fraction=cfg.max_failed_fraction,
             stop=self._stop,
             work_queue=cfg.generation_work_queue,
         )
@@ -124,6 +126,7 @@ class ReinforceTrainer:
         self._outlook = Outlook()
         self._best = best or BestCheckpoints()
         self._prompts: list[Prompt] = []
+        self._divergence = Divergence(cfg.max_skipped_steps)
         self._past = PastSteps(KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon))
         self._activity = activity or Activity()
         self._clock = StepClock(self._activity, model.mesh.device, among_ranks=model.mesh.world_size > 1)
@@ -146,6 +149,7 @@ class ReinforceTrainer:
             RewardServerError: the reward server did not answer within its deadline, or failed too many samples.
             GenerationError: the generation engine cannot go on.
                 The state after the last complete step is saved before any of them.
+            DivergedError: the policy cannot be trained any more; nothing is saved.
         """
         self._stop.wait_for_checks()
         try:
@@ -215,9 +219,11 @@ class ReinforceTrainer:
         start = sum(len(part[0]) for part in parts[: mesh.dp_rank])
         own = slice(start, start + len(batch.rewards))
         scores, all_kl, lengths, is_end, group_ids, valid = (torch.cat(c) for c in zip(*parts, strict=True))
-        rewards = shape_rewards(scores, valid, lengths, is_end, self._shaping(), self._past.scores)
+        shaping = RewardShaping.of(cfg, self.model.settings.sampling.max_length)
+        rewards = shape_rewards(scores, valid, lengths, is_end, shaping, self._past.scores)
         in_reward = self._past.beta.value if cfg.kl_placement == "reward" else 0.0
-        groups = RewardGroups.of(rewards - in_reward * all_kl, group_ids, valid, self._past.rewards.mean)
+        with_kl = less_kl(rewards, all_kl, in_reward, valid, self.step + 1)
+        groups = RewardGroups.of(with_kl, group_ids, valid, self._past.rewards.mean)
         found = estimator_of(cfg.advantage_estimator)(groups)
 
         found = found.select(own)
@@ -253,8 +259,9 @@ class ReinforceTrainer:
             )
             updates.append(self.optimizer.step())
             sums.update({"loss": share.loss, **share.sums})
-        self.model.generator.refit()
         metrics = {**update_metrics(sums, updates, mesh.gather_over_dp), "kl_coefficient": self._past.beta.value}
+        self._divergence.check(self.step + 1, updates, metrics["actor_loss"], mesh, self.logger.note)
+        self.model.generator.refit()
         self._past.add(batch, mesh.gather_over_dp)
         return metrics
 
@@ -279,12 +286,12 @@ class ReinforceTrainer:
     def save(self, *, wait: bool = False) -> None:
         """Write a checkpoint of the state after the last complete step, unless that was done already.
 
-        Before the first step there is nothing to go on from.
+        Before the first step there is nothing to go on from, and while the loss is not finite nothing worth keeping.
 
         Args:
             wait: for what is written in the background.
         """
-        if self.step not in (0, self._saved_step):
+        if self.step not in (0, self._saved_step) and self._divergence.is_sound:
             self._activity.begin("checkpoint")
             self.ckpt_callback.save(self.step, self.state_dict(), keep=self._best.steps)
             self._saved_step = self.step
@@ -339,15 +346,6 @@ class ReinforceTrainer:
         group_ids = mesh.gather_over_dp(batch.rollouts.group_ids)
         return mini_batches(group_ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed)
 
-    def _shaping(self) -> RewardShaping:
-        penalise = self.cfg.truncated_samples == "penalise"
-        return RewardShaping(
-            **vars(self.cfg.reward_shaping),
-            truncation_penalty=self.cfg.truncation_penalty if penalise else 0.0,
-            overlong_buffer=self.cfg.overlong_buffer if penalise else 0,
-            max_length=self.model.settings.sampling.max_length,
-        )
-
     def _log_step(self, metrics: Metrics, batch: ReinforceBatch) -> None:
         rows = sample_rows(self.step, self._prompts, batch.rollouts, self.model.tokenizer, batch)
         position = {"epoch": self._data_position["epoch"], "consumed_prompts": self._data_position["consumed_prompts"]}
@@ -387,8 +385,10 @@ class ReinforceTrainer:
 
         Raises:
             StoppedEarly: there is, and it is left to another run.
+            DivergedError: there is none, and the last one leaves nothing to keep.
         """
         if self._is_over():
+            self._divergence.check_end(self.step)
             return False
         self._stop.check(self.model.mesh)
         if self._outlook.shortage is not None:

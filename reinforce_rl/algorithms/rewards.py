@@ -6,12 +6,18 @@ Notation: N sequences of the global batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from reinforce_rl.algorithms.advantages import MAX_REWARD
 from reinforce_rl.algorithms.filtering import TOLERANCE
 from reinforce_rl.algorithms.moments import RunningMoments
+from reinforce_rl.errors import DivergedError, RewardServerError
+
+if TYPE_CHECKING:
+    from reinforce_rl.config import ReinforceConfig
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,17 @@ class RewardShaping:
     truncation_penalty: float = 0.0
     overlong_buffer: int = 0
     max_length: int = 1
+
+    @classmethod
+    def of(cls, cfg: ReinforceConfig, max_length: int) -> RewardShaping:
+        """Of the configuration."""
+        penalise = cfg.truncated_samples == "penalise"
+        return cls(
+            **vars(cfg.reward_shaping),
+            truncation_penalty=cfg.truncation_penalty if penalise else 0.0,
+            overlong_buffer=cfg.overlong_buffer if penalise else 0,
+            max_length=max_length,
+        )
 
 
 def shape_rewards(
@@ -84,3 +101,24 @@ def shape_rewards(
     else:
         overlong = (~is_end).to(shaped.dtype)
     return shaped - shaping.truncation_penalty * overlong
+
+
+def less_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: int) -> Tensor:
+    """Shaped rewards [N] less beta times the KL [N], of which advantages can be taken.
+
+    Raises:
+        DivergedError: log-probs of valid samples are not finite.
+        RewardServerError: valid rewards are not finite, or too large for float32 to tell them apart.
+    """
+    if not bool(kl[valid].isfinite().all()):
+        raise DivergedError(f"log-probs of the responses of step {step} are not finite")
+    found = rewards - beta * kl
+    beyond = (valid & ~(found.abs() <= MAX_REWARD)).nonzero()[:, 0].tolist()
+    if beyond:
+        raise RewardServerError(
+            f"{len(beyond)} of {int(valid.sum())} rewards of step {step} are not finite or beyond {MAX_REWARD:g} in "
+            f"size; the first is {float(rewards[beyond[0]]):g}, shaped, less beta = {beta:g} times its KL of "
+            f"{float(kl[beyond[0]]):g} nats. Scale or clip rewards (trainer.reinforce.reward_shaping), or lower "
+            "trainer.reinforce.initial_policy_kl_penalty"
+        )
+    return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from reinforce_rl.algorithms.work_queue import FixedSplit, Work, WorkQueue
-from reinforce_rl.errors import GenerationError, RewardServerError, StoppedEarly
+from reinforce_rl.errors import GenerationError, RewardServerError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.monitoring.samples import decode_responses
 from reinforce_rl.reward.base import STATUS_OK, STATUS_TEXT, RewardFuture, RewardRequest, Rewards, RewardSource
 from reinforce_rl.rollout import (
@@ -52,6 +52,7 @@ class RolloutMaker:
         rm: scores them.
         batch_iterator_cls: called with (prompts, validation), iterates over the batches that are generated together.
         drop_truncated: a response that was cut at max_length is not valid.
+        max_failed_fraction: of samples that may lack a score, over all ranks.
         stop: whether to leave off.
         work_queue: a block of ranks that is free generates what is left, whosever it is; see `WorkQueue`.
     """
@@ -63,6 +64,7 @@ class RolloutMaker:
         batch_iterator_cls: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
         *,
         drop_truncated: bool,
+        max_failed_fraction: float,
         stop: StopRequest,
         work_queue: bool = False,
     ):
@@ -70,6 +72,7 @@ class RolloutMaker:
         self._rm = rm
         self._batch_iterator_cls = batch_iterator_cls
         self._drop_truncated = drop_truncated
+        self._max_failed_fraction = max_failed_fraction
         self._stop = stop
         self._has_queue = work_queue and model.mesh.dp_size > 1
 
@@ -104,14 +107,15 @@ class RolloutMaker:
         completions = join_completions(work.to_owners(parts), self._model.pad_id)
         return PendingRollouts(self._unscored(prompts, completions), tuple(futures), work)
 
-    def score(self, pending: PendingRollouts) -> tuple[RolloutBatch, Counter[str]]:
+    def score(self, pending: PendingRollouts, name: str) -> RolloutBatch:
         """Wait for this rank's scores, and say which samples count. All ranks fail together.
 
-        Returns:
-            the batch with its rewards; the reasons of this rank's failed samples, counted.
+        Args:
+            pending: of `sample`.
+            name: of what the samples are for, such as step 3.
 
         Raises:
-            RewardServerError: a request failed on some rank.
+            RewardServerError: a request failed on some rank, or too many samples did.
             StoppedEarly: some rank was asked to stop.
         """
         batch, mesh = pending.batch, self._model.mesh
@@ -132,13 +136,24 @@ class RolloutMaker:
             status = torch.cat([answer.status for answer in own])
             sources = {name: torch.cat([answer.by_source[name] for answer in own]) for name in own[0].by_source}
         rewards, status, sources = mesh.from_block_leader((rewards, status, sources))
-        failed = [code for code in status.tolist() if code != STATUS_OK]
+        self._check_failures([code for code in status.tolist() if code != STATUS_OK], len(rewards), name)
         valid = torch.isfinite(rewards) & (batch.response_lengths > 0)
         valid &= torch.tensor([reason != FINISH_OUTSIDE for reason in batch.finish_reasons], dtype=torch.bool)
         if self._drop_truncated:
             valid &= batch.is_end
-        scored = replace(batch, rewards=rewards, valid=valid, source_rewards=sources)
-        return scored, Counter(STATUS_TEXT.get(code, f"status {code}") for code in failed)
+        return replace(batch, rewards=rewards, valid=valid, source_rewards=sources)
+
+    def _check_failures(self, failed: list[int], count: int, name: str) -> None:
+        mesh, bound = self._model.mesh, self._max_failed_fraction
+        share, total = mesh.sum_over_dp(torch.tensor([len(failed), count])).tolist()
+        if share > bound * total:
+            codes = sum(mesh.gather_over_dp(Counter(failed)), Counter[int]())
+            told = ", ".join(f"{STATUS_TEXT.get(code, f'status {code}')} ({n})" for code, n in codes.most_common())
+            raise TooManyFailedRewardsError(
+                f"the reward server failed on {share / total:.1%} of the samples of {name}, above "
+                f"trainer.reinforce.max_failed_fraction = {bound}; reasons: {told}. "
+                "Nothing was trained on them; see the server's log"
+            )
 
     def _reward_request(self, prompts: Sequence[Prompt], completions: Completions) -> RewardRequest:
         repeated = completions.repeat_to_samples(prompts)
@@ -156,7 +171,8 @@ class RolloutMaker:
 
     def _text_lengths(self, completions: Completions) -> torch.Tensor:
         """[N], tokens of each response less the one that ended it, which a tokenizer need not call special."""
-        last = completions.tokens.gather(1, (completions.lengths - 1).clamp(min=0)[:, None])[:, 0]
+        tokens = torch.nn.functional.pad(completions.tokens, (0, 1))  # a column even where all responses are empty
+        last = tokens.gather(1, (completions.lengths - 1).clamp(min=0)[:, None])[:, 0]
         stop_ids = torch.tensor(self._model.settings.sampling.stop_token_ids, dtype=torch.long)
         return completions.lengths - ((completions.lengths > 0) & torch.isin(last, stop_ids)).long()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from torch import Tensor
 from reinforce_rl.activity import StepClock
 from reinforce_rl.algorithms.filtering import in_group_with_spread
 from reinforce_rl.algorithms.rollouts import PendingRollouts, RolloutMaker
-from reinforce_rl.errors import TooManyFailedRewardsError
 from reinforce_rl.monitoring.metrics import rollout_means, take_means
 from reinforce_rl.rollout import Prompt, RolloutBatch, join_rollouts
 from reinforce_rl.stop import StopRequest
@@ -101,20 +99,8 @@ class StepRolloutMaker:
             return self._rollouts.sample(prompts, self._cfg.num_rollouts_per_prompt, seed)
 
     def _score(self, pending: PendingRollouts, step: int) -> RolloutBatch:
-        """The scores of what was sampled, unless too many failed."""
-        mesh = self._model.mesh
         with self._clock.phase("reward_wait", has_deadline=True):
-            batch, failures = self._rollouts.score(pending)
-        failed, count = mesh.sum_over_dp(torch.tensor([failures.total(), len(batch.rewards)])).tolist()
-        if failed > self._cfg.max_failed_fraction * count:
-            reasons = sum(mesh.gather_over_dp(failures), Counter[str]())
-            told = ", ".join(f"{text} ({number})" for text, number in reasons.most_common())
-            raise TooManyFailedRewardsError(
-                f"the reward server failed on {failed / count:.1%} of the samples of step {step}, above "
-                f"trainer.reinforce.max_failed_fraction = {self._cfg.max_failed_fraction}; reasons: {told}. "
-                "Nothing was trained on them; see the server's log"
-            )
-        return batch
+            return self._rollouts.score(pending, f"step {step}")
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
         """The policy's and the reference's, where somebody reads them: without a KL only a second update does."""

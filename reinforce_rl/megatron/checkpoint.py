@@ -29,8 +29,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn.utils import get_total_norm
 
-from reinforce_rl.errors import CheckpointError
+from reinforce_rl.errors import CheckpointError, DivergedError
 from reinforce_rl.files import write_atomically
 from reinforce_rl.megatron.lora import trained_state
 from reinforce_rl.megatron.manifest import Records, check_files, record_files, write_manifest
@@ -42,6 +43,8 @@ from reinforce_rl.megatron.sharded_writer import ShardedWriter
 
 STATE_FILE = "trainer_state.json"
 LATEST_FILE = "latest"
+# The last three are what torch's writer says of a file that could not be written.
+_NO_SPACE = re.compile(r"No space left|quota exceeded|File too large|unexpected pos|failed writing|iostream error")
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class _Save:
         writer: of the sharded state.
         random_state: of this rank.
         preparing: seconds that the training waited for it before anything was written in the background.
-        thread: writes in the background; None where nobody writes besides.
+        thread: writes.
         written: this rank's part of the index, and of the manifest; None until it is written.
         writing: seconds that this rank has written for.
         error: why it could not be.
@@ -196,10 +199,14 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on every rank where one rank could not write; the previous checkpoint stays as it was.
+            DivergedError: on every rank where weights of one rank are not finite.
         """
         self.finish()
         began = time.monotonic()
         final = self.folder / folder_name(step)
+        weights = [parameter.detach() for parameter in self._ddp.module.parameters() if parameter.requires_grad]
+        if self._mesh.any_rank(not get_total_norm(weights, foreach=True).isfinite()):
+            raise DivergedError(f"the weights that were to be saved as {final} are not finite")
         part = self.folder / f"{final.name}.part"
 
         def make_folders() -> None:
@@ -215,12 +222,11 @@ class Checkpointer:
         state = random_state(self._mesh)
         waited = time.monotonic() - began
         save = self._running = _Save(final, trainer_state, keep_names, writer, state, waited)
-        if self._asynchronous:
-            # A run that ends by an error does not wait for it.
-            save.thread = threading.Thread(target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True)
-            save.thread.start()
-        else:
-            save.write(self._mesh.rank)
+        # Not on the main thread, which handles signals: a Ctrl-C within torch's writer in C++ can abort the process.
+        # A run that ends by an error does not wait for it.
+        save.thread = threading.Thread(target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True)
+        save.thread.start()
+        if not self._asynchronous:
             self.finish()
         return final
 
@@ -334,9 +340,12 @@ class Checkpointer:
             if here:
                 action()
         except (Exception, CheckpointException) as error:  # torch's own is not an Exception
+            _raise_interrupt(error)
+            reason = reason_of(error)
+            remedy = "free some space and " if _NO_SPACE.search(reason) else ""
             failure = CheckpointError(
-                f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason_of(error)}. "
-                "The previous checkpoint is untouched; free some space and start the run again"
+                f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason}. "
+                f"The previous checkpoint is untouched; {remedy}start the run again"
             )
             failure.__cause__ = error
         self._mesh.check_together(failure)
@@ -346,6 +355,7 @@ class Checkpointer:
         try:
             action()
         except (Exception, CheckpointException) as error:  # torch's own is not an Exception
+            _raise_interrupt(error)
             failure = CheckpointError(f"checkpoint {folder} cannot be loaded: {reason_of(error)}. {_way_out(folder)}")
             failure.__cause__ = error
         self._mesh.check_together(failure)
@@ -356,3 +366,13 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {inner[0]}" for rank, inner in error.failures.items())
     return str(error)
+
+
+def _raise_interrupt(error: BaseException) -> None:
+    """A Ctrl-C that torch has wrapped, or that made it fail in closing a file, stays one."""
+    causes = [error]
+    for one in causes:  # which grows
+        if isinstance(one, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        of_ranks = [inner for inner, _ in one.failures.values()] if isinstance(one, CheckpointException) else []
+        causes += [below for below in (one.__cause__, one.__context__, *of_ranks) if below is not None]

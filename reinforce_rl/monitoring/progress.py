@@ -59,7 +59,7 @@ class TrainingProgress:
         self.total_steps = total_steps
         self.enabled = enabled
         self.console = console or Console()
-        self._step = start_step
+        self._step, self._skipped = start_step, 0
         self._phase = ""
         self._phase_start = self._last_update = time.monotonic()
         self._waiting = ""
@@ -111,6 +111,7 @@ class TrainingProgress:
         self._durations.append(now - self._last_update)  # with validation and checkpoints, which the time left needs
         self._last_update = now
         self._step = step
+        self._skipped += metrics.get("skipped_step", 0) > 0
         self._timings = {name: float(value) for name, value in timings.items()}
         for name, history in self._history.items():
             value = float(metrics.get(name, math.nan))
@@ -148,6 +149,7 @@ class TrainingProgress:
         numbers = [f"{short} {_form(form, self._history[name][-1])}" for name, _, short, form in self._shown]
         times = [f"{name} {self._timings[name]:.1f}" for name in self._phases if name in self._timings]
         rest = [f"{self._seconds_a_step():.1f} s a step, {clock(self.seconds_left)} left"]
+        rest += [f"{self._skipped} steps skipped"] * (self._skipped > 0)
         return "  ".join([f"step {self._step:>{width}}/{self.total_steps}", *numbers, "|", *times, "|", *rest])
 
     def _render(self) -> RenderableType:
@@ -157,6 +159,7 @@ class TrainingProgress:
             ProgressBar(total=max(1, self.total_steps), completed=self._step, width=24),
             Text(f"{_form('{:.1f}', self._seconds_a_step())} s a step"),
             Text(f"{clock(self.seconds_left)} left"),
+            Text(f"{self._skipped} steps skipped" if self._skipped else "", style="bold red"),
         )
         # The panel's lines are fixed in number, so that the display does not jump while a step runs.
         return Panel(Group(head, self._numbers(), self._times(), self._now()), title=self._title, expand=False)

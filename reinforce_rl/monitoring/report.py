@@ -23,6 +23,7 @@ from reinforce_rl.monitoring.progress import PHASES, clock
 from reinforce_rl.monitoring.report_template import PAGE, STYLE
 from reinforce_rl.monitoring.rollouts import RolloutRow
 from reinforce_rl.monitoring.summary import RunRecord, load_run, slowest_rank, summarize, verdict
+from reinforce_rl.run_settings import CONFIG_FILE, flatten, settings_of
 
 _EVEN_SAMPLES = 6
 _EXTREME_SAMPLES = 3
@@ -65,7 +66,7 @@ def write_report(run_dir: str | Path, out: str | Path = "report.html") -> Path:
     if not run_dir.is_dir():
         raise DataError(f"{run_dir}: no such folder; expected the folder of a run")
     run = load_run(run_dir)
-    config, facts = _config(run_dir / "config.yaml")
+    config, facts, changes = _config(run_dir, run.metrics[-1]["step"] if run.metrics else 0)
     even, extremes = _validation_samples(run)
     best, worst = _best_and_worst(run)
     environment = Environment(autoescape=True)
@@ -80,6 +81,7 @@ def write_report(run_dir: str | Path, out: str | Path = "report.html") -> Path:
         summary=summarize(run),
         facts=facts,
         config=config,
+        changes=changes,
         charts=_charts(run),
         slowest_rank=slowest_rank(run),
         max_points=MAX_POINTS,
@@ -171,27 +173,20 @@ def _best_and_worst(run: RunRecord) -> tuple[list[RolloutRow], list[RolloutRow]]
     return ordered[:half], ordered[half:][-half:][::-1]
 
 
-def _config(path: Path) -> tuple[str, list[tuple[str, str]]]:
-    """The file's text and the facts to show at once; nothing where there is no file."""
-    if not path.is_file():
-        return "", []
+def _config(run_dir: Path, last_step: int) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """The text that the last step had, the facts to show at once, and what was changed before."""
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
-    text = path.read_text(encoding="utf-8")
     try:
+        text, changes = settings_of(run_dir, last_step)
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except YAMLError as error:
-        raise DataError(f"{path}: not valid YAML ({error}); restore it or take it away") from error
-    flat = dict(_flatten(tree))
+        raise DataError(f"{run_dir / CONFIG_FILE}: not valid YAML ({error}); restore it or take it away") from error
+    flat = dict(flatten(tree)) if text else {}
     shown = [key for fact in _FACTS for key in flat if key == fact or key.startswith(f"{fact}.")]
-    return text, [(key.removeprefix("trainer.reinforce."), str(flat[key])) for key in shown or list(flat)[:24]]
-
-
-def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    if not isinstance(tree, dict):
-        return [(prefix, tree)]
-    return [leaf for key, value in tree.items() for leaf in _flatten(value, f"{prefix}.{key}" if prefix else str(key))]
+    facts = [(key.removeprefix("trainer.reinforce."), str(flat[key])) for key in shown or list(flat)[:24]]
+    return text, facts, changes
 
 
 def _span(run: RunRecord) -> str:

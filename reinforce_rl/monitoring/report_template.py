@@ -124,6 +124,7 @@ PAGE = """\
 <div><dt>{{ key }}</dt><dd>{{ value }}</dd></div>
 {%- endfor %}
 </dl>
+{%- for change in changes %}<div>{{ change }}</div>{% endfor %}
 <details><summary>the whole configuration</summary><pre>{{ config }}</pre></details>
 </div>
 {%- endif %}

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_STOPPED, ConfigError
+from reinforce_rl.errors import EXIT_DIVERGED, EXIT_ERROR, EXIT_FINISHED, EXIT_STOPPED, ConfigError
 from reinforce_rl.slurm import calls, health, history
 from reinforce_rl.slurm.allocation import Allocation, read_allocation
 from reinforce_rl.slurm.calls import SlurmCallError
@@ -296,6 +296,8 @@ class Job:
                 )
             elif cancelled:
                 what = f"not requeued after {self._signal_name()}; {go_on}"
+            elif ending.code == EXIT_DIVERGED:
+                what = "not requeued: the policy has diverged, and would again from the same checkpoint"
             elif ending.kind == FAILED and not self._settings.restart_after_crash:
                 what = f"not requeued after a failure ({RESTART_AFTER_CRASH} is false); {go_on}"
             else:

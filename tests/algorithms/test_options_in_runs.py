@@ -57,7 +57,8 @@ class TestAdaptiveKL:
 
     def test_without_a_target_a_resumed_run_has_the_beta_of_its_configuration(self, tmp_path, mesh):
         assert [line["train/kl_coefficient"] for line in run(tmp_path, mesh)] == [BETA] * 2
-        lines = run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.initial_policy_kl_penalty=0.3")
+        changed = [f"{RL}.initial_policy_kl_penalty=0.3", "resume_with_changes=true"]
+        lines = run(tmp_path, mesh, f"{RL}.max_epochs=2", *changed)
         assert [line["train/kl_coefficient"] for line in lines] == [BETA] * 2 + [0.3] * 2
 
 

@@ -166,7 +166,7 @@ class TestRefused:
             trainer.fit()
         with (
             pytest.raises(CheckpointError, match="seed was 1234, now is 7"),
-            tiny_trainer(tiny_config(tmp_path, "model.seed=7"), mesh),
+            tiny_trainer(tiny_config(tmp_path, "model.seed=7", "resume_with_changes=true"), mesh),
         ):
             pass
 

@@ -24,6 +24,7 @@ from helpers.trainer_processes import (
     assert_equal_runs,
 )
 
+from reinforce_rl.control import EXIT_INTERRUPTED
 from reinforce_rl.errors import EXIT_STOPPED
 from reinforce_rl.run_timer import LAUNCHER_SECONDS
 from reinforce_rl.status import Status, read_status
@@ -107,6 +108,18 @@ def test_in_every_phase(processes, uninterrupted, tmp_path, phase, step, number,
     assert (found.state, found.step, found.max_steps, found.exit_code) == ("stopped", saved, STEPS, EXIT_STOPPED)
     if saved < STEPS:
         assert f"stopped by {signal.Signals(number).name} after step {saved} of {STEPS}" in found.reason
+    finish(processes, tmp_path)
+    assert_equal_runs(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize(("phase", "step"), [("checkpoint", 6), pytest.param("validation", 5, marks=SLOW)])
+def test_ctrl_c(processes, uninterrupted, tmp_path, phase, step):
+    """Nothing is saved, and what was saved before is whole."""
+    processes.start(tmp_path, *SETTINGS, act=act(phase, step, signal.SIGINT))
+    assert processes.wait() == EXIT_INTERRUPTED, log(tmp_path)
+    assert "Traceback" not in log(tmp_path)
+    assert (status(tmp_path).state, status(tmp_path).exit_code) == ("failed", EXIT_INTERRUPTED)
+    assert saved_step(tmp_path) == 3
     finish(processes, tmp_path)
     assert_equal_runs(tmp_path, uninterrupted)
 

@@ -59,6 +59,9 @@ if what in ("finishes", "finishes later"):
 elif what == "fails" and os.environ["RANK"] == "1":
     print("an error of rank 1", flush=True)
     sys.exit(5)
+elif what == "diverges":
+    save(7, "failed")
+    sys.exit(77)
 elif what == "killed" and os.environ["RANK"] == "1":
     os.kill(os.getpid(), 9)
 else:

@@ -43,8 +43,11 @@ from reinforce_rl.stop import StopRequest  # noqa: E402
 @with_config("train_reinforce_actor")
 def main(cfg: DictConfig) -> None:
     from reinforce_rl.config_reading import load_config
+    from reinforce_rl.run_settings import may_start
 
     config = load_config(cfg)
+    if not may_start(config):
+        return
     start_ranks(config.trainer.devices, config.trainer.num_nodes)
     stop = StopRequest.on_signals()
 

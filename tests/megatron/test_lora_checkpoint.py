@@ -34,6 +34,7 @@ RECOMPUTED = (
     "model.activations_checkpoint_num_layers=1",
 )
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.peft.lora_tuning.alpha=8")
+CHANGED = "resume_with_changes=true"  # which does not help
 LONG = (
     *LORA,
     "trainer.reinforce.max_epochs=12",
@@ -112,14 +113,14 @@ def short_run(mesh, tmp_path_factory):
     ],
 )
 def test_another_shape_is_refused(short_run, mesh, overrides, words):
-    with pytest.raises(CheckpointError) as raised, tiny_trainer(tiny_config(short_run, *overrides), mesh):
+    with pytest.raises(CheckpointError) as raised, tiny_trainer(tiny_config(short_run, *overrides, CHANGED), mesh):
         pass
     assert [word for word in [*words, "explicit_log_dir"] if word not in str(raised.value)] == [], raised.value
 
 
 def test_another_base_is_refused(short_run, mesh, tmp_path):
     other = tiny_llama_folder(tmp_path / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=1)
-    config = tiny_config(short_run, *LORA, f"pretrained_checkpoint.restore_from_path={other}")
+    config = tiny_config(short_run, *LORA, f"pretrained_checkpoint.restore_from_path={other}", CHANGED)
     with pytest.raises(CheckpointError, match=r"restore_from_path \(fingerprint\)"), tiny_trainer(config, mesh):
         pass
 
@@ -128,7 +129,7 @@ def test_a_checkpoint_of_all_weights_is_refused(mesh, tmp_path):
     run(tmp_path, mesh, "trainer.reinforce.max_steps=1")
     with (
         pytest.raises(CheckpointError, match="holds all weights, but this run has LoRA updates only"),
-        tiny_trainer(tiny_config(tmp_path, *LORA), mesh),
+        tiny_trainer(tiny_config(tmp_path, *LORA, CHANGED), mesh),
     ):
         pass
 

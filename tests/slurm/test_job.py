@@ -173,6 +173,15 @@ def test_a_failed_job_is_requeued_where_that_was_asked_for(started: type[Job]) -
     assert job.requeued
 
 
+def test_a_run_that_diverged_is_not_requeued_even_then(started: type[Job]) -> None:
+    """It has made progress, but would do the same again."""
+    job = started(FAKE_ACTOR="diverges", REINFORCE_RESTART_AFTER_CRASH="true")
+    code, lines = job.finish()
+    assert code == 77, lines
+    assert "not requeued: the policy has diverged" in lines[-1]
+    assert not job.requeued
+
+
 def test_a_run_goes_on_while_one_of_its_servers_lives(started: type[Job]) -> None:
     nodes = {"SLURM_JOB_NODELIST_HET_GROUP_0": "rm0,rm1", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "2"}
     job = started(FAKE_SERVER="dies1", FAKE_ACTOR="finishes later", REINFORCE_SERVERS="2", **nodes)

@@ -1,0 +1,156 @@
+"""Ctrl-C within a save or a load, wherever it strikes: it stays an interrupt, and the last checkpoint stays whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoint_run import Run
+from helpers.models import tiny_llama_folder
+
+from reinforce_rl.errors import CheckpointError
+from reinforce_rl.megatron import checkpoint as subject
+from reinforce_rl.megatron.checkpoint import latest_checkpoint
+
+MOMENTS = 40
+
+
+def count_calls(action: Callable[[], object]) -> int:
+    """Of Python functions, each a moment at which a signal can be handled."""
+    count = 0
+
+    def step(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(step)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def interrupt_at(moment: int, action: Callable[[], object]) -> BaseException | None:
+    """What comes of it where Ctrl-C is pressed at this call; None where it went through."""
+    count = 0
+
+    def step(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call"
+        if count == moment:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.setprofile(step)
+    try:
+        action()
+    except BaseException as error:
+        return error
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGINT, before)
+    return None
+
+
+@pytest.fixture(scope="module")
+def run(mesh, tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("interrupted")
+    run = Run(mesh, tiny_llama_folder(folder / "model"), folder / "checkpoints")
+    run.train(1)
+    run.checkpointer.save(1, {"step": 1})
+    return run
+
+
+def test_within_a_save(run):
+    folder, saved = run.checkpointer.folder, {1: run.weights()}
+    run.train(1)
+    step = 1
+    calls = count_calls(lambda: run.checkpointer.save(2, {"step": 2}))
+    saved[2], step = run.weights(), 2
+    interrupted = 0
+    for number in range(MOMENTS):
+        run.train(1)
+        save = partial(run.checkpointer.save, step + 1, {"step": step + 1})
+        found = interrupt_at(1 + number * calls // MOMENTS, save)
+        assert found is None or type(found) is KeyboardInterrupt, f"call {number * calls // MOMENTS}: {found!r}"
+        interrupted += found is not None
+        run.checkpointer._running = None  # of a process that has ended
+        named = latest_checkpoint(folder)
+        assert named is not None and named.trainer_state["step"] in (step, step + 1)
+        if named.trainer_state["step"] > step:
+            step += 1
+            saved[step] = run.weights()
+        run.checkpointer.restore(named)
+        assert all(torch.equal(value, saved[step][name]) for name, value in run.weights().items())
+    assert interrupted > MOMENTS * 0.8
+
+
+def test_within_a_load(run):
+    named = latest_checkpoint(run.checkpointer.folder)
+    calls = count_calls(lambda: run.checkpointer.restore(named))
+    for number in range(MOMENTS):
+        found = interrupt_at(1 + number * calls // MOMENTS, lambda: run.checkpointer.restore(named))
+        assert type(found) is KeyboardInterrupt, f"call {number * calls // MOMENTS}: {found!r}"
+
+
+class TestWhatIsSaidOfAFailure:
+    def said(self, run: Run) -> str:
+        with pytest.raises(CheckpointError) as raised:
+            run.checkpointer.save(99, {"step": 99})
+        run.checkpointer._running = None
+        return str(raised.value)
+
+    @pytest.mark.parametrize("limit", [0, 20_000])
+    def test_a_disk_that_is_full(self, run, limit):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        try:
+            assert "free some space" in self.said(run)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+    def test_a_quota_at_a_rename(self, run, monkeypatch, number):
+        def failing(source, target):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(subject.os, "replace", failing)
+        assert "free some space" in self.said(run)
+
+    @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+    def test_other_faults_of_a_disk(self, run, monkeypatch, number):
+        def failing(source, target):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(subject.os, "replace", failing)
+        said = self.said(run)
+        assert os.strerror(number) in said and "space" not in said
+
+    def test_a_fault_of_the_program(self, run, monkeypatch):
+        def failing(*args, **kwargs):
+            raise ValueError("an unheard-of tensor")
+
+        monkeypatch.setattr(subject.ShardedWriter, "write", failing)
+        said = self.said(run)
+        assert "an unheard-of tensor" in said and "space" not in said
+
+    def test_a_folder_that_cannot_be_made(self, run):
+        blocked = Path(run.checkpointer.folder / "step_00000099.part")
+        shutil.rmtree(blocked, ignore_errors=True)
+        blocked.write_text("a file")
+        try:
+            assert "space" not in self.said(run)
+        finally:
+            blocked.unlink()
