@@ -124,7 +124,8 @@ class ReinforceTrainer:
         self._outlook = Outlook()
         self._best = best or BestCheckpoints()
         self._prompts: list[Prompt] = []
-        self._past = PastSteps(KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon))
+        beta = KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon)
+        self._past = PastSteps(beta, cfg.baseline_window, cfg.baseline_decay)
         self._activity = activity or Activity()
         self._clock = StepClock(self._activity, model.mesh.device, among_ranks=model.mesh.world_size > 1)
         self._step_rollouts = StepRolloutMaker(
@@ -217,7 +218,8 @@ class ReinforceTrainer:
         scores, all_kl, lengths, is_end, group_ids, valid = (torch.cat(c) for c in zip(*parts, strict=True))
         rewards = shape_rewards(scores, valid, lengths, is_end, self._shaping(), self._past.scores)
         in_reward = self._past.beta.value if cfg.kl_placement == "reward" else 0.0
-        groups = RewardGroups.of(rewards - in_reward * all_kl, group_ids, valid, self._past.rewards.mean)
+        past_mean = self._past.reward_mean(cfg.advantage_estimator)
+        groups = RewardGroups.of(rewards - in_reward * all_kl, group_ids, valid, past_mean)
         found = estimator_of(cfg.advantage_estimator)(groups)
 
         found = found.select(own)
