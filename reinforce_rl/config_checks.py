@@ -162,7 +162,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
     if rl.max_steps < 1 and rl.max_steps != -1:
         yield f"trainer.reinforce.max_steps is {rl.max_steps}; expected at least 1, or -1 for all of max_epochs"
     if rl.baseline_decay >= 1:
-        yield f"trainer.reinforce.baseline_decay is {rl.baseline_decay}; expected below 1 (running_mean forgets nothing)"
+        yield f"trainer.reinforce.baseline_decay is {rl.baseline_decay}; expected below 1; running_mean never forgets"
     if rl.discount_factor > 1:
         yield f"trainer.reinforce.discount_factor is {rl.discount_factor}; expected at most 1"
     if rl.ratio_clip_low > 1:

@@ -132,7 +132,8 @@ def no_baseline(groups: RewardGroups) -> Advantages:
 def past_mean(groups: RewardGroups) -> Advantages:
     """A = r minus a mean reward of past steps (Williams 1992; "REINFORCE with baseline" in arXiv:2402.14740).
 
-    Of all steps, of the last ones, or of all with exponentially decaying weights. Unbiased, since the past does not depend on this step's samples.
+    Of all steps, of the last ones, or of all with exponentially decaying weights; `PastSteps` says which. Unbiased,
+    since the past does not depend on this step's samples.
     """
     return _advantages(groups, groups.past_mean)
 

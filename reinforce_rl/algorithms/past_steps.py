@@ -39,7 +39,7 @@ class PastSteps:
         self._decay = decay
 
     def reward_mean(self, estimator: str) -> float:
-        """The baseline of an estimator that looks back: every sample has the weight of its step. 0 before the first."""
+        """The baseline of an estimator that looks back: samples have the weight of their step. 0 before the first."""
         if estimator == "moving_average":
             last = RunningMoments()
             for step in self.last_rewards:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from reinforce_rl.algorithms.kl import KLCoefficient
 from reinforce_rl.algorithms.past_steps import PastSteps
 from reinforce_rl.rollout import ReinforceBatch, RolloutBatch

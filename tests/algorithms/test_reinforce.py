@@ -514,7 +514,7 @@ class TestTheEnd:
         ],
     )
     def test_the_baseline_is_a_mean_of_past_rewards(self, estimator, weights, tmp_path, mesh):
-        """The weights are those of the last step, of the one before, and so on; every step has equally many samples."""
+        """Weights of the last step, of the one before, and so on; every step has equally many samples."""
         options = [f"{RL}.advantage_estimator={estimator}", f"{RL}.baseline_window=2", f"{RL}.baseline_decay=0.25"]
         lines = run(tmp_path, mesh, f"{RL}.max_epochs=2", *options)
         baselines = [line["train/baseline"] for line in lines]
