@@ -155,6 +155,27 @@ def test_frequencies_equal_the_distribution_of_transformers(options):
     assert ((frequencies - expected).abs() <= bound).all()
 
 
+@pytest.mark.parametrize(
+    ("probabilities", "top_p", "kept"),
+    [
+        ([0.5, 0.25, 0.125, 0.125], 0.5, 1),
+        ([0.5, 0.25, 0.125, 0.125], 0.75, 2),
+        ([0.25, 0.25, 0.25, 0.25], 0.5, 2),  # which two is open
+        ([0.125] * 8, 0.125, 1),
+        ([0.5, 0.5], 0.5, 1),
+        ([0.5, 0.5], 0.5000001, 2),
+    ],
+)
+def test_top_p_that_is_reached_exactly_keeps_no_further_token(probabilities, top_p, kept):
+    """Powers of two, whose sums float32 has exactly; as transformers does."""
+    logits = torch.tensor([probabilities]).log()
+    assert torch.equal(torch.softmax(logits, dim=-1), torch.tensor([probabilities])), "else this is no tie"
+    params = SamplingParams(max_length=1, top_p=top_p)
+    assert int((theirs(params, logits) > 0).sum()) == kept
+    drawn = choose_tokens(logits.expand(500, -1), keys_of(500)[:, 0], params)
+    assert len(set(drawn.tolist())) == kept
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     "options", [{"top_k": 7}, {"top_p": 0.5}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.6}], ids=str
