@@ -41,6 +41,8 @@ class ReinforceConfig:
     kl_target: float | None = None
     kl_horizon: float = 10_000.0
     advantage_estimator: str = "rloo"
+    baseline_window: int = 10
+    baseline_decay: float = 0.9
     advantage_whitening: str = "none"
     credit_assignment: str = "sequence"
     discount_factor: float = 1.0

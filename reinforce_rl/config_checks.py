@@ -63,6 +63,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("trainer.reinforce.gradient_clip_val", rl.gradient_clip_val, 0),
         ("trainer.reinforce.initial_policy_kl_penalty", rl.initial_policy_kl_penalty, 0),
         ("trainer.reinforce.num_rollouts_per_prompt", rl.num_rollouts_per_prompt, 1),
+        ("trainer.reinforce.baseline_window", rl.baseline_window, 1),
         ("trainer.reinforce.reinforce_epochs", rl.reinforce_epochs, 1),
         ("trainer.reinforce.entropy_bonus", rl.entropy_bonus, 0),
         ("trainer.reinforce.ratio_clip_low", rl.ratio_clip_low, 0),
@@ -112,6 +113,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("reward_function.sample_timeout_seconds", cfg.reward_function.sample_timeout_seconds),
         ("trainer.reinforce.kl_target", rl.kl_target),
         ("trainer.reinforce.kl_horizon", rl.kl_horizon),
+        ("trainer.reinforce.baseline_decay", rl.baseline_decay),
         ("trainer.reinforce.discount_factor", rl.discount_factor),
         ("trainer.reinforce.generator_ratio_cap", rl.generator_ratio_cap),
         ("trainer.reinforce.reward_shaping.deviation", rl.reward_shaping.deviation),
@@ -160,6 +162,8 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         yield f"preflight is {cfg.preflight!r}; expected true, false or deep"
     if rl.max_steps < 1 and rl.max_steps != -1:
         yield f"trainer.reinforce.max_steps is {rl.max_steps}; expected at least 1, or -1 for all of max_epochs"
+    if rl.baseline_decay >= 1:
+        yield f"trainer.reinforce.baseline_decay is {rl.baseline_decay}; expected below 1; running_mean never forgets"
     if rl.discount_factor > 1:
         yield f"trainer.reinforce.discount_factor is {rl.discount_factor}; expected at most 1"
     if rl.ratio_clip_low > 1:

@@ -168,6 +168,9 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("several updates", ["model.global_batch_size=8"], ["global_batch_size is 8", "off-policy", "importance_ratio"]),
     ("ratio", [f"{RL}.importance_ratio=ppo"], ["importance_ratio is 'ppo'", "none, token, sequence"]),
     ("clip", [f"{RL}.ratio_clip_low=2"], ["ratio_clip_low is 2.0", "at most 1"]),
+    ("window", [f"{RL}.baseline_window=0"], ["baseline_window is 0", "at least 1"]),
+    ("decay", [f"{RL}.baseline_decay=1"], ["baseline_decay is 1.0", "below 1"]),
+    ("no decay", [f"{RL}.baseline_decay=0"], ["baseline_decay is 0.0", "above 0"]),
     ("discount", [f"{RL}.discount_factor=0.99"], ["discount_factor is 0.99", "credit_assignment=token"]),
     ("large discount", [f"{RL}.credit_assignment=token", f"{RL}.discount_factor=2"], ["is 2.0", "at most 1"]),
     (

@@ -31,7 +31,7 @@ class RewardGroups:
         rewards: [N], any floating type.
         group_ids: [N], any integers; equal within a group. Ids, never tokens: two equal prompts are two groups.
         valid: bool [N].
-        past_mean: mean reward of the valid samples of all past steps; 0 before the first.
+        past_mean: mean reward of past steps' valid samples; 0 before the first. See `PastSteps.reward_mean`.
     """
 
     rewards: Tensor
@@ -129,10 +129,11 @@ def no_baseline(groups: RewardGroups) -> Advantages:
     return _advantages(groups, 0.0)
 
 
-def running_mean(groups: RewardGroups) -> Advantages:
-    """A = r minus the mean reward of all past steps (Williams 1992; "REINFORCE with baseline" in arXiv:2402.14740).
+def past_mean(groups: RewardGroups) -> Advantages:
+    """A = r minus a mean reward of past steps (Williams 1992; "REINFORCE with baseline" in arXiv:2402.14740).
 
-    Unbiased, since the past does not depend on this step's samples.
+    Of all steps, of the last ones, or of all with exponentially decaying weights; `PastSteps` says which. Unbiased,
+    since the past does not depend on this step's samples.
     """
     return _advantages(groups, groups.past_mean)
 

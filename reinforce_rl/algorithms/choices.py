@@ -26,7 +26,9 @@ class EstimatorEntry:
 ADVANTAGE_ESTIMATORS = {
     "rloo": EstimatorEntry("leave_one_out", compares_samples=True),
     "none": EstimatorEntry("no_baseline", compares_samples=False),
-    "running_mean": EstimatorEntry("running_mean", compares_samples=False),
+    "running_mean": EstimatorEntry("past_mean", compares_samples=False),
+    "moving_average": EstimatorEntry("past_mean", compares_samples=False),
+    "exponential_moving_average": EstimatorEntry("past_mean", compares_samples=False),
     "batch_mean": EstimatorEntry("batch_mean", compares_samples=False),
     "prompt_mean": EstimatorEntry("prompt_mean", compares_samples=True),
     "grpo": EstimatorEntry("group_normalised", compares_samples=True, only_subtracts=False),

@@ -46,6 +46,11 @@ class RunningMoments:
         self.mean += shift * other.count / total
         self.count = total
 
+    def decay(self, factor: float) -> None:
+        """Let each number seen so far count `factor` times as much as before."""
+        self.count *= factor
+        self.squares *= factor
+
     def update(self, values: Tensor) -> None:
         """Add the numbers of a tensor."""
         self.merge(RunningMoments.of(values))

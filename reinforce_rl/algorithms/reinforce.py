@@ -127,7 +127,8 @@ class ReinforceTrainer:
         self._best = best or BestCheckpoints()
         self._prompts: list[Prompt] = []
         self._divergence = Divergence(cfg.max_skipped_steps)
-        self._past = PastSteps(KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon))
+        beta = KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon)
+        self._past = PastSteps(beta, cfg.baseline_window, cfg.baseline_decay)
         self._activity = activity or Activity()
         self._clock = StepClock(self._activity, model.mesh.device, among_ranks=model.mesh.world_size > 1)
         self._step_rollouts = StepRolloutMaker(
@@ -223,7 +224,7 @@ class ReinforceTrainer:
         rewards = shape_rewards(scores, valid, lengths, is_end, shaping, self._past.scores)
         in_reward = self._past.beta.value if cfg.kl_placement == "reward" else 0.0
         with_kl = less_kl(rewards, all_kl, in_reward, valid, self.step + 1)
-        groups = RewardGroups.of(with_kl, group_ids, valid, self._past.rewards.mean)
+        groups = RewardGroups.of(with_kl, group_ids, valid, self._past.reward_mean(cfg.advantage_estimator))
         found = estimator_of(cfg.advantage_estimator)(groups)
 
         found = found.select(own)

@@ -26,6 +26,8 @@ def found(name: str, **options):
 EXPECTED = {
     "none": [1, 3, 8, 5, 5, 9],
     "running_mean": [-1.5, 0.5, 5.5, 2.5, 2.5, 6.5],  # past mean 2.5
+    "moving_average": [-1.5, 0.5, 5.5, 2.5, 2.5, 6.5],
+    "exponential_moving_average": [-1.5, 0.5, 5.5, 2.5, 2.5, 6.5],
     "batch_mean": [r - 31 / 6 for r in (1, 3, 8, 5, 5, 9)],
     "prompt_mean": [-3, -1, 4, 0, 0, 0],
     "rloo": [-4.5, -1.5, 6, 0, 0, 0],

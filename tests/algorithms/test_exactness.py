@@ -28,6 +28,8 @@ from reinforce_rl.algorithms.choices import (
 )
 from reinforce_rl.algorithms.loss import LossSettings
 
+EXACT = {"none", "running_mean", "moving_average", "exponential_moving_average", "rloo"}
+
 
 @pytest.fixture(scope="module")
 def world() -> World:
@@ -43,7 +45,7 @@ def test_the_tree_has_a_dozen_sequences_of_unequal_length():
     assert sorted(set(TREE.mask.sum(1).tolist())) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("estimator", ["none", "running_mean", "rloo"])
+@pytest.mark.parametrize("estimator", sorted(EXACT))
 @pytest.mark.parametrize("placement", ["reward", "advantage", "loss"])
 @pytest.mark.parametrize("credit", ["sequence", "token"])
 def test_exact_estimators_have_the_true_gradient(world, estimator, placement, credit):
@@ -63,8 +65,7 @@ def test_a_baseline_that_includes_the_sample_shortens_the_gradient(world, estima
 
 
 def test_the_others_are_biased_and_this_test_would_see_it(world):
-    exact = {"none", "running_mean", "rloo"}
-    for estimator in ADVANTAGE_ESTIMATORS.keys() - exact:
+    for estimator in ADVANTAGE_ESTIMATORS.keys() - EXACT:
         assert bias(world, advantage_estimator=estimator) > 0.1
     for unit in ("sequence", "token"):
         assert bias(world, advantage_whitening=unit) > 0.05

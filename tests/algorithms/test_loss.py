@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from reinforce_rl.algorithms.choices import LOSS_AGGREGATIONS
 from reinforce_rl.algorithms.loss import Denominators
 
-WORKED = Path(__file__).parents[2].parent / "shared" / "data" / "worked_example.json"
+WORKED = Path(__file__).with_name("worked_example.json")
 
 
 @pytest.mark.parametrize("part", ["rloo", "reinforce_batch_mean"])
 def test_the_worked_example(part):
-    if not WORKED.exists():
-        pytest.skip(f"{WORKED} is not there")
     example = json.loads(WORKED.read_text())[part]
     log_probs = torch.tensor(example["logprobs"], dtype=torch.float64).flatten(0, -2).requires_grad_()
     advantages = torch.tensor(example["advantages"], dtype=torch.float64).flatten()

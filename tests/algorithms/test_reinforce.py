@@ -505,22 +505,40 @@ class TestTheEnd:
             "the configuration's, not the old run's"
         )
 
-    def test_the_running_mean_is_that_of_past_rewards(self, tmp_path, mesh):
-        lines = run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.advantage_estimator=running_mean")
+    @pytest.mark.parametrize(
+        ("estimator", "weights"),
+        [
+            ("running_mean", [1, 1, 1]),
+            ("moving_average", [1, 1, 0]),
+            ("exponential_moving_average", [1, 0.25, 0.0625]),
+        ],
+    )
+    def test_the_baseline_is_a_mean_of_past_rewards(self, estimator, weights, tmp_path, mesh):
+        """Weights of the last step, of the one before, and so on; every step has equally many samples."""
+        options = [f"{RL}.advantage_estimator={estimator}", f"{RL}.baseline_window=2", f"{RL}.baseline_decay=0.25"]
+        lines = run(tmp_path, mesh, f"{RL}.max_epochs=2", *options)
         baselines = [line["train/baseline"] for line in lines]
         rewards = [line["train/rewards_with_kl"] for line in lines]
-        past = [0.0, *(sum(rewards[:step]) / step for step in range(1, 4))]  # every step has equally many samples
-        assert baselines == pytest.approx(past, abs=1e-6)
+        expected = [0.0]
+        for step in range(1, 4):
+            weighted = list(zip(weights, reversed(rewards[:step]), strict=False))
+            expected.append(sum(w * reward for w, reward in weighted) / sum(w for w, _ in weighted))
+        assert baselines == pytest.approx(expected, abs=1e-6)
 
     @pytest.mark.parametrize(
         "options",
         [
             [f"{RL}.advantage_estimator=running_mean"],
+            [f"{RL}.advantage_estimator=moving_average", f"{RL}.baseline_window=2"],
+            [f"{RL}.advantage_estimator=exponential_moving_average"],
             [f"{RL}.reward_shaping.standardisation=running"],
             [f"{RL}.kl_target=0.5", f"{RL}.kl_horizon=50"],
             [f"{RL}.kl_target=0.5", f"{RL}.kl_horizon=50", f"{RL}.kl_placement=loss"],
         ],
-        ids=["running_mean", "running standardisation", "kl_target", "kl_target in the loss"],
+        ids=[
+            *("running_mean", "moving_average", "exponential_moving_average"),
+            *("running standardisation", "kl_target", "kl_target in the loss"),
+        ],
     )
     def test_what_depends_on_past_steps_is_in_the_checkpoint(self, tmp_path, mesh, options):
         options = [*options, f"{RL}.max_epochs=2"]

@@ -30,6 +30,8 @@ STATEFUL = [
 ]
 ASYNC = f"{SAVING}.async_save=true"
 FILTERING = ("trainer.reinforce.dynamic_filtering=true", "trainer.reinforce.max_resampling_rounds=1")
+MOVING = ("trainer.reinforce.advantage_estimator=moving_average", "trainer.reinforce.baseline_window=4")
+EXPONENTIAL = ("trainer.reinforce.advantage_estimator=exponential_moving_average",)
 DISTRIBUTED = ("model.optim.distributed=true", "model.optim.overlap_grad_sync=true")
 
 
@@ -72,8 +74,11 @@ def kill_at_random(
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((1, FILTERING), id="one rank"),
-        pytest.param((2, (*FILTERING, *DISTRIBUTED)), id="two ranks, distributed optimizer"),
+        pytest.param((1, (*FILTERING, *MOVING)), id="one rank, moving average"),
+        pytest.param(
+            (2, (*FILTERING, *DISTRIBUTED, *EXPONENTIAL)),
+            id="two ranks, distributed optimizer, exponential moving average",
+        ),
         pytest.param((2, FILTERING), id="two ranks", marks=pytest.mark.slow),
     ],
 )
@@ -108,13 +113,15 @@ def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
     newest = folder / (folder / "latest").read_text().strip()
     state = json.loads((newest / "trainer_state.json").read_text())
     assert sorted(state) == [
-        *("best", "data", "epoch", "kl_coefficient", "lora", "past_rewards", "past_scores", "step"),
-        *("validation_is_due", "version", "wandb_run_id"),
+        *("best", "data", "decayed_rewards", "epoch", "kl_coefficient", "last_rewards", "lora", "past_rewards"),
+        *("past_scores", "step", "validation_is_due", "version", "wandb_run_id"),
     ]
     assert (state["step"], state["epoch"], state["data"]["consumed_prompts"]) == (STEPS, 4, 4 * NUM_PROMPTS)
     assert state["past_scores"]["count"] == 4 * 4 * NUM_PROMPTS
     assert 0 < state["past_scores"]["mean"] < 1
     assert state["past_rewards"]["mean"] != 0
+    means = [state["past_rewards"]["mean"], state["decayed_rewards"]["mean"]]
+    assert len(state["last_rewards"]) == 10 and len({*means, *(of["mean"] for of in state["last_rewards"])}) > 3
     assert state["kl_coefficient"] != 0.1
     values = {line["step"]: line["val/rewards"] for line in metrics_of(uninterrupted) if "val/rewards" in line}
     best = max((step for step in values if step > 0), key=lambda step: values[step])  # of equal ones the first

@@ -73,6 +73,20 @@ def test_the_last_batch_is_ragged_or_dropped():
     assert [len(batch) for batch in epoch_of(PromptSampler(3, 5, seed=0))] == [3]
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 7), st.integers(0, 6))
+def test_an_epoch_has_the_batches_that_it_says(drop_last, full, step, rest):
+    """A last batch that is full belongs to it too; with `drop_last` no other one does."""
+    rest = rest % step
+    sampler = PromptSampler(full * step + rest, step, seed=0, drop_last=drop_last)
+    expected = [step] * full + [rest] * (rest > 0 and not drop_last)
+    assert sampler.batch_sizes == expected
+    for _ in range(2):
+        assert [len(batch) for batch in epoch_of(sampler)] == expected
+    assert sampler.consumed_prompts == 2 * sum(expected)
+
+
 def test_without_shuffle_the_order_is_the_data_sets():
     sampler = PromptSampler(5, 2, seed=0, shuffle=False)
     assert epoch_of(sampler) == epoch_of(sampler) == [[0, 1], [2, 3], [4]]

@@ -267,6 +267,20 @@ class TestEnds:
             ends.update(hits)
         assert "e" in ends
 
+    def test_end_strings_end_nothing_before_min_length(self, engine, folder, prompts):
+        """What was written before counts once there are enough tokens: then it is an end at once."""
+        tokenizer, ends = load_tokenizer(folder), ("e", "th")
+        free = texts_of(engine.generate(prompts, 20, SamplingParams(max_length=20), seed=0))
+        params = SamplingParams(max_length=20, min_length=7, end_strings=ends)
+        found = texts_of(engine.generate(prompts, 20, params, seed=0))
+        first = []  # of each response the length at which it has an end, 0 where it has none
+        for (tokens, _), given in zip(free, found, strict=True):
+            texts = [tokenizer.decode(tokens[:length]) for length in range(21)]
+            first.append(next((length for length, text in enumerate(texts) if any(end in text for end in ends)), 0))
+            length = max(first[-1], 7) if first[-1] else 20
+            assert given == (tokens[:length], "stop" if first[-1] else "length")
+        assert {0 < length < 7 for length in first} == {True, False} and max(first) > 7 and 0 in first
+
     def test_end_string_in_the_prompt_is_no_end(self, engine, folder):
         tokenizer = load_tokenizer(folder)
         prompt = prompt_of(0, tokenizer("the").input_ids)

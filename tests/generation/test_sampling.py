@@ -155,6 +155,19 @@ def test_frequencies_equal_the_distribution_of_transformers(options):
     assert ((frequencies - expected).abs() <= bound).all()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "top_p", "kept"),
+    [(2, 0.5, 1), (2, 0.5000001, 2), (4, 0.25, 1), (4, 0.5, 2), (4, 0.75, 3), (8, 0.125, 1)],
+)
+def test_top_p_that_is_reached_exactly_keeps_no_further_token(tokens, top_p, kept):
+    """Equally likely tokens, whose sums float32 has exactly, beside impossible ones; as transformers does."""
+    logits = torch.cat((torch.zeros(1, tokens), torch.full((1, 3), -math.inf)), dim=1)
+    params = SamplingParams(max_length=1, top_p=top_p)
+    assert int((theirs(params, logits) > 0).sum()) == kept
+    drawn = choose_tokens(logits.expand(500, -1), keys_of(500)[:, 0], params)
+    assert len(set(drawn.tolist())) == kept  # which of them is open
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     "options", [{"top_k": 7}, {"top_p": 0.5}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.6}], ids=str

@@ -49,9 +49,16 @@ def stop(number, frame):
     save(7, "stopped")
     print("saved", flush=True)
     os._exit(75)
-signal.signal(signal.SIGTERM, stop)
-signal.signal(signal.SIGUSR1, stop)
 what = os.environ.get("FAKE_ACTOR", "finishes")
+def save_slowly(number, frame):
+    time.sleep(5)
+    stop(number, frame)
+def save_and_hang(number, frame):
+    save(7, "stopped")
+    time.sleep(300)
+handler = {"saves slowly": save_slowly, "saves and hangs": save_and_hang}.get(what, stop)
+signal.signal(signal.SIGTERM, handler)
+signal.signal(signal.SIGUSR1, handler)
 (run_dir / "began").touch()
 if what in ("finishes", "finishes later"):
     time.sleep(6 if what == "finishes later" else 0)
@@ -137,7 +144,7 @@ def squeue(home: Path, arguments: list[str]) -> int:
     elif arguments[-1] == "%t":
         print("R" if (home / f"running-{job}").exists() else "")
     else:
-        print(f"{job}|1000|{int(time.time()) + 600}")
+        print(f"{job}|1000|{int(time.time()) + int(os.environ.get('FAKE_SECONDS_LEFT', 600))}")
     return 0
 
 

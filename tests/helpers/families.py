@@ -69,7 +69,7 @@ def prompts_of(vocab_size: int) -> list[list[int]]:
 
 
 def computed_here(folder: Path, mesh: Mesh, out: Path) -> dict[str, Any]:
-    """Logits, greedy responses, gradient of `loss` and its norm; the folder is exported to `out`."""
+    """Logits, greedy responses (drawn together and alone), gradient of `loss` and its norm. Exports to `out`."""
     lm = megatron_model(folder, mesh)
     vocab_size = lm.architecture.vocab_size
     tokens = tokens_of(vocab_size)
@@ -79,8 +79,11 @@ def computed_here(folder: Path, mesh: Mesh, out: Path) -> dict[str, Any]:
     exact = megatron_model(folder, mesh, torch.float64)  # two tokens that nearly tie do not happen
     prompts = [Prompt(i, "", tuple(prompt)) for i, prompt in enumerate(prompts_of(vocab_size))]
     params = SamplingParams(max_length=NEW_TOKENS, use_greedy=True, stop_token_ids=(2,))
-    made = NativeGenerator(exact, load_tokenizer(folder)).generate(prompts, 1, params, seed=0)
+    engine = NativeGenerator(exact, load_tokenizer(folder))
+    made = engine.generate(prompts, 1, params, seed=0)
     found["responses"] = [row[:n] for row, n in zip(made.tokens.tolist(), made.lengths.tolist(), strict=True)]
+    alone = [engine.generate([prompt], 1, params, seed=0) for prompt in prompts]
+    found["responses_alone"] = [one.tokens[0].tolist() for one in alone]
 
     ddp = wrap_data_parallel(lm)
     settings = OptimizerSettings(1e-3, 0.0, 0.0, (0.9, 0.95), 1e-8, "constant", 0, 0, 10, clip_grad=0.0)

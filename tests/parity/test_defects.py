@@ -173,9 +173,12 @@ def test_defect_07_never_silently_off_policy(tmp_path, mesh):
 
 
 def test_defect_08_log_probs_are_of_the_distribution_that_was_sampled_from(tmp_path, mesh):
-    with tiny_trainer(tiny_config(tmp_path, f"{ROLLOUT}.sampling_params.temperature=0.5"), mesh) as trainer:
+    # Else the trainer takes the generator's log-probs for its own, and they equal themselves.
+    own = f"{RL}.generator_log_probs=false"
+    with tiny_trainer(tiny_config(tmp_path, f"{ROLLOUT}.sampling_params.temperature=0.5", own), mesh) as trainer:
         batch, _, _ = trainer.generate_rollouts()
     assert batch.log_probs is not None and batch.generator_log_probs is not None
+    assert batch.log_probs is not batch.generator_log_probs
     torch.testing.assert_close(batch.log_probs, batch.generator_log_probs, rtol=0, atol=1e-5)
     assert batch.init_log_probs is not None
     torch.testing.assert_close(batch.init_log_probs, batch.log_probs, rtol=0, atol=1e-5)

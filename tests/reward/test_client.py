@@ -203,6 +203,18 @@ def test_a_silent_server_is_given_up_at_the_deadline(make_client):
         assert time.monotonic() - start < 5
 
 
+def test_an_answer_that_takes_longer_than_one_attempt_may_comes_in_the_end(make_client):
+    """The server begins anew with each attempt and takes 1 s, so attempts of 0.3 and 0.6 s are in vain."""
+    with FakeRewardServer(score=lambda _: (time.sleep(1.0), 1.5)[1]) as fake:
+        client = make_client(fake.port, attempt_timeout_seconds=0.3, deadline_seconds=12.0)
+        for number in (1, 2):
+            before = len(fake.requests)
+            assert client.infer_rm(request_of([[number]])).result().values.tolist() == [1.5]
+            attempts = fake.requests[before:]
+            assert attempts == [[[number]]] * len(attempts), "each asks for the same"
+            assert len(attempts) >= 3, "the next request begins with a short attempt again"
+
+
 def test_a_foreign_program_on_the_port_is_named(make_client):
     class Hello(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

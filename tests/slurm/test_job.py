@@ -130,6 +130,43 @@ def test_the_signal_before_the_time_limit_saves_and_requeues(started: type[Job])
     assert job.requeued and job.attempts[0].requeued
 
 
+@pytest.mark.parametrize(
+    ("number", "seconds_left", "grace", "saves"),
+    [
+        (signal.SIGUSR1, 600, 2, True),  # before the time limit there is all the time that is left
+        (signal.SIGUSR1, 25, 60, True),  # and ten seconds where none is
+        (signal.SIGTERM, 600, 2, False),  # nobody knows how long Slurm waits with a job that is cancelled
+    ],
+    ids=["much time", "no time", "cancelled"],
+)
+def test_how_long_an_actor_may_take_to_save(
+    started: type[Job], number: signal.Signals, seconds_left: int, grace: int, saves: bool
+) -> None:
+    """It takes five seconds."""
+    times = {"FAKE_SECONDS_LEFT": str(seconds_left), "REINFORCE_GRACE_SECONDS": str(grace)}
+    job = started(FAKE_ACTOR="saves slowly", **times)
+    job.wait_until_training()
+    job.process.send_signal(number)
+    _, lines = job.finish()
+    assert any("has not ended in time; killing it" in line for line in lines) is not saves, lines
+    assert job.attempts[0].step_after == (7 if saves else 0)
+    assert job.requeued is saves
+
+
+def test_an_actor_that_hangs_is_killed_in_time_for_a_requeue(started: type[Job]) -> None:
+    """Half a minute before the end of the allocation, though it would have more time by the settings."""
+    begin = time.time()
+    job = started(FAKE_ACTOR="saves and hangs", FAKE_SECONDS_LEFT="42", REINFORCE_GRACE_SECONDS="150")
+    job.wait_until_training()
+    told = time.time()
+    job.process.send_signal(signal.SIGUSR1)
+    _, lines = job.finish()
+    assert any("actor has not ended in time; killing it" in line for line in lines), lines
+    assert job.requeued and "; requeued: from step 0 to step 7" in lines[-1], lines
+    due = max(begin + 42 - 30, told + 10)
+    assert due - 2 < time.time() < due + 25, lines
+
+
 def test_a_job_that_saves_nothing_new_is_not_requeued(started: type[Job], tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "step_00000007").mkdir(parents=True)
     job = started(FAKE_ACTOR="trains")
