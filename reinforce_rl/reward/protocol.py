@@ -23,6 +23,7 @@ told the right one. It has its own process and thread, so it answers while the r
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,6 +47,20 @@ FINISHED = "finished"
 REWARDS = "rewards"
 STATUS = "status"
 ATTRIBUTES = "attributes"
+
+# Inputs by name: the type, and elements of a sample; -1: as many tokens as the request says.
+INPUTS = {
+    SENTENCES: ("BYTES", 1),
+    TOKENS: ("INT64", -1),
+    SEQUENCE_LENGTHS: ("INT64", 1),
+    PROMPTS: ("BYTES", 1),
+    RESPONSES: ("BYTES", 1),
+    MESSAGES: ("BYTES", 1),
+    METADATA: ("BYTES", 1),
+    FINISHED: ("INT64", 1),
+}
+TEXT_REQUIRED = frozenset({PROMPTS, RESPONSES})
+TEXT_OPTIONAL = frozenset({MESSAGES, METADATA, FINISHED})
 
 # What a server says that a trainer may send it.
 TOKENS_FORM = "tokens"
@@ -129,6 +144,21 @@ class ServerInfo:
         """
         mine, theirs = asdict(self), asdict(other)
         return [f"{key}: {mine[key]} {here}, {theirs[key]} {there}" for key in mine if mine[key] != theirs[key]]
+
+
+def check_inputs(names: set[str], input_forms: Sequence[str]) -> None:
+    """Raises ValueError unless inputs of these names make a request of one form that a server reads."""
+    if not input_forms and not names:
+        return
+    if names in ({SENTENCES}, {TOKENS, SEQUENCE_LENGTHS}):
+        form = TOKENS_FORM
+    else:
+        form = TEXT_FORM if TEXT_REQUIRED <= names <= TEXT_REQUIRED | TEXT_OPTIONAL else None
+    if form not in input_forms:
+        tokens = f"'{TOKENS}' with '{SEQUENCE_LENGTHS}', or '{SENTENCES}'"
+        texts = f"'{PROMPTS}' with '{RESPONSES}' (and {', '.join(sorted(TEXT_OPTIONAL))})"
+        read = " or ".join({TOKENS_FORM: tokens, TEXT_FORM: texts}[known] for known in input_forms)
+        raise ValueError(f"this model reads {read or 'no input'}; this request holds {sorted(names)}")
 
 
 def check_answer(rewards: Any, status: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
