@@ -18,7 +18,6 @@ from reinforce_rl.reward import protocol
 from reinforce_rl.reward.limits import MAX_JSON_BYTES, FrontLimits, Refusal
 
 MAX_TENSORS = 16
-MAX_ID_LETTERS = 256
 BINARY_SIZE = "binary_data_size"
 OUTPUTS = (protocol.REWARDS, protocol.STATUS, protocol.ATTRIBUTES, protocol.INFO_OUTPUT)
 LENGTH_BYTES = 4  # before each text
@@ -26,11 +25,7 @@ LENGTH_BYTES = 4  # before each text
 
 @dataclass(frozen=True)
 class TritonRequest:
-    """Attributes:
-    samples: of the first input.
-    body: a JSON object and binary tensors.
-    json_length: bytes of the former.
-    """
+    """A JSON object of `json_length` bytes, and binary tensors of so many samples."""
 
     samples: int
     body: bytes
@@ -64,13 +59,15 @@ def read_request(
         if tensor.get("datatype") != datatype:
             raise Refusal(400, f"the datatype of '{name}' is not {datatype}")
         shapes[name] = shape = _shape(tensor, width, limits)
-        size = _binary_size(tensor)
+        size = _parameters(tensor).get(BINARY_SIZE)
         if size is None:
             part = _written(tensor, shape)
         else:
+            if type(size) is not int or size < 0 or "data" in tensor:
+                raise Refusal(400, f"{BINARY_SIZE} of '{name}' is no number of 0 or more, or there is 'data' besides")
             part = memoryview(body)[position : position + size]
             position += size
-            _check_binary(name, part, size, datatype, shape)
+            _check_binary(name, part, size, shape)
         header["inputs"].append(
             {"name": name, "datatype": datatype, "shape": shape, "parameters": {BINARY_SIZE: len(part)}}
         )
@@ -93,8 +90,8 @@ def _wanted(request: dict[str, Any]) -> dict[str, Any]:
     """What is asked of the answer: its id, its outputs and their form."""
     wanted: dict[str, Any] = {}
     name = request.get("id", "")
-    if not isinstance(name, str) or not name.isprintable() or len(name) > MAX_ID_LETTERS:
-        raise Refusal(400, f"'id' is no printable text of at most {MAX_ID_LETTERS} letters")
+    if not isinstance(name, str) or not name.isprintable():
+        raise Refusal(400, "'id' is no printable text")
     if name:
         wanted["id"] = name
     if "outputs" in request:
@@ -137,22 +134,9 @@ def _json_length(header: str | None, body_length: int) -> int:
 
 
 def _parse(text: bytes) -> dict[str, Any]:
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a key occurs twice")
-        return found
-
-    def no_constant(_: str) -> None:
-        raise ValueError("JSON has no NaN and no infinity")
-
     try:
-        request = json.loads(
-            text.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=no_constant, strict=True
-        )
-    except RecursionError as error:
-        raise Refusal(400, "the JSON is nested too deeply") from error
-    except ValueError as error:  # of UTF-8, of JSON, of Python's limit on the digits of a number
+        request = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # of UTF-8, of JSON, of Python's limits on digits and on depth
         raise Refusal(400, f"the request is no JSON object in UTF-8: {error}") from error
     if not isinstance(request, dict):
         raise Refusal(400, "the request is no JSON object")
@@ -175,12 +159,12 @@ def _shape(tensor: dict[str, Any], width: int, limits: FrontLimits) -> list[int]
     shape = tensor.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(d) is int and d >= 1 for d in shape):
         raise Refusal(400, f"the shape of '{tensor['name']}' is no list of two numbers of 1 or more")
+    if width >= 0 and shape[1] != width:
+        raise Refusal(400, f"the shape of '{tensor['name']}' is {shape}; expected [samples, {width}]")
     if shape[0] > limits.max_samples:
         raise Refusal(
             400, f"the request claims {shape[0]} samples; batch size must be <= {limits.max_samples} for this server"
         )
-    if width >= 0 and shape[1] != width:
-        raise Refusal(400, f"the shape of '{tensor['name']}' is {shape}; expected [samples, {width}]")
     if shape[1] > limits.max_sequence_length:
         raise Refusal(
             400,
@@ -190,24 +174,12 @@ def _shape(tensor: dict[str, Any], width: int, limits: FrontLimits) -> list[int]
     return shape
 
 
-def _binary_size(tensor: dict[str, Any]) -> int | None:
-    size = _parameters(tensor).get(BINARY_SIZE)
-    if size is None:
-        return None
-    if type(size) is not int or size < 0:
-        raise Refusal(400, f"{BINARY_SIZE} is no number of 0 or more")
-    if "data" in tensor:
-        raise Refusal(400, f"an input has both 'data' and {BINARY_SIZE}")
-    return size
-
-
-def _check_binary(name: str, part: memoryview, size: int, datatype: str, shape: list[int]) -> None:
-    count = math.prod(shape)
-    if datatype == "INT64":
+def _check_binary(name: str, part: memoryview, size: int, shape: list[int]) -> None:
+    count, place, texts = math.prod(shape), 0, 0
+    if protocol.INPUTS[name][0] == "INT64":
         if size != 8 * count:
             raise Refusal(400, f"'{name}' of shape {shape} needs {8 * count} bytes, {BINARY_SIZE} is {size}")
         return
-    place, texts = 0, 0
     while place + LENGTH_BYTES <= len(part):
         place += LENGTH_BYTES + int.from_bytes(part[place : place + LENGTH_BYTES], "little")
         texts += 1

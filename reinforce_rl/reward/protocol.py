@@ -49,16 +49,8 @@ STATUS = "status"
 ATTRIBUTES = "attributes"
 
 # Inputs by name: the type, and elements of a sample; -1: as many tokens as the request says.
-INPUTS = {
-    SENTENCES: ("BYTES", 1),
-    TOKENS: ("INT64", -1),
-    SEQUENCE_LENGTHS: ("INT64", 1),
-    PROMPTS: ("BYTES", 1),
-    RESPONSES: ("BYTES", 1),
-    MESSAGES: ("BYTES", 1),
-    METADATA: ("BYTES", 1),
-    FINISHED: ("INT64", 1),
-}
+INPUTS = {name: ("BYTES", 1) for name in (SENTENCES, PROMPTS, RESPONSES, MESSAGES, METADATA)}
+INPUTS |= {TOKENS: ("INT64", -1), SEQUENCE_LENGTHS: ("INT64", 1), FINISHED: ("INT64", 1)}
 TEXT_REQUIRED = frozenset({PROMPTS, RESPONSES})
 TEXT_OPTIONAL = frozenset({MESSAGES, METADATA, FINISHED})
 
@@ -148,17 +140,12 @@ class ServerInfo:
 
 def check_inputs(names: set[str], input_forms: Sequence[str]) -> None:
     """Raises ValueError unless inputs of these names make a request of one form that a server reads."""
-    if not input_forms and not names:
-        return
-    if names in ({SENTENCES}, {TOKENS, SEQUENCE_LENGTHS}):
-        form = TOKENS_FORM
-    else:
-        form = TEXT_FORM if TEXT_REQUIRED <= names <= TEXT_REQUIRED | TEXT_OPTIONAL else None
-    if form not in input_forms:
-        tokens = f"'{TOKENS}' with '{SEQUENCE_LENGTHS}', or '{SENTENCES}'"
-        texts = f"'{PROMPTS}' with '{RESPONSES}' (and {', '.join(sorted(TEXT_OPTIONAL))})"
-        read = " or ".join({TOKENS_FORM: tokens, TEXT_FORM: texts}[known] for known in input_forms)
-        raise ValueError(f"this model reads {read or 'no input'}; this request holds {sorted(names)}")
+    is_text = TEXT_REQUIRED <= names <= TEXT_REQUIRED | TEXT_OPTIONAL
+    is_tokens = names in ({SENTENCES}, {TOKENS, SEQUENCE_LENGTHS})
+    form = TEXT_FORM if is_text else TOKENS_FORM if is_tokens else None
+    if form not in input_forms and (names or input_forms):
+        read = " or ".join(input_forms) or "no input"
+        raise ValueError(f"this model reads {read}; this request holds {sorted(names)}, see docs/reward-server.md")
 
 
 def check_answer(rewards: Any, status: Any, count: int) -> tuple[np.ndarray, np.ndarray]:

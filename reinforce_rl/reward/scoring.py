@@ -157,6 +157,8 @@ class RequestScorer:
         for request in requests:
             try:
                 read, answer = self._answer([request])
+            except RankLostError:
+                raise
             except Exception as error:
                 logger.error("event=request_failed error=%s", type(error).__name__)
                 failures.append(error)
@@ -176,9 +178,10 @@ class RequestScorer:
             rows = request[protocol.SENTENCES].reshape(-1).tolist()
             return self._read_each(rows, self._tokenize, base.STATUS_BAD_TEXT)
         if protocol.TOKENS in names:
-            tokens, lengths = request[protocol.TOKENS], request[protocol.SEQUENCE_LENGTHS]
-            pairs = zip(tokens, lengths.reshape(len(tokens)).tolist(), strict=True)
-            return self._read_each(pairs, _cut, base.STATUS_BAD_LENGTH)
+            tokens, lengths = request[protocol.TOKENS], request[protocol.SEQUENCE_LENGTHS].reshape(-1).tolist()
+            pairs = zip(tokens, lengths, strict=True)
+            rows = [row[:length] if 0 <= length <= len(row) else None for row, length in pairs]
+            return self._read_each(rows, lambda row: row[:], base.STATUS_BAD_LENGTH)
         texts, status = read_samples(request)
         samples = self._read_each(texts, lambda text: encode_sample(self._tokenizer, text), base.STATUS_BAD_PROMPT)
         return Samples(samples.sequences, np.where(status == base.STATUS_OK, samples.status, status))
@@ -240,10 +243,8 @@ class RequestScorer:
             answer[protocol.ATTRIBUTES] = scores[:, 1:]
         return answer
 
-    def _call_in_parts(
-        self, sequences: list[list[int]], log_level: int = logging.ERROR
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Status int32 [n] and scores [n, 1 + K]. Where the model raises, each half is scored by itself."""
+    def _call_in_parts(self, sequences: list[list[int]], level: int = logging.ERROR) -> tuple[np.ndarray, np.ndarray]:
+        """Status [n] and scores [n, 1 + K]. Where the model raises, each half is scored by itself."""
         self._beat()
         try:
             return np.zeros(len(sequences), np.int32), self._call_model(sequences)
@@ -253,9 +254,8 @@ class RequestScorer:
             # Whatever the model raised, the caller gets an answer that can never be mistaken for a reward.
             # The error's own text may quote a sample.
             where = "".join(traceback.format_tb(error.__traceback__))
-            logger.log(
-                log_level, "event=scoring_failed samples=%d error=%s\n%s", len(sequences), type(error).__name__, where
-            )
+            kind, count = type(error).__name__, len(sequences)
+            logger.log(level, "event=scoring_failed samples=%d error=%s\n%s", count, kind, where)
             logger.debug("event=scoring_failed_details", exc_info=True)
         if len(sequences) == 1:
             return np.array([base.STATUS_INTERNAL], np.int32), np.full((1, 1 + len(self._attributes)), np.nan)
@@ -305,10 +305,3 @@ class RequestScorer:
                 tokens=old.tokens + tokens,
                 seconds=old.seconds + seconds,
             )
-
-
-def _cut(row: tuple[np.ndarray, int]) -> np.ndarray:
-    tokens, length = row
-    if not 0 <= length <= len(tokens):
-        raise ValueError("sequence_lengths does not fit the tokens")
-    return tokens[:length]

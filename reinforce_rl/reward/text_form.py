@@ -73,14 +73,11 @@ def _json(raw: Any, kind: type) -> Any:
     value = json.loads(text) if text else kind()
     if not isinstance(value, kind):
         raise ValueError(f"found JSON of type {type(value).__name__}; expected {kind.__name__}")
-    _check_depth(value, MAX_DEPTH)
+    if _depth(value) > MAX_DEPTH:
+        raise ValueError(f"found JSON that is nested deeper than {MAX_DEPTH}")
     return value
 
 
-def _check_depth(node: Any, left: int) -> None:
-    if left == 0:
-        raise ValueError(f"found JSON that is nested deeper than {MAX_DEPTH}")
-    children = node.values() if isinstance(node, dict) else node
-    for child in children:
-        if isinstance(child, (dict, list)):
-            _check_depth(child, left - 1)
+def _depth(node: Any) -> int:
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return 1 + max(map(_depth, children), default=0)

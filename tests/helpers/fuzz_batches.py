@@ -70,6 +70,9 @@ class Draft:
 
     def write(self) -> WireRequest:
         header, tail = [], b""
+        known = [value for tensor in self.tensors if isinstance(tensor.get("data"), list) for value in tensor["data"]]
+        if not all(isinstance(value, bytes) or (type(value) is int and abs(value) < 2**63) for value in known):
+            self.binary = False
         for tensor in self.tensors:
             entry = dict(tensor)
             data = entry.get("data")
@@ -178,7 +181,7 @@ class BatchFuzzer:
         rng, tensor = self._rng, self._rng.choice(draft.tensors)
         place = rng.randrange(len(tensor["data"]))
         if tensor["datatype"] == "INT64":
-            tensor["data"][place] = rng.choice((*ODD_IDS, 0, MAX_LENGTH + 1))
+            tensor["data"][place] = rng.choice((*ODD_IDS, TOKEN_NAN, TOKEN_RAISE, 0, MAX_LENGTH + 1))
         elif tensor["name"] == "messages" and rng.random() < 0.8:
             tensor["data"][place] = self._messages()
         elif tensor["name"] == "metadata" and rng.random() < 0.8:

@@ -1,183 +1,217 @@
-"""Whatever one request or sample holds, the others that are merged with it get their right scores."""
+"""Whatever one request or sample holds, the others of its batch get their right scores: without a server, thousands.
+
+`test_isolation_server.py` sends the same over HTTP, to be merged by Triton.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import re
-import struct
 from collections import Counter
 
 import numpy as np
 import pytest
-from aiohttp import ClientSession, ClientTimeout
-from helpers.fuzz_batches import BatchFuzzer, Draft, WireRequest, int_tensor, text_tensor
-from helpers.serve_toy_scorer import VOCAB_SIZE
+from helpers.fuzz_batches import BatchFuzzer
+from helpers.merged_requests import let_in
+from helpers.serve_toy_scorer import TOKEN_RAISE, VOCAB_SIZE, ToyScorer, toy_score
 from helpers.tiny_tokenizer import write_tiny_tokenizer
-from helpers.toy_server import ToyServer
 
-from reinforce_rl.reward.http_call import call
+from reinforce_rl.errors import RewardServerError
+from reinforce_rl.reward import base, protocol
+from reinforce_rl.reward.base import TextSample
+from reinforce_rl.reward.function_loading import FunctionSpec
+from reinforce_rl.reward.function_pool import FunctionPool
+from reinforce_rl.reward.function_scoring import FunctionRequestScorer, FunctionScorer
+from reinforce_rl.reward.limits import Refusal
+from reinforce_rl.reward.scoring import RequestScorer
+from reinforce_rl.reward.text_form import text_arrays
 from reinforce_rl.tokenizer import load_tokenizer
 
-pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
-
-DELAY = "0.03"  # seconds in which eight requests come, to be merged
+# As that of a model with tools: it fails on what is no list of calls, and on a text it cannot add to.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] | upper }}: {{ m.content + '' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}{{ eos_token }}{% endfor %}A:"
+)
 
 
 @pytest.fixture(scope="module")
-def encode(tmp_path_factory):
-    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE))
-    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+def tokenizer(tmp_path_factory):
+    folder = write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE, chat_template=TEMPLATE)
+    return load_tokenizer(folder)
 
 
-@pytest.fixture(scope="module", params=["apart", "merged"])
-def server(request, tmp_path_factory):
-    options = [
-        "--max-queue-delay",
-        DELAY,
-        "--max-batch-size",
-        "64",
-        *(["--merge"] if request.param == "merged" else []),
-    ]
-    server = ToyServer(tmp_path_factory.mktemp(request.param), *options).start()
-    yield server
-    server.close()
+class RaisingScorer(ToyScorer):
+    """Raises whatever a test wants where it meets a certain token."""
+
+    def __init__(self, error: type[BaseException]):
+        super().__init__(0.0, 0.0)
+        self.calls = 0
+        self._error = error
+
+    def score(self, sequences):
+        self.calls += 1
+        if any(TOKEN_RAISE in sequence for sequence in sequences):
+            raise self._error("told to")
+        return super().score(sequences)
 
 
-async def send(session: ClientSession, port: int, request: WireRequest) -> tuple[int, bytes]:
-    url = f"http://127.0.0.1:{port}/v2/models/reward_model/infer"
-    async with session.post(url, data=request.body, headers=request.headers) as answer:
-        return answer.status, await answer.read()
+def request_of(*rows: list[int]) -> dict[str, np.ndarray]:
+    return {"tokens": np.array(rows, np.int64), "sequence_lengths": np.array([[len(row)] for row in rows], np.int64)}
 
 
-async def send_batches(port: int, batches: list[list[WireRequest]]) -> list[list[tuple[int, bytes]]]:
-    async with ClientSession(timeout=ClientTimeout(120)) as session:
-        return [await asyncio.gather(*(send(session, port, one) for one in batch)) for batch in batches]
+def assert_right(answer: dict[str, np.ndarray], scores: np.ndarray, what: object) -> None:
+    assert answer["status"].tolist() == [[base.STATUS_OK]] * len(scores), what
+    np.testing.assert_allclose(answer["rewards"][:, 0], scores, rtol=1e-5, err_msg=str(what))
 
 
-def outputs_of(body: bytes) -> dict[str, list]:
-    return {output["name"]: output["data"] for output in json.loads(body)["outputs"]}
-
-
-def check_right(request: WireRequest, answer: tuple[int, bytes], bad: WireRequest) -> None:
-    code, body = answer
-    assert code == 200, (bad, code, body)
-    outputs = outputs_of(body)
-    assert outputs["status"] == [0] * len(request.scores), (bad, outputs)
-    np.testing.assert_allclose(outputs["rewards"], request.scores, rtol=1e-5, err_msg=str(bad))
-
-
-def merged_requests(server: ToyServer) -> tuple[float, float]:
-    """Requests that were answered 200, and the batches that they came in."""
-    text = call("127.0.0.1", server.port, "/metrics", 30.0).body.decode()
-    found = [re.search(rf"^{name} (\S+)$", text, re.M) for name in REQUESTS_AND_BATCHES]
-    return tuple(float(one.group(1)) if one else 0.0 for one in found)
-
-
-REQUESTS_AND_BATCHES = (r'reward_server_requests_total\{code="200"\}', "reward_server_model_batches_total")
-
-
-def texts(**columns: list[bytes]) -> list[dict]:
-    return [text_tensor(name, column) for name, column in columns.items()]
-
-
-def lie(texts: list[dict], raw: bytes) -> list[dict]:
-    return [{**texts[0], "raw": raw}, *texts[1:]]
-
-
-HI = texts(prompts=[b"hi"], responses=[b"a"])
-SPOKEN = texts(prompts=[b"hi"], responses=[b"a"], messages=[b""])
-LONG = struct.pack("<I", 999) + b"hi"
-SHORT = struct.pack("<I", 1) + b"hi"
-ROW = [int_tensor("tokens", [[5, 6]]), int_tensor("sequence_lengths", [[2]])]
-
-
-def said(**message: object) -> list[dict]:
-    return [*HI, *texts(messages=[json.dumps([{"role": "user", "content": "hi", **message}]).encode()])]
-
-
-KNOWN = {
-    "a text's length beyond the tensor": (Draft(lie(HI, LONG), True), 400),
-    "a text's length below the tensor's": (Draft(lie(HI, SHORT), True), 400),
-    "a sentence's length": (Draft(lie(texts(sentences=[b"hi"]), LONG), True), 400),
-    "half a surrogate pair": (Draft(said(content="\ud800"), True), [9]),
-    "tool_calls": (Draft(said(tool_calls=5), True), [0]),
-    "half a pair, plainly": (Draft([{**texts(sentences=[b""])[0], "data": ["\ud800"]}], False), [5]),
-    "no width": (Draft([int_tensor("tokens", [[]]), ROW[1]], True), 400),
-    "no width in JSON": (Draft([int_tensor("tokens", [[]]), ROW[1]], False), 400),
-    "no samples": (Draft([{**one, "shape": [0, 1], "data": []} for one in ROW], False), 400),
-    "two forms": (Draft([*HI, *ROW], True), 400),
-    "two other forms": (Draft([*texts(sentences=[b"a"]), *ROW], False), 400),
-    "a float": (Draft([{**ROW[0], "data": [5, 6.5]}, ROW[1]], False), 400),
-    "a whole float": (Draft([{**ROW[0], "data": [5, 6.0]}, ROW[1]], False), 400),
-    "2^63": (Draft([{**ROW[0], "data": [5, 2**63]}, ROW[1]], False), 400),
-    "a huge number": (Draft([{**ROW[0], "data": [5, 10**400]}, ROW[1]], False), 400),
-    "an overflowing float": (Draft([{**ROW[0], "data": [5, "HUGE"]}, ROW[1]], False), 400),
-    "null": (Draft([{**ROW[0], "data": [5, None]}, ROW[1]], False), 400),
-    "true": (Draft([{**ROW[0], "data": [5, True]}, ROW[1]], False), 400),
-    "a text for a number": (Draft([{**ROW[0], "data": [5, "6"]}, ROW[1]], False), 400),
-    "a number for a text": (Draft([{**texts(sentences=[b""])[0], "data": [6]}], False), 400),
-    "classes for scores": (
-        Draft(ROW, True, {"outputs": [{"name": "rewards", "parameters": {"classification": 1}}]}),
-        400,
-    ),
-    "an unknown output": (Draft(ROW, True, {"outputs": [{"name": "none"}]}), 400),
-    "a time limit": (Draft(ROW, True, {"parameters": {"timeout": -1}}), None),
-    "numbers of 4 bytes": (Draft([{**ROW[0], "datatype": "INT32"}, ROW[1]], False), 400),
-    "an unknown input": (Draft([*ROW, *texts(unknown=[b"a"])], True), 400),
-    "an input that is missing": (Draft(ROW[:1], True), 400),
-    "an input twice": (Draft([*ROW, ROW[0]], True), 400),
-    "other numbers of samples": (Draft([int_tensor("tokens", [[5, 6]] * 2), ROW[1]], True), 400),
-}
-
-
-@pytest.mark.parametrize(("draft", "expected"), KNOWN.values(), ids=KNOWN)
-def test_a_bad_request_is_refused_and_its_neighbours_are_scored(server, encode, draft, expected):
-    bad = draft.write()
-    bad = WireRequest(bad.body.replace(b'"HUGE"', b"1e999"), bad.headers)
-    form = "sentences" if b"sentences" in bad.body else "text" if b"prompts" in bad.body else "tokens"
-    optional = ["messages"] if b"messages" in bad.body else []
-    fuzzer = BatchFuzzer(1, encode)
-    good = [fuzzer._right(form, 2, optional) for _ in range(7)]
-    for _ in range(2):  # in the second round, connections are open
-        ((first, *others),) = asyncio.run(send_batches(server.port, [[bad, *good]]))
-        for request, answer in zip(good, others, strict=True):
-            check_right(request, answer, bad)
-        code, body = first
-        assert b"Traceback" not in body and b'File "' not in body, body
-        if isinstance(expected, int):
-            assert code == expected, body
-            assert json.loads(body)["error"]
-        elif expected is not None:
-            assert code == 200, body
-            assert outputs_of(body)["status"] == expected
-
-
-def fuzz(server: ToyServer, encode, rounds: int, seed: int) -> None:
-    fuzzer = BatchFuzzer(seed, encode)
-    codes, kinds = Counter(), Counter()
-    before = merged_requests(server)
+def fuzz(scorer: RequestScorer, fuzzer: BatchFuzzer, rounds: int, rank: int = 0) -> Counter[str]:
+    """What became of the wrong ones."""
+    outcomes: Counter[str] = Counter()
     for _ in range(rounds):
-        batch = fuzzer.batch()
-        (answers,) = asyncio.run(send_batches(server.port, [batch]))
-        code, body = answers[0]
-        codes[code] += 1
-        kinds[batch[0].what] += 1
-        assert code in (200, 400, 413), (batch[0], code, body)
-        assert b"Traceback" not in body and b'File "' not in body, (batch[0], body)
-        for request, answer in zip(batch[1:], answers[1:], strict=True):
-            check_right(request, answer, batch[0])
-    requests, batches = np.subtract(merged_requests(server), before)
-    print(f"seed {seed}: bad answers by code {dict(codes)}, {requests / batches:.1f} requests in a batch")
-    assert codes[400] > rounds / 10 and codes[200] > rounds / 10
-    assert requests / batches > 3  # they were merged indeed
+        bad, *good = fuzzer.batch()
+        arrays = [let_in(request, scorer.input_forms) for request in good]
+        try:
+            arrays.insert(rank, let_in(bad, scorer.input_forms))
+        except Refusal as refusal:
+            assert refusal.code in (400, 413)
+            outcomes["refused"] += 1
+        answers = scorer(arrays)
+        if len(answers) > len(good):
+            answer = answers.pop(rank)
+            outcomes.update(map(str, answer["status"][:, 0]))
+            assert (np.isnan(answer["rewards"]) == (answer["status"] != base.STATUS_OK)).all(), bad
+        for request, answer in zip(good, answers, strict=True):
+            assert_right(answer, request.scores, bad)
+    return outcomes
 
 
-def test_one_bad_request_among_seven_good(server, encode):
-    fuzz(server, encode, 100, seed=18)
+def fuzz_model(tokenizer, deterministic: bool, rounds: int, seed: int) -> None:
+    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    scorer = RequestScorer(RaisingScorer(RuntimeError), tokenizer, deterministic=deterministic)
+    outcomes = fuzz(scorer, BatchFuzzer(seed, encode), rounds, rank=seed % 8)
+    print(f"seed {seed}: {dict(outcomes)}")
+    assert outcomes["refused"] > rounds / 5
+    for status in (*range(1, 8), base.STATUS_BAD_PROMPT):
+        assert outcomes[str(status)] > 0, status
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_one_bad_request_among_seven_good(tokenizer, deterministic):
+    fuzz_model(tokenizer, deterministic, 1000, seed=18 + deterministic)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_one_bad_request_among_seven_good_a_thousand_times(server, encode):
-    fuzz(server, encode, 1500, seed=1800)
+@pytest.mark.parametrize("seed", range(1800, 1804))
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_one_bad_request_among_seven_good_ten_thousand_times(tokenizer, deterministic, seed):
+    fuzz_model(tokenizer, deterministic, 10_000, seed)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, RecursionError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_sample_at_which_a_model_raises_fails_alone(tokenizer, deterministic, error):
+    model = RaisingScorer(error)
+    rows = [[3, row] for row in range(32)]
+    bad = [*rows[:20], [TOKEN_RAISE, 1], *rows[21:]]
+    left, right = RequestScorer(model, tokenizer, deterministic=deterministic)([request_of(*bad), request_of([7, 8])])
+    assert_right(right, np.array([toy_score([7, 8])], np.float32), error)
+    assert [row for row, status in enumerate(left["status"][:, 0]) if status] == [20]
+    assert left["status"][20, 0] == base.STATUS_INTERNAL and np.isnan(left["rewards"][20, 0])
+    others = [row for row in range(32) if row != 20]
+    np.testing.assert_allclose(left["rewards"][others, 0], [toy_score(rows[row]) for row in others], rtol=1e-6)
+    assert model.calls < 2 + 2 * 6 + 2  # by halves, and not one by one
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ({"content": "\ud800"}, base.STATUS_BAD_PROMPT),
+        ({"tool_calls": 5}, base.STATUS_BAD_PROMPT),
+        ({"content": None}, base.STATUS_BAD_PROMPT),
+        ({"content": 5}, base.STATUS_BAD_PROMPT),
+        ({"more": [[[[]]]] * 99}, base.STATUS_OK),
+    ],
+)
+def test_a_message_that_the_template_or_the_tokenizer_cannot_read_fails_alone(tokenizer, message, status):
+    scorer = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)
+    hi = {"role": "user", "content": "hi"}
+    samples = [TextSample("hi", "yes", {}, (hi,)), TextSample("hi", "yes", {}, ({**hi, **message},))]
+    alone, both = scorer([text_arrays(samples[:1]), text_arrays(samples)])
+    assert both["status"][:, 0].tolist() == [base.STATUS_OK, status]
+    assert both["rewards"][0] == alone["rewards"][0]
+
+
+def test_a_request_of_no_form_fails_alone_among_others_and_raises_alone(tokenizer):
+    """The front door lets none in; here each is read by itself all the same."""
+    scorer = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)
+    odd = [{"tokens": np.ones((2, 3), np.int64)}, {**request_of([1]), "sentences": np.array([[b"a"]], object)}]
+    first, good, last = scorer([odd[0], request_of([7, 8]), odd[1]])
+    assert_right(good, np.array([toy_score([7, 8])], np.float32), "")
+    assert first["status"].tolist() == [[base.STATUS_INTERNAL]] * 2
+    assert last["status"].tolist() == [[base.STATUS_INTERNAL]] and np.isnan(last["rewards"]).all()
+    with pytest.raises(ValueError, match=r"this model reads tokens or text; this request holds \['tokens'\]"):
+        scorer(odd[:1])
+
+
+class Functions(FunctionPool):
+    """Of the response's length; started for a module."""
+
+    def __init__(self):
+        spec = FunctionSpec("reward_function", "helpers.reward_functions.counted", {})
+        super().__init__({"counted": spec}, num_workers=2, sample_timeout_seconds=20.0)
+
+
+@pytest.fixture(scope="module")
+def functions():
+    pool = Functions()
+    pool.start()
+    yield pool
+    pool.close()
+
+
+def fuzz_function(pool: FunctionPool, rounds: int, seed: int) -> None:
+    scorer = FunctionRequestScorer(FunctionScorer(pool, "counted"))
+    fuzzer = BatchFuzzer(seed, list, score=lambda text: text_length("".join(text)), forms=("text",))
+    outcomes = fuzz(scorer, fuzzer, rounds)
+    print(f"seed {seed}: {dict(outcomes)}")
+    assert min(outcomes["refused"], outcomes["5"], outcomes["9"]) > 0
+
+
+def text_length(rendered: str) -> float:
+    return float(len(rendered.removeprefix("U: hi<eos>A:").removesuffix("<eos>")))
+
+
+def test_one_bad_request_among_seven_good_of_a_function(functions):
+    fuzz_function(functions, 100, seed=18)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_one_bad_request_among_seven_good_of_a_function_thousands_of_times(functions):
+    fuzz_function(functions, 3000, seed=1800)
+
+
+def test_a_sample_that_ends_all_processes_of_a_function_fails_alone(functions):
+    scorer = FunctionRequestScorer(FunctionScorer(functions, "counted"))
+    good = text_arrays([TextSample("p", "abc"), TextSample("p", "ab")])
+    killer = text_arrays([TextSample("p", "kill")])
+    first, bad, last = scorer([good, killer, good])
+    assert_right(first, np.array([3, 2], np.float32), "")
+    assert_right(last, np.array([3, 2], np.float32), "")
+    assert bad["status"].tolist() == [[base.STATUS_INTERNAL]] and np.isnan(bad["rewards"]).all()
+    with pytest.raises(RewardServerError):  # an error of HTTP: the next server may do better
+        scorer([killer])
+    assert_right(scorer([good])[0], np.array([3, 2], np.float32), "")
+
+
+def test_metadata_that_is_nested_deeply_never_reaches_the_processes(functions):
+    """Each of them would read it anew, with another stack above it."""
+    scorer = FunctionRequestScorer(FunctionScorer(functions, "counted"))
+    pid = functions._host.process.pid if functions._host else None
+    for depth in (10, 62, 100, 500, 900, 960, 990):
+        arrays = text_arrays([TextSample("p", "abc"), TextSample("p", "ab")])
+        arrays[protocol.METADATA][0, 0] = json.dumps({"a": 0}).replace("0", "[" * depth + "]" * depth).encode()
+        (answer,) = scorer([arrays])
+        expected = base.STATUS_OK if depth < 64 else base.STATUS_BAD_PROMPT
+        assert answer["status"][:, 0].tolist() == [expected, base.STATUS_OK], depth
+    assert functions._host is not None and functions._host.process.pid == pid
