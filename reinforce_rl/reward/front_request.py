@@ -46,7 +46,7 @@ def read_request(
     Raises:
         Refusal: code 400 or 413.
     """
-    position = _json_length(header_length, len(body))
+    position = json_length(header_length, len(body))
     request = _parse(body[:position])
     header: dict[str, Any] = {"inputs": []}
     shapes: dict[str, list[int]] = {}
@@ -88,12 +88,10 @@ def read_request(
 
 def _wanted(request: dict[str, Any]) -> dict[str, Any]:
     """What is asked of the answer: its id, its outputs and their form."""
-    wanted: dict[str, Any] = {}
     name = request.get("id", "")
     if not isinstance(name, str) or not name.isprintable():
         raise Refusal(400, "'id' is no printable text")
-    if name:
-        wanted["id"] = name
+    wanted: dict[str, Any] = {"id": name} if name else {}
     if "outputs" in request:
         wanted["outputs"] = []
         for output in _tensors(request, "outputs"):
@@ -119,7 +117,8 @@ def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def _json_length(header: str | None, body_length: int) -> int:
+def json_length(header: str | None, body_length: int) -> int:
+    """Bytes of a request's JSON; Refusal where the header says none that can be, or they are too many."""
     if header is None:
         length = body_length
     elif header.isascii() and header.isdigit() and len(header) < 16 and int(header) <= body_length:
