@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, hdrs, web
@@ -20,8 +20,9 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, hdr
 from reinforce_rl.reward import access, protocol
 from reinforce_rl.reward.front_health import Health
 from reinforce_rl.reward.front_metrics import CONTENT_TYPE, FrontMetrics
+from reinforce_rl.reward.front_request import TritonRequest, read_request
 from reinforce_rl.reward.gate import Gate
-from reinforce_rl.reward.limits import FrontLimits, Refusal, check_length, samples_of
+from reinforce_rl.reward.limits import FrontLimits, Refusal, check_length
 from reinforce_rl.reward.progress import Progress
 from reinforce_rl.reward.protocol import HEADER_LENGTH, REQUEST_ID
 
@@ -48,6 +49,7 @@ class FrontSettings:
     limits: on requests.
     canary: the inputs of a sample that the model can always score, as JSON.
     token: asked of every client; None: of none.
+    input_forms: that the model reads.
     """
 
     model: str
@@ -55,6 +57,7 @@ class FrontSettings:
     limits: FrontLimits
     canary: str
     token: str | None = None
+    input_forms: Sequence[str] = (protocol.TOKENS_FORM,)
 
 
 @dataclass
@@ -241,9 +244,11 @@ class Front:
                 parts.append(part)
             body = b"".join(parts)
             parts.clear()
-            record.samples = samples_of(body, request.headers.get(HEADER_LENGTH), self._limits)
+            wanted = read_request(body, request.headers.get(HEADER_LENGTH), self._limits, self._settings.input_forms)
+            del body
+            record.samples = wanted.samples
             async with self._gate.slot():
-                return await self._pass_on(request, body, self._limits.request_seconds)
+                return await self._pass_on(request, wanted, self._limits.request_seconds)
 
     async def _describe(self, request: web.Request) -> web.Response:
         """The server's description, which is small and past the queue."""
@@ -255,24 +260,26 @@ class Front:
             body += part
             if len(body) > QUESTION_BYTES:
                 raise Refusal(413, f"expected at most {QUESTION_BYTES} bytes for the server's description")
-        samples_of(body, request.headers.get(HEADER_LENGTH), self._limits)
-        return await self._pass_on(request, body, QUESTION_SECONDS)
+        wanted = read_request(body, request.headers.get(HEADER_LENGTH), self._limits, ())
+        return await self._pass_on(request, wanted, QUESTION_SECONDS)
 
     async def _pass_question(self, request: web.Request) -> web.Response:
         self._authorise(request)
         self._check_ready()
         return await self._pass_on(request, None, QUESTION_SECONDS)
 
-    async def _pass_on(self, request: web.Request, body: bytes | None, seconds: float) -> web.Response:
-        headers = {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
+    async def _pass_on(self, request: web.Request, wanted: TritonRequest | None, seconds: float) -> web.Response:
+        headers = {HEADER_LENGTH: str(wanted.json_length)} if wanted else {}
         try:
-            code, found, answer = await self._ask(request.path, body, headers, seconds)
+            code, found, answer = await self._ask(request.path, wanted and wanted.body, headers, seconds)
         except (asyncio.TimeoutError, TimeoutError):
             raise Refusal(504, f"the model's side did not answer within {seconds:g} s") from None
         except (ClientError, OSError) as error:
             raise Refusal(
                 502, f"the model's side does not answer ({type(error).__name__})", retry_after=START_RETRY_SECONDS
             ) from error
+        if code >= 500:  # its text may quote the request, or be a traceback
+            raise Refusal(code, "the model's side failed; the reward server's log says why")
         kept = {name: found[name] for name in PASSED_HEADERS if name in found}
         return web.Response(status=code, body=answer, headers=kept)
 

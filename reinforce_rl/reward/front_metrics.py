@@ -15,15 +15,10 @@ from reinforce_rl.reward.gate import Gate
 from reinforce_rl.reward.progress import SECONDS_BOUNDS, Progress
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-STATUS_LABELS = {
-    base.STATUS_OK: "ok",
-    base.STATUS_EMPTY: "empty",
-    base.STATUS_TOO_LONG: "too_long",
-    base.STATUS_BAD_TOKEN: "bad_token",
-    base.STATUS_BAD_LENGTH: "bad_length",
-    base.STATUS_BAD_TEXT: "bad_text",
-    base.STATUS_NOT_FINITE: "not_finite",
-    base.STATUS_INTERNAL: "internal",
+STATUS_LABELS = {  # "ok", "empty", ...
+    code: name.removeprefix("STATUS_").lower()
+    for name, code in vars(base).items()
+    if name.startswith("STATUS_") and isinstance(code, int)
 }
 
 

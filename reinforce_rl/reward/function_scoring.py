@@ -11,7 +11,7 @@ import numpy as np
 from reinforce_rl.reward import base, protocol
 from reinforce_rl.reward.function_pool import PING, FunctionPool
 from reinforce_rl.reward.scoring import RequestScorer, Samples
-from reinforce_rl.reward.text_form import is_text_form, read_samples
+from reinforce_rl.reward.text_form import read_samples
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,7 @@ class FunctionRequestScorer(RequestScorer):
         ]
 
     def _read(self, request: Mapping[str, np.ndarray]) -> Samples:
-        names = set(request.keys())
-        if not is_text_form(names):
-            raise ValueError(
-                f"this server has a reward function, which reads '{protocol.PROMPTS}' and '{protocol.RESPONSES}'; "
-                f"this request holds {sorted(names)}"
-            )
+        protocol.check_inputs(set(request.keys()), self.input_forms)
         samples, status = read_samples(request)
         return Samples([], status, samples)
 

@@ -23,6 +23,7 @@ told the right one. It has its own process and thread, so it answers while the r
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,6 +47,12 @@ FINISHED = "finished"
 REWARDS = "rewards"
 STATUS = "status"
 ATTRIBUTES = "attributes"
+
+# Inputs by name: the type, and elements of a sample; -1: as many tokens as the request says.
+INPUTS = {name: ("BYTES", 1) for name in (SENTENCES, PROMPTS, RESPONSES, MESSAGES, METADATA)}
+INPUTS |= {TOKENS: ("INT64", -1), SEQUENCE_LENGTHS: ("INT64", 1), FINISHED: ("INT64", 1)}
+TEXT_REQUIRED = frozenset({PROMPTS, RESPONSES})
+TEXT_OPTIONAL = frozenset({MESSAGES, METADATA, FINISHED})
 
 # What a server says that a trainer may send it.
 TOKENS_FORM = "tokens"
@@ -129,6 +136,16 @@ class ServerInfo:
         """
         mine, theirs = asdict(self), asdict(other)
         return [f"{key}: {mine[key]} {here}, {theirs[key]} {there}" for key in mine if mine[key] != theirs[key]]
+
+
+def check_inputs(names: set[str], input_forms: Sequence[str]) -> None:
+    """Raises ValueError unless inputs of these names make a request of one form that a server reads."""
+    is_text = TEXT_REQUIRED <= names <= TEXT_REQUIRED | TEXT_OPTIONAL
+    is_tokens = names in ({SENTENCES}, {TOKENS, SEQUENCE_LENGTHS})
+    form = TEXT_FORM if is_text else TOKENS_FORM if is_tokens else None
+    if form not in input_forms and (names or input_forms):
+        read = " or ".join(input_forms) or "no input"
+        raise ValueError(f"this model reads {read}; this request holds {sorted(names)}, see docs/reward-server.md")
 
 
 def check_answer(rewards: Any, status: Any, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,17 +9,17 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from reinforce_rl.errors import DataError, RankLostError
+from reinforce_rl.errors import RankLostError
 from reinforce_rl.reward import base, protocol
 from reinforce_rl.reward.progress import Progress
 from reinforce_rl.reward.template import encode_sample
-from reinforce_rl.reward.text_form import is_text_form, read_samples
+from reinforce_rl.reward.text_form import read_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from reinforce_rl.reward.function_scoring import FunctionScorer
 
 logger = logging.getLogger(__name__)
+
+Answer = dict[str, np.ndarray]  # by the names of the outputs
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Samples:
 class RequestScorer:
     """Scores the requests that were merged into one batch.
 
-    A bad sample gets a status and NaN, and its neighbours their scores. A request whose form is wrong raises; Triton
-    merges only requests with the same set of inputs, so that can fail no other's.
+    A bad sample gets a status and NaN, and its neighbours their scores, whatever it does: what fails together is tried
+    again in parts, down to single samples. An error is raised only where nothing of a batch could be answered.
 
     Args:
         scorer: the reward model.
@@ -111,13 +113,13 @@ class RequestScorer:
         with self._lock:
             return 0.0 if self._busy else time.monotonic() - self._idle_since
 
-    def __call__(self, requests: Sequence[Mapping[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+    def __call__(self, requests: Sequence[Mapping[str, np.ndarray]]) -> list[Answer]:
         """Outputs `rewards` float32 [N, 1] and `status` int32 [N, 1] for each request, in order.
 
         Where the scorer has K attributes, `attributes` float32 [N, K] besides.
 
         Raises:
-            ValueError: a request has neither form of input, or both, or misses a part of one.
+            ValueError: the inputs of no request make a form; the front door lets none such in.
             RankLostError: a rank of the server is gone, and there will be no scores any more.
         """
         with self._lock:
@@ -126,8 +128,14 @@ class RequestScorer:
                 self._progress.begin()
         start = time.monotonic()
         try:
-            samples = [self._read(request) for request in requests]
-            answers = self._score_requests(samples)
+            try:
+                samples, answers = self._answer(requests)
+            except RankLostError:
+                raise
+            except Exception:
+                if len(requests) == 1:
+                    raise
+                samples, answers = self._answer_apart(requests)
             self._count(samples, answers, time.monotonic() - start)
             return answers
         finally:
@@ -137,61 +145,64 @@ class RequestScorer:
                 if self._progress is not None:
                     self._progress.end()
 
+    def _answer(self, requests: Sequence[Mapping[str, np.ndarray]]) -> tuple[list[Samples], list[Answer]]:
+        samples = [self._read(request) for request in requests]
+        return samples, self._score_requests(samples)
+
+    def _answer_apart(self, requests: Sequence[Mapping[str, np.ndarray]]) -> tuple[list[Samples], list[Answer]]:
+        """Each request by itself; raises where none can be answered, since another server may do better."""
+        samples: list[Samples] = []
+        answers: list[Answer] = []
+        failures: list[Exception] = []
+        for request in requests:
+            try:
+                read, answer = self._answer([request])
+            except RankLostError:
+                raise
+            except Exception as error:
+                logger.error("event=request_failed error=%s", type(error).__name__)
+                failures.append(error)
+                count = max(len(array) for array in request.values())
+                read = [Samples([[]] * count, np.full(count, base.STATUS_INTERNAL, np.int32))]
+                answer = [self._score(read[0])]
+            samples += read
+            answers += answer
+        if len(failures) == len(requests):
+            raise failures[-1]
+        return samples, answers
+
     def _read(self, request: Mapping[str, np.ndarray]) -> Samples:
         names = set(request.keys())
-        if names == {protocol.SENTENCES}:
-            return self._read_sentences(request[protocol.SENTENCES])
-        if names == {protocol.TOKENS, protocol.SEQUENCE_LENGTHS}:
-            return self._read_tokens(request[protocol.TOKENS], request[protocol.SEQUENCE_LENGTHS])
-        if is_text_form(names) and protocol.TEXT_FORM in self.input_forms:
-            return self._read_texts(request)
-        raise ValueError(
-            f"a request holds either '{protocol.SENTENCES}', or '{protocol.TOKENS}' with "
-            f"'{protocol.SEQUENCE_LENGTHS}', or (of a tokenizer with a chat template) '{protocol.PROMPTS}' with "
-            f"'{protocol.RESPONSES}'; this one holds {sorted(names)}"
-        )
+        protocol.check_inputs(names, self.input_forms)
+        if protocol.SENTENCES in names:
+            rows = request[protocol.SENTENCES].reshape(-1).tolist()
+            return self._read_each(rows, self._tokenize, base.STATUS_BAD_TEXT)
+        if protocol.TOKENS in names:
+            tokens, lengths = request[protocol.TOKENS], request[protocol.SEQUENCE_LENGTHS].reshape(-1).tolist()
+            pairs = zip(tokens, lengths, strict=True)
+            rows = [row[:length] if 0 <= length <= len(row) else None for row, length in pairs]
+            return self._read_each(rows, lambda row: row[:], base.STATUS_BAD_LENGTH)
+        texts, status = read_samples(request)
+        samples = self._read_each(texts, lambda text: encode_sample(self._tokenizer, text), base.STATUS_BAD_PROMPT)
+        return Samples(samples.sequences, np.where(status == base.STATUS_OK, samples.status, status))
 
-    def _read_tokens(self, tokens: np.ndarray, lengths: np.ndarray) -> Samples:
-        count, width = tokens.shape
-        status = np.zeros(count, np.int32)
+    def _read_each(self, rows: Iterable[Any], read: Callable[[Any], Any], fault: int) -> Samples:
+        """Whatever `read` raises of a row is the status of that row alone: `fault`, unless its text is no UTF-8."""
         sequences: list[list[int]] = []
-        for row, length in enumerate(lengths.reshape(count).tolist()):
-            sequence = tokens[row, :length] if 0 < length <= width else tokens[row, :0]
-            if length < 0 or length > width:
-                status[row] = base.STATUS_BAD_LENGTH
-            else:
-                status[row] = self._check(sequence)
-            sequences.append(sequence.tolist() if status[row] == base.STATUS_OK else [])
-        return Samples(sequences, status)
-
-    def _read_sentences(self, sentences: np.ndarray) -> Samples:
-        status = np.zeros(sentences.shape[0], np.int32)
-        sequences: list[list[int]] = []
-        for row, raw in enumerate(sentences.reshape(-1).tolist()):
-            sequence: list[int] = []
+        status: list[int] = []
+        for row in rows:
             try:
-                sequence = self._tokenize(raw if isinstance(raw, str) else bytes(raw).decode("utf-8"))
-                status[row] = self._check(np.asarray(sequence, np.int64))
-            except UnicodeDecodeError:
-                status[row] = base.STATUS_BAD_TEXT
-            sequences.append(sequence if status[row] == base.STATUS_OK else [])
-        return Samples(sequences, status)
+                sequence = np.asarray(read(row), np.int64)
+                status.append(self._check(sequence))
+            except UnicodeError:
+                status.append(base.STATUS_BAD_TEXT)
+            except Exception:  # a chat template and a tokenizer meet whatever a client wrote
+                status.append(fault)
+            sequences.append(sequence.tolist() if status[-1] == base.STATUS_OK else [])
+        return Samples(sequences, np.array(status, np.int32))
 
-    def _read_texts(self, request: Mapping[str, np.ndarray]) -> Samples:
-        samples, status = read_samples(request)
-        sequences: list[list[int]] = []
-        for row, sample in enumerate(samples):
-            sequence: list[int] = []
-            if sample is not None:
-                try:
-                    sequence = encode_sample(self._tokenizer, sample)
-                    status[row] = self._check(np.asarray(sequence, np.int64))
-                except DataError:
-                    status[row] = base.STATUS_BAD_PROMPT
-            sequences.append(sequence if status[row] == base.STATUS_OK else [])
-        return Samples(sequences, status)
-
-    def _tokenize(self, text: str) -> list[int]:
+    def _tokenize(self, raw: str | bytes) -> list[int]:
+        text = raw if isinstance(raw, str) else bytes(raw).decode("utf-8")
         if not text:
             return []
         encoded: Any = self._tokenizer(text, add_special_tokens=self._add_special_tokens, verbose=False)
@@ -206,62 +217,66 @@ class RequestScorer:
             return base.STATUS_BAD_TOKEN
         return base.STATUS_OK
 
-    def _score_requests(self, samples: list[Samples]) -> list[dict[str, np.ndarray]]:
+    def _score_requests(self, samples: list[Samples]) -> list[Answer]:
         if not self._deterministic and len(samples) > 1:
             merged = Samples(
                 [sequence for one in samples for sequence in one.sequences],
                 np.concatenate([one.status for one in samples]),
             )
-            answer = self._score(merged)
-            if base.STATUS_INTERNAL not in answer[protocol.STATUS]:
-                cuts = np.cumsum([len(one.status) for one in samples])[:-1]
-                parts = {key: np.split(value, cuts) for key, value in answer.items()}
-                return [
-                    {key: values[row] for key, values in parts.items()} for row in range(len(samples))
-                ]  # else each request by itself, so that one cannot fail the others
+            cuts = np.cumsum([len(one.status) for one in samples])[:-1]
+            parts = {key: np.split(value, cuts) for key, value in self._score(merged).items()}
+            return [{key: values[row] for key, values in parts.items()} for row in range(len(samples))]
         return [self._score(one) for one in samples]
 
-    def _score(self, samples: Samples) -> dict[str, np.ndarray]:
+    def _score(self, samples: Samples) -> Answer:
         status = samples.status.copy()
-        rewards = np.full(len(status), np.nan, np.float32)
-        attributes = np.full((len(status), len(self._attributes)), np.nan, np.float32)
+        scores = np.full((len(status), 1 + len(self._attributes)), np.nan, np.float32)
         good = np.flatnonzero(status == base.STATUS_OK)
         if good.size:
-            self._beat()
-            try:
-                sequences = [samples.sequences[row] for row in good]
-                with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
-                    if self._attributes and isinstance(self._scorer, base.AttributeScorer):
-                        found = self._scorer.score_attributes(sequences)
-                        scores = found.rewards
-                        attributes[good] = np.asarray(found.attributes, np.float64)
-                    else:
-                        scores = self._scorer.score(sequences)
-                    rewards[good] = np.asarray(scores, np.float64).reshape(good.size)
-            except RankLostError:
-                raise  # an error of HTTP, which clients retry: the server that is started again can score these
-            except Exception as error:
-                # Whatever the model raised, the caller gets an answer that can never be mistaken for a reward.
-                # The error's own text may quote a sample.
-                where = "".join(traceback.format_tb(error.__traceback__))
-                logger.error("event=scoring_failed samples=%d error=%s\n%s", good.size, type(error).__name__, where)
-                logger.debug("event=scoring_failed_details", exc_info=True)
-                rewards[good] = np.nan
-                status[good] = base.STATUS_INTERNAL
-        bad = ~(np.isfinite(rewards) & np.isfinite(attributes).all(axis=1))
+            with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
+                status[good], scores[good] = self._call_in_parts([samples.sequences[row] for row in good])
+        bad = ~np.isfinite(scores).all(axis=1)
         status[bad & (status == base.STATUS_OK)] = base.STATUS_NOT_FINITE
-        rewards[bad] = np.nan
-        answer = {protocol.REWARDS: rewards[:, None], protocol.STATUS: status[:, None]}
+        scores[bad] = np.nan
+        answer = {protocol.REWARDS: scores[:, :1], protocol.STATUS: status[:, None]}
         if self._attributes:
-            attributes[bad] = np.nan
-            answer[protocol.ATTRIBUTES] = attributes
+            answer[protocol.ATTRIBUTES] = scores[:, 1:]
         return answer
+
+    def _call_in_parts(self, sequences: list[list[int]], level: int = logging.ERROR) -> tuple[np.ndarray, np.ndarray]:
+        """Status [n] and scores [n, 1 + K]. Where the model raises, each half is scored by itself."""
+        self._beat()
+        try:
+            return np.zeros(len(sequences), np.int32), self._call_model(sequences)
+        except RankLostError:
+            raise  # an error of HTTP, which clients retry: the server that is started again can score these
+        except BaseException as error:  # an exit, too, would end this thread, and no batch would be answered any more
+            # Whatever the model raised, the caller gets an answer that can never be mistaken for a reward.
+            # The error's own text may quote a sample.
+            where = "".join(traceback.format_tb(error.__traceback__))
+            kind, count = type(error).__name__, len(sequences)
+            logger.log(level, "event=scoring_failed samples=%d error=%s\n%s", count, kind, where)
+            logger.debug("event=scoring_failed_details", exc_info=True)
+        if len(sequences) == 1:
+            return np.array([base.STATUS_INTERNAL], np.int32), np.full((1, 1 + len(self._attributes)), np.nan)
+        middle = len(sequences) // 2
+        halves = [self._call_in_parts(half, logging.DEBUG) for half in (sequences[:middle], sequences[middle:])]
+        status, scores = zip(*halves, strict=True)
+        return np.concatenate(status), np.concatenate(scores)
+
+    def _call_model(self, sequences: list[list[int]]) -> np.ndarray:
+        count = len(sequences)
+        if self._attributes and isinstance(self._scorer, base.AttributeScorer):
+            found = self._scorer.score_attributes(sequences)
+            attributes = np.asarray(found.attributes, np.float64).reshape(count, len(self._attributes))
+            return np.column_stack([np.asarray(found.rewards, np.float64).reshape(count), attributes])
+        return np.asarray(self._scorer.score(sequences), np.float64).reshape(count, 1)
 
     def _beat(self) -> None:
         if self._progress is not None:
             self._progress.beat()
 
-    def _count(self, samples: list[Samples], answers: list[dict[str, np.ndarray]], seconds: float) -> None:
+    def _count(self, samples: list[Samples], answers: list[Answer], seconds: float) -> None:
         by_status: dict[int, int] = {}
         for answer in answers:
             for code in answer[protocol.STATUS][:, 0].tolist():

@@ -207,6 +207,7 @@ class RewardServer:
             limits=self._limits(self.info.max_batch_size, self.info.max_length),
             canary=json.dumps({"inputs": self._requests.canary_inputs()}),
             token=self._options.token,
+            input_forms=self._requests.input_forms,
         )
         front = FrontProcess(listener, settings, home / "progress")
         try:

@@ -48,13 +48,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
         ConfigError: the tokenizer has no chat template.
         DataError: the template refuses these messages.
     """
-    from jinja2 import TemplateError
-
     if not tokenizer.chat_template:
         raise ConfigError(["the tokenizer has no chat template; use the folder of a chat model"])
     try:
         text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:  # templates refuse, for instance, roles that do not alternate
+    except Exception as error:  # it refuses, for instance, roles that do not alternate, or fails on `tool_calls: 5`
         raise DataError(f"the chat template refuses these messages: {error}") from error
     return _ids(tokenizer, cast(str, text))
 

@@ -11,13 +11,7 @@ import numpy as np
 from reinforce_rl.reward import base, protocol
 from reinforce_rl.reward.base import TextSample
 
-REQUIRED = frozenset({protocol.PROMPTS, protocol.RESPONSES})
-OPTIONAL = frozenset({protocol.MESSAGES, protocol.METADATA, protocol.FINISHED})
-
-
-def is_text_form(names: set[str]) -> bool:
-    """Whether inputs of these names make a request of texts."""
-    return names >= REQUIRED and names <= REQUIRED | OPTIONAL
+MAX_DEPTH = 64  # of lists and objects; what is read here is written and read again by processes of functions
 
 
 def text_arrays(samples: Sequence[TextSample]) -> dict[str, np.ndarray]:
@@ -79,4 +73,11 @@ def _json(raw: Any, kind: type) -> Any:
     value = json.loads(text) if text else kind()
     if not isinstance(value, kind):
         raise ValueError(f"found JSON of type {type(value).__name__}; expected {kind.__name__}")
+    if _depth(value) > MAX_DEPTH:
+        raise ValueError(f"found JSON that is nested deeper than {MAX_DEPTH}")
     return value
+
+
+def _depth(node: Any) -> int:
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return 1 + max(map(_depth, children), default=0)

@@ -85,14 +85,8 @@ def build_triton(
         info.name,
         requests.__call__,
         inputs=[
-            Tensor(name=protocol.SENTENCES, dtype=np.bytes_, shape=(1,), optional=True),
-            Tensor(name=protocol.TOKENS, dtype=np.int64, shape=(-1,), optional=True),
-            Tensor(name=protocol.SEQUENCE_LENGTHS, dtype=np.int64, shape=(1,), optional=True),
-            Tensor(name=protocol.PROMPTS, dtype=np.bytes_, shape=(1,), optional=True),
-            Tensor(name=protocol.RESPONSES, dtype=np.bytes_, shape=(1,), optional=True),
-            Tensor(name=protocol.MESSAGES, dtype=np.bytes_, shape=(1,), optional=True),
-            Tensor(name=protocol.METADATA, dtype=np.bytes_, shape=(1,), optional=True),
-            Tensor(name=protocol.FINISHED, dtype=np.int64, shape=(1,), optional=True),
+            Tensor(name=name, dtype=np.int64 if datatype == "INT64" else np.bytes_, shape=(width,), optional=True)
+            for name, (datatype, width) in protocol.INPUTS.items()
         ],
         outputs=[
             Tensor(name=protocol.REWARDS, dtype=np.float32, shape=(1,)),

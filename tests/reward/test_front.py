@@ -13,11 +13,14 @@ import pytest
 from helpers.fake_triton import FrontBeforeFake, infer_body
 from helpers.toy_server import wait_for
 
+from reinforce_rl.reward import base, protocol
 from reinforce_rl.reward.front import FAILED
+from reinforce_rl.reward.front_metrics import STATUS_LABELS
 from reinforce_rl.reward.http_call import call
 
 TOKEN = "a-token-of-24-characters"
 BODY = infer_body([1, 2, 3])
+INFO = f"/v2/models/{protocol.INFO_MODEL}/infer"
 
 
 @pytest.fixture
@@ -218,7 +221,7 @@ def test_requests_have_ids_and_metrics(start, caplog, capfd):
     made = [front.infer(BODY, **{"X-Request-ID": bad}).headers["x-request-id"] for bad in ("", "a b", "x" * 129)]
     assert len(set(made)) == 3 and all(len(one) == 16 for one in made)
     front.infer(b"{")
-    front.progress.count(4, {0: 5, 3: 2}, 11, 0.02)
+    front.progress.count(4, {0: 5, 3: 2, 8: 3, 9: 4}, 11, 0.02)
     text = front.get("/metrics").body.decode()
     for line in (
         'reward_server_requests_total{code="200"} 4.0',
@@ -227,6 +230,8 @@ def test_requests_have_ids_and_metrics(start, caplog, capfd):
         "reward_server_request_seconds_count 4.0",
         "reward_server_model_tokens_total 11.0",
         'reward_server_model_samples_total{status="bad_token"} 2.0',
+        'reward_server_model_samples_total{status="timed_out"} 3.0',
+        'reward_server_model_samples_total{status="bad_prompt"} 4.0',
         'reward_server_model_seconds_bucket{le="0.01"} 0.0',
         'reward_server_model_seconds_bucket{le="0.025"} 1.0',
         "reward_server_in_flight 0.0",
@@ -259,6 +264,22 @@ def test_nothing_of_a_request_is_logged(start, caplog, capfd):
     log = capfd.readouterr().err
     assert log.count("event=request") >= 4
     assert secret not in log
+
+
+def test_every_status_has_a_label_in_the_metrics():
+    assert set(STATUS_LABELS) == set(base.STATUS_TEXT)
+    assert STATUS_LABELS[base.STATUS_TOO_LONG] == "too_long"
+
+
+def test_nothing_of_an_error_inside_is_shown(start):
+    """PyTriton answers with a traceback, which may quote a sample."""
+    front = start()
+    front.backend.code = 500
+    for answer in (front.infer(BODY), call("127.0.0.1", front.port, INFO, 30.0, body=b'{"inputs": []}')):
+        assert (answer.code, answer.body) == (
+            500,
+            b'{"error": "the model\'s side failed; the reward server\'s log says why"}',
+        )
 
 
 def test_the_front_ends_with_its_server(start):

@@ -139,7 +139,7 @@ def test_the_served_functions_answers(server):
     assert answer["status"] == [base.STATUS_OK, base.STATUS_INTERNAL, base.STATUS_BAD_PROMPT, base.STATUS_OK]
     assert [answer["rewards"][0], answer["rewards"][3]] == pytest.approx([2 * 0.5 + 0.003, 0.003])
     assert all(math.isnan(answer["rewards"][row]) for row in (1, 2))
-    with pytest.raises(RewardServerError, match="HTTP 500"):
+    with pytest.raises(RewardServerError, match="HTTP 400"):
         ask(("sentences", ["abc"]))
 
 

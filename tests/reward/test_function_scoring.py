@@ -72,5 +72,5 @@ def test_each_sample_is_progress(pool, tmp_path, monkeypatch):
 
 def test_tokens_are_refused(pool):
     tokens = {"tokens": np.zeros((1, 1), np.int64), "sequence_lengths": np.ones((1, 1), np.int64)}
-    with pytest.raises(ValueError, match="a reward function, which reads"):
+    with pytest.raises(ValueError, match=r"this model reads text; this request holds"):
         FunctionRequestScorer(FunctionScorer(pool, "f"))([tokens])

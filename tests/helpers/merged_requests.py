@@ -1,0 +1,47 @@
+"""Requests without a server: through the front door's reading and, as Triton and PyTriton do it, into arrays."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+from helpers.fuzz_batches import WireRequest
+from helpers.fuzz_requests import HEADER_LENGTH
+
+from reinforce_rl.reward import protocol
+from reinforce_rl.reward.front_request import TritonRequest, read_request
+from reinforce_rl.reward.limits import FrontLimits
+
+LIMITS = FrontLimits(max_request_bytes=1 << 20, max_samples=64, max_sequence_length=128)
+ALL_FORMS = (protocol.TOKENS_FORM, protocol.TEXT_FORM)
+
+
+def let_in(request: WireRequest, forms: tuple[str, ...] = ALL_FORMS) -> dict[str, np.ndarray]:
+    """Raises Refusal."""
+    return arrays_of(read_request(request.body, request.headers.get(HEADER_LENGTH), LIMITS, forms))
+
+
+def arrays_of(request: TritonRequest) -> dict[str, np.ndarray]:
+    """Asserts that Triton can read it."""
+    header, tail = json.loads(request.body[: request.json_length]), request.body[request.json_length :]
+    arrays = {}
+    for tensor in header["inputs"]:
+        shape, size = tensor["shape"], tensor["parameters"]["binary_data_size"]
+        part, tail = tail[:size], tail[size:]
+        count = shape[0] * shape[1]
+        assert count > 0 and shape[0] == request.samples
+        if tensor["datatype"] == "INT64":
+            arrays[tensor["name"]] = np.frombuffer(part, "<i8", count).reshape(shape)
+            continue
+        texts = []
+        while part:
+            (length,) = struct.unpack_from("<I", part)
+            assert 4 + length <= len(part)
+            texts.append(part[4 : 4 + length])
+            part = part[4 + length :]
+        array = np.empty(count, object)
+        array[:] = texts
+        arrays[tensor["name"]] = array.reshape(shape)
+    assert not tail
+    return arrays
