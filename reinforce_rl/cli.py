@@ -104,7 +104,7 @@ def compose(name: str, overrides: Sequence[str]) -> DictConfig:
 
 def _explained(error: Exception, name: str, overrides: Sequence[str]) -> ConfigError:
     """Every key that does not exist. Hydra stops at the first, so what it refuses is left out until it does not."""
-    text = str(error).strip()
+    text = str(error).partition("\nConfig search path:")[0].strip()
     unknown = re.search(r"Could not override '([^']+)'|not in struct\s+full_key: (\S+)", text)
     if unknown is None:
         return ConfigError([text])

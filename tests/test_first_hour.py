@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -282,6 +283,19 @@ def said_by(command: list[str], seconds: float, *, as_nobody: bool = False) -> s
     assert len(re.findall("^error: ", said, re.M)) == 1
     assert took < seconds
     return said
+
+
+def test_a_full_disk_is_told_before_the_start(folder):
+    """A file system of its own that is too small even for this model."""
+    disk = folder / "disk"
+    disk.mkdir()
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    mount = f"mount -t tmpfs -o size=16k none {disk} && exec"
+    command = [sys.executable, str(ROOT / "examples" / ACTOR), *right(folder, disk)]
+    said = said_by(["unshare", "--mount", "sh", "-c", f"{mount} {shlex.join(command)}"], OF_DATA)
+    assert f"explicit_log_dir is {disk / 'run'}, where 16.4 kB are free; the run needs" in said
+    assert "Free some space" in said
 
 
 @pytest.mark.parametrize("mistake", [pytest.param(m, id=m.name, marks=m.marks) for m in MISTAKES])

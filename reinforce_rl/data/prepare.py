@@ -199,7 +199,7 @@ def _prompt_of(value: dict[str, Any]) -> tuple[list[Message], str]:
 
 def _conversation(value: object, key: str, read_text: Callable[[str], list[Message]] | None = None) -> list[Message]:
     if isinstance(value, str):
-        _check_encodable(value, key)
+        check_encodable(value, key)
         try:
             return (read_text or parse_hh_conversation)(value)
         except DataError as error:
@@ -212,14 +212,15 @@ def _conversation(value: object, key: str, read_text: Callable[[str], list[Messa
         content = message.get("content") if isinstance(message, dict) else None
         if role not in _HH_NAMES or not isinstance(content, str):
             raise DataError(f"{key}[{index}] is no message with a role user or assistant and a string as content")
-        _check_encodable(content, f"{key}[{index}].content")
+        check_encodable(content, f"{key}[{index}].content")
         messages.append({"role": role, "content": content.strip()})
     if not messages:
         raise DataError(f"{key} is empty")
     return messages
 
 
-def _check_encodable(text: str, key: str) -> None:
+def check_encodable(text: str, key: str) -> None:
+    """Raise a `DataError` of a text that UTF-8 cannot hold."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

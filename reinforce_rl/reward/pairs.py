@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.data.jsonl import LineFaults, describe_type, read_jsonl
-from reinforce_rl.data.prepare import messages_of_text
+from reinforce_rl.data.prepare import check_encodable, messages_of_text
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.reward.template import encode_answer, encode_prompt
 
@@ -227,7 +227,7 @@ def prompt_of(value: dict[str, Any]) -> list[Message]:
         raise DataError(f"the key prompt is missing; found {', '.join(value) or 'no key'}")
     prompt = value[key]
     if isinstance(prompt, str):
-        _check_encodable(prompt, key)
+        check_encodable(prompt, key)
         messages = messages_of_text(prompt)
     elif isinstance(prompt, list):
         messages = [_message_of(message, f"{key}[{index}]") for index, message in enumerate(prompt)]
@@ -245,7 +245,7 @@ def _message_of(message: object, where: str) -> Message:
     content = message.get("content") if isinstance(message, dict) else None
     if role not in ("system", "user", "assistant") or not isinstance(content, str):
         raise DataError(f"{where} is no message with a role system, user or assistant and a string as content")
-    _check_encodable(content, where)
+    check_encodable(content, where)
     return {"role": str(role), "content": content}  # as it stands: so the actor's prompts are rendered too
 
 
@@ -259,12 +259,5 @@ def answer_of(value: dict[str, Any], key: str) -> str:
         raise DataError(f"the key {key} is missing; found {', '.join(value) or 'no key'}")
     if not isinstance(value[key], str):
         raise DataError(f"{key} is {describe_type(value[key])}, expected a string")
-    _check_encodable(value[key], key)
+    check_encodable(value[key], key)
     return value[key]
-
-
-def _check_encodable(text: str, where: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where} holds half of a surrogate pair ({text[error.start]!r})") from error
