@@ -149,7 +149,8 @@ def _parse(path: Path, number: int, raw: bytes) -> JsonLine:
     except UnicodeDecodeError as error:
         return JsonLine(path, number, None, f"not valid UTF-8 (byte {error.start + 1} of the line)")
     except json.JSONDecodeError as error:
-        return JsonLine(path, number, None, f"not valid JSON ({error.msg} at column {error.colno})")
+        reason = error.msg.removesuffix(" at")
+        return JsonLine(path, number, None, f"not valid JSON ({reason} at column {error.colno})")
     except (ValueError, RecursionError) as error:
         return JsonLine(path, number, None, f"not usable JSON ({error})")
     if not isinstance(value, dict):

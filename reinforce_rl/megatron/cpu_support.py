@@ -204,6 +204,8 @@ def enable_cpu_support() -> bool:
     # Said at every start: neither Transformer Engine nor Apex is needed here, and no CUDA graph scope is set.
     for text in ("Transformer Engine", "Apex", "transformer_engine", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=f".*{text}.*")
+    # megatron's names for collectives, which torch 2.13 has renamed; each rank would say so.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if torch.cuda.is_available():
         return False
