@@ -132,4 +132,4 @@ def _file_faults(key: str, path: str | None) -> Iterator[str]:
     if path is None:
         yield f"{key} is not set; give it as {key}=VALUE"
     elif fault := file_fault(Path(path)):
-        yield f"{key}: file {path} {fault}"
+        yield f"{key} is {path}, which {fault}"
