@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ConfigError, ReinforceError
+from reinforce_rl.renamed_keys import renamed
 from reinforce_rl.stop import StopNow
 
 CONF_FOLDER = Path(__file__).resolve().parents[1] / "conf"
@@ -46,7 +47,7 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name=name)(run)()
             except (HydraException, OmegaConfBaseException) as error:
-                _fail(explain(error, CONF_FOLDER / f"{name}.yaml"))
+                _fail(str(_explained(error, name, [arg for arg in sys.argv[1:] if "=" in arg])))
 
         return program
 
@@ -98,21 +99,33 @@ def compose(name: str, overrides: Sequence[str]) -> DictConfig:
         with hydra.initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
             return hydra.compose(name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([explain(error, CONF_FOLDER / f"{name}.yaml")]) from error
+        raise _explained(error, name, overrides) from error
 
 
-def explain(error: Exception, config_file: Path) -> str:
-    """Hydra's text, and for a key that does not exist the nearest ones that do."""
-    text = str(error).strip()
-    unknown = re.search(r"Key '[^']+' is not in struct\s+full_key: (\S+)", text) or re.search(
-        r"Could not override '([^']+)'", text
-    )
+def _explained(error: Exception, name: str, overrides: Sequence[str]) -> ConfigError:
+    """Every key that does not exist. Hydra stops at the first, so what it refuses is left out until it does not."""
+    text = str(error).partition("\nConfig search path:")[0].strip()
+    unknown = re.search(r"Could not override '([^']+)'|not in struct\s+full_key: (\S+)", text)
     if unknown is None:
-        return text
+        return ConfigError([text])
+    key = unknown.group(1) or unknown.group(2)
+    faults = [_unknown_key(key, CONF_FOLDER / f"{name}.yaml")]
+    rest = [override for override in overrides if override.partition("=")[0] != key]
+    if len(rest) < len(overrides):
+        try:
+            compose(name, rest)
+        except ConfigError as further:
+            faults += further.faults
+    return ConfigError(faults)
+
+
+def _unknown_key(wanted: str, config_file: Path) -> str:
+    """What may be meant by a key that Hydra does not know."""
     known = _dotted_keys(OmegaConf.to_container(OmegaConf.load(config_file)))
-    wanted = unknown.group(1)
     if wanted in known:  # an empty group, into which Hydra lets nothing without a plus
         return f"{wanted} has entries of your own names; give each as +{wanted}.NAME=VALUE"
+    if advice := renamed(wanted):
+        return advice
     close = difflib.get_close_matches(wanted, known, n=3)
     last_part = [key for key in known if key.split(".")[-1] == wanted.split(".")[-1]]
     suggestions = list(dict.fromkeys([*last_part, *close]))[:3]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from reinforce_rl.algorithm_checks import algorithm_faults, batch_size_faults
 from reinforce_rl.algorithms.choices import (
@@ -172,7 +174,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         yield f"trainer.reinforce.max_failed_fraction is {rl.max_failed_fraction}; expected a share, 0 to 1"
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield f"model.optim.betas is {optim.betas}; expected two numbers, each at least 0 and below 1"
-    if optim.sched.min_lr > optim.lr:
+    if optim.sched.min_lr > optim.lr > 0:
         yield f"model.optim.sched.min_lr is {optim.sched.min_lr}, above model.optim.lr, which is {optim.lr}"
 
 
@@ -312,12 +314,12 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
     key = "pretrained_checkpoint.restore_from_path"
     if cfg.pretrained_checkpoint.restore_from_path == NOT_SET:
         pass  # said where the key is read
-    elif not folder.is_dir():
+    elif not os.path.isdir(folder):
         yield f"{key} is {folder}, which does not exist; expected a Hugging Face model folder"
     else:
         for name in ("config.json", "tokenizer_config.json"):
-            if not (folder / name).is_file():
-                yield f"{key} is {folder}, which has no {name}; expected a Hugging Face model folder"
+            if not os.access(folder / name, os.R_OK):
+                yield f"{key} is {folder}, which has no {name} that can be read; expected a Hugging Face model folder"
         yield from shape_faults(cfg)
     prefix = cfg.model.data.data_prefix
     try:
@@ -333,19 +335,23 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
         Allocation.of(os.environ)
     except ConfigError as error:
         yield from error.faults
-    out = Path(cfg.exp_manager.explicit_log_dir).absolute()
-    existing = next(p for p in (out, *out.parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        yield f"exp_manager.explicit_log_dir is {out}, but {existing} is not a folder that can be written to"
+    yield from folder_faults("exp_manager.explicit_log_dir", cfg.exp_manager.explicit_log_dir)
+
+
+def folder_faults(key: str, folder: str) -> Iterator[str]:
+    """Try whether a folder can be made and written to, without making it: in the nearest one above it that exists."""
+    out = existing = Path(folder).absolute()
+    try:
+        existing = next(p for p in (out, *out.parents) if p.exists())
+        with tempfile.TemporaryDirectory(dir=existing):  # root passes os.access() on /proc
+            pass
+    except OSError as error:
+        yield f"{key} is {out}; no folder can be made in {existing}: {error.strerror or error}"
 
 
 def shape_faults(cfg: TrainConfig) -> Iterator[str]:
     """What of the model's `config.json` does not go with the configuration."""
-    config_file = Path(cfg.pretrained_checkpoint.restore_from_path) / "config.json"
-    try:
-        values = json.loads(config_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return  # said where the architecture is read
+    config_file, values = model_values(cfg.pretrained_checkpoint.restore_from_path)
     limit, layers = values.get("max_position_embeddings"), values.get("num_hidden_layers")
     if isinstance(limit, int) and cfg.model.encoder_seq_length > limit:
         yield (
@@ -359,6 +365,27 @@ def shape_faults(cfg: TrainConfig) -> Iterator[str]:
             f"model.pipeline_model_parallel_size is {stages}, which does not divide the {layers} layers "
             f"(num_hidden_layers) of {config_file}; choose another, or say how many the first stage has: "
             "+model.megatron_overrides.num_layers_in_first_pipeline_stage=N"
+        )
+    yield from tensor_faults(values, config_file, cfg.model.tensor_model_parallel_size)
+
+
+def model_values(folder: str) -> tuple[Path, dict[str, Any]]:
+    """A model's `config.json` and what it holds; nothing where it cannot be read, which is said with the weights."""
+    config_file = Path(folder) / "config.json"
+    try:
+        values = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return config_file, {}
+    return config_file, values if isinstance(values, dict) else {}
+
+
+def tensor_faults(values: dict[str, Any], config_file: Path, ranks: int, section: str = "model") -> Iterator[str]:
+    """What cannot be shared by tensor-parallel ranks; heads, groups and vocabulary are padded."""
+    size = values.get("intermediate_size")
+    if isinstance(size, int) and ranks > 1 and size % ranks:
+        yield (
+            f"{section}.tensor_model_parallel_size is {ranks}, which does not divide the feed-forward size {size} "
+            f"(intermediate_size) of {config_file}"
         )
 
 

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from reinforce_rl.config import DEEP, NOT_SET, OptimConfig, TrainConfig
 from reinforce_rl.config_checks import find_faults
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.renamed_keys import renamed
 
 T = TypeVar("T")
 _MISSING = dataclasses.MISSING
@@ -90,7 +91,7 @@ def build(schema: type[T], node: DictConfig, path: str, faults: list[str]) -> T:
         if key not in fields:
             close = difflib.get_close_matches(str(key), fields, n=1)
             advice = f"did you mean {path}{close[0]}?" if close else f"known here: {', '.join(fields)}"
-            faults.append(f"{path}{key} is not a key of the configuration; {advice}")
+            faults.append(renamed(path + str(key)) or f"{path}{key} is not a key of the configuration; {advice}")
     values = required_keys(schema)
     for name in fields:
         key, required = path + name, name in values

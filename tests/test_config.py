@@ -383,7 +383,7 @@ def test_missing_files_and_folders_are_named(folder, tmp_path):
     assert "none.jsonl" in fault and "validation" in fault
     (tmp_path / "file").write_text("")
     (fault,) = faults_of(folder, f"exp_manager.explicit_log_dir={tmp_path}/file/run")
-    assert "explicit_log_dir" in fault and f"{tmp_path}/file is not a folder" in fault
+    assert "explicit_log_dir" in fault and f"no folder can be made in {tmp_path}/file: Not a directory" in fault
 
 
 def test_the_ranks_that_were_started_must_be_those_of_the_configuration(folder, monkeypatch):

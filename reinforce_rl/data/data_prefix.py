@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.data.blending import weight_faults
-from reinforce_rl.data.jsonl import describe_type
+from reinforce_rl.data.jsonl import describe_type, file_fault
 from reinforce_rl.errors import ConfigError
 
 SPLITS = ("train", "validation", "test")
@@ -60,9 +60,8 @@ def _resolve(data_prefix: Mapping[str, Any]) -> tuple[dict[str, list[Path]], tup
                 continue
             path = Path(entry).expanduser()
             files[split].append(path)
-            if not path.is_file():
-                found = "is not a file" if path.exists() else "does not exist"
-                faults.append(f"model.data.data_prefix.{split}: file {path} {found}; expected a JSONL file of prompts")
+            if fault := file_fault(path):
+                faults.append(f"model.data.data_prefix.{split}: file {path} {fault}; expected a JSONL file of prompts")
         if split == "train" and not entries:
             faults.append("model.data.data_prefix.train is empty; expected one or more JSONL files of prompts")
     if faults:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +15,21 @@ from typing import Any
 from reinforce_rl.errors import ConfigError, DataError
 
 MAX_LISTED_FAULTS = 10
+_START_BYTES = 4096
+_CONVERT = "convert it: pandas.read_{}(IN).to_json(OUT, orient='records', lines=True)"
+# Other formats by how a file begins, each with what to do about it.
+_FORMATS = (
+    (rb"PAR1", "a Parquet file", _CONVERT.format("parquet")),
+    (rb"ARROW1|\xff\xff\xff\xff", "an Arrow file", _CONVERT.format("feather")),
+    (rb"\x1f\x8b", "a gzip file", "unpack it with gunzip"),
+    (rb"PK\x03\x04|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd", "a compressed file", "unpack it"),
+    (rb"\xff\xfe|\xfe\xff", "UTF-16 text", "convert it with iconv -f UTF-16 -t UTF-8"),
+    (rb"version https://git-lfs", "a Git LFS pointer in place of the file", "fetch the file with git lfs pull"),
+    (rb"\s*<", "an HTML or XML page", "see whether its download failed"),
+    (rb"\s*\[\s*\{", "a JSON array", "write its elements a line each: jq -c '.[]' IN > OUT"),
+    (rb'\s*\{\s*\n\s*"', "JSON over several lines", "write an object a line: jq -c . IN > OUT"),
+    (rb'("[^"\n]+"|[\w .-]+)([,;\t]("[^"\n]+"|[\w .-]+))+\r?\n', "CSV", _CONVERT.format("csv")),
+)
 
 
 @dataclass(frozen=True)
@@ -61,12 +78,14 @@ def read_jsonl(path: str | Path) -> Iterator[JsonLine]:
     """Yield every line of a JSONL file that is not blank; faulty lines come with their fault instead of a value.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or is of another format.
     """
     path = Path(path)
     try:
         # Bytes, because one line that is not UTF-8 shall not hide the others, and only "\n" ends a line.
         with path.open("rb") as file:
+            if fault := _format_fault(file.peek(_START_BYTES)):
+                raise ConfigError([f"file {path} {fault}"])
             for number, raw in enumerate(file, 1):
                 if number == 1:
                     raw = raw.removeprefix(b"\xef\xbb\xbf")
@@ -74,6 +93,27 @@ def read_jsonl(path: str | Path) -> Iterator[JsonLine]:
                     yield _parse(path, number, raw)
     except OSError as error:
         raise ConfigError([f"file {path} cannot be read: {error.strerror or error}"]) from error
+
+
+def file_fault(path: Path) -> str | None:
+    """Say why a file holds no JSONL, as far as its first bytes show; None where nothing speaks against it."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
+            return "is not a file"
+        with path.open("rb") as file:
+            start = file.peek(_START_BYTES)
+    except FileNotFoundError:
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return _format_fault(start) if start else "is empty"
+
+
+def _format_fault(start: bytes) -> str | None:
+    for pattern, name, advice in _FORMATS:
+        if re.match(pattern, start.removeprefix(b"\xef\xbb\xbf")):
+            return f"is {name}, not JSONL, which has a JSON object a line; {advice}"
+    return None
 
 
 def write_jsonl_files(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
@@ -109,7 +149,8 @@ def _parse(path: Path, number: int, raw: bytes) -> JsonLine:
     except UnicodeDecodeError as error:
         return JsonLine(path, number, None, f"not valid UTF-8 (byte {error.start + 1} of the line)")
     except json.JSONDecodeError as error:
-        return JsonLine(path, number, None, f"not valid JSON ({error.msg} at column {error.colno})")
+        reason = error.msg.removesuffix(" at")
+        return JsonLine(path, number, None, f"not valid JSON ({reason} at column {error.colno})")
     except (ValueError, RecursionError) as error:
         return JsonLine(path, number, None, f"not usable JSON ({error})")
     if not isinstance(value, dict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,8 @@ from reinforce_rl.data.jsonl import LineFaults, describe_type, read_jsonl, write
 from reinforce_rl.errors import ConfigError, DataError
 
 Message = dict[str, str]
+Kept = tuple[list[Message], dict[str, Any]]  # and the line's other fields
+_PROMPT_KEYS = ("prompt", "text", "messages", "chosen", "rejected")
 
 _HH_MARKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -108,6 +110,13 @@ def parse_hh_conversation(text: str) -> list[Message]:
     return messages
 
 
+def messages_of_text(text: str) -> list[Message]:
+    """Read a prompt of the HH form, or any other text as one user message."""
+    if text.lstrip().startswith("Human:"):
+        return parse_hh_conversation(text)
+    return [{"role": "user", "content": text.strip()}]
+
+
 def render_hh_prompt(messages: list[Message]) -> str:
     """Inverse of `parse_hh_conversation` for a prompt: ends with the open "Assistant:"."""
     turns = [f"\n\n{_HH_NAMES[message['role']]}: {message['content']}" for message in messages]
@@ -117,9 +126,10 @@ def render_hh_prompt(messages: list[Message]) -> str:
 def prepare_prompts(inputs: Iterable[str | Path], output: str | Path, options: PrepareOptions) -> PrepareCounts:
     """Read pairs or conversations and write `train.jsonl` and `validation.jsonl` into `output`.
 
-    A line holds `prompt`, or both `chosen` and `rejected`, or `messages`; a value is a string of the HH form or a list
-    of messages. Of `chosen` and `rejected`, the last assistant turn is the answer and is left out. Prompts are equal
-    if they are after folding case and white space; the first of equals is kept, so none is in both files.
+    A line holds `prompt` or `text`, or both `chosen` and `rejected`, or `messages`; a value is a string of the HH form
+    or a list of messages, and a prompt any other string, which is one user message. Of `chosen` and `rejected`, the
+    last assistant turn is the answer and is left out. All other fields are kept as they are. Prompts are equal if they
+    are after folding case and white space; the first of equals is kept, so none is in both files.
 
     Raises:
         ConfigError: a file cannot be read or written.
@@ -133,7 +143,7 @@ def prepare_prompts(inputs: Iterable[str | Path], output: str | Path, options: P
 
     faults = LineFaults()
     skipped: Counter[str] = Counter()
-    kept: dict[tuple[tuple[str, str], ...], list[Message]] = {}
+    kept: dict[tuple[tuple[str, str], ...], Kept] = {}
     read = 0
     for path in paths:
         for line in read_jsonl(path):
@@ -153,7 +163,7 @@ def prepare_prompts(inputs: Iterable[str | Path], output: str | Path, options: P
             if reason:
                 skipped[reason] += 1
             else:
-                kept[key] = messages
+                kept[key] = messages, {name: item for name, item in line.value.items() if name not in _PROMPT_KEYS}
     faults.raise_if_any("Correct or remove these lines. Nothing was written.")
 
     train, validation = _split(list(kept.values()), options)
@@ -161,35 +171,37 @@ def prepare_prompts(inputs: Iterable[str | Path], output: str | Path, options: P
         skipped[SKIP_LIMIT] = len(kept) - len(train) - len(validation)
     write_jsonl_files(
         {
-            targets["train"]: [_row(messages, options.form) for messages in train],
-            targets["validation"]: [_row(messages, options.form) for messages in validation],
+            targets["train"]: [_row(*prompt, options.form) for prompt in train],
+            targets["validation"]: [_row(*prompt, options.form) for prompt in validation],
         }
     )
     return PrepareCounts(read, len(train), len(validation), dict(skipped.most_common()))
 
 
-def _row(messages: list[Message], form: str) -> dict[str, Any]:
-    return {"messages": messages} if form == "messages" else {"prompt": render_hh_prompt(messages)}
+def _row(messages: list[Message], others: dict[str, Any], form: str) -> dict[str, Any]:
+    return {"messages": messages, **others} if form == "messages" else {"prompt": render_hh_prompt(messages), **others}
 
 
 def _prompt_of(value: dict[str, Any]) -> tuple[list[Message], str]:
     """The prompt's messages, and why to skip it ("" to keep it)."""
-    if "prompt" in value:
-        return _conversation(value["prompt"], "prompt"), ""
+    for key in ("prompt", "text"):
+        if key in value:
+            return _conversation(value[key], key, messages_of_text), ""
     if "messages" in value:
         return _without_answer(_conversation(value["messages"], "messages")), ""
     if "chosen" in value and "rejected" in value:
         chosen = _without_answer(_conversation(value["chosen"], "chosen"))
         rejected = _without_answer(_conversation(value["rejected"], "rejected"))
         return chosen, "" if chosen == rejected else SKIP_DIFFERENT
-    raise DataError(f"expected prompt, messages, or chosen and rejected; found {', '.join(value) or 'no key'}")
+    found = ", ".join(value) or "no key"
+    raise DataError(f"found {found}; expected prompt, text, messages, or chosen and rejected. Rename the prompt's key")
 
 
-def _conversation(value: object, key: str) -> list[Message]:
+def _conversation(value: object, key: str, read_text: Callable[[str], list[Message]] | None = None) -> list[Message]:
     if isinstance(value, str):
-        _check_encodable(value, key)
+        check_encodable(value, key)
         try:
-            return parse_hh_conversation(value)
+            return (read_text or parse_hh_conversation)(value)
         except DataError as error:
             raise DataError(f"{key}: {error}") from error
     if not isinstance(value, list):
@@ -200,14 +212,15 @@ def _conversation(value: object, key: str) -> list[Message]:
         content = message.get("content") if isinstance(message, dict) else None
         if role not in _HH_NAMES or not isinstance(content, str):
             raise DataError(f"{key}[{index}] is no message with a role user or assistant and a string as content")
-        _check_encodable(content, f"{key}[{index}].content")
+        check_encodable(content, f"{key}[{index}].content")
         messages.append({"role": role, "content": content.strip()})
     if not messages:
         raise DataError(f"{key} is empty")
     return messages
 
 
-def _check_encodable(text: str, key: str) -> None:
+def check_encodable(text: str, key: str) -> None:
+    """Raise a `DataError` of a text that UTF-8 cannot hold."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -234,7 +247,7 @@ def _unfit(messages: list[Message], options: PrepareOptions) -> str:
     return ""
 
 
-def _split(prompts: list[list[Message]], options: PrepareOptions) -> tuple[list[list[Message]], list[list[Message]]]:
+def _split(prompts: list[Kept], options: PrepareOptions) -> tuple[list[Kept], list[Kept]]:
     """Draw the prompts of each file by the seed; each file keeps the order of the input."""
     order = list(range(len(prompts)))
     random.Random(options.seed).shuffle(order)

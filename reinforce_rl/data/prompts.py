@@ -250,8 +250,8 @@ def _render(line: JsonLine, tokenizer: PreTrainedTokenizerBase, apply_chat_templ
     value = _value(line)
     keys = [key for key in PROMPT_KEYS if key in value]
     if len(keys) != 1:
-        expected = "expected exactly one of prompt, text and messages"
-        raise _LineFault(f"{expected}, found {' and '.join(keys) or 'none of them'}")
+        found = " and ".join(keys or value) or "no key"
+        raise _LineFault(f"found {found}; expected exactly one of prompt, text and messages")
     content = value[keys[0]]
     if keys[0] == "messages":
         messages = _check_messages(content)
@@ -295,7 +295,12 @@ def _apply_template(messages: list[dict[str, Any]], tokenizer: PreTrainedTokeniz
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
-        raise _LineFault("the tokenizer has no chat template to render messages with")
+        raise ConfigError(
+            [
+                f"the tokenizer of {tokenizer.name_or_path} has no chat template, which messages and model.data."
+                "apply_chat_template=true need; take the folder of a chat model, or plain prompts without it"
+            ]
+        )
     try:
         return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except TemplateError as error:  # templates refuse, for instance, roles that do not alternate

@@ -76,8 +76,10 @@ class Architecture:
             raise ConfigError([f"{path} does not exist; expected a Hugging Face model folder with a config.json"])
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError([f"{path} is not valid JSON: {error}"]) from error
+        if not isinstance(raw, dict):
+            raise ConfigError([f"{path} is not a JSON object; expected the config.json of a Hugging Face model"])
         return cls.from_hf(raw, source=str(path))
 
     @classmethod

@@ -204,6 +204,8 @@ def enable_cpu_support() -> bool:
     # Said at every start: neither Transformer Engine nor Apex is needed here, and no CUDA graph scope is set.
     for text in ("Transformer Engine", "Apex", "transformer_engine", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=f".*{text}.*")
+    # Of what megatron calls by names that torch 2.13 has changed: collectives, checkpoints. Each rank would say so.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if torch.cuda.is_available():
         return False

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -208,15 +209,18 @@ def _tone(run: RunRecord) -> str:
     return "good" if comparison.z > 0 else "bad"
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(
+    arguments: Sequence[str],
+    program: str = "reinforce_rl.monitoring.report",
+    write: Callable[[str], Path] = write_report,
+) -> int:
     """Write the report of the run folder that is the only argument; returns the exit status."""
-    if len(arguments) != 1:
-        print("usage: python -m reinforce_rl.monitoring.report RUN_DIR", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description="Write the report of a run.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run's folder")
     try:
-        print(write_report(arguments[0]))
+        print(write(parser.parse_args(arguments).run_dir))
     except ReinforceError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

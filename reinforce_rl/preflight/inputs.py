@@ -89,7 +89,7 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
     if (folder / "config.json").is_file():
         architecture = attempt(lambda: Architecture.from_folder(folder))
     layout = layout_of(cfg)
-    said = any("pipeline_model_parallel_size" in fault for fault in shape_faults(cfg))
+    said = any("_model_parallel_size" in fault for fault in shape_faults(cfg))
     if architecture is not None and layout is not None and not said and cfg.trainer.precision in DTYPES:
         dtype = getattr(torch, DTYPES[cfg.trainer.precision])
         layers = attempt(lambda: layers_of_stages(architecture, layout, dtype, model_options(cfg)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reinforce_rl.config_checks import OPTIMIZERS, PRECISIONS, SCHEDULES
+from reinforce_rl.config_checks import OPTIMIZERS, PRECISIONS, SCHEDULES, model_values, tensor_faults
+from reinforce_rl.data.jsonl import file_fault
 from reinforce_rl.layout import layout_faults, recomputation_faults
 from reinforce_rl.megatron.reward_head import POOLINGS
 from reinforce_rl.reward.training_config import OBJECTIVES
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def head_faults(cfg: TrainRewardModelConfig) -> Iterator[str]:
     """Of `mode=head`, which trains on one process from pairs."""
+    yield from _shape(cfg)
     yield from _file_faults("data.pairs_path", cfg.data.pairs_path)
     if cfg.data.ratings_path is not None:
         yield "data.ratings_path is given, but mode=head trains on pairs only; set mode=full"
@@ -35,10 +36,6 @@ def full_faults(cfg: TrainRewardModelConfig) -> Iterator[str]:
     yield from _ranges(cfg)
     yield from _layout(cfg)
     yield from _shape(cfg)
-    out = Path(cfg.output_dir).absolute()
-    existing = next(p for p in (out, *out.parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        yield f"output_dir is {out}, but {existing} is not a folder that can be written to"
 
 
 def _objective(cfg: TrainRewardModelConfig) -> Iterator[str]:
@@ -100,7 +97,7 @@ def _ranges(cfg: TrainRewardModelConfig) -> Iterator[str]:
         yield f"full.max_steps is {full.max_steps}; expected at least 1, or -1 for all of full.max_epochs"
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield f"model.optim.betas is {optim.betas}; expected two numbers, each at least 0 and below 1"
-    if optim.sched.min_lr > optim.lr:
+    if optim.sched.min_lr > optim.lr > 0:
         yield f"model.optim.sched.min_lr is {optim.sched.min_lr}, above model.optim.lr, which is {optim.lr}"
 
 
@@ -121,15 +118,10 @@ def _layout(cfg: TrainRewardModelConfig) -> Iterator[str]:
 
 
 def _shape(cfg: TrainRewardModelConfig) -> Iterator[str]:
-    if not cfg.model.restore_from_path:
-        return
-    config_file = Path(cfg.model.restore_from_path) / "config.json"
-    try:
-        values = json.loads(config_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return  # said where the architecture is read
+    config_file, values = model_values(cfg.model.restore_from_path)
+    yield from tensor_faults(values, config_file, cfg.model.tensor_model_parallel_size)
     limit = values.get("max_position_embeddings")
-    if isinstance(limit, int) and cfg.data.max_length > limit:
+    if isinstance(limit, int) and cfg.data.max_length is not None and cfg.data.max_length > limit:
         yield (
             f"data.max_length is {cfg.data.max_length}, above the {limit} positions (max_position_embeddings) of "
             f"{config_file}"
@@ -139,5 +131,5 @@ def _shape(cfg: TrainRewardModelConfig) -> Iterator[str]:
 def _file_faults(key: str, path: str | None) -> Iterator[str]:
     if path is None:
         yield f"{key} is not set; give it as {key}=VALUE"
-    elif not Path(path).is_file():
-        yield f"{key} is {path}, which is no file"
+    elif fault := file_fault(Path(path)):
+        yield f"{key} is {path}, which {fault}"

@@ -33,7 +33,7 @@ from reinforce_rl.reward.full_monitor import FullTrainingMonitor
 from reinforce_rl.reward.full_report import EVALUATION_FILE, write_full_report
 from reinforce_rl.reward.full_training import Best, FullTrainer, FullTrainingSettings
 from reinforce_rl.reward.objectives import Objective, Ranking, Regression
-from reinforce_rl.reward.pairs import encode_pairs, read_pairs, split_by_prompt
+from reinforce_rl.reward.pairs import encode_pairs, left_out, read_pairs, split_by_prompt
 from reinforce_rl.reward.ratings import encode_ratings, read_ratings
 from reinforce_rl.reward.trainable import TrainableRewardModel, load_trainable
 from reinforce_rl.tokenizer import load_tokenizer, token_id
@@ -119,7 +119,7 @@ def read_data(cfg: TrainRewardModelConfig, tokenizer: PreTrainedTokenizerBase) -
     """
     data = cfg.data
     limits: dict[str, Any] = {
-        "max_length": data.max_length,
+        "max_length": cfg.max_length,
         "max_answer_tokens": data.max_answer_tokens,
         "single_turn_only": data.single_turn_only,
         "seed": cfg.seed,
@@ -148,8 +148,8 @@ def tell_about(
     if mesh.world_size > 1:
         monitor.note(mesh.grid())
     monitor.note(f"{len(data.train)} examples to train on, {len(data.held_out)} held out")
-    for reason, count in data.skipped.items():
-        monitor.note(f"  {count} left out: {reason}")
+    for line in left_out(data.skipped, len(data.train) + len(data.held_out) + sum(data.skipped.values())):
+        monitor.note(line)
     pad_id = token_id(tokenizer.pad_token_id)
     if cfg.full.pooling == "last" and pad_id is not None and pad_id == token_id(tokenizer.eos_token_id):
         monitor.note(

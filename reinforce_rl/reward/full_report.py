@@ -15,10 +15,11 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
-from reinforce_rl.errors import DataError, ReinforceError
+from reinforce_rl.errors import DataError
 from reinforce_rl.files import write_atomically
 from reinforce_rl.monitoring.charts import Series, legend, line_chart
 from reinforce_rl.monitoring.jsonl import read_metrics
+from reinforce_rl.monitoring.report import main
 from reinforce_rl.monitoring.report_template import STYLE
 from reinforce_rl.reward.full_training import Best, best_of
 
@@ -169,18 +170,5 @@ def charts(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Series]
     return [(title, lines) for title, lines in found if any(line.points for line in lines)]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the report of the folder that is the only argument; returns the exit status."""
-    if len(arguments) != 1:
-        print("usage: python -m reinforce_rl.reward.full_report FOLDER", file=sys.stderr)
-        return 2
-    try:
-        print(write_full_report(arguments[0]))
-    except ReinforceError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], "reinforce_rl.reward.full_report", write_full_report))

@@ -6,13 +6,13 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.data.jsonl import LineFaults, describe_type, read_jsonl
-from reinforce_rl.data.prepare import parse_hh_conversation
+from reinforce_rl.data.prepare import check_encodable, messages_of_text
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.reward.template import encode_answer, encode_prompt
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 SKIP_SAME = "chosen and rejected are the same"
-SKIP_TOO_LONG = "prompt and longer answer have more than data.max_length tokens"
 SKIP_MULTI_TURN = "more than one user turn"
 SKIP_LIMIT = "over data.max_pairs"
+_WARN_ABOVE = 0.1  # share of the data that is left out, where no key asks for it
 
 _ADVICE = 'Correct or remove these lines; a line is {"prompt": text or messages, "chosen": text, "rejected": text}.'
 
@@ -131,6 +131,7 @@ def encode_pairs(
     """
     faults = LineFaults()
     skipped: Counter[str] = Counter()
+    too_long: list[int] = []
     kept: list[EncodedPair] = []
     for pair in pairs:
         if single_turn_only and sum(m["role"] == "user" for m in pair.messages) > 1:
@@ -144,11 +145,12 @@ def encode_pairs(
         chosen, rejected = (encode_answer(tokenizer, a, max_answer_tokens) for a in (pair.chosen, pair.rejected))
         if chosen == rejected:
             skipped[SKIP_SAME] += 1
-        elif len(prompt) + max(len(chosen), len(rejected)) > max_length:
-            skipped[SKIP_TOO_LONG] += 1
+        elif (length := len(prompt) + max(len(chosen), len(rejected))) > max_length:
+            too_long.append(length)
         else:
             kept.append(EncodedPair(pair.prompt_key, tuple(prompt), tuple(chosen), tuple(rejected)))
     faults.raise_if_any(_ADVICE)
+    skipped |= over_length(too_long, max_length)
     if max_pairs is not None and len(kept) > max_pairs:
         skipped[SKIP_LIMIT] = len(kept) - max_pairs
         kept = [kept[i] for i in sorted(random.Random(seed).sample(range(len(kept)), max_pairs))]
@@ -156,6 +158,23 @@ def encode_pairs(
         reasons = "; ".join(f"{count}: {reason}" for reason, count in skipped.items())
         raise DataError(f"none of {len(pairs)} pairs can be used ({reasons}); loosen the limits")
     return EncodedPairs(tuple(kept), dict(skipped))
+
+
+def over_length(lengths: Sequence[int], max_length: int) -> Counter[str]:
+    """Count sequences beyond a limit, in tokens, under a reason that names both and what would keep them."""
+    if not lengths:
+        return Counter()
+    found, most = f"{min(lengths)} to {max(lengths)} tokens", max(lengths)
+    return Counter({f"{found}, above data.max_length={max_length}; data.max_length={most} keeps all": len(lengths)})
+
+
+def left_out(skipped: Mapping[str, int], total: int) -> list[str]:
+    """A line for each reason; a warning where much is lost that no key asks to leave out."""
+    lines = []
+    for reason, count in skipped.items():
+        much = count > _WARN_ABOVE * total and reason not in (SKIP_LIMIT, SKIP_MULTI_TURN)
+        lines.append(f"{'WARNING:' if much else ' '} {count} of {total} ({count / total:.0%}) left out: {reason}")
+    return lines
 
 
 def split_by_prompt(keys: Sequence[str], fraction: float, seed: int) -> tuple[list[int], list[int]]:
@@ -208,9 +227,8 @@ def prompt_of(value: dict[str, Any]) -> list[Message]:
         raise DataError(f"the key prompt is missing; found {', '.join(value) or 'no key'}")
     prompt = value[key]
     if isinstance(prompt, str):
-        _check_encodable(prompt, key)
-        is_hh = prompt.lstrip().startswith("Human:")
-        messages = parse_hh_conversation(prompt) if is_hh else [{"role": "user", "content": prompt.strip()}]
+        check_encodable(prompt, key)
+        messages = messages_of_text(prompt)
     elif isinstance(prompt, list):
         messages = [_message_of(message, f"{key}[{index}]") for index, message in enumerate(prompt)]
     else:
@@ -227,7 +245,7 @@ def _message_of(message: object, where: str) -> Message:
     content = message.get("content") if isinstance(message, dict) else None
     if role not in ("system", "user", "assistant") or not isinstance(content, str):
         raise DataError(f"{where} is no message with a role system, user or assistant and a string as content")
-    _check_encodable(content, where)
+    check_encodable(content, where)
     return {"role": str(role), "content": content}  # as it stands: so the actor's prompts are rendered too
 
 
@@ -241,12 +259,5 @@ def answer_of(value: dict[str, Any], key: str) -> str:
         raise DataError(f"the key {key} is missing; found {', '.join(value) or 'no key'}")
     if not isinstance(value[key], str):
         raise DataError(f"{key} is {describe_type(value[key])}, expected a string")
-    _check_encodable(value[key], key)
+    check_encodable(value[key], key)
     return value[key]
-
-
-def _check_encodable(text: str, where: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where} holds half of a surrogate pair ({text[error.start]!r})") from error

@@ -12,14 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.data.jsonl import LineFaults, describe_type, read_jsonl
 from reinforce_rl.errors import DataError
-from reinforce_rl.reward.pairs import SKIP_LIMIT, SKIP_MULTI_TURN, Message, answer_of, prompt_key, prompt_of
+from reinforce_rl.reward.pairs import (
+    SKIP_LIMIT,
+    SKIP_MULTI_TURN,
+    Message,
+    answer_of,
+    over_length,
+    prompt_key,
+    prompt_of,
+)
 from reinforce_rl.reward.template import encode_conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SKIP_UNRATED = "no attribute is rated"
-SKIP_TOO_LONG = "prompt and answer have more than data.max_length tokens"
 
 _ADVICE = (
     'Correct or remove these lines; a line is {"prompt": text or messages, "response": text, "attributes": '
@@ -109,6 +116,7 @@ def encode_ratings(
     """
     faults = LineFaults()
     skipped: Counter[str] = Counter()
+    too_long: list[int] = []
     kept: list[EncodedRating] = []
     for answer in answers:
         if all(math.isnan(rating) for rating in answer.ratings):
@@ -125,10 +133,11 @@ def encode_ratings(
             faults.add(answer.path, answer.number, str(error))
             continue
         if len(tokens) > max_length:
-            skipped[SKIP_TOO_LONG] += 1
+            too_long.append(len(tokens))
         else:
             kept.append(EncodedRating(prompt_key(answer.messages), tuple(tokens), answer.ratings))
     faults.raise_if_any(_ADVICE)
+    skipped |= over_length(too_long, max_length)
     if max_answers is not None and len(kept) > max_answers:
         skipped[SKIP_LIMIT] = len(kept) - max_answers
         kept = [kept[i] for i in sorted(random.Random(seed).sample(range(len(kept)), max_answers))]

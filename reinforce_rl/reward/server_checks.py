@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from reinforce_rl.config_checks import PRECISIONS
+from reinforce_rl.config_checks import PRECISIONS, model_values, tensor_faults
 from reinforce_rl.layout import layout_faults
 
 
@@ -70,4 +70,5 @@ def _rank_faults(cfg: DictConfig) -> list[str]:
     started = os.environ.get("WORLD_SIZE")
     if started is not None and int(started) != world_size:
         faults.append(f"{started} ranks were started (WORLD_SIZE), but {ranks} = {world_size}")
-    return faults
+    file, values = model_values(str(rm.restore_from_path))
+    return [*faults, *tensor_faults(values, file, rm.tensor_model_parallel_size, "reward_model")]

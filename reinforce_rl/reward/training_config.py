@@ -12,8 +12,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from reinforce_rl.config import OptimConfig
+from reinforce_rl.config_checks import folder_faults
 from reinforce_rl.config_reading import build, resolve_defaults
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.reward_head import POOLINGS
 from reinforce_rl.reward.training import DEFAULT_FOLDS, DEFAULT_L2_GRID
 
@@ -63,7 +65,7 @@ class DataConfig:
 
     pairs_path: str | None = None
     ratings_path: str | None = None
-    max_length: int = 160
+    max_length: int | None = None
     max_pairs: int | None = None
     max_answer_tokens: int | None = None
     held_out_fraction: float = 0.2
@@ -136,6 +138,11 @@ class TrainRewardModelConfig:
     features_cache: str | None = None
     output_dir: str = "results/reward_head"
 
+    @property
+    def max_length(self) -> int:
+        """`data.max_length`, or the trunk's longest sequence."""
+        return self.data.max_length or Architecture.from_folder(self.model.restore_from_path).max_positions
+
     @classmethod
     def from_hydra(cls, cfg: DictConfig) -> TrainRewardModelConfig:
         """Convert and check what Hydra composed.
@@ -165,6 +172,7 @@ class TrainRewardModelConfig:
         if self.mode not in MODES:
             found.append(f"mode is {self.mode!r}; expected one of {', '.join(MODES)}")
         found += full_faults(self) if self.mode == "full" else head_faults(self)
+        found += folder_faults("output_dir", self.output_dir)
         if not 0 < self.data.held_out_fraction < 1:
             found.append(
                 f"data.held_out_fraction is {self.data.held_out_fraction}; "

@@ -25,7 +25,7 @@ from reinforce_rl.reward.features import (
     save_features,
 )
 from reinforce_rl.reward.model_card import HeadReport, PoolingResult, sha256_of_file, sha256_of_files, write_head
-from reinforce_rl.reward.pairs import EncodedPair, encode_pairs, read_pairs, split_by_prompt
+from reinforce_rl.reward.pairs import EncodedPair, encode_pairs, left_out, read_pairs, split_by_prompt
 from reinforce_rl.reward.template import end_of_turn_id
 from reinforce_rl.reward.training import PairFeatures, head_accuracy, train_head
 from reinforce_rl.reward.training_config import CutsConfig, TrainRewardModelConfig
@@ -56,7 +56,7 @@ def train_reward_model(config: TrainRewardModelConfig, *, command: str, console:
     encoded = encode_pairs(
         lines,
         tokenizer,
-        max_length=data.max_length,
+        max_length=config.max_length,
         max_answer_tokens=data.max_answer_tokens,
         max_pairs=data.max_pairs,
         single_turn_only=data.single_turn_only,
@@ -66,8 +66,8 @@ def train_reward_model(config: TrainRewardModelConfig, *, command: str, console:
     keys = [pair.prompt_key for pair in pairs]
     train, held_out = split_by_prompt(keys, data.held_out_fraction, config.seed)
     console.print(f"{len(lines)} pairs read, {len(pairs)} used: {len(train)} to train on, {len(held_out)} held out")
-    for reason, count in encoded.skipped.items():
-        console.print(f"  {count} left out: {reason}")
+    for line in left_out(encoded.skipped, len(lines)):
+        console.print(line, style="bold yellow" if line.startswith("W") else None, soft_wrap=True)
 
     trunk_sha256 = sha256_of_files([*trunk_folder.glob("*.safetensors"), trunk_folder / "config.json"])
     made = degenerate_answers(
@@ -80,7 +80,7 @@ def train_reward_model(config: TrainRewardModelConfig, *, command: str, console:
     )
     sequences = _cut_sequences(pairs, config.cuts, config.seed)
     for item in made:
-        tokens = (pairs[item.pair].prompt + item.tokens)[: data.max_length]
+        tokens = (pairs[item.pair].prompt + item.tokens)[: config.max_length]
         sequences.append(CutSequence(tokens, (len(tokens),)))
     features = _features(config, sequences, trunk_sha256, console)
     views = 2 + config.cuts.per_pair

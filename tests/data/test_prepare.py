@@ -70,6 +70,31 @@ def test_every_accepted_form_gives_the_prompt_alone(tmp_path):
     assert (counts.read, counts.train, counts.validation, counts.skipped) == (6, 5, 1, {})
 
 
+def test_a_plain_prompt_is_a_user_message_and_other_fields_stay(tmp_path):
+    file = write(
+        tmp_path / "in.jsonl",
+        {"prompt": " What is 6 x 7? ", "answer": 42, "solution": {"steps": ["6 x 7"]}},
+        {"text": "Human: is no marker inside.\n\nHuman: a line of HH"},
+        {"prompt": "Say\n\nHuman: hi", "kwargs": [None], "chosen": "a", "rejected": "b"},
+        {"prompt": [user("as messages")], "answer": None},
+    )
+    rows = {}
+    for form in ("messages", "prompt"):
+        prepare_prompts([file], tmp_path / form, PrepareOptions(form=form, num_validation=1, seed=3))
+        found = rows_of(tmp_path / form / "train.jsonl") + rows_of(tmp_path / form / "validation.jsonl")
+        rows[form] = sorted(found, key=lambda row: str(row.get("answer", "?")))
+    expected = [
+        {"messages": [user("What is 6 x 7?")], "answer": 42, "solution": {"steps": ["6 x 7"]}},
+        {"messages": [user("Say\n\nHuman: hi")], "kwargs": [None]},
+        {"messages": [user("as messages")], "answer": None},
+    ]
+    assert rows["messages"] == expected
+    assert rows["prompt"][0] == {"prompt": hh("What is 6 x 7?"), "answer": 42, "solution": {"steps": ["6 x 7"]}}
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
+    dataset = PromptDataset.from_jsonl(tokenizer, tmp_path / "messages" / "train.jsonl", max_prompt_tokens=None)
+    assert {"answer": 42, "solution": {"steps": ["6 x 7"]}} in [prompt.metadata for prompt in dataset]
+
+
 def test_what_is_skipped_is_counted_by_reason(tmp_path):
     file = write(
         tmp_path / "in.jsonl",
@@ -115,7 +140,7 @@ def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
         tmp_path / "in.jsonl",
         {"prompt": hh("fine")},
         b"{",
-        {"prompt": "no marker"},
+        {"chosen": "no marker", "rejected": "no marker"},
         {"question": "x"},
         {"prompt": 3},
         {"messages": [{"role": "user"}]},
@@ -126,7 +151,7 @@ def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
     text = str(caught.value)
     for number, reason in (
         (2, "not valid JSON"),
-        (3, "prompt: expected a conversation"),
+        (3, "chosen: expected a conversation"),
         (4, "found question"),
         (5, "prompt is a number"),
         (6, "messages[0] is no message"),
@@ -147,6 +172,17 @@ def test_wrong_options_and_files(tmp_path):
         prepare_prompts([file], tmp_path, PrepareOptions())
     with pytest.raises(DataError, match="1 prompts are left"):
         prepare_prompts([file], tmp_path / "out", PrepareOptions())
+
+
+def test_gsm8k_keeps_every_prompt_with_its_answer(tmp_path):
+    source = SHARED / "gsm8k_train.jsonl"
+    if not source.is_file():
+        pytest.skip(f"{source} is not there")
+    counts = prepare_prompts([source], tmp_path, PrepareOptions(num_validation=64))
+    assert (counts.read, counts.train + counts.validation) == (7473, 7473)
+    answers = {row["prompt"].strip(): row["answer"] for row in rows_of(source)}
+    for row in rows_of(tmp_path / "train.jsonl") + rows_of(tmp_path / "validation.jsonl"):
+        assert row["answer"] == answers[row["messages"][0]["content"]]
 
 
 @pytest.mark.parametrize("name", ["hh_harmless_prompts.jsonl", "hh_harmless_pairs.jsonl"])

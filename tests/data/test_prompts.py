@@ -116,7 +116,7 @@ def test_too_long_is_refused_by_default(tokenizer, tmp_path):
         (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
         (b"[" * 100_000, "not usable JSON"),
         (["x"], "expected a JSON object, found a list"),
-        ({"question": "x"}, "expected exactly one of prompt, text and messages, found none of them"),
+        ({"question": "x"}, "found question; expected exactly one of prompt, text and messages"),
         ({"prompt": "x", "text": "y"}, "found prompt and text"),
         ({"prompt": 3}, "prompt is a number, expected a string"),
         ({"text": None}, "text is null, expected a string"),
@@ -156,7 +156,7 @@ def test_all_bad_lines_are_counted_and_ten_listed(tokenizer, tmp_path):
 def test_messages_without_or_refused_by_a_template(tmp_path):
     file = write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "x"}]})
     without = load_tokenizer(write_tiny_tokenizer(tmp_path / "t", chat_template=None))
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the tokenizer has no chat template"):
+    with pytest.raises(ConfigError, match=r"the tokenizer of \S+/t has no chat template, .* folder of a chat model"):
         load(without, file)
     strict = load_tokenizer(write_tiny_tokenizer(tmp_path / "s", chat_template="{{ raise_exception('roles!') }}"))
     with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template refuses these messages: roles!"):

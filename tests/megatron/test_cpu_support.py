@@ -120,3 +120,16 @@ def test_nothing_is_patched_where_cuda_is_present():
     run = subprocess.run([sys.executable, "-c", WITH_CUDA], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "untouched"
+
+
+def test_torch_does_not_warn_of_the_collectives_that_megatron_calls(tmp_path):
+    code = (
+        "import sys, torch, torch.distributed as dist, reinforce_rl.megatron\n"
+        "dist.init_process_group('gloo', init_method=f'file://{sys.argv[1]}', rank=0, world_size=1)\n"
+        "dist.all_gather_into_tensor(torch.empty(1), torch.ones(1))\n"
+        "dist.reduce_scatter_tensor(torch.empty(1), torch.ones(1))\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

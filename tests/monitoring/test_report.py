@@ -199,7 +199,15 @@ def test_as_a_command(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     assert main([str(tmp_path / "absent")]) == 1
     assert "no such folder" in capsys.readouterr().err
-    assert main([]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+
+
+@pytest.mark.parametrize("program", ["reinforce_rl.monitoring.report", "reinforce_rl.reward.full_report"])
+def test_help_is_help(program):
+    done = subprocess.run([sys.executable, "-m", program, "--help"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"usage: python -m {program} [-h] RUN_DIR" in done.stdout
 
 
 def test_the_package_imports_without_wandb():

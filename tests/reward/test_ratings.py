@@ -11,7 +11,7 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.reward.pairs import SKIP_LIMIT, SKIP_MULTI_TURN
-from reinforce_rl.reward.ratings import SKIP_TOO_LONG, SKIP_UNRATED, encode_ratings, read_ratings
+from reinforce_rl.reward.ratings import SKIP_UNRATED, encode_ratings, read_ratings
 from reinforce_rl.reward.template import encode_conversation
 from reinforce_rl.tokenizer import load_tokenizer
 
@@ -79,7 +79,8 @@ def test_what_is_left_out_is_counted(tmp_path, tokenizer):
     found, skipped = encode_ratings(
         read_ratings(path, NAMES), tokenizer, max_length=40, max_answers=3, single_turn_only=True, seed=1
     )
-    assert skipped == {SKIP_UNRATED: 1, SKIP_TOO_LONG: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
+    too_long = "128 to 128 tokens, above data.max_length=40; data.max_length=128 keeps all"
+    assert skipped == {SKIP_UNRATED: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
     assert len(found) == 3
     prompt = json.loads(found[0].prompt_key)[0][1]
     assert list(found[0].tokens) == encode_conversation(tokenizer, [{"role": "user", "content": prompt}], "fine")

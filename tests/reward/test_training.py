@@ -18,9 +18,9 @@ from reinforce_rl.reward.pairs import (
     SKIP_LIMIT,
     SKIP_MULTI_TURN,
     SKIP_SAME,
-    SKIP_TOO_LONG,
     EncodedPair,
     encode_pairs,
+    left_out,
     read_pairs,
     split_by_prompt,
 )
@@ -236,9 +236,18 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
     pairs = read_pairs(path)
     encoded = encode_pairs(pairs, tokenizer, max_length=30, max_pairs=1, single_turn_only=True)
     assert len(encoded.pairs) == 1
-    assert encoded.skipped == {SKIP_SAME: 1, SKIP_TOO_LONG: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
+    too_long = "62 to 62 tokens, above data.max_length=30; data.max_length=62 keeps all"
+    assert encoded.skipped == {SKIP_SAME: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
+    assert left_out(encoded.skipped, 5) == [
+        f"WARNING: 1 of 5 (20%) left out: {SKIP_SAME}",
+        f"  1 of 5 (20%) left out: {SKIP_MULTI_TURN}",
+        f"WARNING: 1 of 5 (20%) left out: {too_long}",
+        f"  1 of 5 (20%) left out: {SKIP_LIMIT}",
+    ]
+    assert left_out({too_long: 1}, 10) == [f"  1 of 10 (10%) left out: {too_long}"], "no more than a tenth"
+    assert len(encode_pairs(pairs, tokenizer, max_length=62).pairs) == 4, "the remedy is one"
     cut = encode_pairs(pairs, tokenizer, max_length=30, max_answer_tokens=10)
-    assert SKIP_TOO_LONG not in cut.skipped
+    assert too_long not in cut.skipped
     with pytest.raises(DataError, match="none of 5 pairs"):
         encode_pairs(pairs, tokenizer, max_length=3)
 
