@@ -34,6 +34,7 @@ from reinforce_rl.reward.front_process import FrontProcess
 from reinforce_rl.reward.function_scoring import FunctionRequestScorer, FunctionScorer
 from reinforce_rl.reward.limits import FrontLimits, default_request_bytes
 from reinforce_rl.reward.ports import is_loopback, open_port
+from reinforce_rl.reward.private_triton import PrivateTriton
 from reinforce_rl.reward.progress import Progress
 from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.scoring import RequestScorer
@@ -42,8 +43,6 @@ from reinforce_rl.tokenizer import TokenizerInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from reinforce_rl.reward.private_triton import PrivateTriton
 
 logger = logging.getLogger(__name__)
 

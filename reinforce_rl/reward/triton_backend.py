@@ -11,18 +11,16 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import psutil
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.reward import protocol
+from reinforce_rl.reward.private_triton import PrivateTriton
 from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.scoring import RequestScorer
-
-if TYPE_CHECKING:
-    from reinforce_rl.reward.private_triton import PrivateTriton
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ def build_triton(
     try:
         from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 
-        from reinforce_rl.reward.private_triton import PrivateTriton
+        triton = PrivateTriton(home / TRITON_SOCKET, home / WORKSPACE, max(1, round(stop_timeout)))
     except ImportError as error:
         raise ConfigError(
             [f"the reward server needs PyTriton ({error}); install it with: pip install 'reinforce-rl[server]'"]
@@ -70,7 +68,6 @@ def build_triton(
 
     names = info.attributes
     attributes = [Tensor(name=protocol.ATTRIBUTES, dtype=np.float32, shape=(len(names),))] if names else []
-    triton = PrivateTriton(home / TRITON_SOCKET, home / WORKSPACE, max(1, round(stop_timeout)))
     triton.bind(
         info.name,
         requests.__call__,
