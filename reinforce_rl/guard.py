@@ -126,7 +126,7 @@ class _Watch:
             self.refresh()
 
     def refresh(self) -> None:
-        """Note the descendants, their shared memory and Triton's temporary model folders while they can be seen."""
+        """Note the descendants and their shared memory while they can be seen."""
         self.processes = {process for process in self.processes if process.is_running()}
         for root in self.roots:
             with contextlib.suppress(psutil.Error):
@@ -147,11 +147,6 @@ class _Watch:
         # Python's own segments have random names, so only the maps of a living process say whose they are.
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         self.files.update(Path(path) for path in re.findall(r"(/dev/shm/psm_\w+)", maps))
-        # Triton runs a model from a copy in a temporary folder, which a killed server does not remove.
-        for argument in process.cmdline():
-            found = re.fullmatch(r"(/tmp/folder\w{6})/\d+/model\.py", argument)
-            if found:
-                self.folders.add(Path(found.group(1)))
         if process.name() == "tritonserver":
             self.triton_starts.add(process.create_time())
 

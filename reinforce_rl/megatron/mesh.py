@@ -34,6 +34,7 @@ from reinforce_rl.errors import (
     TooManyFailedRewardsError,
 )
 from reinforce_rl.layout import Layout, layout_faults, rank_at
+from reinforce_rl.ranks import STORE_VARIABLE
 
 # Errors that mean the same on every rank, by the name under which they travel.
 _KINDS = (
@@ -275,7 +276,9 @@ def parallel_mesh(
     with contextlib.ExitStack() as stack:
         with before_the_watch(rank, world_size):
             if not dist.is_initialized():
-                store = torch.distributed.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]
+                store = dist.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]
+                if world_size > 1 and STORE_VARIABLE in os.environ:
+                    store = dist.FileStore(os.environ[STORE_VARIABLE], world_size)  # type: ignore[attr-defined]
                 # A wait in NCCL is a kernel that spins on the GPU until the last rank comes. Objects, votes and
                 # barriers, which may take as long as a generation, go over gloo; new groups have both too.
                 backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

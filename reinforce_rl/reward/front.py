@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, hdrs, web
+from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, hdrs, web
 
 from reinforce_rl.reward import access, protocol
 from reinforce_rl.reward.front_health import Health
@@ -45,7 +45,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class FrontSettings:
     """Attributes:
     model: the reward model's name in URLs.
-    backend_port: Triton's, on the loopback.
+    backend: Triton's Unix socket.
     limits: on requests.
     canary: the inputs of a sample that the model can always score, as JSON.
     token: asked of every client; None: of none.
@@ -53,7 +53,7 @@ class FrontSettings:
     """
 
     model: str
-    backend_port: int
+    backend: str
     limits: FrontLimits
     canary: str
     token: str | None = None
@@ -84,7 +84,6 @@ class Front:
     def __init__(self, settings: FrontSettings, progress: Progress):
         self._settings = settings
         self._limits = settings.limits
-        self._base = f"http://127.0.0.1:{settings.backend_port}"
         self._progress = progress
         self._gate = Gate(settings.limits)
         self._metrics = FrontMetrics(self._gate, progress)
@@ -114,7 +113,7 @@ class Front:
 
     async def _with_session(self, app: web.Application):
         self._session = ClientSession(
-            connector=TCPConnector(limit=0),
+            connector=UnixConnector(self._settings.backend, limit=0),
             timeout=ClientTimeout(total=None, sock_connect=5.0),
             auto_decompress=False,
             skip_auto_headers=[hdrs.ACCEPT_ENCODING, hdrs.USER_AGENT],
@@ -287,7 +286,11 @@ class Front:
         assert self._session is not None
         method = "GET" if body is None else "POST"
         async with self._session.request(
-            method, self._base + path, data=body, headers=headers, timeout=ClientTimeout(seconds, sock_connect=5.0)
+            method,
+            "http://localhost" + path,
+            data=body,
+            headers=headers,
+            timeout=ClientTimeout(seconds, sock_connect=5.0),
         ) as answer:
             return answer.status, answer.headers, await answer.read()
 

@@ -84,7 +84,7 @@ class Health:
             return True, f"a small sample had no answer within {self._limits.canary_seconds:g} s"
         except OSError as error:
             return True, f"the model's side does not answer ({type(error).__name__})"
-        fault = _fault_of(code, body)
+        fault = fault_of(code, body)
         if fault is not None:
             return True, fault
         self._canary_seconds = time.monotonic() - started
@@ -97,14 +97,15 @@ class Health:
         return False, f"busy: the model has been in a call for {found.quiet_seconds:.1f} s"
 
 
-def _fault_of(code: int, body: bytes) -> str | None:
+def fault_of(code: int, body: bytes, sample: str = "a small sample") -> str | None:
+    """What is wrong with the answer to a request of one sample; None where it has its score."""
     if code != 200:
-        return f"a small sample was answered by HTTP {code}"
+        return f"{sample} was answered by HTTP {code}"
     try:
         outputs = {output["name"]: output["data"] for output in json.loads(body)["outputs"]}
         status = outputs[protocol.STATUS][0]
     except (ValueError, KeyError, IndexError, TypeError):
-        return "a small sample got an answer outside the protocol"
+        return f"{sample} got an answer outside the protocol"
     if status != base.STATUS_OK:
-        return f"a small sample failed: {base.STATUS_TEXT.get(status, status)}"
+        return f"{sample} failed: {base.STATUS_TEXT.get(status, status)}"
     return None

@@ -1,8 +1,8 @@
 """The reward server: a reward model behind PyTriton, and a front door before it, as a program of its own.
 
-PyTriton runs NVIDIA's tritonserver as a child, on the loopback, and calls the model back in this process. Clients talk
-to the front door, another child (`front.py`). What is here: the order of starting and stopping, a check of the model
-before anyone is let in, and an end that is bounded, leaves nothing behind and tells a crash from a stop.
+PyTriton runs NVIDIA's tritonserver as a child, on a Unix socket, and calls the model back in this process. Clients
+talk to the front door, another child (`front.py`). What is here: the order of starting and stopping, a check of the
+model before anyone is let in, and an end that is bounded, leaves nothing behind and tells a crash from a stop.
 `docs/reward-server.md` describes it for users.
 """
 
@@ -29,18 +29,19 @@ from reinforce_rl.errors import ConfigError, ModelStuckError, RewardServerError
 from reinforce_rl.guard import Guard
 from reinforce_rl.reward import access, base, health, protocol
 from reinforce_rl.reward.front import FAILED, READY, FrontSettings
+from reinforce_rl.reward.front_health import fault_of
 from reinforce_rl.reward.front_process import FrontProcess
 from reinforce_rl.reward.function_scoring import FunctionRequestScorer, FunctionScorer
 from reinforce_rl.reward.limits import FrontLimits, default_request_bytes
-from reinforce_rl.reward.ports import free_port, is_loopback, open_port
+from reinforce_rl.reward.ports import is_loopback, open_port
+from reinforce_rl.reward.private_triton import PrivateTriton
 from reinforce_rl.reward.progress import Progress
 from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.scoring import RequestScorer
-from reinforce_rl.reward.triton_backend import HOST, build_triton, make_home, stop_triton
+from reinforce_rl.reward.triton_backend import TRITON_SOCKET, build_triton, make_home, stop_triton
 from reinforce_rl.tokenizer import TokenizerInfo
 
 if TYPE_CHECKING:
-    from pytriton.triton import Triton
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -200,10 +201,9 @@ class RewardServer:
             guard.remove_file(self._ready_file)
         progress = Progress(home / "progress", create=True)
         self._requests.report_to(progress)
-        backend_port = free_port(HOST)
         settings = FrontSettings(
             model=self.info.name,
-            backend_port=backend_port,
+            backend=str(home / TRITON_SOCKET),
             limits=self._limits(self.info.max_batch_size, self.info.max_length),
             canary=json.dumps({"inputs": self._requests.canary_inputs()}),
             token=self._options.token,
@@ -212,19 +212,16 @@ class RewardServer:
         front = FrontProcess(listener, settings, home / "progress")
         try:
             guard.watch_process(front.pid)
-            self._serve_behind(front, guard, home, backend_port, progress)
+            self._serve_behind(front, guard, home, progress)
         finally:
             self._stopping = True
             front.close()
 
-    def _serve_behind(
-        self, front: FrontProcess, guard: Guard, home: Path, backend_port: int, progress: Progress
-    ) -> None:
+    def _serve_behind(self, front: FrontProcess, guard: Guard, home: Path, progress: Progress) -> None:
         triton = build_triton(
             self.info,
             self._requests,
             home=home,
-            port=backend_port,
             max_queue_delay=self._max_queue_delay,
             preferred_batch_sizes=self._preferred_batch_sizes,
             stop_timeout=self._stop_timeout,
@@ -238,7 +235,7 @@ class RewardServer:
                 raise RewardServerError("tritonserver ended while it started; its last lines are above")
             guard.watch_process(tritonserver.pid)
             watched = [tritonserver, *tritonserver.children(recursive=True)]
-            self._warm_up(backend_port)
+            self._warm_up(triton)
             front.wait_until_up()
             front.set_state(READY)
             self._check_handshake()
@@ -275,20 +272,17 @@ class RewardServer:
     def _local_host(self) -> str:
         return "127.0.0.1" if self._host == "0.0.0.0" else self._host
 
-    def _warm_up(self, backend_port: int) -> None:
+    def _warm_up(self, triton: PrivateTriton) -> None:
         """Samples go all the way, before the first client's do: the first passes of a model are its slowest."""
         longest = self.info.max_length
         lengths = sorted({1, *(min(length, longest) for length in self._warm_up_lengths)}) if longest else [1]
         started = time.monotonic()
         for length in lengths:
-            inputs = self._requests.canary_inputs(length)
-            answer = health.infer_json(HOST, backend_port, self.info.name, inputs, CANARY_SECONDS)
-            status = answer[protocol.STATUS][0]
-            if status != base.STATUS_OK:
-                raise RewardServerError(
-                    f"the reward model cannot score a sample of {length} tokens (id 0): "
-                    f"{base.STATUS_TEXT.get(status, status)}. See the log above; nothing is served."
-                )
+            body = json.dumps({"inputs": self._requests.canary_inputs(length)}).encode()
+            answer = triton.ask(f"/v2/models/{self.info.name}/infer", CANARY_SECONDS, body)
+            fault = fault_of(*answer, f"a sample of {length} tokens (id 0)")
+            if fault is not None:
+                raise RewardServerError(f"{fault}. See the log above; nothing is served.")
         logger.info("event=warmed_up lengths=%s seconds=%.1f", lengths, time.monotonic() - started)
 
     def _check_handshake(self) -> None:
@@ -307,7 +301,9 @@ class RewardServer:
         logger.info("event=ready url=%s info=%s", url, self.info.to_json())
         print(f"ready at {url}", flush=True)
 
-    def _watch(self, triton: Triton, processes: list[psutil.Process], front: FrontProcess, progress: Progress) -> None:
+    def _watch(
+        self, triton: PrivateTriton, processes: list[psutil.Process], front: FrontProcess, progress: Progress
+    ) -> None:
         next_summary = time.monotonic() + SUMMARY_SECONDS
         last = self._requests.totals
         while True:

@@ -1,4 +1,4 @@
-"""PyTriton behind the front door: what it serves, and how it is stopped. Only this machine can reach it."""
+"""PyTriton behind the front door: what it serves, and how it is stopped. Only this user can reach it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import psutil
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.reward import protocol
+from reinforce_rl.reward.private_triton import PrivateTriton
 from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.scoring import RequestScorer
 
-if TYPE_CHECKING:
-    from pytriton.triton import Triton
-
 logger = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 HOME_PREFIX = "reward-server-"
 WORKSPACE = "workspace"
+TRITON_SOCKET = "triton.sock"
 SOCKET_PATH_LIMIT = 107  # bytes that Linux allows for a Unix socket's path
 QUIET_SECONDS = 6.0  # once stopping: idle so long means that the last answer has left; a plain stop takes about 4 s
 
@@ -38,18 +36,16 @@ def build_triton(
     requests: RequestScorer,
     *,
     home: Path,
-    port: int,
     max_queue_delay: float,
     preferred_batch_sizes: Sequence[int],
     stop_timeout: float,
-) -> Triton:
+) -> PrivateTriton:
     """A Triton with the reward model and the server's description; not yet running.
 
     Args:
         info: the description.
         requests: scores what Triton has merged.
-        home: a folder of its own.
-        port: of the loopback.
+        home: a folder of its own that only this user may enter; Triton's Unix socket is TRITON_SOCKET in it.
         max_queue_delay: seconds that a request may wait for others to be merged with.
         preferred_batch_sizes: numbers of samples that merged requests should come to; none for any number.
         stop_timeout: seconds that calls in flight get at the end.
@@ -63,24 +59,15 @@ def build_triton(
     os.environ["PYTRITON_HOME"] = str(home)
     try:
         from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
-        from pytriton.triton import Triton, TritonConfig
+
+        triton = PrivateTriton(home / TRITON_SOCKET, home / WORKSPACE, max(1, round(stop_timeout)))
     except ImportError as error:
         raise ConfigError(
             [f"the reward server needs PyTriton ({error}); install it with: pip install 'reinforce-rl[server]'"]
         ) from error
 
-    config = TritonConfig.from_dict(
-        {
-            "http_address": HOST,
-            "http_port": port,
-            "allow_grpc": False,
-            "allow_metrics": False,
-            "exit_timeout_secs": max(1, round(stop_timeout)),
-        }
-    )
     names = info.attributes
     attributes = [Tensor(name=protocol.ATTRIBUTES, dtype=np.float32, shape=(len(names),))] if names else []
-    triton = Triton(config=config, workspace=home / WORKSPACE)
     triton.bind(
         info.name,
         requests.__call__,
@@ -119,7 +106,7 @@ def build_triton(
     return triton
 
 
-def stop_triton(triton: Triton, requests: RequestScorer, timeout: float) -> None:
+def stop_triton(triton: PrivateTriton, requests: RequestScorer, timeout: float) -> None:
     """Let calls in flight finish, then end tritonserver; the server's guard removes whatever is left after it."""
     started = time.monotonic()
     children = psutil.Process().children(recursive=True)

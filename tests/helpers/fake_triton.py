@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socketserver
+import tempfile
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 from reinforce_rl.reward.front import READY, FrontSettings
@@ -30,6 +32,10 @@ def infer_body(*rows: list[int]) -> bytes:
     }
     lengths = {"name": "sequence_lengths", "datatype": "INT64", "shape": [len(rows), 1], "data": [width] * len(rows)}
     return json.dumps({"inputs": [tokens, lengths]}).encode()
+
+
+class _UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    request_queue_size = 128
 
 
 class FakeTriton:
@@ -72,9 +78,10 @@ class FakeTriton:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._folder = tempfile.TemporaryDirectory()
+        self.path = f"{self._folder.name}/triton.sock"
+        self._server = _UnixServer(self.path, Handler)
         self._server.daemon_threads = True
-        self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     @property
@@ -85,6 +92,7 @@ class FakeTriton:
         self.go.set()
         self._server.shutdown()
         self._server.server_close()
+        self._folder.cleanup()
 
 
 CANARY = '{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1, 1], "data": [0]}]}'
@@ -97,7 +105,7 @@ class FrontBeforeFake:
         self.backend = FakeTriton()
         self.progress = Progress(folder / "progress", create=True)
         small = {"max_request_bytes": 10_000, "max_samples": 8, "max_sequence_length": 64, "canary_seconds": 0.5}
-        settings = FrontSettings("rm", self.backend.port, FrontLimits(**{**small, **limits}), CANARY, token)
+        settings = FrontSettings("rm", self.backend.path, FrontLimits(**{**small, **limits}), CANARY, token)
         self.port = free_port("127.0.0.1")
         self.process = FrontProcess(open_port("127.0.0.1", self.port), settings, folder / "progress")
         self.process.wait_until_up()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SCRIPT = Path(__file__).with_name("serve_toy_scorer.py")
-START_SECONDS = 90.0  # a busy machine imports slowly
+START_SECONDS = 240.0  # a busy machine imports slowly
 
 
 class ToyServer:
@@ -41,7 +40,6 @@ class ToyServer:
         self.ready_file = folder / "ready.json"
         self.server_pid = 0  # of the process that serves, which may be one below the one that was started
         self.descendants: list[psutil.Process] = []
-        self.model_folders: list[Path] = []
 
     def command(self) -> list[str]:
         places = [f"inference.port={self.port}", "--ready-file", str(self.ready_file)]
@@ -62,13 +60,6 @@ class ToyServer:
         self.server_pid = json.loads(self.ready_file.read_text())["pid"]
         self.descendants = psutil.Process(self.process.pid).children(recursive=True)
         assert self.server_pid in {self.process.pid, *(process.pid for process in self.descendants)}
-        self.model_folders = [
-            Path(found.group(1))
-            for process in self.descendants
-            for argument in process.cmdline()
-            if (found := re.fullmatch(r"(/tmp/folder\w{6})/\d+/model\.py", argument))
-        ]
-        assert len(self.model_folders) == 2
         return self
 
     @property
@@ -88,9 +79,7 @@ class ToyServer:
         """What should be gone once the server has ended."""
         found = [f"process {p.pid} {p.name()}" for p in self.descendants if is_alive(p)]
         found += [str(path) for path in Path("/dev/shm").glob(f"pytrtion{self.server_pid}-*")]
-        found += [
-            str(path) for path in [*self.model_folders, *self.temporary.iterdir(), self.ready_file] if path.exists()
-        ]
+        found += [str(path) for path in [*self.temporary.iterdir(), self.ready_file] if path.exists()]
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -1,0 +1,69 @@
+"""What another user of the server's machine can do to it. `docs/security.md` says what these tests hold."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.other_user import as_nobody, load_model
+from helpers.toy_server import ToyServer
+
+pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can attack the server as another user")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = ToyServer(tmp_path_factory.mktemp("server")).start()
+    yield server
+    server.close()
+
+
+def pids_of(server: ToyServer) -> list[int]:
+    return [server.process.pid, *(process.pid for process in server.descendants)]
+
+
+def ports_of(server: ToyServer) -> list[int]:
+    """On which a process of the server listens, but for the front door's."""
+    found = [one for process in server.descendants for one in process.net_connections("tcp")]
+    return [one.laddr.port for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port != server.port]
+
+
+def sockets_of(server: ToyServer) -> list[str]:
+    return [str(path) for path in server.temporary.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
+
+
+def test_another_user_cannot_run_code_in_the_server(server, tmp_path):
+    written = tmp_path / "written"
+    places = [*ports_of(server), *sockets_of(server)]
+    found = as_nobody("load_model", pids_of(server), places, str(written))
+    assert not written.exists(), found
+    assert found["secrets"] == []
+    assert len(found["answers"]) >= 3 and set(found["answers"]) == {"PermissionError"}
+
+
+def test_nor_does_triton_load_code_for_its_own_user(server, tmp_path):
+    """Such as for a reward function, which runs as the server's user."""
+    written = tmp_path / "written"
+    triton = [path for path in sockets_of(server) if path.endswith("triton.sock")]
+    found = load_model(pids_of(server), [*ports_of(server), *triton], str(written))
+    assert not written.exists(), found
+    assert len(found["answers"]) == 1 and found["answers"][0].split()[1] in ("400", "503"), found
+
+
+def test_another_user_cannot_read_requests(server):
+    mapped = {Path(one.path) for process in server.descendants for one in process.memory_maps()}
+    shared = [str(path) for path in mapped if path.is_relative_to("/dev/shm") and path.exists()]
+    assert any("pytrtion" in path for path in shared)
+    files = [str(path) for path in server.temporary.rglob("*") if path.is_file()]
+    assert files
+    assert as_nobody("open_files", [*shared, *files]) == []
+
+
+def test_a_healthy_server_logs_no_error(server):
+    assert [line for line in server.log.read_text().splitlines() if line.startswith(("E1", "E0", "W1", "W0"))] == []
+    assert "\x1b[" not in server.log.read_text()
