@@ -7,6 +7,7 @@ process of its own (`front_process.py`), so that a model that is busy or stuck c
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import re
@@ -23,7 +24,7 @@ from reinforce_rl.reward.front_metrics import CONTENT_TYPE, FrontMetrics
 from reinforce_rl.reward.gate import Gate
 from reinforce_rl.reward.limits import FrontLimits, Refusal, check_length, samples_of
 from reinforce_rl.reward.progress import Progress
-from reinforce_rl.reward.protocol import HEADER_LENGTH, REQUEST_ID
+from reinforce_rl.reward.protocol import HEADER_LENGTH, REQUEST_DIGEST, REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -274,6 +275,8 @@ class Front:
                 502, f"the model's side does not answer ({type(error).__name__})", retry_after=START_RETRY_SECONDS
             ) from error
         kept = {name: found[name] for name in PASSED_HEADERS if name in found}
+        if body is not None:
+            kept[REQUEST_DIGEST] = hashlib.sha256(body).hexdigest()
         return web.Response(status=code, body=answer, headers=kept)
 
     async def _ask(self, path: str, body: bytes | None, headers: dict[str, str], seconds: float):

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.fake_triton import FrontBeforeFake, infer_body
+from helpers.http_call import call
 from helpers.toy_server import wait_for
 
 from reinforce_rl.reward.front import FAILED
-from reinforce_rl.reward.http_call import call
 
 TOKEN = "a-token-of-24-characters"
 BODY = infer_body([1, 2, 3])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.http_call import call
 from helpers.models import smollm2_folder
 from helpers.real_run import RealServer
 from helpers.server_load import CLIENTS, ModelFiles, RankedServer, check_scores, mixed_requests, score_all
@@ -24,7 +25,6 @@ from reinforce_rl.cli import CONF_FOLDER
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_LOST_RANK
 from reinforce_rl.megatron.reward_head import RewardHead
 from reinforce_rl.reward.base import Rewards
-from reinforce_rl.reward.http_call import call
 from reinforce_rl.reward.server_checks import model_faults
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
