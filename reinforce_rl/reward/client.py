@@ -37,7 +37,7 @@ from reinforce_rl.tokenizer import TokenizerInfo
 
 logger = logging.getLogger(__name__)
 
-BAD_ANSWERS_ALLOWED = 3  # a proxy may cut one answer short; a server that always does so is broken
+BAD_ANSWERS_ALLOWED = 3  # a proxy may mix up one answer; one that always does so is broken
 DEADLINE_SLACK_SECONDS = 1.0
 
 T = TypeVar("T")

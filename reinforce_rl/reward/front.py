@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, hdrs, web
 
@@ -66,6 +66,7 @@ class _Record:
     samples: int = 0
     size: int = 0
     scores: bool = False  # asked for
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)  # of the body, as it came
 
 
 _RECORD: web.RequestKey[_Record] = web.RequestKey("record", _Record)
@@ -149,6 +150,7 @@ class Front:
         try:
             response = await self._guarded(request, handler)
             response.headers[REQUEST_ID] = record.id
+            response.headers[REQUEST_DIGEST] = record.digest.hexdigest()
             response.headers[hdrs.SERVER] = "reinforce_rl"
             code = response.status
             return response
@@ -275,8 +277,6 @@ class Front:
                 502, f"the model's side does not answer ({type(error).__name__})", retry_after=START_RETRY_SECONDS
             ) from error
         kept = {name: found[name] for name in PASSED_HEADERS if name in found}
-        if body is not None:
-            kept[REQUEST_DIGEST] = hashlib.sha256(body).hexdigest()
         return web.Response(status=code, body=answer, headers=kept)
 
     async def _ask(self, path: str, body: bytes | None, headers: dict[str, str], seconds: float):
@@ -341,6 +341,7 @@ async def _parts_of(request: web.Request, seconds: float):
             raise Refusal(408, f"the request's body did not come within {seconds:g} s") from None
         if not part:
             return
+        request[_RECORD].digest.update(part)
         yield part
 
 

@@ -128,9 +128,6 @@ async def exchange(
     except aiohttp.ClientConnectorDNSError as error:
         raise FailedAttempt("does not answer (the host name is unknown)") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise FailedAttempt(f"does not answer ({_reason_of(error)})") from error
-
-
-def _reason_of(error: BaseException) -> str:
-    number = getattr(error, "errno", None)
-    return os.strerror(number).lower() if number else str(error) or type(error).__name__
+        number = getattr(error, "errno", None)
+        reason = os.strerror(number).lower() if number else str(error) or type(error).__name__
+        raise FailedAttempt(f"does not answer ({reason})") from error

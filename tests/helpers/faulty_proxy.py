@@ -31,7 +31,7 @@ NO_DIGEST = "no_digest"  # the answer's headers of this project are dropped
 LONG_HEADER = "long_header"  # a header of a megabyte
 NEGATIVE_LENGTH = "negative_length"  # Content-Length: -5
 HUGE_LENGTH = "huge_length"  # Content-Length: a petabyte, and the answer ends where it ends
-HUGE_JSON = "huge_json"  # Inference-Header-Content-Length: a petabyte
+NO_JSON_LENGTH = "no_json_length"  # Inference-Header-Content-Length: 12x
 NEGATIVE_JSON = "negative_json"  # Inference-Header-Content-Length: -5
 GZIP = "gzip"  # the body is compressed
 GZIP_BOMB = "gzip_bomb"  # the body is 256 MiB of zeros, compressed
@@ -44,7 +44,7 @@ FAR_AWAY = "far_away"  # 503, and Retry-After: 1e9
 HARMLESS = (DELAY, DUPLICATE, GZIP, CONTINUE)
 ALL = (
     *(DROP, SILENCE, TRICKLE, TRUNCATE_REQUEST, TRUNCATE, DUPLICATE_BYTES, GARBAGE, CUT_BODY, UNDELIMITED),
-    *(CHANGE_REQUEST, WRONG_ID, WRONG_DIGEST, NO_DIGEST, LONG_HEADER, NEGATIVE_LENGTH, HUGE_LENGTH, HUGE_JSON),
+    *(CHANGE_REQUEST, WRONG_ID, WRONG_DIGEST, NO_DIGEST, LONG_HEADER, NEGATIVE_LENGTH, HUGE_LENGTH, NO_JSON_LENGTH),
     *(NEGATIVE_JSON, GZIP_BOMB, CONTINUES, REDIRECT, OTHERS_REFUSAL, FAR_AWAY, *HARMLESS),
 )
 REPLAY = "replay"  # the request is not passed on, and the last answer to another one is given; not without one
@@ -198,10 +198,12 @@ def _changed(answer: bytes, fault: str | None) -> bytes:
         length = {HUGE_LENGTH: b"\r\nContent-Length: %d" % 10**15, NEGATIVE_LENGTH: b"\r\nContent-Length: -5"}
         head = re.sub(rb"(?i)\r\ncontent-length:[^\r]*", length.get(fault, b""), head)
         return head + b"\r\n\r\n" + (body[: len(body) // 2] if fault == UNDELIMITED else body)
-    if fault in (HUGE_JSON, NEGATIVE_JSON):
+    if fault in (NO_JSON_LENGTH, NEGATIVE_JSON):
         head = re.sub(rb"(?i)\r\ninference-header-content-length:[^\r]*", b"", head)
         return (
-            head + b"\r\nInference-Header-Content-Length: %d\r\n\r\n" % (10**15 if fault == HUGE_JSON else -5) + body
+            head
+            + b"\r\nInference-Header-Content-Length: %b\r\n\r\n" % (b"12x" if fault == NO_JSON_LENGTH else b"-5")
+            + body
         )
     if fault == WRONG_ID:
         return head + b"\r\n\r\n" + re.sub(rb'("id": ?")\w', rb"\1?", body)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SCRIPT = Path(__file__).with_name("serve_toy_scorer.py")
-START_SECONDS = 90.0  # a busy machine imports slowly
+START_SECONDS = 300.0  # a busy machine imports slowly
 
 
 class ToyServer:
