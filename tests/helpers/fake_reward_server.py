@@ -5,6 +5,7 @@ As a script, `fake_reward_server.py inference.port=N`, it only introduces itself
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -120,7 +121,8 @@ class FakeRewardServer:
                 for key, value in {**echoed, **(headers or {})}.items():
                     self.send_header(key, value)
                 self.end_headers()
-                self.wfile.write(data)
+                with contextlib.suppress(ConnectionError):  # of a client that was closed meanwhile
+                    self.wfile.write(data)
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import threading
 import time
 from pathlib import Path
@@ -61,16 +62,20 @@ def share_of_response(row: list[int]) -> float:
 @pytest.mark.parametrize("fault", LASTING)
 def test_a_fault_that_lasts_is_a_named_error_within_the_deadline(fault):
     start = time.monotonic()
+    said: list[str] = []
     with (
         FakeRewardServer(score=sum) as server,
         FaultyProxy(server.port, itertools.repeat(fault), late_seconds=60.0) as proxy,
     ):
         seconds = 60.0 if LASTING[fault].startswith("3 wrong answers") else 3.0
-        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=seconds, **QUICK)
-        with pytest.raises(RewardServerError, match=LASTING[fault]) as caught:
+        client = RemoteGPTRMClient(
+            port=proxy.port, deadline_seconds=seconds, on_wait=said.append, wait_report_seconds=0.01, **QUICK
+        )
+        with pytest.raises(RewardServerError) as caught:
             client.infer_rm(REQUEST).result()
-        assert f"127.0.0.1:{proxy.port}" in str(caught.value)
         client.close()
+        assert f"127.0.0.1:{proxy.port}" in str(caught.value)
+        assert re.search(LASTING[fault], "\n".join([*said, str(caught.value)])), (said, caught.value)
         assert fault in proxy.happened
     assert time.monotonic() - start < 20
 
