@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import math
+import io
 import os
 import threading
 from collections.abc import Coroutine, Mapping
@@ -71,7 +71,7 @@ class HttpAnswer:
     def retry_after(self) -> float | None:
         """Seconds after which the server wants to be asked again; None where it names no time, or an absurd one."""
         with contextlib.suppress(ValueError):
-            seconds = float(self.headers.get("Retry-After", math.nan))
+            seconds = float(self.headers.get("Retry-After", "nan"))
             if 0 <= seconds <= MAX_RETRY_SECONDS:
                 return seconds
         return None
@@ -106,7 +106,7 @@ async def exchange(
         async with aiohttp.request(
             "GET" if body is None else "POST",
             URL.build(scheme="http", host=place.host, port=place.port, path=path),
-            data=body,
+            data=None if body is None else io.BytesIO(body),  # in pieces, between which the loop goes on
             headers={"Accept-Encoding": "identity", **(headers or {})},
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),

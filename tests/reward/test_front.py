@@ -15,6 +15,7 @@ from helpers.http_call import call
 from helpers.toy_server import wait_for
 
 from reinforce_rl.reward.front import FAILED
+from reinforce_rl.reward.retrying import FailedAttempt
 
 TOKEN = "a-token-of-24-characters"
 BODY = infer_body([1, 2, 3])
@@ -266,5 +267,5 @@ def test_the_front_ends_with_its_server(start):
     assert front.process.exit_code is None
     front.process.close()
     assert front.process.exit_code == 0
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(FailedAttempt, match="connection refused"):
         front.get("/health")
