@@ -16,6 +16,7 @@ import contextlib
 import http.client
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -91,8 +92,8 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
     return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
-def http_call(port: int, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[], np.ndarray]:
-    """Over a connection that stays open, in binary."""
+def http_call(address: int | str, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[], np.ndarray]:
+    """Over a connection to a port or to a Unix socket that stays open, in binary."""
     import tritonclient.http as triton
 
     inputs = [
@@ -104,7 +105,11 @@ def http_call(port: int, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[]
     outputs = [triton.InferRequestedOutput(key) for key in (protocol.REWARDS, protocol.STATUS)]
     body, json_size = triton.InferenceServerClient.generate_request_body(inputs, outputs=outputs)
     headers = {protocol.HEADER_LENGTH: str(json_size), "Content-Type": "application/octet-stream"}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CALL_SECONDS)
+    connection = http.client.HTTPConnection("127.0.0.1", address if isinstance(address, int) else 80, CALL_SECONDS)
+    if isinstance(address, str):
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(CALL_SECONDS)
+        connection.sock.connect(address)
 
     def call() -> np.ndarray:
         connection.request("POST", f"/v2/models/{protocol.DEFAULT_NAME}/infer", body, headers)
@@ -124,8 +129,8 @@ def http_call(port: int, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[]
 @contextlib.contextmanager
 def served(
     trunk: Path, head: Path, folder: Path, micro_batch: int, batch: int
-) -> Iterator[tuple[int, int, list[psutil.Process]]]:
-    """A server of its own: the front door's port, Triton's, and the server's processes."""
+) -> Iterator[tuple[int, str, list[psutil.Process]]]:
+    """A server of its own: the front door's port, Triton's socket, and the server's processes."""
     port, ready = free_port("127.0.0.1"), folder / "ready.json"
     command = [sys.executable, str(ROOT / "examples" / "serve_reward_model.py")]
     command += [f"reward_model.restore_from_path={trunk}", f"reward_model.head_path={head}"]
@@ -142,8 +147,7 @@ def served(
             time.sleep(0.1)
         processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         tritonserver = next(process for process in processes if process.name() == "tritonserver")
-        listening = [c.laddr.port for c in tritonserver.net_connections("tcp") if c.status == "LISTEN"]
-        yield port, listening[0], processes
+        yield port, next(c.laddr for c in tritonserver.net_connections("unix") if c.laddr), processes
     finally:
         if server.poll() is None:
             server.send_signal(signal.SIGTERM)
@@ -218,10 +222,10 @@ def main() -> None:
             return np.asarray(scorer.score(rows), np.float32)
 
         expected = bare()
-        with served(trunk, head, folder, args.micro_batch, args.batch) as (front_port, triton_port, server):
+        with served(trunk, head, folder, args.micro_batch, args.batch) as (front_port, triton_socket, server):
             ways = [
                 Way("bare model", lambda: bare, 1),
-                Way("Triton", lambda: http_call(triton_port, tokens, lengths), args.clients),
+                Way("Triton", lambda: http_call(triton_socket, tokens, lengths), args.clients),
                 Way("front door", lambda: http_call(front_port, tokens, lengths), args.clients),
             ]
             processes = [psutil.Process(), *server]

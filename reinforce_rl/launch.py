@@ -19,9 +19,10 @@ from reinforce_rl.errors import EXIT_STOPPED, ConfigError, ReinforceError, Rewar
 from reinforce_rl.guard import Guard
 from reinforce_rl.overrides import override_of
 from reinforce_rl.reward.access import read_token
-from reinforce_rl.reward.health import NotReadyYet, check_once
+from reinforce_rl.reward.health import check_once
 from reinforce_rl.reward.ports import check_port, free_port
 from reinforce_rl.reward.protocol import DEFAULT_NAME
+from reinforce_rl.reward.retrying import FailedAttempt
 from reinforce_rl.stop import STOP_SIGNALS
 
 POLL_SECONDS = 0.2
@@ -196,7 +197,7 @@ def _wait_until_ready(
             check_once(plan.host, plan.port, plan.name, timeout=5.0, token=plan.token)
             say(f"reward server: ready at http://{plan.host}:{plan.port} after {time.monotonic() - start:.0f} s")
             return
-        except NotReadyYet as error:
+        except FailedAttempt as error:
             elapsed = time.monotonic() - start
             if elapsed > plan.ready_seconds:
                 raise RewardServerError(

@@ -28,9 +28,10 @@ from reinforce_rl.reward.access import read_token
 from reinforce_rl.reward.addresses import Address
 from reinforce_rl.reward.function_loading import LoadFault, load_function
 from reinforce_rl.reward.function_source import configured_functions
-from reinforce_rl.reward.health import NotReadyYet, check_once
+from reinforce_rl.reward.health import check_once
 from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.replicas import unlike
+from reinforce_rl.reward.retrying import FailedAttempt
 
 SERVER_SECONDS = 3.0
 
@@ -138,7 +139,7 @@ def _server_warnings(server: RewardServerConfig) -> Iterator[str]:
     for place in server.addresses:
         try:
             info = check_once(place.host, place.port, server.name, timeout=SERVER_SECONDS, token=token)
-        except NotReadyYet as error:
+        except FailedAttempt as error:
             yield f"the reward server at {place} is not ready now: it {error}"
         except RewardServerError as error:
             yield str(error)

@@ -1,4 +1,4 @@
-"""HOST:PORT of a reward server, as configurations and messages write it."""
+"""Where a reward server listens, as configurations and messages write it, and which model is asked there."""
 
 from __future__ import annotations
 
@@ -36,3 +36,18 @@ class Address:
         if not host or not port or parts.netloc != text or "@" in text:
             raise ValueError(f"{text!r} is no HOST:PORT with a port of 1 to 65535")
         return cls(host, port)
+
+
+@dataclass(frozen=True)
+class ModelAddress:
+    """A reward model at a server, and what opens its door.
+
+    Attributes:
+        place: where the server listens.
+        name: of the model.
+        token: the access token, where the server asks for one.
+    """
+
+    place: Address
+    name: str
+    token: str | None

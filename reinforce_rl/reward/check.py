@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import statistics
 import time
@@ -13,9 +12,11 @@ from urllib.parse import urlsplit
 
 from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.reward import protocol
-from reinforce_rl.reward.health import NotReadyYet, check_once, infer_json
-from reinforce_rl.reward.http_call import HttpAnswer, call, reason_of
+from reinforce_rl.reward.addresses import Address
+from reinforce_rl.reward.health import check_once, infer_json
 from reinforce_rl.reward.protocol import ServerInfo
+from reinforce_rl.reward.retrying import FailedAttempt
+from reinforce_rl.reward.transport import HttpAnswer, NoHttp, exchange, wait_for
 
 HEALTH_SECONDS = 30.0  # the server's own sample may take a while
 SCORE_SECONDS = 120.0
@@ -84,19 +85,19 @@ def _place_of(url: str, token: str | None) -> _Place:
 
 def _health(place: _Place) -> dict[str, Any]:
     try:
-        answer = call(place.host, place.port, "/health", HEALTH_SECONDS)
-    except ConnectionRefusedError as error:
-        raise Unwell(
-            f"nothing listens on {place.url} (connection refused): the server is not running, is still loading its "
-            "model, or runs elsewhere. Start it, or check host and port against its line 'ready at http://...'; "
-            "a server on 127.0.0.1 is reached from its own machine only (inference.host)"
-        ) from error
-    except http.client.HTTPException as error:
+        answer = wait_for(exchange(Address(place.host, place.port), "/health", HEALTH_SECONDS))
+    except NoHttp as error:
         raise Unwell(_foreign(place, "no HTTP")) from error
-    except OSError as error:
+    except FailedAttempt as error:
+        if "connection refused" in str(error):
+            raise Unwell(
+                f"nothing listens on {place.url} (connection refused): the server is not running, is still loading "
+                "its model, or runs elsewhere. Start it, or check host and port against its line 'ready at "
+                "http://...'; a server on 127.0.0.1 is reached from its own machine only (inference.host)"
+            ) from error
         raise Unwell(
-            f"{place.url} cannot be reached ({reason_of(error)}): check the host's name, that the machine is up, and "
-            "that no firewall is between"
+            f"{place.url} cannot be reached: it {error}. Check the host's name, that the machine is up, and that no "
+            "firewall is between"
         ) from error
     values = _json_of(answer)
     if not {"state", "healthy", "text", "model", "in_flight", "queued"} <= values.keys():
@@ -135,7 +136,7 @@ def _description(place: _Place, name: str) -> ServerInfo:
     except RewardServerError as error:
         hint = " (For this script: --token-file FILE.)" if "token" in str(error) else ""
         raise Unwell(f"{error}{hint}") from error
-    except NotReadyYet as error:
+    except FailedAttempt as error:
         raise Unwell(f"{place.url} {error}: it may be starting or stopping; ask again in a minute") from error
 
 

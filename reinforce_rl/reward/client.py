@@ -1,91 +1,60 @@
 """The trainer's side of the reward server: scores over HTTP as futures, through restarts and network faults.
 
+What its users call is not asynchronous; what they call for runs on the event loop of `transport.py`.
+
 A failed call never becomes a reward. It is tried again until the request's deadline, at whichever server of the model
 is up, and then it is an error.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
-import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.reward import protocol
-from reinforce_rl.reward.addresses import Address
+from reinforce_rl.reward.addresses import Address, ModelAddress
 from reinforce_rl.reward.base import RewardRequest, Rewards
 from reinforce_rl.reward.handshake import AUTO_FORM, choose_form
-from reinforce_rl.reward.infer_call import ModelAddress, Scores, infer
+from reinforce_rl.reward.infer_call import Scores, infer
 from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.replicas import NoServerInTime, Replicas
 from reinforce_rl.reward.request_parts import arrays_of, cut
 from reinforce_rl.reward.retrying import Deadline, FailedAttempt
+from reinforce_rl.reward.transport import submit
 from reinforce_rl.tokenizer import TokenizerInfo
 
 logger = logging.getLogger(__name__)
 
-BAD_ANSWERS_ALLOWED = 3  # a proxy may cut one answer short; a server that always does so is broken
+BAD_ANSWERS_ALLOWED = 3  # a proxy may mix up one answer; one that always does so is broken
 DEADLINE_SLACK_SECONDS = 1.0
 
-
-class _Call:
-    """One request under way.
-
-    Args:
-        request: what is asked.
-        deadline: of all of it.
-        id: in this side's log; with a part's number, in the server's.
-    """
-
-    def __init__(self, request: RewardRequest, deadline: Deadline, id: str):
-        self.request = request
-        self.deadline = deadline
-        self.id = id
-        self.future: Future[Rewards] = Future()
-        self._lock = threading.Lock()
-        self._info: ServerInfo | None = None
-        self._parts: list[Scores | None] = []
-
-    def expect(self, info: ServerInfo, parts: int) -> None:
-        """So many parts will come, from servers that describe themselves so."""
-        self._info = info
-        self._parts = [None] * parts
-
-    def add(self, number: int, scores: Scores) -> None:
-        """One part's scores; the last one ends the call."""
-        with self._lock:
-            self._parts[number] = scores
-            parts = [part for part in self._parts if part is not None]
-            if len(parts) == len(self._parts) and self._info is not None and not self.future.done():
-                self.future.set_result(_rewards_of(Scores.join(parts), self._info))
-
-    def fail(self, error: BaseException) -> None:
-        """The first error ends the call."""
-        with self._lock:
-            if not self.future.done():
-                self.future.set_exception(error)
+T = TypeVar("T")
 
 
 class RemoteRewardFuture:
     """Scores that reward servers are computing."""
 
-    def __init__(self, client: RemoteGPTRMClient, call: _Call):
+    def __init__(self, client: RemoteGPTRMClient, future: Future[Rewards], deadline: Deadline, id: str):
         self._client = client
-        self._call = call
+        self._future = future
+        self._deadline = deadline
+        self._id = id
 
     def done(self) -> bool:
         """Whether `result` would return at once."""
-        return self._call.future.done()
+        return self._future.done()
 
     def result(self) -> Rewards:
         """Wait for the scores; calls the client's `on_wait` now and then.
@@ -93,22 +62,18 @@ class RemoteRewardFuture:
         Raises:
             RewardServerError: no answer within the request's deadline, or a wrong one.
         """
-        client, call = self._client, self._call
         while True:
             # An attempt ends by itself at the deadline; the slack is for one that does not.
-            left = max(call.deadline.remaining + DEADLINE_SLACK_SECONDS, 0.0)
-            try:
-                return call.future.result(min(left, client.wait_report_seconds))
-            except FutureTimeoutError:
-                if call.future.done():
-                    continue
-                if call.deadline.remaining + DEADLINE_SLACK_SECONDS <= 0:
-                    raise client._past_deadline(call.deadline, call.id) from None
-                client._report(call.deadline, call.id, without_trouble=True)
+            left = self._deadline.remaining + DEADLINE_SLACK_SECONDS
+            if wait([self._future], max(0.0, min(left, self._client.wait_report_seconds))).done:
+                return self._client._result_of(self._future)
+            if left <= 0:
+                raise self._client._past_deadline(self._deadline, self._id)
+            self._client._report(self._deadline, self._id, without_trouble=True)
 
 
 class RemoteGPTRMClient:
-    """A reward source that asks one `RewardServer` or several of the same model, from threads of its own.
+    """A reward source that asks one `RewardServer` or several of the same model, in the background.
 
     Args:
         host, port: where the server listens.
@@ -118,8 +83,8 @@ class RemoteGPTRMClient:
         token: the access token, where the servers ask for one.
         caller: begins the ids of the requests; letters, digits, '.', '_' and '-', such as a run's name and a rank.
         deadline_seconds: for a whole request, from `infer_rm` on, every attempt included.
-        attempt_timeout_seconds: network silence after which one attempt is given up. It doubles after each such
-            attempt, so that a slow server gets done in the end.
+        attempt_timeout_seconds: for one attempt, from the connection to the answer's last byte. It doubles after each
+            attempt that took longer, so that a slow server gets done in the end.
         pad_to_length: tokens that rows are padded to; Triton merges only requests of equal width. None: not padded.
         pad_id: the token id for it. The server never reads it.
         on_wait: called with a sentence for people while no server answers, from any thread.
@@ -161,14 +126,12 @@ class RemoteGPTRMClient:
         self._pad_to_length = pad_to_length
         self._pad_id = pad_id
         self._on_wait = on_wait
-        self._max_threads = max_in_flight * len(places)
+        self._slots = asyncio.Semaphore(max_in_flight * len(places))
         self._lock = threading.Lock()
         self._form: str | None = None  # what is sent; None: what the server prefers
         self._next_report = 0.0
-        self._closed = threading.Event()
-        self._calls: set[_Call] = set()
-        self._jobs: queue.SimpleQueue[tuple[_Call, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._closed = False
+        self._futures: set[Future[Any]] = set()
 
     def infer_rm(self, request: RewardRequest) -> RemoteRewardFuture:
         """Start scoring and return at once.
@@ -178,15 +141,9 @@ class RemoteGPTRMClient:
             RewardServerError: the client was closed.
         """
         _check_request(request)
-        job_id = f"{self._caller}-call{next(self._numbers)}-{uuid.uuid4().hex[:8]}"
-        call = _Call(request, Deadline(self._deadline_seconds), job_id)
-        with self._lock:
-            if self._closed.is_set():
-                raise RewardServerError(f"the client of the {self._replicas.title} is closed")
-            self._calls.add(call)
-        call.future.add_done_callback(lambda _: self._forget(call))
-        self._put(call, partial(self._begin, call))
-        return RemoteRewardFuture(self, call)
+        request_id = f"{self._caller}-call{next(self._numbers)}-{uuid.uuid4().hex[:8]}"
+        deadline = Deadline(self._deadline_seconds)
+        return RemoteRewardFuture(self, self._submit(self._score(request, deadline, request_id)), deadline, request_id)
 
     def wait_until_ready(self, deadline_seconds: float | None = None) -> ServerInfo:
         """Ask every server who it is, and wait until one is up, saying what is being waited for.
@@ -199,10 +156,7 @@ class RemoteGPTRMClient:
         """
         deadline = Deadline(self._deadline_seconds if deadline_seconds is None else deadline_seconds)
         request_id = f"{self._caller}-handshake"
-        try:
-            return self._replicas.ready(deadline, partial(self._report, deadline, request_id))
-        except NoServerInTime:
-            raise self._past_deadline(deadline, request_id) from None
+        return self._result_of(self._submit(self._bounded(self._replicas.ready, deadline, request_id)))[0]
 
     def missing(self) -> list[str]:
         """A sentence for each server that is not up while others are, for people."""
@@ -224,73 +178,82 @@ class RemoteGPTRMClient:
         Raises:
             ConfigError: the server does not read this form, or reads other tokens; every difference is named.
         """
-        info, model = self._describe(Deadline(self._deadline_seconds), f"{self._caller}-handshake")
+        described = self._describe(Deadline(self._deadline_seconds), f"{self._caller}-handshake")
+        info, model = self._result_of(self._submit(described))
         self._form = choose_form(info, str(model.place), tokenizer_info, vocab_size, form)
         return self._form
 
     def close(self) -> None:
-        """End the threads. Requests under way fail. Safe to call twice."""
+        """End what is under way, with an error for whoever waits for it. Safe to call twice."""
         with self._lock:
-            self._closed.set()
-            calls = list(self._calls)
-        self._replicas.close()
-        for call in calls:
-            call.fail(RewardServerError(f"the client of the {self._replicas.title} was closed"))
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(0.2)  # one that waits for the network is a daemon and ends with the process
+            closed, self._closed = self._closed, True
+            futures = list(self._futures)
+        for future in futures:
+            future.cancel()
+        if not closed:
+            submit(self._replicas.close())
 
-    def _forget(self, call: _Call) -> None:
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:
-            self._calls.discard(call)
+            if self._closed:
+                work.close()
+                raise RewardServerError(f"the client of the {self._replicas.title} is closed")
+            future = submit(work)
+            self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        return future
 
-    def _put(self, call: _Call, job: Callable[[], None]) -> None:
-        with self._lock:
-            if len(self._threads) < self._max_threads:
-                # Daemons: a trainer that ends with an error must not wait here for a server that hangs.
-                thread = threading.Thread(target=self._work, daemon=True, name=f"reward-client-{len(self._threads)}")
-                self._threads.append(thread)
-                thread.start()
-        self._jobs.put((call, job))
+    def _result_of(self, future: Future[T]) -> T:
+        try:
+            return future.result()
+        except CancelledError:
+            raise RewardServerError(f"the client of the {self._replicas.title} was closed") from None
 
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            call, job = item
-            try:
-                job()
-            except NoServerInTime:
-                call.fail(self._past_deadline(call.deadline, call.id))
-            except BaseException as error:  # whoever asked for the result gets it, also for a bug in here
-                call.fail(error)
+    async def _score(self, request: RewardRequest, deadline: Deadline, request_id: str) -> Rewards:
+        """Cut a request into parts, which share servers and slots, and join their scores."""
+        if len(request.lengths) == 0:
+            return Rewards(torch.zeros(0), torch.zeros(0, dtype=torch.int32))
+        info, _ = await self._describe(deadline, request_id)
+        arrays = arrays_of(request, self._form or info.input_forms[0], self._pad_to_length, self._pad_id)
+        failed = asyncio.Event()
 
-    def _begin(self, call: _Call) -> None:
-        """Cut a request into parts, and queue them: several servers and threads share them."""
-        if len(call.request.lengths) == 0:
-            call.future.set_result(Rewards(torch.zeros(0), torch.zeros(0, dtype=torch.int32)))
-            return
-        info, _ = self._describe(call.deadline, call.id)
-        arrays = arrays_of(call.request, self._form or info.input_forms[0], self._pad_to_length, self._pad_id)
-        parts = cut(arrays, info)
-        call.expect(info, len(parts))
-        for number, part in enumerate(parts):
-            self._put(call, partial(self._score, call, number, part, len(info.attributes)))
+        async def score(number: int, part: dict[str, np.ndarray]) -> Scores:
+            async with self._slots:
+                if failed.is_set():
+                    raise asyncio.CancelledError
+                id = f"{request_id}-{number}"
+                try:
+                    return await self._bounded(partial(self._attempt, part, len(info.attributes), id), deadline, id)
+                except Exception:
+                    failed.set()  # before the next part gets this slot
+                    raise
 
-    def _score(self, call: _Call, number: int, arrays: dict[str, np.ndarray], attributes: int) -> None:
-        """One part, at one server after another until one has scored it."""
+        tasks = [asyncio.create_task(score(number, part)) for number, part in enumerate(cut(arrays, info))]
+        try:
+            return _rewards_of(Scores.join(await asyncio.gather(*tasks)), info)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _attempt(
+        self,
+        arrays: dict[str, np.ndarray],
+        attributes: int,
+        request_id: str,
+        deadline: Deadline,
+        waiting: Callable[[], None],
+    ) -> Scores:
+        """Ask one server after another until one has scored this part."""
         count = len(next(iter(arrays.values())))
-        request_id = f"{call.id}-{number}"
         timeout = self._attempt_timeout_seconds
         bad_answers = 0
-        while not call.future.done():  # another part may have failed
-            waiting = partial(self._report, call.deadline, request_id)
-            with self._replicas.lease(count, call.deadline, waiting) as lease:
+        while True:
+            async with self._replicas.lease(count, deadline, waiting) as lease:
                 try:
-                    seconds = max(min(timeout, call.deadline.remaining), 0.001)
-                    scores = infer(lease.model, arrays, attributes, seconds, request_id)
+                    seconds = max(min(timeout, deadline.remaining), 0.001)
+                    scores = await infer(lease.model, arrays, attributes, seconds, request_id)
                     self._replicas.succeeded(lease)
-                    call.add(number, scores)
-                    return
+                    return scores
                 except FailedAttempt as failure:
                     self._replicas.failed(lease, failure)
                     bad_answers += failure.bad_answer
@@ -300,11 +263,17 @@ class RemoteGPTRMClient:
                         ) from failure
                     if failure.timed_out:
                         timeout *= 2
-            self._report(call.deadline, request_id)
+            waiting()
 
-    def _describe(self, deadline: Deadline, request_id: str) -> tuple[ServerInfo, ModelAddress]:
+    async def _describe(self, deadline: Deadline, request_id: str) -> tuple[ServerInfo, ModelAddress]:
+        return await self._bounded(self._replicas.describe, deadline, request_id)
+
+    async def _bounded(
+        self, ask: Callable[[Deadline, Callable[[], None]], Awaitable[T]], deadline: Deadline, request_id: str
+    ) -> T:
+        """What `ask` returns, with reports meanwhile, and an error that says what to check at the deadline."""
         try:
-            return self._replicas.describe(deadline, partial(self._report, deadline, request_id))
+            return await ask(deadline, partial(self._report, deadline, request_id))
         except NoServerInTime:
             raise self._past_deadline(deadline, request_id) from None
 

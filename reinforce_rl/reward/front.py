@@ -7,13 +7,14 @@ process of its own (`front_process.py`), so that a model that is busy or stuck c
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, hdrs, web
 
@@ -24,7 +25,7 @@ from reinforce_rl.reward.front_request import TritonRequest, read_request
 from reinforce_rl.reward.gate import Gate
 from reinforce_rl.reward.limits import FrontLimits, Refusal, check_length
 from reinforce_rl.reward.progress import Progress
-from reinforce_rl.reward.protocol import HEADER_LENGTH, REQUEST_ID
+from reinforce_rl.reward.protocol import HEADER_LENGTH, REQUEST_DIGEST, REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class _Record:
     samples: int = 0
     size: int = 0
     scores: bool = False  # asked for
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)  # of the body, as it came
 
 
 _RECORD: web.RequestKey[_Record] = web.RequestKey("record", _Record)
@@ -150,6 +152,7 @@ class Front:
         try:
             response = await self._guarded(request, handler)
             response.headers[REQUEST_ID] = record.id
+            response.headers[REQUEST_DIGEST] = record.digest.hexdigest()
             response.headers[hdrs.SERVER] = "reinforce_rl"
             code = response.status
             return response
@@ -348,6 +351,7 @@ async def _parts_of(request: web.Request, seconds: float):
             raise Refusal(408, f"the request's body did not come within {seconds:g} s") from None
         if not part:
             return
+        request[_RECORD].digest.update(part)
         yield part
 
 

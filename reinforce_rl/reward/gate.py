@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 
 from reinforce_rl.reward.limits import FrontLimits, Refusal
+from reinforce_rl.reward.protocol import MAX_RETRY_SECONDS
 
 FIRST_GUESS_SECONDS = 1.0  # of a request's time, before there was one
 WEIGHT_OF_LAST = 0.1
-MAX_RETRY_SECONDS = 60
 DRAIN_RETRY_SECONDS = 10  # a server that ends may be started again
 BUFFERED_REQUESTS = 8  # bodies of the largest size that may be in memory at the same time
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.reward import access, protocol
-from reinforce_rl.reward.addresses import Address
-from reinforce_rl.reward.health import NotReadyYet, check_once, text_of, token_refused
-from reinforce_rl.reward.http_call import HttpAnswer, call, reason_of
+from reinforce_rl.reward.addresses import ModelAddress
+from reinforce_rl.reward.health import ask_who, text_of, token_refused
 from reinforce_rl.reward.retrying import FailedAttempt
+from reinforce_rl.reward.transport import HttpAnswer, exchange
 
 PROBE_SECONDS = 10.0  # for one question about health
 RETRIED_CODES = (408, 425, 429)  # besides every 5xx
@@ -42,22 +42,7 @@ class Scores:
         )
 
 
-@dataclass(frozen=True)
-class ModelAddress:
-    """A reward model at a server, and what opens its door.
-
-    Attributes:
-        place: where the server listens.
-        name: of the model.
-        token: the access token, where the server asks for one.
-    """
-
-    place: Address
-    name: str
-    token: str | None
-
-
-def infer(
+async def infer(
     model: ModelAddress, arrays: Mapping[str, np.ndarray], attributes: int, timeout: float, request_id: str
 ) -> Scores:
     """Ask once for the scores of N samples.
@@ -66,14 +51,14 @@ def infer(
         model: whom.
         arrays: the inputs, each [N, ...].
         attributes: K, which the server's description names.
-        timeout: seconds of silence that are borne.
-        request_id: in the server's log and in messages.
+        timeout: seconds until the answer must be here.
+        request_id: in the request, in the server's log and in messages.
 
     Raises:
         FailedAttempt: it may be worth asking again, or another server.
         RewardServerError: the server refuses this request, as any other of the same model would.
     """
-    # tritonclient writes and reads the bodies. It hides the headers of an answer, so the sending is done here.
+    # tritonclient writes and reads the bodies. It has no deadline for a whole answer, so the sending is done here.
     import tritonclient.http as triton
     from tritonclient.utils import np_to_triton_dtype
 
@@ -84,49 +69,52 @@ def infer(
     count = len(next(iter(arrays.values())))
     keys = [protocol.REWARDS, protocol.STATUS, *([protocol.ATTRIBUTES] if attributes else [])]
     outputs = [triton.InferRequestedOutput(key) for key in keys]
-    body, json_size = triton.InferenceServerClient.generate_request_body(inputs, outputs=outputs)
+    body, json_size = triton.InferenceServerClient.generate_request_body(
+        inputs, outputs=outputs, request_id=request_id
+    )
     headers = {
         "Content-Type": "application/octet-stream",
         protocol.HEADER_LENGTH: str(json_size),
         protocol.REQUEST_ID: request_id,
         **access.bearer(model.token),
     }
-    place = model.place
-    try:
-        answer = call(place.host, place.port, f"/v2/models/{model.name}/infer", timeout, body=body, headers=headers)
-    except Exception as error:
-        text = reason_of(error)
-        raise FailedAttempt(f"does not answer ({text})", timed_out=isinstance(error, TimeoutError)) from error
+    answer = await exchange(model.place, f"/v2/models/{model.name}/infer", timeout, body=body, headers=headers)
     if answer.code != 200:
-        raise _judge(model, answer, request_id)
+        raise await _judge(model, answer, request_id)
+    answer.check_digest(body)
     try:
-        json_length = answer.headers.get(protocol.HEADER_LENGTH.lower())
+        json_length = answer.headers.get(protocol.HEADER_LENGTH)
         found = triton.InferenceServerClient.parse_response_body(
             answer.body, header_length=int(json_length) if json_length else None
         )
+        if (found_id := found.get_response().get("id")) != request_id:
+            raise ValueError(f"it is to the request with the id {found_id!r}, not {request_id!r}")
         values, status = protocol.check_answer(
             found.as_numpy(protocol.REWARDS), found.as_numpy(protocol.STATUS), count
         )
         scores = found.as_numpy(protocol.ATTRIBUTES) if attributes else np.zeros((count, 0), np.float32)
         return Scores(values, status, protocol.check_attributes(scores, status, attributes))
     except Exception as error:  # whatever tritonclient makes of bytes that are no such answer
+        if not answer.delimited:
+            raise FailedAttempt("does not answer (the answer was cut short, or is none)") from error
         raise FailedAttempt(f"gave a wrong answer: {error}", bad_answer=True) from error
 
 
-def _judge(model: ModelAddress, answer: HttpAnswer, request_id: str) -> Exception:
+async def _judge(model: ModelAddress, answer: HttpAnswer, request_id: str) -> Exception:
     """What an HTTP error of the server means: worth another attempt, or not."""
     code, text, place = answer.code, text_of(answer), model.place
     if code in (401, 403):
-        refused = token_refused(place.host, place.port, model.token)
-        return FailedAttempt(f"answers HTTP {code}", fault=refused)
+        return FailedAttempt(f"answers HTTP {code}", fault=token_refused(model))
     if code >= 500 or code in RETRIED_CODES:
         return FailedAttempt(f"answers HTTP {code}{text}", retry_after=answer.retry_after)
     try:  # while starting, Triton calls its models unknown
-        check_once(place.host, place.port, model.name, PROBE_SECONDS, token=model.token)
-    except NotReadyYet as error:
-        return FailedAttempt(str(error), retry_after=error.retry_after)
+        await ask_who(model, PROBE_SECONDS)
+    except FailedAttempt as error:
+        return error
     except RewardServerError as error:
         return FailedAttempt(f"answers HTTP {code}{text}", fault=error)
     if "unknown model" in text or "not ready" in text:  # it has become ready since
         return FailedAttempt(f"answers HTTP {code}{text}")
+    if answer.headers.get(protocol.REQUEST_ID) != request_id:  # a proxy's, or of another request
+        return FailedAttempt(f"answers HTTP {code}{text}, and not to this request", bad_answer=True)
     return RewardServerError(f"the reward server at {place} refused a request (id {request_id}): HTTP {code}{text}")

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.reward.http_call import reason_of
 
 PORT_WAIT_SECONDS = 3.0  # a server that was just killed frees its port within a moment
 BACKLOG = 1024  # connections that wait to be accepted; a whole cluster may connect at the same moment
@@ -88,4 +87,5 @@ def _port_fault(host: str, port: int, error: OSError) -> str:
         )
     if error.errno == errno.EACCES:
         return f"port {port} of {host} may not be used by this user; choose one above 1023 with inference.port=N"
-    return f"cannot listen on {host}:{port} ({reason_of(error)}); set inference.host to an address of this machine"
+    reason = (error.strerror or str(error)).lower()
+    return f"cannot listen on {host}:{port} ({reason}); set inference.host to an address of this machine"

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 from reinforce_rl.errors import RewardServerError
-from reinforce_rl.reward.http_call import reason_of
 
 START_SECONDS = 120.0
 ASK_SECONDS = 5.0
@@ -94,7 +93,9 @@ class PrivateTriton:
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:
-            raise RewardServerError(f"tritonserver gave no answer to {path} ({reason_of(error)})") from error
+            raise RewardServerError(
+                f"tritonserver gave no answer to {path} ({str(error) or type(error).__name__})"
+            ) from error
         finally:
             connection.close()
 

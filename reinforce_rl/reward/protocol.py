@@ -15,6 +15,10 @@ Outputs:
     status            INT32 [N, 1], the STATUS_ constants of `reward/base.py`
     attributes        FP32 [N, K], NaN where a sample failed; only of a server whose description names attributes
 
+A request has an `id` of its own in its JSON, which comes back in the answer's, and an answer bears the digest of the
+request's body in the header REQUEST_DIGEST: an answer to another request, or to one that was changed on its way, is
+never taken for the right one.
+
 The description is the answer of a second model, always called `reward_server_info`, to a request without inputs: one
 BYTES [1], a JSON object. Its name does not depend on the reward model's, so that a client with a wrong name can be
 told the right one. It has its own process and thread, so it answers while the reward model is busy.
@@ -32,7 +36,7 @@ import numpy as np
 from reinforce_rl.reward import base
 from reinforce_rl.tokenizer import TokenizerInfo
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 1 had no digests
 DEFAULT_NAME = "reward_model"
 DEFAULT_PORT = 5555
 
@@ -67,6 +71,13 @@ INFO_OUTPUT = "info"
 
 HEADER_LENGTH = "Inference-Header-Content-Length"  # of the JSON before binary tensors
 REQUEST_ID = "X-Request-ID"  # the client's name for a request, in both sides' logs
+REQUEST_DIGEST = "X-Request-Digest"  # of an answer: SHA-256 of the body that the server received, in hexadecimal
+
+MAX_RETRY_SECONDS = 60  # the latest time to come back that a server names, and that a client believes
+
+
+class OtherVersion(ValueError):
+    """The other side speaks another version of the protocol."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +123,16 @@ class ServerInfo:
 
         Raises:
             ValueError: it is not such a description.
+            OtherVersion: it is one of another version of the protocol.
         """
         values = json.loads(text)
         if not isinstance(values, dict) or "protocol" not in values:
             raise ValueError("no reward server's description")
         if values["protocol"] != PROTOCOL_VERSION:
-            raise ValueError(f"protocol version {values['protocol']}; this client speaks version {PROTOCOL_VERSION}")
+            raise OtherVersion(
+                f"speaks version {values['protocol']} of the protocol, this client version {PROTOCOL_VERSION}: use a "
+                "server and a client of the same release of reinforce_rl"
+            )
         known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__}
         try:
             if known["tokenizer"] is not None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from reinforce_rl.errors import RewardServerError
-from reinforce_rl.reward.addresses import Address
-from reinforce_rl.reward.health import NotReadyYet, check_once
-from reinforce_rl.reward.infer_call import PROBE_SECONDS, ModelAddress
+from reinforce_rl.reward.addresses import Address, ModelAddress
+from reinforce_rl.reward.health import ask_who
+from reinforce_rl.reward.infer_call import PROBE_SECONDS
 from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.retrying import Backoff, Deadline, FailedAttempt
 
@@ -84,7 +84,9 @@ class Lease:
 
 
 class Replicas:
-    """Asks each server who it is, in a thread of its own while it is not up, and deals out those that are.
+    """Asks each server who it is, in a task of its own while it is not up, and deals out those that are.
+
+    What is a coroutine here, and what changes the state, is for one event loop.
 
     A request goes to the server with the fewest samples outstanding. One that fails is set aside for a pause that
     grows, and is asked again who it is; it must be what it was, and what the others are.
@@ -102,13 +104,10 @@ class Replicas:
             replica.turn = turn - len(models)  # else the first request of every rank would go to the same server
         self._turns = 0
         self._probes = [0] * len(models)
-        self._info: ServerInfo | None = None
-        self._described_by: ModelAddress | None = None
+        self._described: tuple[ServerInfo, ModelAddress] | None = None
         self._difference: str | None = None  # two servers of different models: nothing can go on
-        self._changed = threading.Condition()
-        self._news = 0
-        self._started = False
-        self._closed = threading.Event()
+        self._news: asyncio.Future[None] | None = None  # done at the next change; then there is a new one
+        self._probing: set[asyncio.Task[None]] = set()
 
     @property
     def places(self) -> str:
@@ -126,19 +125,14 @@ class Replicas:
 
     def troubles(self) -> list[str]:
         """What is wrong with each that has trouble; with its place, where there are several."""
-        with self._changed:
-            return [
-                f"{replica.model.place} {replica.trouble}" if self.several else replica.trouble
-                for replica in self._replicas
-                if replica.trouble is not None
-            ]
+        found = [(replica.model.place, replica.trouble) for replica in self._replicas]
+        return [f"{place} {trouble}" if self.several else trouble for place, trouble in found if trouble is not None]
 
     def all_in_trouble(self) -> bool:
         """Whether none has given scores since it failed."""
-        with self._changed:
-            return all(replica.trouble is not None for replica in self._replicas)
+        return all(replica.trouble is not None for replica in self._replicas)
 
-    def describe(self, deadline: Deadline, waiting: Callable[[], None]) -> tuple[ServerInfo, ModelAddress]:
+    async def describe(self, deadline: Deadline, waiting: Callable[[], None]) -> tuple[ServerInfo, ModelAddress]:
         """What they serve, and one that said so, as soon as one is up.
 
         Args:
@@ -149,9 +143,9 @@ class Replicas:
             NoServerInTime: none came up.
             RewardServerError: none can be used at all, or two serve different models.
         """
-        return self._wait(self._description, deadline, waiting)
+        return await self._wait(lambda: self._described, deadline, waiting)
 
-    def ready(self, deadline: Deadline, waiting: Callable[[], None]) -> ServerInfo:
+    async def ready(self, deadline: Deadline, waiting: Callable[[], None]) -> tuple[ServerInfo, ModelAddress]:
         """As `describe`, once every server was asked; each that answers must be one that can be used.
 
         Raises:
@@ -159,17 +153,17 @@ class Replicas:
             RewardServerError: one cannot be used at all, or two serve different models.
         """
 
-        def look() -> ServerInfo | None:
+        def look() -> tuple[ServerInfo, ModelAddress] | None:
             for replica in self._replicas:
                 if replica.fault is not None:
                     raise RewardServerError(str(replica.fault))
             tried = all(replica.tried for replica in self._replicas) or deadline.remaining <= 0
-            return self._info if tried and any(replica.up for replica in self._replicas) else None
+            return self._described if tried and any(replica.up for replica in self._replicas) else None
 
-        return self._wait(look, deadline, waiting)
+        return await self._wait(look, deadline, waiting)
 
-    @contextmanager
-    def lease(self, samples: int, deadline: Deadline, waiting: Callable[[], None]) -> Iterator[Lease]:
+    @contextlib.asynccontextmanager
+    async def lease(self, samples: int, deadline: Deadline, waiting: Callable[[], None]) -> AsyncIterator[Lease]:
         """The server that is least busy, for the time of a `with` block.
 
         Args:
@@ -192,96 +186,81 @@ class Replicas:
             self._replicas[number].outstanding += samples
             return Lease(self._replicas[number].model, number, self._probes[number])
 
-        lease = self._wait(choose, deadline, waiting)
+        lease = await self._wait(choose, deadline, waiting)
         try:
             yield lease
         finally:
-            with self._changed:
-                self._replicas[lease.number].outstanding -= samples
+            self._replicas[lease.number].outstanding -= samples
 
     def succeeded(self, lease: Lease) -> None:
         """It gave scores."""
-        with self._changed:
-            replica = self._replicas[lease.number]
-            if replica.failures and self.several:
-                logger.info("event=reward_server_back place=%s", replica.model.place)
-            replica.failures = 0
-            replica.trouble = None
-            replica.backoff.reset()
+        replica = self._replicas[lease.number]
+        if replica.failures and self.several:
+            logger.info("event=reward_server_back place=%s", replica.model.place)
+        replica.failures = 0
+        replica.trouble = None
+        replica.backoff.reset()
 
     def failed(self, lease: Lease, failure: FailedAttempt) -> None:
         """It gave none: set it aside, and ask it again who it is after a pause."""
-        with self._changed:
-            replica = self._replicas[lease.number]
-            if not replica.up or self._probes[lease.number] != lease.probes:
-                return  # another request has said so
-            replica.up = False
-            replica.failures += 1
-            replica.trouble = str(failure)
-            replica.fault = failure.fault
-            if replica.failures == 1 and self.several:
-                logger.warning("event=reward_server_set_aside place=%s reason=%s", replica.model.place, failure)
-            self._tell()
-            self._probe_in_background(lease.number, replica.backoff.pause(failure.retry_after))
+        replica = self._replicas[lease.number]
+        if not replica.up or self._probes[lease.number] != lease.probes:
+            return  # another request has said so
+        replica.up = False
+        replica.failures += 1
+        replica.trouble = str(failure)
+        replica.fault = failure.fault
+        if replica.failures == 1 and self.several:
+            logger.warning("event=reward_server_set_aside place=%s reason=%s", replica.model.place, failure)
+        self._tell()
+        self._probe_in_background(lease.number, replica.backoff.pause(failure.retry_after))
 
-    def close(self) -> None:
-        """Whoever waits gets an error. Safe to call twice."""
-        self._closed.set()
-        with self._changed:
-            self._tell()
+    async def close(self) -> None:
+        """End what asks in the background."""
+        for task in self._probing:
+            task.cancel()
 
-    def _description(self) -> tuple[ServerInfo, ModelAddress] | None:
-        return None if self._info is None or self._described_by is None else (self._info, self._described_by)
-
-    def _wait(self, look: Callable[[], T | None], deadline: Deadline, waiting: Callable[[], None]) -> T:
-        """What `look` returns, as soon as it returns something; it is called under the lock."""
-        self._start()
+    async def _wait(self, look: Callable[[], T | None], deadline: Deadline, waiting: Callable[[], None]) -> T:
+        """What `look` returns, as soon as it returns something."""
+        if self._news is None:
+            self._news = asyncio.get_running_loop().create_future()
+            for number in range(len(self._replicas)):
+                self._probe_in_background(number, 0.0)
         while True:
-            with self._changed:
-                if self._closed.is_set():
-                    raise RewardServerError(f"the client of the {self.title} was closed")
-                if self._difference is not None:
-                    raise RewardServerError(self._difference)
-                found = look()
-                if found is not None:
-                    return found
-                faults = [replica.fault for replica in self._replicas]
-                if all(faults):
-                    raise RewardServerError(str(faults[0]))
-                news = self._news
+            if self._difference is not None:
+                raise RewardServerError(self._difference)
+            found = look()
+            if found is not None:
+                return found
+            faults = [replica.fault for replica in self._replicas]
+            if all(faults):
+                raise RewardServerError(str(faults[0]))
             if deadline.remaining <= 0:
                 raise NoServerInTime
             waiting()
-            with self._changed:
-                if self._news == news:
-                    self._changed.wait(max(0.0, min(deadline.remaining, LOOK_SECONDS)))
-
-    def _start(self) -> None:
-        with self._changed:
-            if not self._started:
-                self._started = True
-                for number in range(len(self._replicas)):
-                    self._probe_in_background(number, 0.0)
+            await asyncio.wait({self._news}, timeout=max(0.0, min(deadline.remaining, LOOK_SECONDS)))
 
     def _tell(self) -> None:
-        self._news += 1
-        self._changed.notify_all()
+        if self._news is not None:
+            self._news.set_result(None)
+        self._news = asyncio.get_running_loop().create_future()
 
     def _probe_in_background(self, number: int, pause: float) -> None:
-        # A daemon: a trainer that ends with an error must not wait here for a server that hangs.
-        name = f"reward-probe-{self._replicas[number].model.place}"
-        threading.Thread(target=self._probe, args=(number, pause), daemon=True, name=name).start()
+        task = asyncio.create_task(self._probe(number, pause))
+        self._probing.add(task)  # the loop itself holds tasks by weak references
+        task.add_done_callback(self._probing.discard)
 
-    def _probe(self, number: int, pause: float) -> None:
+    async def _probe(self, number: int, pause: float) -> None:
         """Ask the server who it is until it is up."""
         replica = self._replicas[number]
         unknown_since: float | None = None
-        while not self._closed.wait(pause):
+        while True:
+            await asyncio.sleep(pause)
             info, fault, retry_after = None, None, None
             model, trouble = replica.model, ""
             try:
-                info = check_once(model.place.host, model.place.port, model.name, PROBE_SECONDS, token=model.token)
-            except NotReadyYet as error:
+                info = await ask_who(model, PROBE_SECONDS)
+            except FailedAttempt as error:
                 trouble, retry_after = str(error), error.retry_after
                 unknown_since = (unknown_since or time.monotonic()) if error.unknown else None
                 if unknown_since is not None and time.monotonic() - unknown_since > UNKNOWN_MODEL_SECONDS:
@@ -289,35 +268,33 @@ class Replicas:
                         f"the server at {model.place} {trouble}, and that for {UNKNOWN_MODEL_SECONDS:.0f} s: "
                         "it is no reward server of this project. Check host and port."
                     )
-            except Exception as error:  # an error of ours, or a bug, which must not end the thread unheard
+            except Exception as error:  # an error of ours, or a bug, which must not end the task unheard
                 fault = error if isinstance(error, RewardServerError) else RewardServerError(repr(error))
                 trouble = f"cannot be used: {fault}"
-            with self._changed:
-                replica.tried = True
-                replica.fault = fault
-                self._tell()
-                if info is not None:
-                    self._accept(number, info)
-                    return
-                if replica.trouble != trouble and replica.info is None and self.several:
-                    logger.warning("event=reward_server_away place=%s reason=%s", model.place, trouble)
-                replica.trouble = trouble
-                pause = replica.backoff.pause(retry_after)
+            replica.tried = True
+            replica.fault = fault
+            if info is not None:
+                self._accept(number, info)
+            self._tell()
+            if info is not None:
+                return
+            if replica.trouble != trouble and replica.info is None and self.several:
+                logger.warning("event=reward_server_away place=%s reason=%s", model.place, trouble)
+            replica.trouble = trouble
+            pause = replica.backoff.pause(retry_after)
 
     def _accept(self, number: int, info: ServerInfo) -> None:
         """Take it among those that are up, if it is what it should be."""
         replica = self._replicas[number]
-        if self._info is None:
-            self._info, self._described_by = info, replica.model
+        self._described = self._described or (info, replica.model)
+        known, by = self._described
         if replica.info is not None and (differences := replica.info.differences(info, "before", "now")):
             self._difference = (
                 f"the reward server at {replica.model.place} was replaced by another one during the run "
                 f"({'; '.join(differences)}). Start the one from before, or start the run again."
             )
-        elif self._described_by is not None:
-            first, second = self._described_by.place, replica.model.place
-            if differences := self._info.differences(info, f"at {first}", f"at {second}"):
-                self._difference = unlike(first, second, differences)
+        elif differences := known.differences(info, f"at {by.place}", f"at {replica.model.place}"):
+            self._difference = unlike(by.place, replica.model.place, differences)
         if self._difference is None:
             replica.info = info
             replica.up = True

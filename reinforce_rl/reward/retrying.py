@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import dataclass
 
 from reinforce_rl.errors import RewardServerError
 
 
+@dataclass(eq=False)
 class FailedAttempt(Exception):
     """An attempt failed in a way that another one, perhaps elsewhere, may mend.
 
     Attributes:
+        text: what the server does, for sentences.
         timed_out: nothing came in time.
-        bad_answer: what came is no answer of the protocol.
+        bad_answer: what came is no answer of the protocol, or none to this request.
+        unknown: a Triton server answers, but none that describes itself as ours. That is normal for a moment while a
+            server starts, and a mistake when it lasts.
         retry_after: seconds after which the server wants to be asked again, where it said so.
         fault: what keeps this server from being used at all; None where it may recover by itself.
     """
 
-    def __init__(
-        self,
-        text: str,
-        *,
-        timed_out: bool = False,
-        bad_answer: bool = False,
-        retry_after: float | None = None,
-        fault: RewardServerError | None = None,
-    ):
-        super().__init__(text)
-        self.timed_out = timed_out
-        self.bad_answer = bad_answer
-        self.retry_after = retry_after
-        self.fault = fault
+    text: str
+    timed_out: bool = False
+    bad_answer: bool = False
+    unknown: bool = False
+    retry_after: float | None = None
+    fault: RewardServerError | None = None
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class Deadline:

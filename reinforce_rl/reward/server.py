@@ -37,6 +37,7 @@ from reinforce_rl.reward.ports import is_loopback, open_port
 from reinforce_rl.reward.private_triton import PrivateTriton
 from reinforce_rl.reward.progress import Progress
 from reinforce_rl.reward.protocol import ServerInfo
+from reinforce_rl.reward.retrying import FailedAttempt
 from reinforce_rl.reward.scoring import RequestScorer
 from reinforce_rl.reward.triton_backend import TRITON_SOCKET, build_triton, make_home, stop_triton
 from reinforce_rl.tokenizer import TokenizerInfo
@@ -288,7 +289,7 @@ class RewardServer:
     def _check_handshake(self) -> None:
         try:
             health.check_once(self._local_host, self._port, self.info.name, timeout=10.0, token=self._options.token)
-        except health.NotReadyYet as error:
+        except FailedAttempt as error:
             raise RewardServerError(f"the server at {self._host}:{self._port} started, but {error}") from error
 
     def _announce(self) -> None:

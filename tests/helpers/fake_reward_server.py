@@ -5,6 +5,8 @@ As a script, `fake_reward_server.py inference.port=N`, it only introduces itself
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
 import sys
@@ -80,12 +82,16 @@ class FakeRewardServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            digest = id = ""
 
             def do_GET(self) -> None:
                 self._send(200, {"name": "triton", "extensions": []})
 
             def do_POST(self) -> None:
                 request = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.digest = hashlib.sha256(request).hexdigest()
+                values = json.loads(request[: int(self.headers.get("Inference-Header-Content-Length", len(request)))])
+                self.id = values.get("id", "")
                 if "reward_server_info" in self.path:
                     self._send(200, {"outputs": [{"name": "info", "data": [fake.info.to_json()]}]})
                 else:
@@ -107,14 +113,16 @@ class FakeRewardServer:
                 return answer(rewards, [STATUS_INTERNAL if math.isnan(reward) else STATUS_OK for reward in rewards])
 
             def _send(self, code: int, body: dict, headers: dict[str, str] | None = None) -> None:
-                data = json.dumps(body).encode()
+                data = json.dumps({"id": self.id, **body}).encode()
                 self.send_response(code)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
-                for key, value in (headers or {}).items():
+                echoed = {"X-Request-ID": self.headers.get("X-Request-ID", ""), "X-Request-Digest": self.digest}
+                for key, value in {**echoed, **(headers or {})}.items():
                     self.send_header(key, value)
                 self.end_headers()
-                self.wfile.write(data)
+                with contextlib.suppress(ConnectionError):  # of a client that was closed meanwhile
+                    self.wfile.write(data)
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -13,12 +13,14 @@ import threading
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+from helpers.http_call import call
+
 from reinforce_rl.reward.front import READY, FrontSettings
 from reinforce_rl.reward.front_process import FrontProcess
-from reinforce_rl.reward.http_call import HttpAnswer, call
 from reinforce_rl.reward.limits import FrontLimits
 from reinforce_rl.reward.ports import free_port, open_port
 from reinforce_rl.reward.progress import Progress
+from reinforce_rl.reward.transport import HttpAnswer
 
 
 def infer_body(*rows: list[int]) -> bytes:

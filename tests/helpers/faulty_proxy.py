@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import re
 import socket
 import struct
 import threading
@@ -20,7 +22,32 @@ TRUNCATE = "truncate"  # the first half of the answer arrives, then the connecti
 DUPLICATE = "duplicate"  # the request arrives twice, and the answer too
 DUPLICATE_BYTES = "duplicate_bytes"  # the first half of the answer arrives twice before the second one
 GARBAGE = "garbage"  # the answer is not HTTP
-ALL = (DROP, SILENCE, DELAY, TRICKLE, TRUNCATE_REQUEST, TRUNCATE, DUPLICATE, DUPLICATE_BYTES, GARBAGE)
+CUT_BODY = "cut_body"  # the answer's headers and half of its body arrive, then the connection ends
+UNDELIMITED = "undelimited"  # the same, of an answer that does not say how long it is
+CHANGE_REQUEST = "change_request"  # one bit of the request is flipped on its way
+WRONG_ID = "wrong_id"  # one letter of the request's id is another in the answer
+WRONG_DIGEST = "wrong_digest"  # one digit of the request's digest is another in the answer
+NO_DIGEST = "no_digest"  # the answer's headers of this project are dropped
+LONG_HEADER = "long_header"  # a header of a megabyte
+NEGATIVE_LENGTH = "negative_length"  # Content-Length: -5
+HUGE_LENGTH = "huge_length"  # Content-Length: a petabyte, and the answer ends where it ends
+NO_JSON_LENGTH = "no_json_length"  # Inference-Header-Content-Length: 12x
+NEGATIVE_JSON = "negative_json"  # Inference-Header-Content-Length: -5
+GZIP = "gzip"  # the body is compressed
+GZIP_BOMB = "gzip_bomb"  # the body is 256 MiB of zeros, compressed
+CONTINUE = "continue"  # "100 Continue" comes before the answer
+CONTINUES = "continues"  # "100 Continue" comes again and again
+REDIRECT = "redirect"  # to another port of this host
+OTHERS_REFUSAL = "others_refusal"  # the answer is a 400 to another request
+FAR_AWAY = "far_away"  # 503, and Retry-After: 1e9
+# What is none of this proxy's business, and an answer all the same.
+HARMLESS = (DELAY, DUPLICATE, GZIP, CONTINUE)
+ALL = (
+    *(DROP, SILENCE, TRICKLE, TRUNCATE_REQUEST, TRUNCATE, DUPLICATE_BYTES, GARBAGE, CUT_BODY, UNDELIMITED),
+    *(CHANGE_REQUEST, WRONG_ID, WRONG_DIGEST, NO_DIGEST, LONG_HEADER, NEGATIVE_LENGTH, HUGE_LENGTH, NO_JSON_LENGTH),
+    *(NEGATIVE_JSON, GZIP_BOMB, CONTINUES, REDIRECT, OTHERS_REFUSAL, FAR_AWAY, *HARMLESS),
+)
+REPLAY = "replay"  # the request is not passed on, and the last answer to another one is given; not without one
 
 SECONDS = 60.0  # longer than any test
 
@@ -30,15 +57,18 @@ class FaultyProxy:
 
     Args:
         port: of the server.
-        faults: what happens to requests for scores, one after the other; then nothing happens.
-        late_seconds: of DELAY, and of TRICKLE altogether.
+        faults: what happens to requests for scores, one after the other (None: nothing); then nothing happens.
+        late_seconds: of DELAY, and of TRICKLE and CONTINUES altogether.
+        path: part of the path of the requests that it happens to.
     """
 
-    def __init__(self, port: int, faults: Iterable[str] = (), late_seconds: float = 0.5):
+    def __init__(self, port: int, faults: Iterable[str | None] = (), late_seconds: float = 0.5, path: bytes = INFER):
         self.upstream = port
+        self.path = path
         self.late_seconds = late_seconds
         self.happened: list[str] = []
-        self._faults = iter(faults)
+        self.faults = iter(faults)
+        self._last_answer = b""
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._listener: socket.socket | None = None
@@ -87,10 +117,10 @@ class FaultyProxy:
                 client.close()
 
     def _fault_of(self, request: bytes) -> str | None:
-        if INFER not in request.split(b"\r\n", 1)[0]:
+        if self.path not in request.split(b"\r\n", 1)[0]:
             return None
         with self._lock:
-            fault = next(self._faults, None)
+            fault = next(self.faults, None)
             if fault is not None:
                 self.happened.append(fault)
             return fault
@@ -108,7 +138,18 @@ class FaultyProxy:
             return
         if fault == DUPLICATE:
             self._ask(request)
-        answer = b"\x16\x03\x01 no HTTP at all" if fault == GARBAGE else self._ask(request)
+        if fault == CHANGE_REQUEST:
+            request = request[:-1] + bytes([request[-1] ^ 1])
+        if fault == REPLAY:
+            answer = self._last_answer
+            assert answer
+        elif fault == GARBAGE:
+            answer = b"\x16\x03\x01 no HTTP at all"
+        else:
+            answer = self._ask(request)
+            if self.path in request.split(b"\r\n", 1)[0]:
+                self._last_answer = answer
+        answer = _changed(answer, fault)
         middle = len(answer) // 2
         if fault == DELAY:
             time.sleep(self.late_seconds)
@@ -118,10 +159,11 @@ class FaultyProxy:
             answer += answer
         elif fault == DUPLICATE_BYTES:
             answer = answer[:middle] + answer
-        if fault == TRICKLE:
-            for byte in answer:
-                client.sendall(bytes([byte]))
-                time.sleep(self.late_seconds / len(answer))
+        if fault in (TRICKLE, CONTINUES):
+            pieces = [bytes([byte]) for byte in answer] if fault == TRICKLE else [_CONTINUE] * 100 + [answer]
+            for piece in pieces:
+                client.sendall(piece)
+                time.sleep(self.late_seconds / len(pieces))
         else:
             client.sendall(answer)
 
@@ -142,6 +184,49 @@ class FaultyProxy:
             if self._listener is None:
                 raise ConnectionResetError("the proxy was cut")
             self._open.add(one)
+
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def _changed(answer: bytes, fault: str | None) -> bytes:
+    """The answer with other bytes in it."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if fault == CUT_BODY:
+        return answer[: -len(body) // 2]
+    if fault in (UNDELIMITED, HUGE_LENGTH, NEGATIVE_LENGTH):
+        length = {HUGE_LENGTH: b"\r\nContent-Length: %d" % 10**15, NEGATIVE_LENGTH: b"\r\nContent-Length: -5"}
+        head = re.sub(rb"(?i)\r\ncontent-length:[^\r]*", length.get(fault, b""), head)
+        return head + b"\r\n\r\n" + (body[: len(body) // 2] if fault == UNDELIMITED else body)
+    if fault in (NO_JSON_LENGTH, NEGATIVE_JSON):
+        head = re.sub(rb"(?i)\r\ninference-header-content-length:[^\r]*", b"", head)
+        return (
+            head
+            + b"\r\nInference-Header-Content-Length: %b\r\n\r\n" % (b"12x" if fault == NO_JSON_LENGTH else b"-5")
+            + body
+        )
+    if fault == WRONG_ID:
+        return head + b"\r\n\r\n" + re.sub(rb'("id": ?")\w', rb"\1?", body)
+    if fault == WRONG_DIGEST:
+        return re.sub(rb"(?i)(x-request-digest: )\w", rb"\1?", head) + b"\r\n\r\n" + body
+    if fault == NO_DIGEST:
+        return re.sub(rb"(?i)\r\nx-[^\r]*", b"", head) + b"\r\n\r\n" + body
+    if fault == LONG_HEADER:
+        return head + b"\r\nX-Long: " + b"x" * (1 << 20) + b"\r\n\r\n" + body
+    if fault in (GZIP, GZIP_BOMB):
+        body = gzip.compress(bytes(1 << 28) if fault == GZIP_BOMB else body)
+        head = re.sub(rb"(?i)\r\ncontent-length:[^\r]*", b"\r\nContent-Length: %d" % len(body), head)
+        return head + b"\r\nContent-Encoding: gzip\r\n\r\n" + body
+    if fault == CONTINUE:
+        return _CONTINUE + answer
+    if fault == REDIRECT:
+        return b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
+    if fault == OTHERS_REFUSAL:
+        refusal = b'{"error": "a shape of another request"}'
+        return b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(refusal) + refusal
+    if fault == FAR_AWAY:
+        return b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1e9\r\nContent-Length: 0\r\n\r\n"
+    return answer
 
 
 def _read_request(client: socket.socket) -> bytes:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
-from helpers.faulty_proxy import ALL, FaultyProxy
+from helpers.faulty_proxy import ALL, REPLAY, FaultyProxy
 from helpers.serve_toy_scorer import TOKEN_NAN, TOKEN_SLOW, VOCAB_SIZE, toy_score
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer, free_port, wait_for
@@ -89,6 +93,15 @@ def test_a_fault_of_the_network_between_is_borne(server, make_client, fault):
     assert rewards.values.tolist() == expected(sequences)
 
 
+def test_an_answer_to_another_request_is_not_taken(server, make_client):
+    """The server's own, as a proxy keeps it: as many samples, scored and delivered before."""
+    with FaultyProxy(server.port, [None, REPLAY]) as proxy:
+        client = make_client(proxy.port)
+        assert client.infer_rm(request_of([[5], [6]])).result().values.tolist() == expected([[5], [6]])
+        assert client.infer_rm(request_of([[7], [8]])).result().values.tolist() == expected([[7], [8]])
+        assert proxy.happened == [REPLAY]
+
+
 def test_failed_samples_are_nan_and_keep_their_status(server, make_client):
     rewards = make_client(server.port).infer_rm(request_of([[1, 2], [], [TOKEN_NAN], [VOCAB_SIZE], [3]])).result()
     assert rewards.status.tolist() == [
@@ -141,7 +154,7 @@ def test_a_wrong_model_name_is_told_the_right_one(server, make_client):
 
 def test_a_kill_during_a_call_and_a_restart_give_the_right_scores(server, make_client):
     said = []
-    client = make_client(server.port, deadline_seconds=120.0, on_wait=said.append, wait_report_seconds=0.5)
+    client = make_client(server.port, deadline_seconds=400.0, on_wait=said.append, wait_report_seconds=0.5)
     client.wait_until_ready()
     sequences = [[TOKEN_SLOW, 5], [7, 8, 9]]
     future = client.infer_rm(request_of(sequences))
@@ -152,7 +165,7 @@ def test_a_kill_during_a_call_and_a_restart_give_the_right_scores(server, make_c
     assert wait_for(lambda: any("connection refused" in text for text in said), 5), said
     server.start()
     assert future.result().values.tolist() == expected(sequences)
-    assert any(f"127.0.0.1:{server.port}" in text and "s of 120 s" in text for text in said)
+    assert any(f"127.0.0.1:{server.port}" in text and "s of 400 s" in text for text in said)
 
 
 def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(server, make_client):
@@ -169,6 +182,45 @@ def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(se
     assert server.process.wait(30) == 1
     assert "died" in server.log.read_text()  # not as its last line: an interpreter that ends may warn after it
     assert wait_for(lambda: not server.left_behind(), 5), server.left_behind()
+
+
+@pytest.mark.slow
+def test_five_thousand_requests_leave_nothing_behind(tmp_path):
+    """Memory, threads, tasks and open files of a process that asks and asks."""
+    pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+    script = """
+import asyncio, sys, threading
+import psutil
+from reward.test_client import expected, request_of
+from reinforce_rl.reward import transport
+from reinforce_rl.reward.client import RemoteGPTRMClient
+
+async def tasks():
+    return len(asyncio.all_tasks())
+
+sequences = [[row + 4, 2 * row + 4] for row in range(8)]
+me, found = psutil.Process(), []
+client = RemoteGPTRMClient(port=int(sys.argv[1]))
+for number in range(1, 5001):
+    assert client.infer_rm(request_of(sequences)).result().values.tolist() == expected(sequences)
+    if number % 1000 == 0:
+        found.append((me.memory_info().rss, threading.active_count(), transport.wait_for(tasks()), me.num_fds()))
+client.close()
+for row in found:
+    print(*row)
+"""
+    server = ToyServer(tmp_path).start()
+    try:
+        command = [sys.executable, "-c", script, str(server.port)]
+        paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+        output = subprocess.check_output(command, env={**os.environ, "PYTHONPATH": paths}, timeout=900, text=True)
+    finally:
+        server.close()
+    memory, threads, tasks, files = zip(*([int(n) for n in line.split()] for line in output.splitlines()), strict=True)
+    assert memory[-1] - memory[0] < 4e6, memory
+    assert max(threads) - threads[0] <= 0, threads
+    assert max(tasks) == 1, tasks
+    assert max(files) - files[0] <= 1, files
 
 
 # Without a real server.

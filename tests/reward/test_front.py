@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.fake_triton import FrontBeforeFake, infer_body
+from helpers.http_call import call
 from helpers.toy_server import wait_for
 
 from reinforce_rl.reward import base, protocol
 from reinforce_rl.reward.front import FAILED
 from reinforce_rl.reward.front_metrics import STATUS_LABELS
-from reinforce_rl.reward.http_call import call
+from reinforce_rl.reward.retrying import FailedAttempt
 
 TOKEN = "a-token-of-24-characters"
 BODY = infer_body([1, 2, 3])
@@ -287,5 +288,5 @@ def test_the_front_ends_with_its_server(start):
     assert front.process.exit_code is None
     front.process.close()
     assert front.process.exit_code == 0
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(FailedAttempt, match="connection refused"):
         front.get("/health")

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession, ClientTimeout
 from helpers.fuzz_batches import BatchFuzzer, Draft, WireRequest, int_tensor, text_tensor
+from helpers.http_call import call
 from helpers.serve_toy_scorer import VOCAB_SIZE
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer
 
-from reinforce_rl.reward.http_call import call
 from reinforce_rl.tokenizer import load_tokenizer
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")

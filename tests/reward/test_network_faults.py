@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import faulty_proxy
-from helpers.fake_reward_server import FakeRewardServer
+from helpers.fake_reward_server import FakeRewardServer, describe
 from helpers.faulty_proxy import FaultyProxy
 from helpers.tiny_run import PROMPT_TOKENS, metrics_of, odd_share, rollouts_of, run, tiny_overrides, without_times
 
@@ -25,15 +26,32 @@ from reinforce_rl.reward.client import RemoteGPTRMClient, RemoteRewardFuture
 pytest.importorskip("tritonclient.http")
 
 QUICK: Any = {"first_backoff_seconds": 0.02, "max_backoff_seconds": 0.2, "attempt_timeout_seconds": 0.5}
+INFO = b"/models/reward_server_info"
 REQUEST = RewardRequest(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 2]), ("", ""), ("", ""))
 LASTING = {
     faulty_proxy.DROP: "does not answer",
     faulty_proxy.SILENCE: "timed out",
-    faulty_proxy.TRICKLE: "not answered",
+    faulty_proxy.TRICKLE: "timed out",
     faulty_proxy.TRUNCATE_REQUEST: "does not answer",
-    faulty_proxy.TRUNCATE: "cut short|does not answer|wrong answer",
-    faulty_proxy.DUPLICATE_BYTES: "3 wrong answers",
+    faulty_proxy.TRUNCATE: "does not answer",
+    faulty_proxy.DUPLICATE_BYTES: "does not answer|wrong answer",
     faulty_proxy.GARBAGE: "does not answer",
+    faulty_proxy.CUT_BODY: "does not answer",
+    faulty_proxy.UNDELIMITED: "does not answer",
+    faulty_proxy.CHANGE_REQUEST: "3 wrong answers.*digest",
+    faulty_proxy.WRONG_ID: "3 wrong answers.*id",
+    faulty_proxy.WRONG_DIGEST: "3 wrong answers.*digest",
+    faulty_proxy.NO_DIGEST: "3 wrong answers.*digest",
+    faulty_proxy.LONG_HEADER: "does not answer",
+    faulty_proxy.NEGATIVE_LENGTH: "does not answer",
+    faulty_proxy.HUGE_LENGTH: "does not answer",
+    faulty_proxy.NO_JSON_LENGTH: "3 wrong answers",
+    faulty_proxy.NEGATIVE_JSON: "3 wrong answers",
+    faulty_proxy.GZIP_BOMB: "does not answer",
+    faulty_proxy.CONTINUES: "timed out",
+    faulty_proxy.REDIRECT: "3 wrong answers.*HTTP 307",
+    faulty_proxy.OTHERS_REFUSAL: "3 wrong answers.*HTTP 400",
+    faulty_proxy.FAR_AWAY: "HTTP 503",
 }
 
 
@@ -44,33 +62,133 @@ def share_of_response(row: list[int]) -> float:
 @pytest.mark.parametrize("fault", LASTING)
 def test_a_fault_that_lasts_is_a_named_error_within_the_deadline(fault):
     start = time.monotonic()
+    said: list[str] = []
     with (
         FakeRewardServer(score=sum) as server,
         FaultyProxy(server.port, itertools.repeat(fault), late_seconds=60.0) as proxy,
     ):
-        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=1.0, **QUICK)
-        with pytest.raises(RewardServerError, match=LASTING[fault]) as caught:
+        seconds = 60.0 if LASTING[fault].startswith("3 wrong answers") else 3.0
+        client = RemoteGPTRMClient(
+            port=proxy.port, deadline_seconds=seconds, on_wait=said.append, wait_report_seconds=0.01, **QUICK
+        )
+        with pytest.raises(RewardServerError) as caught:
             client.infer_rm(REQUEST).result()
-        assert f"127.0.0.1:{proxy.port}" in str(caught.value)
         client.close()
+        assert f"127.0.0.1:{proxy.port}" in str(caught.value)
+        assert re.search(LASTING[fault], "\n".join([*said, str(caught.value)])), (said, caught.value)
         assert fault in proxy.happened
     assert time.monotonic() - start < 20
 
 
 def test_every_fault_has_its_test():
-    assert {*LASTING, faulty_proxy.DELAY, faulty_proxy.DUPLICATE} == set(faulty_proxy.ALL)
+    assert {*LASTING, *faulty_proxy.HARMLESS} == set(faulty_proxy.ALL)
 
 
-def test_late_and_doubled_answers_are_answers():
+def test_late_doubled_and_compressed_answers_are_answers():
     with FakeRewardServer(score=sum) as server:
-        for fault in (faulty_proxy.DELAY, faulty_proxy.DUPLICATE):
+        for fault in faulty_proxy.HARMLESS:
             with FaultyProxy(server.port, itertools.repeat(fault), late_seconds=0.2) as proxy:
                 client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=30.0, **QUICK)
                 assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
                 assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
                 client.close()
                 assert proxy.happened == [fault] * 2
-        assert server.calls == 2 + 4
+        assert server.calls == 2 + 4 + 2 + 2
+
+
+def test_the_answer_to_another_request_is_never_a_reward():
+    """Two requests of as many samples; the second gets the answer to the first, for a while or for ever."""
+    other = RewardRequest(torch.tensor([[50, 60], [70, 80]]), torch.tensor([2, 2]), ("", ""), ("", ""))
+    with FakeRewardServer(score=sum) as server:
+        for faults in ([None] + [faulty_proxy.REPLAY] * 2, [None, *[faulty_proxy.REPLAY] * 9]):
+            with FaultyProxy(server.port, faults) as proxy:
+                client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=30.0, **QUICK)
+                assert client.infer_rm(other).result().values.tolist() == [110.0, 150.0]
+                start = time.monotonic()
+                if len(faults) == 3:
+                    assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
+                else:
+                    with pytest.raises(RewardServerError, match=r"3 wrong answers.*digest"):
+                        client.infer_rm(REQUEST).result()
+                assert time.monotonic() - start < 10
+                client.close()
+
+
+@pytest.mark.parametrize("fault", [faulty_proxy.CUT_BODY, faulty_proxy.UNDELIMITED])
+def test_a_cut_answer_is_a_lost_connection_however_often(fault):
+    with FakeRewardServer(score=sum) as server, FaultyProxy(server.port, [fault] * 5) as proxy:
+        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=30.0, **QUICK)
+        assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
+        client.close()
+        assert len(proxy.happened) == 5
+
+
+def test_an_answer_that_drips_is_given_up_with_its_attempt():
+    """Each byte comes long before the time-out, the whole answer long after it."""
+    start = time.monotonic()
+    with (
+        FakeRewardServer(score=sum) as server,
+        FaultyProxy(server.port, [faulty_proxy.TRICKLE, faulty_proxy.CONTINUES], late_seconds=30.0) as proxy,
+    ):
+        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=60.0, **QUICK)
+        assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
+        client.close()
+    assert time.monotonic() - start < 10
+
+
+def test_an_absurd_time_to_come_back_is_not_believed():
+    start = time.monotonic()
+    with FakeRewardServer(score=sum) as server, FaultyProxy(server.port, [faulty_proxy.FAR_AWAY] * 2) as proxy:
+        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=60.0, **QUICK)
+        assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
+        client.close()
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(faulty_proxy.DROP, faulty_proxy.SILENCE, faulty_proxy.TRICKLE, faulty_proxy.TRUNCATE_REQUEST),
+        *(faulty_proxy.CUT_BODY, faulty_proxy.HUGE_LENGTH, faulty_proxy.FAR_AWAY),
+        *(faulty_proxy.CHANGE_REQUEST, faulty_proxy.WRONG_DIGEST, faulty_proxy.NO_DIGEST, *faulty_proxy.HARMLESS),
+    ],
+)
+def test_the_question_who_the_server_is_bears_the_same(fault, monkeypatch):
+    monkeypatch.setattr("reinforce_rl.reward.replicas.PROBE_SECONDS", 0.5)
+    start = time.monotonic()
+    with (
+        FakeRewardServer(score=sum) as server,
+        FaultyProxy(server.port, [fault] * 2, 30.0 if fault == faulty_proxy.TRICKLE else 0.2, INFO) as proxy,
+    ):
+        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=60.0, **QUICK)
+        assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
+        client.close()
+        assert proxy.happened[0] == fault
+    assert time.monotonic() - start < 10
+
+
+def test_another_servers_description_is_not_believed():
+    """A proxy gives the description of a server that was there before."""
+    with FakeRewardServer(score=sum) as server, FaultyProxy(server.port, path=INFO) as proxy:
+        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=30.0, **QUICK)
+        client.wait_until_ready()
+        client.close()
+        server.info = describe(name="the_new_one")
+        proxy.faults = itertools.repeat(faulty_proxy.REPLAY)
+        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=1.0, **QUICK)
+        with pytest.raises(RewardServerError, match=r"within 1 s; the last error: .*another request"):
+            client.wait_until_ready()
+        client.close()
+
+
+def test_a_server_of_the_protocol_before_digests_is_refused_by_name():
+    with FakeRewardServer(score=sum) as server:
+        server.info = describe(protocol=1)
+        client = RemoteGPTRMClient(port=server.port, deadline_seconds=30.0, **QUICK)
+        with pytest.raises(RewardServerError, match=r"speaks version 1 of the protocol, this client version 2"):
+            client.wait_until_ready()
+        client.close()
+        assert server.calls == 0
 
 
 def test_the_network_is_cut_during_a_call_and_restored():
@@ -131,9 +249,10 @@ def test_a_run_through_bad_networks_and_two_servers_equals_the_one_through_a_goo
         asked = first.requests
         first.requests = []
         # Of wrong answers one request may have two, so that no chance gives it three.
+        lost = [fault for fault in faulty_proxy.ALL if "wrong answer" not in LASTING.get(fault, "")]
         faults = {
-            first: [fault for fault in faulty_proxy.ALL if fault != faulty_proxy.DUPLICATE_BYTES],
-            second: [fault for fault in reversed(faulty_proxy.ALL) if fault != faulty_proxy.TRUNCATE],
+            first: [faulty_proxy.CHANGE_REQUEST, *lost],
+            second: [*reversed(lost), faulty_proxy.WRONG_DIGEST],
         }
         with (
             FaultyProxy(first.port, faults[first], late_seconds=0.1) as left,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.http_call import call
 from helpers.models import smollm2_folder
 from helpers.real_run import RealServer
 from helpers.server_load import CLIENTS, ModelFiles, RankedServer, check_scores, mixed_requests, score_all
@@ -24,7 +24,7 @@ from reinforce_rl.cli import CONF_FOLDER
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_LOST_RANK
 from reinforce_rl.megatron.reward_head import RewardHead
 from reinforce_rl.reward.base import Rewards
-from reinforce_rl.reward.http_call import call
+from reinforce_rl.reward.retrying import FailedAttempt
 from reinforce_rl.reward.server_checks import model_faults
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
@@ -71,7 +71,7 @@ def health_until_the_end(server: ToyServer, seconds: float) -> list[dict[str, An
     """What /health answers until nobody does."""
     answers = []
     deadline = time.monotonic() + seconds
-    with contextlib.suppress(OSError, http.client.HTTPException):
+    with contextlib.suppress(FailedAttempt):
         while time.monotonic() < deadline:
             answers.append(json.loads(call("127.0.0.1", server.port, "/health", 30.0).body))
             time.sleep(0.1)

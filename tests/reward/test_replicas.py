@@ -137,9 +137,9 @@ def test_a_run_goes_on_while_one_lives_and_the_other_is_taken_back(world):
 
 
 def test_a_busy_server_leaves_its_requests_to_the_other(world):
-    """It wants an hour; nobody waits for it."""
+    """It wants a minute; nobody waits for it."""
     serve, connect = world
-    busy = serve(score=None, answers=[(503, {"error": "busy"}, {"Retry-After": "3600"})])
+    busy = serve(score=None, answers=[(503, {"error": "busy"}, {"Retry-After": "60"})])
     other = serve()
     client = connect(busy.port, other.port)
     client.wait_until_ready()

@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.fuzz_requests import FuzzedRequest, fuzzed_requests
+from helpers.http_call import call
 from helpers.serve_toy_scorer import MAX_LENGTH, TOKEN_SLOW, VOCAB_SIZE, toy_score
 from helpers.toy_server import ToyServer, free_port, wait_for
 
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.reward.base import RewardRequest
 from reinforce_rl.reward.client import RemoteGPTRMClient
-from reinforce_rl.reward.http_call import call
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 triton = pytest.importorskip("tritonclient.http")

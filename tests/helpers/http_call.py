@@ -1,0 +1,21 @@
+"""One HTTP exchange, as the client makes it, for tests that look at answers themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from reinforce_rl.reward.addresses import Address
+from reinforce_rl.reward.transport import HttpAnswer, exchange, wait_for
+
+
+def call(
+    host: str,
+    port: int,
+    path: str,
+    timeout: float,
+    *,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> HttpAnswer:
+    """A GET, or a POST where there is a body."""
+    return wait_for(exchange(Address(host, port), path, timeout, body=body, headers=headers))
