@@ -20,7 +20,7 @@ from reinforce_rl.errors import ConfigError, ModelStuckError
 from reinforce_rl.reward.access import read_token
 from reinforce_rl.reward.base import Scorer
 from reinforce_rl.reward.function_loading import FunctionSpec
-from reinforce_rl.reward.function_pool import FunctionPool
+from reinforce_rl.reward.function_pool import OPTIONS, FunctionPool
 from reinforce_rl.reward.function_scoring import FunctionScorer
 from reinforce_rl.reward.ports import check_port
 from reinforce_rl.reward.server import FrontOptions, RewardServer, access_faults
@@ -119,8 +119,7 @@ def serve_function(cfg: DictConfig) -> None:
     kwargs: Any = OmegaConf.to_container(own.kwargs)
     pool = FunctionPool(
         {own.name: FunctionSpec("reward_function", own.name, kwargs)},
-        num_workers=own.num_workers,
-        sample_timeout_seconds=own.sample_timeout_seconds,
+        **{name: own[name] for name in OPTIONS},
     )
     try:
         pool.start()

@@ -118,6 +118,9 @@ class RewardFunctionConfig:
     more_functions: dict[str, MoreFunctionConfig] = field(default_factory=dict)
     num_workers: int = 2
     sample_timeout_seconds: float = 5.0
+    sample_memory_mb: int = 2048
+    environment: list[str] = field(default_factory=list)
+    sandbox: bool = False
 
 
 @dataclass

@@ -82,6 +82,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("exp_manager.checkpoint_callback_params.keep_best", cfg.exp_manager.checkpoint_callback_params.keep_best, 0),
         ("trainer.straggler_factor", cfg.trainer.straggler_factor, 1),
         ("reward_function.num_workers", cfg.reward_function.num_workers, 1),
+        ("reward_function.sample_memory_mb", cfg.reward_function.sample_memory_mb, 1),
         ("preflight_response_tokens", cfg.preflight_response_tokens, 1),
         ("model.seed", cfg.model.seed, 0),
         ("model.tensor_model_parallel_size", cfg.model.tensor_model_parallel_size, 1),

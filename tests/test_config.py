@@ -273,6 +273,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["reward sources are named f, f", "a name of its own"],
     ),
     ("no workers", ["reward_function.num_workers=0"], ["num_workers is 0", "at least 1"]),
+    ("no memory", ["reward_function.sample_memory_mb=0"], ["sample_memory_mb is 0", "at least 1"]),
     ("no time for it", ["reward_function.sample_timeout_seconds=0"], ["sample_timeout_seconds is 0", "above 0"]),
     ("temperature", [f"{ROLLOUT}.sampling_params.temperature=0"], ["temperature is 0", "above 0", "use_greedy"]),
     ("top_p", [f"{ROLLOUT}.sampling_params.top_p=0.9"], ["top_p=0.9", "biases the gradient", "allow_biased_sampling"]),

@@ -25,7 +25,7 @@ from gpu_checks.fakes import why_no_fakes
 from gpu_checks.runner import ROOT, Check, is_installed, run
 
 ALL, REAL = (CUDA, CPU, FAKE), (CUDA, CPU)
-TRAINER = ("megatron.core", "transformers", "hydra", "omegaconf", "pebble", "tritonclient")
+TRAINER = ("megatron.core", "transformers", "hydra", "omegaconf", "tritonclient")
 CUDNN_LAST = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
 CHECKS = (  # in order of value
     Check("machine", "what there is, how fast it is", "gpu_checks.machine:check", 90, 5, ALL, ("torch",)),

@@ -13,7 +13,15 @@ import torch
 from reinforce_rl.algorithms.work_queue import FixedSplit, Work, WorkQueue
 from reinforce_rl.errors import GenerationError, RewardServerError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.monitoring.samples import decode_responses
-from reinforce_rl.reward.base import STATUS_OK, STATUS_TEXT, RewardFuture, RewardRequest, Rewards, RewardSource
+from reinforce_rl.reward.base import (
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    STATUS_TEXT,
+    RewardFuture,
+    RewardRequest,
+    Rewards,
+    RewardSource,
+)
 from reinforce_rl.rollout import (
     FINISH_OUTSIDE,
     FINISH_STOP,
@@ -35,12 +43,13 @@ class PendingRollouts:
 
     Attributes:
         batch: without rewards, and nothing valid in it yet.
-        futures: of the scores, one for each micro-batch that this rank asked about; none on a rank that did not ask.
+        futures: of the scores, one for each micro-batch that this rank asked about, and how many samples it has; none
+            on a rank that did not ask.
         work: brings the scores into the batch's order.
     """
 
     batch: RolloutBatch
-    futures: tuple[RewardFuture, ...]
+    futures: tuple[tuple[RewardFuture, int], ...]
     work: Work
 
 
@@ -89,7 +98,7 @@ class RolloutMaker:
         share = list(self._batch_iterator_cls(prompts, validation))
         work = WorkQueue(mesh, share) if self._has_queue else FixedSplit(share)
         parts: list[Completions] = []
-        futures: list[RewardFuture] = []
+        futures: list[tuple[RewardFuture, int]] = []
         failure: Exception | None = None
         try:
             with contextlib.closing(work), self._model.generator.awake():
@@ -99,7 +108,8 @@ class RolloutMaker:
                     part = self._model.infer(batch, num_samples, seed, validation=validation)
                     parts.append(part)
                     if mesh.is_block_leader:
-                        futures.append(self._rm.infer_rm(self._reward_request(batch, part)))
+                        future = self._rm.infer_rm(self._reward_request(batch, part))
+                        futures.append((future, len(part.lengths)))
         except GenerationError as error:
             failure = error
         mesh.check_together(failure)
@@ -120,39 +130,39 @@ class RolloutMaker:
         """
         batch, mesh = pending.batch, self._model.mesh
         failure: Exception | None = None
-        rewards, status = batch.rewards, torch.zeros(len(batch.rewards), dtype=torch.int32)
+        rewards, reasons = batch.rewards, Counter[str]()
         sources: dict[str, torch.Tensor] = {}
         answers: list[Rewards] | None = []
         try:
             if pending.futures:
-                answers = self._stop.unless_asked(lambda: [future.result() for future in pending.futures])
+                answers = self._stop.unless_asked(lambda: [_scores(*asked) for asked in pending.futures])
                 if answers is None:
                     raise StoppedEarly(f"stopped by {self._stop.reason}")
-        except (RewardServerError, StoppedEarly) as error:
+        except Exception as error:  # whatever a source raises, the other ranks must hear of it
             failure = error
         mesh.check_together(failure)
         if mesh.is_block_leader and (own := pending.work.to_owners(answers or [])):
             rewards = torch.cat([answer.values for answer in own])
-            status = torch.cat([answer.status for answer in own])
+            reasons = Counter(reason for answer in own for reason in _reasons(answer))
             sources = {name: torch.cat([answer.by_source[name] for answer in own]) for name in own[0].by_source}
-        rewards, status, sources = mesh.from_block_leader((rewards, status, sources))
-        self._check_failures([code for code in status.tolist() if code != STATUS_OK], len(rewards), name)
+        rewards, reasons, sources = mesh.from_block_leader((rewards, reasons, sources))
+        self._check_failures(reasons, len(rewards), name)
         valid = torch.isfinite(rewards) & (batch.response_lengths > 0)
         valid &= torch.tensor([reason != FINISH_OUTSIDE for reason in batch.finish_reasons], dtype=torch.bool)
         if self._drop_truncated:
             valid &= batch.is_end
         return replace(batch, rewards=rewards, valid=valid, source_rewards=sources)
 
-    def _check_failures(self, failed: list[int], count: int, name: str) -> None:
+    def _check_failures(self, reasons: Counter[str], count: int, name: str) -> None:
         mesh, bound = self._model.mesh, self._max_failed_fraction
-        share, total = mesh.sum_over_dp(torch.tensor([len(failed), count])).tolist()
-        if share > bound * total:
-            codes = sum(mesh.gather_over_dp(Counter(failed)), Counter[int]())
-            told = ", ".join(f"{STATUS_TEXT.get(code, f'status {code}')} ({n})" for code, n in codes.most_common())
+        failed, total = mesh.sum_over_dp(torch.tensor([reasons.total(), count])).tolist()
+        if failed > bound * total:
+            every = sum(mesh.gather_over_dp(reasons), Counter[str]())
+            told = ", ".join(f"{text} ({number})" for text, number in every.most_common())
             raise TooManyFailedRewardsError(
-                f"the reward server failed on {share / total:.1%} of the samples of {name}, above "
+                f"scoring failed for {failed / total:.1%} of the samples of {name}, above "
                 f"trainer.reinforce.max_failed_fraction = {bound}; reasons: {told}. "
-                "Nothing was trained on them; see the server's log"
+                "Nothing was trained on them; the log of a reward server says more"
             )
 
     def _reward_request(self, prompts: Sequence[Prompt], completions: Completions) -> RewardRequest:
@@ -191,3 +201,21 @@ class RolloutMaker:
             valid=torch.zeros(count, dtype=torch.bool),
             generator_log_probs=completions.log_probs,
         )
+
+
+def _scores(future: RewardFuture, count: int) -> Rewards:
+    """What a source promises, also one of the user's own: no value without STATUS_OK, nor the other way round."""
+    found = future.result()
+    values, status = found.values.float(), found.status.int()
+    for name, tensor in {"values": values, "status": status}.items():
+        if tensor.shape != (count,):
+            where = f"{type(future).__module__}.{type(future).__qualname__}"
+            raise RewardServerError(f"{where} returned {name} of shape {list(tensor.shape)}; expected [{count}]")
+    status = torch.where((status == STATUS_OK) & ~torch.isfinite(values), STATUS_NOT_FINITE, status)
+    return replace(found, values=values.masked_fill(status != STATUS_OK, torch.nan), status=status)
+
+
+def _reasons(answer: Rewards) -> list[str]:
+    """Of each failed sample, why."""
+    failed = [(row, code) for row, code in enumerate(answer.status.tolist()) if code != STATUS_OK]
+    return [answer.faults.get(row, STATUS_TEXT.get(code, f"status {code}")) for row, code in failed]

@@ -16,8 +16,8 @@ STATUS_TOO_LONG = 2  # longer than the reward model's context
 STATUS_BAD_TOKEN = 3  # a token id outside the vocabulary
 STATUS_BAD_LENGTH = 4  # sequence_lengths does not fit the tokens' shape
 STATUS_BAD_TEXT = 5  # not valid UTF-8
-STATUS_NOT_FINITE = 6  # the model itself gave NaN or infinity
-STATUS_INTERNAL = 7  # the model raised
+STATUS_NOT_FINITE = 6  # the model or function itself gave NaN or infinity
+STATUS_INTERNAL = 7  # the model or function raised
 STATUS_TIMED_OUT = 8  # a reward function took longer than its time limit
 STATUS_BAD_PROMPT = 9  # messages or metadata that are not what they should be, or that the chat template refuses
 
@@ -28,8 +28,8 @@ STATUS_TEXT = {
     STATUS_BAD_TOKEN: "a token id outside the reward model's vocabulary",
     STATUS_BAD_LENGTH: "sequence_lengths does not fit the tokens",
     STATUS_BAD_TEXT: "not valid UTF-8",
-    STATUS_NOT_FINITE: "the reward model's score was not finite",
-    STATUS_INTERNAL: "the reward model raised an error",
+    STATUS_NOT_FINITE: "the score was not finite",
+    STATUS_INTERNAL: "the reward model or function raised an error",
     STATUS_TIMED_OUT: "the reward function exceeded its time limit",
     STATUS_BAD_PROMPT: "messages or metadata that cannot be read, or that the chat template refuses",
 }
@@ -106,11 +106,13 @@ class Rewards:
         status: int32 [N], one of the STATUS_ constants.
         by_source: float32 [N] of each source by name, where the values are a weighted sum of several; also of each
             attribute of a reward model that returns them.
+        faults: of failed samples by their row, what went wrong and where, for sources that know more than the status.
     """
 
     values: Tensor
     status: Tensor
     by_source: dict[str, Tensor] = field(default_factory=dict)
+    faults: Mapping[int, str] = field(default_factory=dict)
 
 
 class RewardFuture(Protocol):

@@ -40,11 +40,12 @@ class _CombinedFuture:
         for source, answer in zip(self.sources, answers, strict=True):
             values = values + source.weight * answer.values
             status = torch.where(status == STATUS_OK, answer.status, status)
-        by_source = {}
+        by_source, faults = {}, {}
         for source, answer in zip(self.sources, answers, strict=True):
+            faults = {**answer.faults, **faults}
             by_source[source.name] = answer.values
             by_source |= {f"{source.name}/{name}": values for name, values in answer.by_source.items()}
-        return Rewards(torch.where(status == STATUS_OK, values, torch.nan), status, by_source)
+        return Rewards(torch.where(status == STATUS_OK, values, torch.nan), status, by_source, faults)
 
 
 class CombinedRewards:

@@ -1,157 +1,177 @@
-"""The process between a `FunctionPool` and its workers: `python -m reinforce_rl.reward.function_host`.
+"""The process that forks one for each sample: `python -m reinforce_rl.reward.function_host`.
 
-The trainer and the reward server have threads, torch and CUDA, and their main file may do anything when a worker
-imports it. So the workers are not theirs: they belong to this small process, which has none of that. It reads lines of
-JSON from its owner and has pebble's process pool do the work: time limits, and a new worker for one that was killed.
-The end of its input means that the owner is gone, however it went; then it ends with its workers.
+The trainer and the reward server have threads, torch and CUDA, and cannot fork. So this small process, which has none
+of that, imports the functions and forks itself for each sample. Whatever a sample does to its process (it replaces the
+function, raises, exits, never returns), the next sample finds the state that the import left. The end of the input
+means that the owner is gone, however it went; then this process ends with all of its samples.
 
-To it:    first {"functions": {NAME: {key, name, kwargs}}, "num_workers", "sample_timeout_seconds"},
-          then {"id", "function", "prompt", "response", "record"} for each sample; without "function" it is a ping
-From it:  first {"faults": [...], "sources": {NAME: sha256}}, then {"id", "status", "value", "fault", "message"}
+Two one-way `multiprocessing.connection`s, whose descriptors are the arguments, connect it with its owner.
+
+To it:    first `FunctionPool`'s settings, then (ID, JSON of {"function", "prompt", "response", "record"}) for each
+          sample; {} is a ping
+From it:  JSON: first {"faults": [...], "sources": {NAME: sha256}}, then {"id", "status", "value", "fault", "message"}
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
-import math
-import multiprocessing
 import os
+import resource
+import signal
 import sys
-import threading
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
-from typing import Any, TextIO
-
-from pebble import ProcessExpired, ProcessPool
+import time
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
 
 from reinforce_rl.reward import base, function_worker
-from reinforce_rl.reward.function_loading import FunctionSpec
+from reinforce_rl.reward.function_loading import LoadFault, load_function, source_sha256
 from reinforce_rl.reward.function_worker import Outcome
 
-STOP_SECONDS = 5.0
-ATTEMPTS = 5  # of a sample whose pool breaks; others break with it, so one is not enough to blame it
+ANSWER_BYTES = 1 << 16  # at most
+MEBIBYTE = 1 << 20
+FILE_MEBIBYTES = 64  # of each file that a function writes
 
 
-class _Answers:
-    """Lines to the owner, from several threads."""
+@dataclass
+class _Sample:
+    """One that is being scored."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-        self._lock = threading.Lock()
-
-    def send(self, message: dict[str, Any]) -> None:
-        line = json.dumps(message) + "\n"
-        with self._lock:
-            try:
-                self._stream.write(line)
-                self._stream.flush()
-            except OSError:
-                os._exit(0)  # the owner is gone; the kernel ends the workers
+    id: int
+    pid: int
+    answer_fd: int
+    deadline: float  # of time.monotonic
+    answer: bytearray = field(default_factory=bytearray)
 
 
-class _Workers:
-    """A process pool that is replaced when it breaks.
+class _Host:
+    """Forks for the samples that come on one connection and answers on another. It has one thread, since it forks."""
 
-    Pebble gives up a whole pool when a worker dies without a sample that it is known to have: an idle one that was
-    killed, or one that died the moment it got a sample. The samples are then tried again in another pool.
-    """
-
-    def __init__(self, settings: dict[str, Any], answers: _Answers):
-        self._specs = {name: FunctionSpec(**spec) for name, spec in settings["functions"].items()}
+    def __init__(
+        self, functions: function_worker.Functions, settings: dict[str, Any], requests: Connection, answers: Connection
+    ):
+        self._functions = functions
         self._num_workers = int(settings["num_workers"])
         self._timeout = float(settings["sample_timeout_seconds"])
+        self._requests = requests
         self._answers = answers
-        self._lock = threading.Lock()
-        self._pool = self._new_pool()
+        self._running: dict[int, _Sample] = {}  # by answer_fd
 
-    def look(self) -> dict[str, Any]:
-        """What loading the functions gave."""
+    def run(self) -> None:
+        """Until the input ends."""
+        while True:
+            first = min((sample.deadline for sample in self._running.values()), default=None)
+            seconds = None if first is None else max(0.0, first - time.monotonic())
+            # A sample is read when there is room for it, so a large batch waits in the owner's memory.
+            inputs = [self._requests] if len(self._running) < self._num_workers else []
+            ready = wait([sys.stdin, *inputs, *self._running], seconds)
+            if sys.stdin in ready:
+                break
+            if self._requests in ready:
+                self._start(*self._requests.recv())
+            for sample in [self._running[fd] for fd in ready if isinstance(fd, int)]:
+                self._read_answer(sample)
+            now = time.monotonic()
+            for sample in [one for one in self._running.values() if one.deadline <= now]:
+                self._finish(sample, Outcome(base.STATUS_TIMED_OUT, fault="exceeded the time limit"))
+        for sample in self._running.values():
+            _end(sample.pid)
+
+    def _start(self, number: int, request: bytes) -> None:
+        parent = os.getpid()
         try:
-            faults, sources = self._pool.schedule(function_worker.look).result()
-        except (ProcessExpired, BrokenProcessPool) as error:
-            names = ", ".join(spec.name for spec in self._specs.values())
-            faults, sources = [f"a process ended while it imported {names} ({error})"], {}
-        return {"faults": faults, "sources": sources}
-
-    def schedule(self, message: dict[str, Any], attempt: int = 1) -> None:
-        """Have a sample scored and answered."""
-        pool = self._pool
-        try:
-            if "function" in message:
-                sample = (message["function"], message["prompt"], message["response"], message["record"])
-                future = pool.schedule(function_worker.score, args=sample, timeout=self._timeout)
-            else:
-                future = pool.schedule(function_worker.ping, timeout=self._timeout)
-        except RuntimeError:  # it is broken
-            self._try_again(pool, message, attempt)
-        else:
-            future.add_done_callback(lambda done: self._answer(pool, message, attempt, done))
-
-    def stop(self) -> None:
-        """End the workers."""
-        self._retire(self._pool)
-
-    def _answer(self, pool: ProcessPool, message: dict[str, Any], attempt: int, future: Future[Any]) -> None:
-        if isinstance(future.exception(), BrokenProcessPool):
-            self._try_again(pool, message, attempt)
+            read_end, write_end = os.pipe()
+            pid = os.fork()
+        except OSError as error:  # too many processes or files
+            outcome = Outcome(base.STATUS_INTERNAL, fault=f"no process could be started: {error}")
+            self.send({"id": number, **asdict(outcome)})
             return
-        outcome = _outcome(future)
-        value = None if math.isnan(outcome.value) else outcome.value
-        self._answers.send({"id": message["id"], **asdict(outcome), "value": value})
+        if pid == 0:
+            try:
+                for fd in (self._requests.fileno(), self._answers.fileno(), read_end, *self._running):
+                    os.close(fd)
+                function_worker.work(self._functions, request, write_end, parent)
+            finally:
+                os._exit(1)
+        os.close(write_end)
+        self._running[read_end] = _Sample(number, pid, read_end, time.monotonic() + self._timeout)
 
-    def _try_again(self, broken: ProcessPool, message: dict[str, Any], attempt: int) -> None:
-        if attempt >= ATTEMPTS:
-            outcome = Outcome(base.STATUS_INTERNAL, math.nan, "its process ended again and again")
-            self._answers.send({"id": message["id"], **asdict(outcome), "value": None})
-            return
-        with self._lock:
-            if self._pool is broken:
-                self._pool = self._new_pool()
-                # In a thread: this may be one of the pool's own, which cannot wait for itself.
-                threading.Thread(target=self._retire, args=(broken,), daemon=True).start()
-        self.schedule(message, attempt + 1)
+    def _read_answer(self, sample: _Sample) -> None:
+        chunk = os.read(sample.answer_fd, ANSWER_BYTES)
+        sample.answer += chunk
+        if not chunk or b"\n" in chunk or len(sample.answer) > ANSWER_BYTES:
+            self._finish(sample)
 
-    def _new_pool(self) -> ProcessPool:
-        # Spawned by this process and no fork server: a worker lives as long as the parent that the kernel knows.
-        return ProcessPool(
-            max_workers=self._num_workers,
-            initializer=function_worker.start,
-            initargs=(os.getpid(), self._specs),
-            context=multiprocessing.get_context("spawn"),
-        )
+    def _reap_orphans(self) -> None:
+        """In a sandbox this is process 1, which inherits what samples have started."""
+        own = {sample.pid for sample in self._running.values()}
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+                os.waitpid(ended.si_pid, 0)
 
-    @staticmethod
-    def _retire(pool: ProcessPool) -> None:
-        pool.stop()
-        pool.join(STOP_SECONDS)
+    def _finish(self, sample: _Sample, outcome: Outcome | None = None) -> None:
+        """End a sample's process and answer for it: what it said itself, where it was not too late."""
+        code = _end(sample.pid)
+        del self._running[sample.answer_fd]
+        os.close(sample.answer_fd)
+        self._reap_orphans()
+        if outcome is None:
+            try:
+                said = json.loads(sample.answer.partition(b"\n")[0])
+                outcome = Outcome(int(said["status"]), float(said["value"]), str(said["fault"]), str(said["message"]))
+            except (ValueError, TypeError, KeyError, RecursionError):
+                how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                outcome = Outcome(base.STATUS_INTERNAL, fault=f"its process ended with {how}")
+        self.send({"id": sample.id, **asdict(outcome)})
+
+    def send(self, message: dict[str, Any]) -> None:
+        """To the owner."""
+        self._answers.send_bytes(json.dumps(message).encode())
 
 
-def main() -> None:
+def _end(pid: int) -> int:
+    """Kill a process that may have ended by itself, and what it started; its exit code."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main(requests: Connection, answers: Connection) -> None:
     """Serve until the input ends."""
-    # What a function prints must not get between the answers.
-    stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    answers = _Answers(stream)
-    workers = _Workers(json.loads(sys.stdin.readline()), answers)
-    found = workers.look()
-    answers.send(found)
-    if not found["faults"]:
-        for line in sys.stdin:
-            workers.schedule(json.loads(line))
-    workers.stop()
+    settings = requests.recv()
+    functions, faults = {}, []
+    for name, spec in settings["functions"].items():
+        try:
+            functions[name] = load_function(spec)
+        except LoadFault as fault:
+            faults.append(str(fault))
+    sys.stdout.flush()  # else each sample would print it once more
+    gc.freeze()  # a collection in a sample's process would copy every page
+    _limit(settings["sample_memory_mb"] * MEBIBYTE)
+    host = _Host(functions, settings, requests, answers)
+    host.send({"faults": faults, "sources": {name: source_sha256(function) for name, function in functions.items()}})
+    if not faults:
+        host.run()
     os._exit(0)
 
 
-def _outcome(future: Future[Any]) -> Outcome:
-    try:
-        return future.result()
-    except FutureTimeoutError:
-        return Outcome(base.STATUS_TIMED_OUT, math.nan, "exceeded the time limit; its process was replaced")
-    except Exception as error:  # pebble's ProcessExpired, or a record that cannot be sent on
-        return Outcome(base.STATUS_INTERNAL, math.nan, f"its process ended ({type(error).__name__})", str(error))
+def _limit(memory: int) -> None:
+    """Bound what each sample's process may use; this process, whose limits they inherit, needs little."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = {
+        resource.RLIMIT_AS: used + memory,
+        resource.RLIMIT_FSIZE: FILE_MEBIBYTES * MEBIBYTE,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, limit in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
 
 
 if __name__ == "__main__":
-    main()
+    main(Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False))

@@ -10,7 +10,7 @@ import torch
 from reinforce_rl.reward.base import RewardRequest, Rewards
 from reinforce_rl.reward.combined import WeightedSource
 from reinforce_rl.reward.function_loading import FunctionSpec
-from reinforce_rl.reward.function_pool import FunctionPool, PendingScores
+from reinforce_rl.reward.function_pool import OPTIONS, FunctionPool, PendingScores
 
 if TYPE_CHECKING:
     from reinforce_rl.config import TrainConfig
@@ -30,7 +30,7 @@ class FunctionFuture:
             RewardServerError: the pool's processes ended or do not answer.
         """
         scores = self.pending.result()
-        return Rewards(torch.from_numpy(scores.values), torch.from_numpy(scores.status))
+        return Rewards(torch.from_numpy(scores.values), torch.from_numpy(scores.status), faults=scores.faults)
 
 
 class FunctionRewards:
@@ -78,8 +78,7 @@ def start_reward_functions(cfg: TrainConfig, mesh: Mesh) -> list[WeightedSource]
         return []
     pool = FunctionPool(
         {name: spec for name, (spec, _) in functions.items()},
-        num_workers=own.num_workers,
-        sample_timeout_seconds=own.sample_timeout_seconds,
+        **{name: getattr(own, name) for name in OPTIONS},
     )
     failure: Exception | None = None
     if mesh.is_block_leader:

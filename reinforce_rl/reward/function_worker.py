@@ -1,22 +1,26 @@
-"""What runs inside a worker process of reward functions: nothing here imports torch."""
+"""What runs in the process of one sample, which the host forked for it: nothing here imports torch."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import math
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from reinforce_rl.reward import base
-from reinforce_rl.reward.function_loading import FunctionSpec, LoadFault, load_function, source_sha256
 
 PR_SET_PDEATHSIG = 1
-MESSAGE_LETTERS = 500  # an answer must fit into one write to a pipe, which a kill cannot cut in two
+MESSAGE_LETTERS = 500  # an answer must fit into a pipe that nobody reads yet
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Functions = Mapping[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -24,64 +28,61 @@ class Outcome:
     """Of one sample.
 
     Attributes:
-        status: STATUS_OK, STATUS_NOT_FINITE or STATUS_INTERNAL.
+        status: STATUS_OK, STATUS_NOT_FINITE, STATUS_INTERNAL or STATUS_TIMED_OUT.
         value: NaN unless the status is STATUS_OK.
         fault: what went wrong and where, without any text of the sample.
         message: the error's own text, which may hold the sample's.
     """
 
     status: int
-    value: float
+    value: float = math.nan
     fault: str = ""
     message: str = ""
 
 
-_functions: dict[str, Callable[..., Any]] = {}
-_faults: list[str] = []
-
-
-def start(parent: int, specs: Mapping[str, FunctionSpec]) -> None:
-    """Load the functions. It never raises: what was wrong is told by `look`, and a sample then fails."""
-    _die_with(parent)
-    # Pebble's own handler runs between two bytecodes: never, in a regular expression that backtracks for ever.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for name, spec in specs.items():
-        try:
-            _functions[name] = load_function(spec)
-        except LoadFault as fault:
-            _faults.append(str(fault))
-
-
-def look() -> tuple[list[str], dict[str, str | None]]:
-    """The faults of loading, and the hash of each function's file."""
-    return _faults, {name: source_sha256(function) for name, function in _functions.items()}
-
-
-def score(name: str, prompt: str, response: str, record: Mapping[str, Any]) -> Outcome:
-    """One sample by one function."""
+def work(functions: Functions, request: bytes, answer_fd: int, parent: int) -> None:
+    """Score the sample, write its `Outcome` as a line of JSON and end the process."""
+    code = 1
     try:
-        value = _functions[name](prompt, response, record)
-        if isinstance(value, (str, bytes)):
-            raise TypeError(f"a reward function returned a {type(value).__name__}; expected a number")
+        os.setpgid(0, 0)  # what the function starts is ended with it
+        _die_with(parent)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        outcome = _score(functions, request)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os.write(answer_fd, json.dumps(asdict(outcome)).encode() + b"\n")
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _score(functions: Functions, request: bytes) -> Outcome:
+    sample = json.loads(request)
+    if "function" not in sample:
+        return Outcome(base.STATUS_OK, 0.0)  # a ping
+    try:
+        value = functions[sample["function"]](sample["prompt"], sample["response"], sample["record"])
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+            return Outcome(base.STATUS_INTERNAL, fault=f"returned a {type(value).__name__}; expected a number")
         number = float(value)
-    except (Exception, SystemExit) as error:  # whatever a user's function does
-        places = traceback.extract_tb(error.__traceback__)
-        place = f" at {os.path.basename(places[-1].filename)}:{places[-1].lineno}" if places else ""
-        return Outcome(base.STATUS_INTERNAL, math.nan, f"{type(error).__name__}{place}", str(error)[:MESSAGE_LETTERS])
+    except BaseException as error:  # whatever a user's function raises, KeyboardInterrupt and SystemExit too
+        fault = f"{type(error).__name__}{_place(error)}"
+        return Outcome(base.STATUS_INTERNAL, fault=fault, message=str(error)[:MESSAGE_LETTERS])
     if not math.isfinite(number):
-        return Outcome(base.STATUS_NOT_FINITE, math.nan, f"returned {number}")
+        return Outcome(base.STATUS_NOT_FINITE, fault=f"returned {number}")
     return Outcome(base.STATUS_OK, number)
 
 
-def ping() -> Outcome:
-    """Nothing but a proof that a worker answers."""
-    return Outcome(base.STATUS_OK, 0.0)
+def _place(error: BaseException) -> str:
+    """The last line of the function's own file that the error went through, where it went through any."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _die_with(parent: int) -> None:
-    """A worker that is stuck in a function reads no pipe, so the kernel has to end it when its parent is gone."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    """A function reads no pipe, so the kernel has to end its process when the parent is gone."""
+    _libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

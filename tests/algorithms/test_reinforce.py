@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.rewards import FunctionReward
+from helpers.rewards import FunctionReward, ReadyRewards
 from helpers.tiny_run import (
     MAX_LENGTH,
     PROMPT_TOKENS,
@@ -29,7 +29,7 @@ from helpers.tiny_run import (
 
 from reinforce_rl.errors import RewardServerError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.megatron.checkpoint import latest_checkpoint
-from reinforce_rl.reward.base import RewardRequest, Rewards
+from reinforce_rl.reward.base import STATUS_INTERNAL, RewardRequest, Rewards
 from reinforce_rl.rollout import FINISH_STOP, Completions, Prompt
 from reinforce_rl.run_timer import Due, Outlook, RunTimer
 
@@ -360,6 +360,20 @@ class FailingReward(FunctionReward):
         return super().infer_rm(request)
 
 
+class OwnSource:
+    """A reward source that answers with these values and statuses, of a number of samples."""
+
+    def __init__(self, values, status):
+        self.values, self.status = values, status
+
+    def infer_rm(self, request: RewardRequest):
+        count = len(request.lengths)
+        return ReadyRewards(Rewards(self.values(count), torch.tensor(self.status(count))))
+
+    def close(self) -> None:
+        pass
+
+
 class NoAnswer:
     def result(self) -> Rewards:
         raise RewardServerError("reward server localhost:1: no answer within 600 s")
@@ -388,6 +402,30 @@ class TestWhenRewardsFail:
             trainer.fit()
         assert saved_step(tmp_path) == 2
         assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
+
+    @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e300])
+    def test_a_source_of_ones_own_that_calls_no_number_a_score_has_failed(self, tmp_path, mesh, bad):
+        source = OwnSource(lambda n: torch.tensor([bad] * 2 + [1.0] * (n - 2), dtype=torch.float64), lambda n: [0] * n)
+        with (
+            pytest.raises(TooManyFailedRewardsError, match=r"step 1.*the score was not finite \(4\)"),
+            tiny_trainer(tiny_config(tmp_path), mesh, source) as trainer,
+        ):
+            trainer.fit()
+
+    def test_a_failed_sample_of_ones_own_source_is_never_a_reward_of_0(self, tmp_path, mesh):
+        source = OwnSource(torch.zeros, lambda n: [STATUS_INTERNAL] + [0] * (n - 1))
+        run(tmp_path, mesh, EVERY_FAILURE, rm=source)
+        rows = rollouts_of(tmp_path, 1)
+        assert [row["reward"] for row in rows].count(None) == [row["valid"] for row in rows].count(False) == 2
+
+    @pytest.mark.parametrize("shape", ["short", "column"])
+    def test_a_source_of_ones_own_that_misses_a_sample_is_named(self, tmp_path, mesh, shape):
+        values = {"short": lambda n: torch.ones(n - 1), "column": lambda n: torch.ones(n, 1)}[shape]
+        with (
+            pytest.raises(RewardServerError, match=r"ReadyRewards returned values of shape .*; expected \[\d+\]"),
+            tiny_trainer(tiny_config(tmp_path), mesh, OwnSource(values, lambda n: [0] * n)) as trainer,
+        ):
+            trainer.fit()
 
     def test_few_failed_samples_are_left_out_and_never_become_a_reward(self, tmp_path, mesh):
         calls = []

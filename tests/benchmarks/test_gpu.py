@@ -51,7 +51,6 @@ WITHOUT = (
     "pytriton",
     "aiohttp",
     "prometheus_client",
-    "pebble",
     "gguf",
     "pytest",
 )

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import ctypes
+import math
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -12,6 +18,89 @@ from pathlib import Path
 from typing import Any
 
 HEAVY = ("torch", "megatron", "transformers")
+
+
+class NoText(Exception):
+    """An error that cannot even say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+ERRORS = {error.__name__: error for error in (KeyboardInterrupt, GeneratorExit, SystemExit, MemoryError, NoText)}
+
+
+def always_666(prompt: str, response: str, record: Mapping[str, Any], *, folder: str = "") -> float:
+    """What a sample would like its function to be."""
+    return 666.0
+
+
+def hostile(prompt: str, response: str, record: Mapping[str, Any]) -> float:
+    """Does to its process, to later samples and to the machine what the response says; else the record's number."""
+    if response in ERRORS:
+        raise ERRORS[response]
+    if response == "code":
+        hostile.__code__ = always_666.__code__
+        hostile.__kwdefaults__ = {"folder": ""}
+    if response == "float":
+        builtins.float = lambda _: 666.0  # type: ignore[assignment, misc]
+    if response == "isfinite":
+        math.isfinite = lambda _: False  # type: ignore[assignment]
+    if response == "worker":
+        from reinforce_rl.reward import function_worker
+
+        function_worker.score = None  # type: ignore[assignment]
+    if response == "modules":
+        sys.modules.clear()
+    if response == "alarm":
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+        return 1.0
+    if response == "exit 0":
+        os._exit(0)
+    if response == "exit 7":
+        os._exit(7)
+    if response == "segfault":
+        ctypes.string_at(0)
+    if response == "memory":
+        return float(len(bytearray(8 << 30)))
+    if response == "file":
+        with Path(record["folder"], "large").open("wb") as file:
+            file.truncate(1 << 30)
+    if response == "close all":
+        os.closerange(0, 1024)
+        time.sleep(600)
+    if response == "garbage":
+        for fd in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(fd, b'{"status": "x"}\n' * 9000)
+    if response == "fork":
+        os.fork()
+    if response == "child":
+        subprocess.Popen(["sleep", "6543"])
+    if response == "host":
+        os.kill(os.getppid(), signal.SIGKILL)
+    if response == "group":
+        os.killpg(0, signal.SIGKILL)
+    return record["value"]
+
+
+def sees(prompt: str, response: str, record: Mapping[str, Any]) -> float:
+    """Whether what the response names can be reached."""
+    kind, _, name = response.partition(" ")
+    if kind == "variable":
+        return float(name in os.environ)
+    if kind == "port":
+        with socket.socket() as connection:
+            connection.settimeout(1)
+            return float(connection.connect_ex(("127.0.0.1", int(name))) == 0)
+    if kind == "process":
+        return float(Path("/proc", name).exists())
+    if kind == "writes":
+        try:
+            Path(name).write_text("x")
+        except OSError:
+            return 0.0
+    return float(Path(name).exists())
 
 
 def told(prompt: str, response: str, record: Mapping[str, Any], *, folder: str = "") -> float:

@@ -162,7 +162,7 @@ def test_health_tells_busy_from_stuck_and_from_dead(start):
     front.backend.go.set()
     assert wait_for(lambda: front.health()[0] == 200, 10)
     front.backend.status = 7
-    assert wait_for(lambda: "the reward model raised an error" in front.health()[1]["text"], 10)
+    assert wait_for(lambda: "raised an error" in front.health()[1]["text"], 10)
     front.backend.dead = True
     assert wait_for(lambda: "does not answer" in front.health()[1]["text"], 10)
     assert front.infer(BODY).code == 502

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import reward_functions
 from helpers.real_run import RealServer
 from helpers.tiny_run import compose, rollouts_of, three_letters, tiny_overrides, tiny_trainer, weights
 
 from reinforce_rl.config import TrainConfig
 from reinforce_rl.config_reading import load_config
-from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.errors import ConfigError, RewardServerError, TooManyFailedRewardsError
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.reward import base, health, protocol
 from reinforce_rl.reward.base import RewardRequest, RewardSource
@@ -176,6 +177,28 @@ def test_several_functions_are_a_weighted_sum(tmp_path, mesh):
     assert found.values[[0, 2]].tolist() == [0.5 * 2.0 - 3.0, 0.5 * 0.0 - 1.5]
     assert found.values[1].isnan()
     assert found.by_source["share_of_letters"].tolist() == [2.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("more", [[], [f"+reward_function.more_functions.told.name={TOLD}"]], ids=["one", "several"])
+def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, more):
+    name = "helpers.reward_functions.share_of_letters"
+    cfg = function_config(tmp_path, *FUNCTION, *more)
+    lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["letters"]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = connect(cfg, mesh)
+    line = next(
+        i
+        for i, text in enumerate(Path(reward_functions.__file__).read_text().splitlines(), 1)
+        if '["letters"]' in text
+    )
+    try:
+        with tiny_trainer(cfg, mesh, source) as trainer, pytest.raises(TooManyFailedRewardsError) as caught:
+            trainer.fit()
+    finally:
+        source.close()
+    assert f"{name}: KeyError at {reward_functions.__file__}:{line} (16)" in str(caught.value)
 
 
 class OtherRank:

@@ -13,7 +13,7 @@ import torch
 from gpu_checks.base import CUDA, FAKE, Context, Finding, best_seconds, judged
 
 LIBRARIES = (
-    *("megatron-core", "transformers", "numpy", "safetensors", "triton", "hydra-core", "omegaconf", "pebble"),
+    *("megatron-core", "transformers", "numpy", "safetensors", "triton", "hydra-core", "omegaconf"),
     *("tritonclient", "aiohttp", "transformer-engine", "flash-attn", "tensorrt-llm", "nvidia-pytriton"),
 )
 LEAST_SHARE = 0.4  # of a data sheet's rate; large products reach 0.7 to 0.8 of it
