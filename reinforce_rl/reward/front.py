@@ -13,15 +13,16 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, hdrs, web
 
 from reinforce_rl.reward import access, protocol
-from reinforce_rl.reward.front_health import Health
+from reinforce_rl.reward.front_health import Health, Verdict
 from reinforce_rl.reward.front_metrics import CONTENT_TYPE, FrontMetrics
 from reinforce_rl.reward.gate import Gate
-from reinforce_rl.reward.limits import FrontLimits, Refusal, check_length, samples_of
+from reinforce_rl.reward.limits import FrontLimits, Refusal, check_length, json_length, samples_of
 from reinforce_rl.reward.progress import Progress
 from reinforce_rl.reward.protocol import HEADER_LENGTH, REQUEST_ID
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
 
 BODY_SECONDS = 120.0  # for a client to send its request
+QUICK_JSON_BYTES = 1 << 18  # that are read at once
 QUESTION_SECONDS = 10.0  # for Triton's answer to what is no inference
 QUESTION_BYTES = 1 << 16
 START_RETRY_SECONDS = 5
@@ -90,6 +92,7 @@ class Front:
         self._reason = ""
         self._empty = asyncio.Event()
         self._session: ClientSession | None = None
+        self._parser = ThreadPoolExecutor(1)
 
     def application(self) -> web.Application:
         """What aiohttp serves."""
@@ -234,16 +237,24 @@ class Front:
         with self._gate.admitted(), self._gate.memory() as memory:
             memory.grow_to(request.content_length or 0)
             parts = []
-            async for part in _parts_of(request, BODY_SECONDS):
+            async for part in _parts_of(request, BODY_SECONDS, self._limits.idle_seconds):
                 record.size += len(part)
                 check_length(record.size, self._limits)
                 memory.grow_to(record.size)
                 parts.append(part)
             body = b"".join(parts)
             parts.clear()
-            record.samples = samples_of(body, request.headers.get(HEADER_LENGTH), self._limits)
+            record.samples = await self._count_samples(request, body)
             async with self._gate.slot():
                 return await self._pass_on(request, body, self._limits.request_seconds)
+
+    async def _count_samples(self, request: web.Request, body: bytes) -> int:
+        """Long JSON in a thread, since it takes a while; one at a time, since it takes tens of times its memory."""
+        header = request.headers.get(HEADER_LENGTH)
+        if json_length(header, len(body)) <= QUICK_JSON_BYTES:
+            return samples_of(body, header, self._limits)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._parser, samples_of, body, header, self._limits)
 
     async def _describe(self, request: web.Request) -> web.Response:
         """The server's description, which is small and past the queue."""
@@ -251,11 +262,11 @@ class Front:
         self._check_ready()
         self._check_body(request)
         body = b""
-        async for part in _parts_of(request, QUESTION_SECONDS):
+        async for part in _parts_of(request, QUESTION_SECONDS, QUESTION_SECONDS):
             body += part
             if len(body) > QUESTION_BYTES:
                 raise Refusal(413, f"expected at most {QUESTION_BYTES} bytes for the server's description")
-        samples_of(body, request.headers.get(HEADER_LENGTH), self._limits)
+        await self._count_samples(request, body)
         return await self._pass_on(request, body, QUESTION_SECONDS)
 
     async def _pass_question(self, request: web.Request) -> web.Response:
@@ -289,6 +300,9 @@ class Front:
         headers = {"Content-Type": "application/json"}
         try:
             code, _, answer = await self._ask(path, body, headers, 2 * self._limits.canary_seconds)
+            if code == 200:  # the description has a process of Triton's to itself, which may hang too
+                path = f"/v2/models/{protocol.INFO_MODEL}/infer"
+                code, _, _ = await self._ask(path, b'{"inputs": []}', headers, QUESTION_SECONDS)
         except ClientError as error:
             raise ConnectionError(type(error).__name__) from error
         return code, answer
@@ -302,23 +316,22 @@ class Front:
         self._check_ready()
         return web.Response()
 
+    async def check_health(self) -> Verdict:
+        """Whether requests are being scored, or would be."""
+        if self._state != READY:
+            return Verdict(False, self._reason or f"the server is {self._state}", None)
+        return await self._health.check()
+
     async def _answer_health(self, _: web.Request) -> web.Response:
-        values: dict[str, object] = {
+        verdict = await self.check_health()
+        values = {
             "state": self._state,
-            "healthy": False,
-            "text": self._reason or f"the server is {self._state}",
             "model": self._settings.model,
             "in_flight": self._gate.in_flight,
             "queued": self._gate.queued,
+            **asdict(verdict),
         }
-        if self._state == READY:
-            verdict = await self._health.check()
-            values |= {
-                "healthy": verdict.healthy,
-                "text": verdict.text,
-                "canary_seconds": verdict.canary_seconds,
-            }
-        code = 200 if values["healthy"] else 503
+        code = 200 if verdict.healthy else 503
         return web.json_response(values, status=code, dumps=lambda value: json.dumps(value) + "\n")
 
     async def _answer_metrics(self, request: web.Request) -> web.Response:
@@ -327,15 +340,17 @@ class Front:
         return web.Response(body=text, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
 
-async def _parts_of(request: web.Request, seconds: float):
-    """The body as it comes; Refusal 408 where it is not all there in time."""
+async def _parts_of(request: web.Request, seconds: float, pause: float):
+    """The body as it comes; Refusal 408 where it is not all there in time, or nothing comes during a pause."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     while True:
         try:
-            part = await asyncio.wait_for(request.content.readany(), max(0.0, deadline - loop.time()))
+            left = min(pause, max(0.0, deadline - loop.time()))
+            part = await asyncio.wait_for(request.content.readany(), left)
         except (asyncio.TimeoutError, TimeoutError):
-            raise Refusal(408, f"the request's body did not come within {seconds:g} s") from None
+            text = f"the request's body did not come within {seconds:g} s, or paused for {pause:g} s"
+            raise Refusal(408, text) from None
         if not part:
             return
         yield part

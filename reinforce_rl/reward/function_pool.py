@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import queue
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,7 @@ from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.reward import base
 from reinforce_rl.reward.base import TextSample
 from reinforce_rl.reward.function_loading import FunctionSpec
+from reinforce_rl.utils.process import Child
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +89,9 @@ class PendingScores:
 class _Host:
     """A running host process and the samples that it has."""
 
-    def __init__(self, process: subprocess.Popen[bytes]):
-        self.process = process
+    def __init__(self, child: Child):
+        self.child = child
+        self.process = child.process
         self.lock = threading.Lock()
         self.samples: dict[int, tuple[_Batch, int]] = {}
         self.next_id = 0
@@ -234,7 +234,7 @@ class FunctionPool:
             host, self._host, self._closed = self._host, None, True
         if host is not None:
             host.lines.put(None)
-            _end(host.process)
+            host.child.stop(STOP_SECONDS)
 
     def _running_host(self) -> _Host:
         if self._closed or self._host is None:
@@ -246,17 +246,11 @@ class FunctionPool:
         return self._host
 
     def _launch(self) -> _Host:
-        places = [str(Path(__file__).resolve().parents[2]), *sys.path]
-        environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+        environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # A session of its own: Ctrl-C is the owner's affair, whose end then ends the host.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "reinforce_rl.reward.function_host"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-        assert process.stdin is not None and process.stdout is not None
+        child = Child("reinforce_rl.reward.function_host", environment=environment, own_session=True)
+        process = child.process
+        assert process.stdout is not None
         settings = {
             "functions": {name: asdict(spec) for name, spec in self._functions.items()},
             "num_workers": self._num_workers,
@@ -267,11 +261,8 @@ class FunctionPool:
         late.daemon = True
         late.start()
         try:
-            process.stdin.write(json.dumps(settings).encode() + b"\n")
-            process.stdin.flush()
+            child.send(settings)
             line = process.stdout.readline()
-        except OSError:
-            line = b""
         finally:
             late.cancel()
         if not line:
@@ -281,23 +272,10 @@ class FunctionPool:
             )
         answer = json.loads(line)
         if answer["faults"]:
-            _end(process)
+            child.stop(STOP_SECONDS)
             raise ConfigError(answer["faults"])
         self.sources = answer["sources"]
-        host = _Host(process)
+        host = _Host(child)
         for name, work in (("write", host.write), ("read", host.read)):
             threading.Thread(target=work, daemon=True, name=f"reward-functions-{name}").start()
         return host
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The host ends by itself at the end of its input."""
-    with contextlib.suppress(OSError, ValueError):
-        assert process.stdin is not None
-        if process.poll() is None and not process.stdin.closed:
-            process.stdin.close()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,8 +12,8 @@ from typing import Any
 
 from reinforce_rl.reward import base
 from reinforce_rl.reward.function_loading import FunctionSpec, LoadFault, load_function, source_sha256
+from reinforce_rl.utils.process import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 MESSAGE_LETTERS = 500  # an answer must fit into one write to a pipe, which a kill cannot cut in two
 
 
@@ -42,7 +40,7 @@ _faults: list[str] = []
 
 def start(parent: int, specs: Mapping[str, FunctionSpec]) -> None:
     """Load the functions. It never raises: what was wrong is told by `look`, and a sample then fails."""
-    _die_with(parent)
+    die_with_parent(parent)
     # Pebble's own handler runs between two bytecodes: never, in a regular expression that backtracks for ever.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for name, spec in specs.items():
@@ -76,12 +74,3 @@ def score(name: str, prompt: str, response: str, record: Mapping[str, Any]) -> O
 def ping() -> Outcome:
     """Nothing but a proof that a worker answers."""
     return Outcome(base.STATUS_OK, 0.0)
-
-
-def _die_with(parent: int) -> None:
-    """A worker that is stuck in a function reads no pipe, so the kernel has to end it when its parent is gone."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)

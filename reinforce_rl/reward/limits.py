@@ -6,6 +6,7 @@ each claim is compared here with the bytes that came.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class FrontLimits:
         stuck_seconds: health turns red, and the server ends, when the scorer has been in one call of the model for so
             long.
         canary_seconds: for health's own sample while the scorer is idle.
+        idle_seconds: a connection is closed that sends no complete header, or no more of a body, for so long.
     """
 
     max_request_bytes: int
@@ -75,6 +77,7 @@ class FrontLimits:
     request_seconds: float = 600.0
     stuck_seconds: float = 300.0
     canary_seconds: float = 10.0
+    idle_seconds: float = 60.0
 
 
 def default_request_bytes(max_samples: int, max_sequence_length: int) -> int:
@@ -105,11 +108,11 @@ def samples_of(body: bytes, header_length: str | None, limits: FrontLimits) -> i
     Raises:
         Refusal: code 400 or 413.
     """
-    json_length = _json_length(header_length, len(body))
-    request = _parse(body[:json_length])
+    text_length = json_length(header_length, len(body))
+    request = _parse(body[:text_length])
     tensors = _tensors(request, "inputs")
     _tensors(request, "outputs")
-    binary_left = len(body) - json_length
+    binary_left = len(body) - text_length
     samples = 0
     for index, tensor in enumerate(tensors):
         shape = _shape(tensor, limits, len(body))
@@ -133,7 +136,8 @@ def samples_of(body: bytes, header_length: str | None, limits: FrontLimits) -> i
     return samples
 
 
-def _json_length(header: str | None, body_length: int) -> int:
+def json_length(header: str | None, body_length: int) -> int:
+    """Bytes of a request's JSON; Refusal where the header says none that can be, or they are too many."""
     if header is None:
         length = body_length
     elif header.isascii() and header.isdigit() and len(header) < 16 and int(header) <= body_length:
@@ -157,6 +161,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     def no_constant(_: str) -> None:
         raise ValueError("JSON has no NaN and no infinity")
 
+    gc.disable()  # it would go through all of the lists of millions, again and again
     try:
         request = json.loads(
             text.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=no_constant, strict=True
@@ -165,6 +170,8 @@ def _parse(text: bytes) -> dict[str, Any]:
         raise Refusal(400, "the JSON is nested too deeply") from error
     except ValueError as error:  # of UTF-8, of JSON, of Python's limit on the digits of a number
         raise Refusal(400, f"the request is no JSON object in UTF-8: {error}") from error
+    finally:
+        gc.enable()
     if not isinstance(request, dict):
         raise Refusal(400, "the request is no JSON object")
     rest = {key: value for key, value in request.items() if key not in ("inputs", "outputs")}
