@@ -106,7 +106,7 @@ class _Watch:
     triton_starts: set[float] = field(default_factory=set)
     expected_seconds: float = math.inf
     setting: str = ""
-    silence: Silence = field(default_factory=lambda: Silence(2 * REFRESH_SECONDS))
+    silence: Silence = field(default_factory=Silence)
 
     def hear(self, line: bytes) -> None:
         """Take in one message of the owner."""

@@ -49,8 +49,7 @@ class FrontProcess:
     """
 
     def __init__(self, listener: socket.socket, settings: FrontSettings, progress_path: Path):
-        self._up = threading.Event()
-        self._empty = threading.Event()
+        self._up, self._empty = threading.Event(), threading.Event()
         self._unhealthy = Silence()
         self._text = "a small sample has had no answer"
         with listener:
@@ -107,14 +106,15 @@ class FrontProcess:
         self._child.stop(2 * END_SECONDS)
 
     def _hear(self, message: Message | None) -> None:
-        if message is None:  # it has ended: nobody should wait for it any longer
+        event = message["event"] if message else "ended"
+        if event in ("up", "ended"):  # nobody should wait any longer for one that has ended
             self._up.set()
+        if event in ("empty", "ended"):
             self._empty.set()
-            return
-        tell = {"up": self._up.set, "empty": self._empty.set, "healthy": self._unhealthy.heard}.get(message["event"])
-        if tell is not None:
-            tell()
-        self._text = message.get("text") or self._text
+        if event == "healthy":
+            self._unhealthy.heard()
+        elif event == "unhealthy" and message:
+            self._text = message["text"]
 
 
 class _Connection(web.RequestHandler):
@@ -205,8 +205,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a batch system signals every process; the server says when it is time
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most >= 0:  # not infinite; systemd's usual soft limit is 1,024
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, OPEN_FILES), most))
+    # systemd's usual soft limit is 1,024; a hard one may be infinite, which is -1.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, OPEN_FILES) if most >= 0 else OPEN_FILES, most))
     asyncio.run(_run())
 
 

@@ -19,33 +19,27 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+MOST_BETWEEN = 2.0
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
 Message = dict[str, Any]
 
 
 class Silence:
-    """Seconds since something was last heard, counted only while this process itself was running.
+    """Seconds since something was last heard, without those in which this process was suspended with its job."""
 
-    A job or a machine that was suspended as a whole, this process included, must not blame its parts for that.
-
-    Args:
-        step: the most that counts between two calls of `seconds`.
-    """
-
-    def __init__(self, step: float = 2.0):
-        self._step = step
+    def __init__(self) -> None:
         self._heard = True
         self._total = self._asked = 0.0
 
     def heard(self) -> None:
-        """Begin anew; from any thread."""
+        """Begin anew, from any thread."""
         self._heard = True
 
     def seconds(self) -> float:
-        """To be called more often than every `step` seconds."""
+        """To be called at least every MOST_BETWEEN seconds."""
         now = time.monotonic()
-        self._total = 0.0 if self._heard else self._total + min(now - self._asked, self._step)
+        self._total = 0.0 if self._heard else self._total + min(now - self._asked, MOST_BETWEEN)
         self._heard, self._asked = False, now
         return self._total
 
@@ -57,10 +51,9 @@ class Child:
 
     Args:
         module: what to run.
-        on_message: called on a thread with each message of the child, and with None once its output has ended. Without
-            it, the caller reads `process.stdout`.
-        environment: of the child; None: this process's.
-        own_session: signals to this process's group are not sent to the child.
+        on_message: called on a thread with each message, and with None at their end; None: `process.stdout` is read.
+        environment: None for this process's.
+        own_session: signals to this process's group do not reach it.
         pass_fds: file descriptors that it inherits.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import signal
@@ -43,11 +45,9 @@ def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds
         code, end = None, time.monotonic() + seconds
         while code is None and time.monotonic() < end:
             if which != "front":  # nobody else answers
-                try:
-                    answer = call("127.0.0.1", server.port, "/health", 5.0)
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    answer = call("127.0.0.1", server.port, "/health", 15.0)
                     texts += [json.loads(answer.body)["text"]] if answer.code != 200 else []
-                except OSError:
-                    pass
             time.sleep(0.2)
             code = server.process.poll()
         assert code == (-signal.SIGKILL if which == "main" else 1), (code, texts)
