@@ -141,12 +141,12 @@ def test_a_body_that_pauses_frees_its_place(start):
 
 def test_others_are_answered_while_a_long_json_is_read(start):
     front = start(max_request_bytes=1 << 25, max_sequence_length=1 << 22)
-    width = 3_750_000
+    width = 2_000_000
     tensor = '{"name": "tokens", "datatype": "INT64", "shape": [2, %d], "data": [%s]}'
     body = ('{"inputs": [%s]}' % (tensor % (width, ",".join(["1"] * (2 * width))))).encode()
     before = front.backend.inferences
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(front.infer, body)
+        answer = pool.submit(call, "127.0.0.1", front.port, "/v2/models/rm/infer", 200.0, body=body)
         assert wait_for(lambda: front.health()[1]["queued"] == 1, 20)
         waits = []
         while front.health()[1]["in_flight"] == 0 and not answer.done():
@@ -155,7 +155,7 @@ def test_others_are_answered_while_a_long_json_is_read(start):
             waits.append(time.monotonic() - started)
         assert answer.result().code == 200
     assert front.backend.inferences > before
-    assert len(waits) > 10, waits
+    assert len(waits) > 5, waits
 
 
 def test_a_full_queue_is_busy_and_frees_itself(start):
