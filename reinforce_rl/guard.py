@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
 import os
 import re
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from reinforce_rl.utils.process import Child, Message, Silence, send_to_parent
+
+logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 1.0  # how often the guard looks for new descendants and shared memory of what it watches
 KILL_WAIT_SECONDS = 5.0
@@ -36,18 +41,9 @@ class Guard:
     """
 
     def __init__(self, *, grace_seconds: float = 0.0):
-        package_parent = str(Path(__file__).resolve().parents[1])
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH", "")]))
-        # A session of its own: a signal to the owner's process group must not end the guard as well.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "reinforce_rl.guard"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
         self._grace_seconds = grace_seconds
+        self._told: list[Message] = []
+        self._child = self._start()
         self._tell({"grace_seconds": grace_seconds})
 
     def watch_process(self, pid: int, *, whole_session: bool = False) -> None:
@@ -59,37 +55,41 @@ class Guard:
         """
         self._tell({"pid": pid, "whole_session": whole_session})
 
-    def remove_folder(self, folder: Path) -> None:
-        """Remove this folder when the owner is gone."""
-        self._tell({"folder": str(folder)})
+    def remove(self, path: Path) -> None:
+        """Remove this file or folder when the owner is gone."""
+        self._tell({"path": str(path)})
 
     def remove_shared_memory(self, prefix: str) -> None:
         """Remove the segments of /dev/shm whose names begin so."""
         self._tell({"shm_prefix": prefix})
 
-    def remove_file(self, path: Path) -> None:
-        """Remove this file when the owner is gone."""
-        self._tell({"file": str(path)})
+    def expect(self, seconds: float, setting: str) -> None:
+        """Have the owner ended as well unless it calls this again in time; `setting` says why so many seconds."""
+        self._child.send({"expect": seconds, "setting": setting})
+
+    def check(self, seconds: float = 60.0) -> None:
+        """Replace a guard that has died or has been silent for so long; to be called at least every 2 s."""
+        fault = self._child.fault(seconds)
+        if fault is not None:
+            logger.error("event=guard_replaced process=%d reason=the guard %s", self._child.pid, fault)
+            self._child.kill()
+            self._child = self._start()
+            for message in self._told:
+                self._child.send(message)
 
     def close(self) -> None:
         """Have everything cleaned up now, and wait for it. Safe to call twice."""
-        pipe = self._process.stdin
-        if pipe is not None and not pipe.closed:
-            with contextlib.suppress(OSError):
-                pipe.close()
-        try:
-            self._process.wait(self._grace_seconds + 2 * KILL_WAIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self.check()
+        self._child.stop(self._grace_seconds + 2 * KILL_WAIT_SECONDS)
 
-    def _tell(self, message: dict[str, object]) -> None:
-        pipe = self._process.stdin
-        if pipe is None or pipe.closed:
-            return
-        with contextlib.suppress(BrokenPipeError):
-            pipe.write((json.dumps(message) + "\n").encode())
-            pipe.flush()
+    def _tell(self, message: Message) -> None:
+        self._told.append(message)
+        self._child.send(message)
+
+    @staticmethod
+    def _start() -> Child:
+        # A session of its own: a signal to the owner's process group must not end the guard as well.
+        return Child("reinforce_rl.guard", lambda message: None, own_session=True)
 
 
 @dataclass
@@ -101,20 +101,23 @@ class _Watch:
     roots: list[psutil.Process] = field(default_factory=list)
     sessions: set[int] = field(default_factory=set)
     processes: set[psutil.Process] = field(default_factory=set)
-    folders: set[Path] = field(default_factory=set)
-    files: set[Path] = field(default_factory=set)
+    paths: set[Path] = field(default_factory=set)
     shm_prefixes: set[str] = field(default_factory=set)
     triton_starts: set[float] = field(default_factory=set)
+    expected_seconds: float = math.inf
+    setting: str = ""
+    silence: Silence = field(default_factory=Silence)
 
     def hear(self, line: bytes) -> None:
         """Take in one message of the owner."""
         message = json.loads(line)
+        self.silence.heard()
+        if "expect" in message:
+            self.expected_seconds, self.setting = float(message["expect"]), str(message["setting"])
         if "grace_seconds" in message:
             self.grace_seconds = float(message["grace_seconds"])
-        if "folder" in message:
-            self.folders.add(Path(message["folder"]))
-        if "file" in message:
-            self.files.add(Path(message["file"]))
+        if "path" in message:
+            self.paths.add(Path(message["path"]))
         if "shm_prefix" in message:
             self.shm_prefixes.add(message["shm_prefix"])
         if "pid" in message:
@@ -146,9 +149,24 @@ class _Watch:
     def _note_files_of(self, process: psutil.Process) -> None:
         # Python's own segments have random names, so only the maps of a living process say whose they are.
         maps = Path(f"/proc/{process.pid}/maps").read_text()
-        self.files.update(Path(path) for path in re.findall(r"(/dev/shm/psm_\w+)", maps))
+        self.paths.update(Path(path) for path in re.findall(r"(/dev/shm/psm_\w+)", maps))
         if process.name() == "tritonserver":
             self.triton_starts.add(process.create_time())
+
+    def owner_hangs(self) -> bool:
+        """Whether it has not said for too long that it goes on; then it is ended."""
+        silent = self.silence.seconds()
+        if silent <= self.expected_seconds:
+            return False
+        print(
+            f"error: the main process (process {self.owner}) hangs: no sign of life for {silent:.0f} s "
+            f"({self.setting}). Its guard ends it; start it again",
+            file=sys.stderr,
+            flush=True,
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.owner, signal.SIGKILL)
+        return True
 
     def clean_up(self) -> None:
         """End the processes, then remove the files."""
@@ -167,11 +185,10 @@ class _Watch:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         _wait_until_gone(left, KILL_WAIT_SECONDS)
-        for folder in self.folders:
-            shutil.rmtree(folder, ignore_errors=True)
         for prefix in self.shm_prefixes:
-            self.files.update(path for path in SHM_FOLDER.glob(prefix + "*"))
-        for path in self.files:
+            self.paths.update(SHM_FOLDER.glob(prefix + "*"))
+        for path in self.paths:
+            shutil.rmtree(path, ignore_errors=True)  # refuses what is no folder
             with contextlib.suppress(OSError):
                 path.unlink()
         self._remove_empty_environments()
@@ -184,6 +201,16 @@ class _Watch:
                 made = folder.stat().st_mtime
                 if any(0.0 <= made - start <= 3.0 for start in self.triton_starts):
                     folder.rmdir()
+
+
+def name_stopped() -> str:
+    """Names this process's descendants that a signal or a debugger has stopped; empty where there are none."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                found.append(f"; process {process.pid} ({' '.join(process.cmdline()[:3])}) is stopped")
+    return "".join(found)
 
 
 def _wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
@@ -223,6 +250,9 @@ def main() -> None:
             for line in lines:
                 watch.hear(line)
         if time.monotonic() >= next_refresh:
+            send_to_parent({})
+            if watch.owner_hangs():
+                break
             watch.refresh()
             next_refresh = time.monotonic() + REFRESH_SECONDS
     watch.clean_up()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shlex
 import signal
@@ -12,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -24,11 +24,11 @@ from reinforce_rl.reward.ports import check_port, free_port
 from reinforce_rl.reward.protocol import DEFAULT_NAME
 from reinforce_rl.reward.retrying import FailedAttempt
 from reinforce_rl.stop import STOP_SIGNALS
+from reinforce_rl.utils.process import die_with_parent
 
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 10.0
 LAST_LOG_LINES = 30
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
                     return EXIT_STOPPED if stop.signal in STOP_SIGNALS else 128 + stop.signal
                 actor = _start(plan.actor, guard, None)
                 try:
-                    return _wait_for_actor(plan, server, actor, stop, say)
+                    return _wait_for_actor(plan, server, actor, guard, stop, say)
                 finally:
                     _end(actor, plan.grace_seconds)
             finally:
@@ -159,15 +159,6 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
 
 
 def _start(command: Sequence[str], guard: Guard, log: object) -> subprocess.Popen[bytes]:
-    parent = os.getpid()
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def in_child() -> None:
-        # The guard ends the child when this process is killed; this is for the case that the guard is killed too.
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     try:
         process = subprocess.Popen(
@@ -176,7 +167,8 @@ def _start(command: Sequence[str], guard: Guard, log: object) -> subprocess.Pope
             stdout=log,  # type: ignore[arg-type]
             stderr=subprocess.STDOUT if log is not None else None,
             start_new_session=True,  # a Ctrl-C comes here alone, so that the order of stopping is ours
-            preexec_fn=in_child,
+            # The guard ends the child when this process is killed; this is for the case that the guard is killed too.
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             env=environment,
         )
     except OSError as error:
@@ -214,11 +206,13 @@ def _wait_for_actor(
     plan: LaunchPlan,
     server: subprocess.Popen[bytes],
     actor: subprocess.Popen[bytes],
+    guard: Guard,
     stop: _Stop,
     say: Callable[[str], None],
 ) -> int:
     forwarded_at: float | None = None
     while actor.poll() is None:
+        guard.check()
         if stop.signal is not None and forwarded_at is None:
             forwarded_at = time.monotonic()
             actor.send_signal(stop.signal)

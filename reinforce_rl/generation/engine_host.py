@@ -8,7 +8,6 @@ The calls are those of TensorRT-LLM 1.2; `tests/generation/tensorrt_llm_signatur
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import dataclasses
 import importlib
 import os
@@ -32,8 +31,8 @@ from reinforce_rl.generation.engine import (
     Request,
     Started,
 )
+from reinforce_rl.utils.process import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 SHUTDOWN_SECONDS = 20.0
 
 
@@ -162,17 +161,9 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _die_with(parent: int) -> None:
-    """A call into the engine may never return, so the kernel has to end this process when the trainer is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def main() -> None:
     descriptor, parent = (int(text) for text in sys.argv[1:])
-    _die_with(parent)
+    die_with_parent(parent, signal.SIGTERM)  # a call into the engine may never return
     asyncio.run(serve(Connection(descriptor)))
     # Threads of the engine that do not end must not keep the process.
     sys.stdout.flush()

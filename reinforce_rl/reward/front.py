@@ -14,14 +14,16 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, hdrs, web
 
 from reinforce_rl.reward import access, protocol
-from reinforce_rl.reward.front_health import Health
+from reinforce_rl.reward.front_health import Health, Verdict
 from reinforce_rl.reward.front_metrics import CONTENT_TYPE, FrontMetrics
-from reinforce_rl.reward.front_request import TritonRequest, read_request
+from reinforce_rl.reward.front_request import TritonRequest, json_length, read_request
 from reinforce_rl.reward.gate import Gate
 from reinforce_rl.reward.limits import FrontLimits, Refusal, check_length
 from reinforce_rl.reward.progress import Progress
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
 
 BODY_SECONDS = 120.0  # for a client to send its request
+QUICK_JSON_BYTES = 1 << 18  # that are read at once
 QUESTION_SECONDS = 10.0  # for Triton's answer to what is no inference
 QUESTION_BYTES = 1 << 16
 START_RETRY_SECONDS = 5
@@ -94,6 +97,7 @@ class Front:
         self._reason = ""
         self._empty = asyncio.Event()
         self._session: ClientSession | None = None
+        self._parser = ThreadPoolExecutor(1)
 
     def application(self) -> web.Application:
         """What aiohttp serves."""
@@ -239,18 +243,26 @@ class Front:
         with self._gate.admitted(), self._gate.memory() as memory:
             memory.grow_to(request.content_length or 0)
             parts = []
-            async for part in _parts_of(request, BODY_SECONDS):
+            async for part in _parts_of(request, BODY_SECONDS, self._limits.idle_seconds):
                 record.size += len(part)
                 check_length(record.size, self._limits)
                 memory.grow_to(record.size)
                 parts.append(part)
             body = b"".join(parts)
             parts.clear()
-            wanted = read_request(body, request.headers.get(HEADER_LENGTH), self._limits, self._settings.input_forms)
+            wanted = await self._read(request, body, self._settings.input_forms)
             del body
             record.samples = wanted.samples
             async with self._gate.slot():
                 return await self._pass_on(request, wanted, self._limits.request_seconds)
+
+    async def _read(self, request: web.Request, body: bytes, input_forms: Sequence[str]) -> TritonRequest:
+        """Long JSON in a thread, since it takes a while; one at a time, since it takes tens of times its memory."""
+        header = request.headers.get(HEADER_LENGTH)
+        read = partial(read_request, body, header, self._limits, input_forms)
+        if json_length(header, len(body)) <= QUICK_JSON_BYTES:
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(self._parser, read)
 
     async def _describe(self, request: web.Request) -> web.Response:
         """The server's description, which is small and past the queue."""
@@ -258,12 +270,11 @@ class Front:
         self._check_ready()
         self._check_body(request)
         body = b""
-        async for part in _parts_of(request, QUESTION_SECONDS):
+        async for part in _parts_of(request, QUESTION_SECONDS, QUESTION_SECONDS):
             body += part
             if len(body) > QUESTION_BYTES:
                 raise Refusal(413, f"expected at most {QUESTION_BYTES} bytes for the server's description")
-        wanted = read_request(body, request.headers.get(HEADER_LENGTH), self._limits, ())
-        return await self._pass_on(request, wanted, QUESTION_SECONDS)
+        return await self._pass_on(request, await self._read(request, body, ()), QUESTION_SECONDS)
 
     async def _pass_question(self, request: web.Request) -> web.Response:
         self._authorise(request)
@@ -302,6 +313,9 @@ class Front:
         headers = {"Content-Type": "application/json"}
         try:
             code, _, answer = await self._ask(path, body, headers, 2 * self._limits.canary_seconds)
+            if code == 200:  # the description has a process of Triton's to itself, which may hang too
+                path = f"/v2/models/{protocol.INFO_MODEL}/infer"
+                code, _, _ = await self._ask(path, b'{"inputs": []}', headers, QUESTION_SECONDS)
         except ClientError as error:
             raise ConnectionError(type(error).__name__) from error
         return code, answer
@@ -315,23 +329,22 @@ class Front:
         self._check_ready()
         return web.Response()
 
+    async def check_health(self) -> Verdict:
+        """Whether requests are being scored, or would be."""
+        if self._state != READY:
+            return Verdict(False, self._reason or f"the server is {self._state}", None)
+        return await self._health.check()
+
     async def _answer_health(self, _: web.Request) -> web.Response:
-        values: dict[str, object] = {
+        verdict = await self.check_health()
+        values = {
             "state": self._state,
-            "healthy": False,
-            "text": self._reason or f"the server is {self._state}",
             "model": self._settings.model,
             "in_flight": self._gate.in_flight,
             "queued": self._gate.queued,
+            **asdict(verdict),
         }
-        if self._state == READY:
-            verdict = await self._health.check()
-            values |= {
-                "healthy": verdict.healthy,
-                "text": verdict.text,
-                "canary_seconds": verdict.canary_seconds,
-            }
-        code = 200 if values["healthy"] else 503
+        code = 200 if verdict.healthy else 503
         return web.json_response(values, status=code, dumps=lambda value: json.dumps(value) + "\n")
 
     async def _answer_metrics(self, request: web.Request) -> web.Response:
@@ -340,15 +353,17 @@ class Front:
         return web.Response(body=text, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
 
-async def _parts_of(request: web.Request, seconds: float):
-    """The body as it comes; Refusal 408 where it is not all there in time."""
+async def _parts_of(request: web.Request, seconds: float, pause: float):
+    """The body as it comes; Refusal 408 where it is not all there in time, or nothing comes during a pause."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     while True:
         try:
-            part = await asyncio.wait_for(request.content.readany(), max(0.0, deadline - loop.time()))
+            left = min(pause, max(0.0, deadline - loop.time()))
+            part = await asyncio.wait_for(request.content.readany(), left)
         except (asyncio.TimeoutError, TimeoutError):
-            raise Refusal(408, f"the request's body did not come within {seconds:g} s") from None
+            text = f"the request's body did not come within {seconds:g} s, or paused for {pause:g} s"
+            raise Refusal(408, text) from None
         if not part:
             return
         request[_RECORD].digest.update(part)

@@ -6,6 +6,7 @@ allocates what a shape asks for. So nothing of a client's bytes is passed on but
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import Sequence
@@ -133,10 +134,13 @@ def json_length(header: str | None, body_length: int) -> int:
 
 
 def _parse(text: bytes) -> dict[str, Any]:
+    gc.disable()  # it would go through all of the lists of millions, again and again
     try:
         request = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # of UTF-8, of JSON, of Python's limits on digits and on depth
         raise Refusal(400, f"the request is no JSON object in UTF-8: {error}") from error
+    finally:
+        gc.enable()
     if not isinstance(request, dict):
         raise Refusal(400, "the request is no JSON object")
     return request

@@ -66,7 +66,7 @@ class _Host:
             first = min((sample.deadline for sample in self._running.values()), default=None)
             seconds = None if first is None else max(0.0, first - time.monotonic())
             # A sample is read when there is room for it, so a large batch waits in the owner's memory.
-            inputs = [self._requests] if len(self._running) < self._num_workers else []
+            inputs: list[Any] = [self._requests] if len(self._running) < self._num_workers else []
             ready = wait([sys.stdin, *inputs, *self._running], seconds)
             if sys.stdin in ready:
                 break

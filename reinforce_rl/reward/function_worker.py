@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -15,10 +13,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from reinforce_rl.reward import base
+from reinforce_rl.utils.process import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 MESSAGE_LETTERS = 500  # an answer must fit into a pipe that nobody reads yet
-_libc = ctypes.CDLL(None, use_errno=True)
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -45,7 +42,7 @@ def work(functions: Functions, request: bytes, answer_fd: int, parent: int) -> N
     code = 1
     try:
         os.setpgid(0, 0)  # what the function starts is ended with it
-        _die_with(parent)
+        die_with_parent(parent)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         outcome = _score(functions, request)
         for stream in (sys.stdout, sys.stderr):
@@ -79,10 +76,3 @@ def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-
-
-def _die_with(parent: int) -> None:
-    """A function reads no pipe, so the kernel has to end its process when the parent is gone."""
-    _libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)

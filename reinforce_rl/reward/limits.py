@@ -37,6 +37,7 @@ class FrontLimits:
         stuck_seconds: health turns red, and the server ends, when the scorer has been in one call of the model for so
             long.
         canary_seconds: for health's own sample while the scorer is idle.
+        idle_seconds: a connection is closed that sends no complete header, or no more of a body, for so long.
     """
 
     max_request_bytes: int
@@ -47,6 +48,7 @@ class FrontLimits:
     request_seconds: float = 600.0
     stuck_seconds: float = 300.0
     canary_seconds: float = 10.0
+    idle_seconds: float = 60.0
 
 
 def default_request_bytes(max_samples: int, max_sequence_length: int) -> int:

@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 
 from reinforce_rl.errors import ConfigError, ModelStuckError, RewardServerError
-from reinforce_rl.guard import Guard
+from reinforce_rl.guard import Guard, name_stopped
 from reinforce_rl.reward import access, base, health, protocol
 from reinforce_rl.reward.front import FAILED, READY, FrontSettings
 from reinforce_rl.reward.front_health import fault_of
@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5  # between two looks at the processes
 SUMMARY_SECONDS = 60.0  # between two lines of totals in the log
 STUCK_GRACE_SECONDS = 2.0  # for a scorer on several ranks: it has the same limit, and can say which rank it is
+STOP_SECONDS = 60.0  # beyond the time of the calls in flight: then a server that stops hangs
 CANARY_SECONDS = 300.0  # the first forward pass of a large model may compile for minutes
 WIDTH_OF_TEXTS = 2048  # stands for the context where texts are read, whose model has none: 64 KiB of text a sample
 WIDER_THAN_CONTEXT = 4  # how much wider than the model's context a padded request may be
@@ -88,7 +89,7 @@ class FrontOptions:
             max_queue=self.max_queue,
             request_seconds=self.request_seconds,
             stuck_seconds=self.stuck_seconds,
-            canary_seconds=self.canary_seconds,
+            canary_seconds=min(self.canary_seconds, self.stuck_seconds),
         )
 
 
@@ -194,12 +195,12 @@ class RewardServer:
 
     def _serve(self, guard: Guard, listener: socket.socket) -> None:
         home = make_home(self.info.name)
-        guard.remove_folder(home)
+        guard.remove(home)
         guard.watch_process(os.getpid())
         # PyTriton's segments bear this process's id. Those of an earlier process of the same id are gone by then.
         guard.remove_shared_memory(f"pytrtion{os.getpid()}-")
         if self._ready_file is not None:
-            guard.remove_file(self._ready_file)
+            guard.remove(self._ready_file)
         progress = Progress(home / "progress", create=True)
         self._requests.report_to(progress)
         settings = FrontSettings(
@@ -241,7 +242,7 @@ class RewardServer:
             front.set_state(READY)
             self._check_handshake()
             self._announce()
-            self._watch(triton, watched, front, progress)
+            self._watch(triton, watched, front, progress, guard)
         except _StopRequested:
             in_order = not self._tell_loss(front)
             raise
@@ -250,6 +251,7 @@ class RewardServer:
             raise
         finally:
             self._stopping = True
+            guard.expect(self._stop_timeout + STOP_SECONDS, "it was stopping")
             # After a failure no call in flight can end well, and each is tried again with the next server.
             timeout = self._stop_timeout if in_order else 0.0
             logger.info("event=stopping timeout_seconds=%g", timeout)
@@ -303,30 +305,45 @@ class RewardServer:
         print(f"ready at {url}", flush=True)
 
     def _watch(
-        self, triton: PrivateTriton, processes: list[psutil.Process], front: FrontProcess, progress: Progress
+        self,
+        triton: PrivateTriton,
+        processes: list[psutil.Process],
+        front: FrontProcess,
+        progress: Progress,
+        guard: Guard,
     ) -> None:
+        stuck_seconds = self._options.stuck_seconds
+        setting = f"inference.stuck_seconds is {stuck_seconds:g}"
+        next_sign = 0.0
         next_summary = time.monotonic() + SUMMARY_SECONDS
         last = self._requests.totals
         while True:
+            if time.monotonic() >= next_sign:  # not more often, since a guard that hangs does not read them
+                guard.expect(stuck_seconds + STUCK_GRACE_SECONDS, setting)
+                next_sign = time.monotonic() + stuck_seconds / 10
+            guard.check(stuck_seconds)
             if self._stop_signal is not None:  # it came at the start, and a library swallowed the exception
                 raise _StopRequested(self._stop_signal)
             time.sleep(WATCH_SECONDS)
             self._check()
             now = progress.read()
-            if now.quiet_seconds > self._options.stuck_seconds + STUCK_GRACE_SECONDS:
-                why = now.why_stuck(self._options.stuck_seconds)
+            if now.quiet_seconds > stuck_seconds + STUCK_GRACE_SECONDS:
+                why = now.why_stuck(stuck_seconds)
                 if why is not None:
-                    raise ModelStuckError(f"{why}. The reward server ends; clients wait and retry, so start it again")
+                    raise ModelStuckError(
+                        f"{why}{name_stopped()}. The reward server ends; clients wait and retry, so start it again"
+                    )
             dead = [p.pid for p in processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE]
             if dead or not triton.is_alive():
                 raise RewardServerError(
                     f"tritonserver on {self._host}:{self._port} died (process {dead or 'unknown'}); its last lines "
                     "are above. Clients wait and retry, so start the server again on the same port."
                 )
-            if front.exit_code is not None:
+            fault = front.fault(stuck_seconds + STUCK_GRACE_SECONDS)
+            if fault is not None:
                 raise RewardServerError(
-                    f"the front door on {self._host}:{self._port} died (process {front.pid}, exit code "
-                    f"{front.exit_code}). Clients wait and retry, so start the server again on the same port."
+                    f"on {self._host}:{self._port} {fault}{name_stopped()} ({setting}). Clients wait and retry, so "
+                    "start the server again on the same port."
                 )
             if time.monotonic() >= next_summary:
                 totals = self._requests.totals

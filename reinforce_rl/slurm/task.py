@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -22,9 +21,9 @@ from reinforce_rl.slurm.leftovers import adopt_orphans, end_orphans
 from reinforce_rl.slurm.ports import claim_ports, own_address
 from reinforce_rl.slurm.rendezvous import Place, publish, wait_for
 from reinforce_rl.slurm.settings import SRUN, TORCHRUN
+from reinforce_rl.utils.process import die_with_parent
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-PR_SET_PDEATHSIG = 1
 ORPHAN_SECONDS = 45.0  # a reward server drains for 30 s
 
 
@@ -152,9 +151,7 @@ def run(
 
     def in_child() -> None:
         # Else the program would outlive a wrapper that is killed, and other ranks would wait for it.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(EXIT_ERROR)
+        die_with_parent(parent)
         if task.serves:  # Slurm signals every process; this signal is the actor's, and would end a server
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import socket
 import threading
 import time
@@ -101,6 +102,64 @@ def test_sizes_are_capped_before_and_while_reading(start):
             assert b" 413 " in connection.recv(1000).split(b"\r\n")[0]
     assert front.backend.seen == []
     assert front.infer(BODY).code == 200
+
+
+def health_from(port: int, source: str) -> bytes:
+    """The first line of the answer to somebody of another address."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10, source_address=(source, 0)) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        return connection.recv(1000).split(b"\r\n")[0]
+
+
+def test_half_sent_headers_of_one_address_shut_nobody_out(start):
+    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, most))  # as systemd sets it
+    try:
+        front = start(idle_seconds=5.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(usual, 2048), most))
+    connections = [socket.create_connection(("127.0.0.1", front.port), timeout=20) for _ in range(1100)]
+    try:
+        for connection in connections:
+            connection.sendall(b"POST /v2/models/rm/infer HTTP/1.1\r\nHost: ")
+        assert health_from(front.port, "127.0.0.2") == b"HTTP/1.1 200 OK"
+        answer = connections[-1].recv(1000)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"Retry-After" in answer
+        assert connections[0].recv(1000) == b""  # the header did not come in time
+        assert wait_for(lambda: health_from(front.port, "127.0.0.1") == b"HTTP/1.1 200 OK", 20)
+    finally:
+        for connection in connections:
+            connection.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
+
+
+def test_a_body_that_pauses_frees_its_place(start):
+    front = start(max_in_flight=1, max_queue=0, idle_seconds=2.0)
+    with socket.create_connection(("127.0.0.1", front.port), timeout=20) as connection:
+        connection.sendall(b"POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert wait_for(lambda: front.health()[1]["queued"] == 1, 10)
+        assert front.infer(BODY).code == 503
+        assert b" 408 " in connection.recv(1000).split(b"\r\n")[0]
+    assert wait_for(lambda: front.infer(BODY).code == 200, 10)
+
+
+def test_others_are_answered_while_a_long_json_is_read(start):
+    front = start(max_request_bytes=1 << 25, max_sequence_length=1 << 22)
+    width = 2_000_000
+    tensor = '{"name": "tokens", "datatype": "INT64", "shape": [2, %d], "data": [%s]}'
+    body = ('{"inputs": [%s]}' % (tensor % (width, ",".join(["1"] * (2 * width))))).encode()
+    before = front.backend.inferences
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(call, "127.0.0.1", front.port, "/v2/models/rm/infer", 200.0, body=body)
+        assert wait_for(lambda: front.health()[1]["queued"] == 1, 20)
+        waits = []
+        while front.health()[1]["in_flight"] == 0 and not answer.done():
+            started = time.monotonic()
+            health_from(front.port, "127.0.0.1")
+            waits.append(time.monotonic() - started)
+        assert answer.result().code == 200
+    assert front.backend.inferences > before
+    assert len(waits) > 5, waits
 
 
 def test_a_full_queue_is_busy_and_frees_itself(start):

@@ -204,7 +204,8 @@ class RankRun:
     def _away(self, optimizer: ActorOptimizer, actor: MegatronGPTReinforceActorModel, *, offloads: bool) -> None:
         """While responses are generated: what stays, what is moved, and a call."""
         before = self._gpu.memory.bytes
-        gradients = sum(buffer.grad_data.nbytes for buffer in actor.ddp.buffers)
+        buffers: Any = actor.ddp.buffers
+        gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
         with optimizer.offloaded() if offloads else contextlib.nullcontext():
             resident = self._gpu.memory.bytes
             self._tell("resident", Cost(), resident)

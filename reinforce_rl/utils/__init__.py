@@ -1,0 +1,1 @@
+"""What other programs would need as well: processes."""
