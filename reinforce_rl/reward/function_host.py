@@ -66,8 +66,9 @@ class _Host:
             first = min((sample.deadline for sample in self._running.values()), default=None)
             seconds = None if first is None else max(0.0, first - time.monotonic())
             # A sample is read when there is room for it, so a large batch waits in the owner's memory.
-            inputs: list[Any] = [self._requests] if len(self._running) < self._num_workers else []
-            ready = wait([sys.stdin, *inputs, *self._running], seconds)
+            inputs = [self._requests] if len(self._running) < self._num_workers else []
+            anything: list[Any] = [sys.stdin, *inputs, *self._running]
+            ready = wait(anything, seconds)
             if sys.stdin in ready:
                 break
             if self._requests in ready:
