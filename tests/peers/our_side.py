@@ -124,7 +124,7 @@ def train(
         init_log_probs=batch.reference_log_probs,
     )
     model = GivenLogProbs(config, batch)
-    optimizer = SimpleNamespace(step=lambda: OptimizerUpdate(grad_norm=1.0, lr=0.0, skipped=False))
+    optimizer = SimpleNamespace(step=lambda: OptimizerUpdate(grad_norm=1.0, lr=0.0, skipped=False, weight_norm=1.0))
     nothing: Any = SimpleNamespace(state_dict=dict)
     loader: Any = _Loader()
     trainer = ReinforceTrainer(
