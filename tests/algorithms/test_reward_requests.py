@@ -55,7 +55,8 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
     )
     prompts = [Prompt(0, "plain", (5,), {"answer": "1"}), Prompt(1, "U: tea<eos>A:", (6, 7), {}, MESSAGES)]
     rm = Asked()
-    maker = RolloutMaker(model, rm, lambda prompts, _: [prompts], drop_truncated=False, stop=StopRequest())
+    options: Any = {"drop_truncated": False, "max_failed_fraction": 0.1, "stop": StopRequest()}
+    maker = RolloutMaker(model, rm, lambda prompts, _: [prompts], **options)
     maker.sample(prompts, 3, seed=0)
     samples = rm.requests[0].samples
     assert [sample.response for sample in samples] == ["ab", "ab.a", "", "", "ab", "a"]

@@ -58,6 +58,9 @@ class ThreadMesh:
         self._threads.barrier.wait()
         return found
 
+    def sum_over_dp(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.gather_over_dp(values)).sum(dim=0)
+
     def any_rank(self, flag: bool) -> bool:
         return any(self.gather_over_dp(flag))
 
@@ -155,9 +158,10 @@ class Phases:
             first = 10 + sum(SHARES[:rank])
             prompts = [Prompt(i, str(i), (i,)) for i in range(first, first + SHARES[rank])]
             rm, cut = FailingReward(failing_reward), two_by_two
-            maker = RolloutMaker(model, rm, cut, drop_truncated=False, stop=stop, work_queue=queue)  # type: ignore[arg-type]
+            options: Any = {"drop_truncated": False, "max_failed_fraction": 0.1, "stop": stop, "work_queue": queue}
+            maker = RolloutMaker(model, rm, cut, **options)  # type: ignore[arg-type]
             try:
-                batch, _ = maker.score(maker.sample(prompts, SAMPLES, seed=7))
+                batch, _ = maker.score(maker.sample(prompts, SAMPLES, seed=7), "step 1")
                 return batch, model.calls, None
             except ReinforceError as error:
                 return None, model.calls, error

@@ -33,7 +33,8 @@ def write(path: Path, *rows: object) -> Path:
 
 
 def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    with path.open(encoding="utf-8") as lines:  # `splitlines` would cut at U+2028 too
+        return [json.loads(line) for line in lines]
 
 
 def hh(text: str) -> str:
