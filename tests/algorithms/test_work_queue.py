@@ -161,7 +161,7 @@ class Phases:
             options: Any = {"drop_truncated": False, "max_failed_fraction": 0.1, "stop": stop, "work_queue": queue}
             maker = RolloutMaker(model, rm, cut, **options)  # type: ignore[arg-type]
             try:
-                batch, _ = maker.score(maker.sample(prompts, SAMPLES, seed=7), "step 1")
+                batch = maker.score(maker.sample(prompts, SAMPLES, seed=7), "step 1")
                 return batch, model.calls, None
             except ReinforceError as error:
                 return None, model.calls, error

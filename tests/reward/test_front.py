@@ -146,8 +146,7 @@ def test_a_body_that_pauses_frees_its_place(start):
 def test_others_are_answered_while_a_long_json_is_read(start):
     front = start(max_request_bytes=1 << 25, max_sequence_length=1 << 22)
     width = 2_000_000
-    tensor = '{"name": "tokens", "datatype": "INT64", "shape": [2, %d], "data": [%s]}'
-    body = ('{"inputs": [%s]}' % (tensor % (width, ",".join(["1"] * (2 * width))))).encode()
+    body = infer_body([1] * width, [1] * width)
     before = front.backend.inferences
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(call, "127.0.0.1", front.port, "/v2/models/rm/infer", 200.0, body=body)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+from helpers.http_call import call
 from helpers.toy_server import ToyServer, is_alive, wait_for
-from reinforce_rl.reward.http_call import call
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
