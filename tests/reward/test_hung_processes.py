@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import signal
@@ -14,6 +13,8 @@ import psutil
 import pytest
 from helpers.http_call import call
 from helpers.toy_server import ToyServer, is_alive, wait_for
+
+from reinforce_rl.reward.retrying import FailedAttempt
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
@@ -44,7 +45,7 @@ def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds
         code, end = None, time.monotonic() + seconds
         while code is None and time.monotonic() < end:
             if which != "front":  # nobody else answers
-                with contextlib.suppress(OSError, http.client.HTTPException):
+                with contextlib.suppress(FailedAttempt):
                     answer = call("127.0.0.1", server.port, "/health", 15.0)
                     texts += [json.loads(answer.body)["text"]] if answer.code != 200 else []
             time.sleep(0.2)
