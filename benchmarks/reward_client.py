@@ -114,6 +114,7 @@ def main() -> None:
             output = subprocess.run(
                 [*command, "--trees", str(tree.resolve())],
                 env=environment,
+                cwd=tree,  # where `python -m` looks first
                 stdout=subprocess.PIPE,
                 check=True,
                 timeout=ROUND_SECONDS,
