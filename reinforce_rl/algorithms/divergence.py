@@ -37,7 +37,7 @@ class Divergence:
         self.is_sound = math.isfinite(loss)
         for update in updates:
             self._skipped = self._skipped + 1 if update.skipped else 0
-        if mesh.any_rank(not all(math.isfinite(update.weight_norm) for update in updates)):
+        if mesh.any_rank(any(update.weights_lost for update in updates)):
             raise DivergedError(f"the policy's weights were not finite when step {step} was to update them")
         if self._skipped >= self._most:
             raise DivergedError(f"up to step {step}, {self._skipped} optimizer steps in a row had no finite gradient")

@@ -159,13 +159,13 @@ class OptimizerUpdate:
         grad_norm: over all parameters and ranks, before clipping.
         lr: the learning rate used.
         skipped: True where the gradient was not finite and nothing was changed.
-        weight_norm: of this rank's trained weights before the step; not finite where one of them is not.
+        weights_lost: True where it was skipped and this rank's trained weights are not finite either.
     """
 
     grad_norm: float
     lr: float
     skipped: bool
-    weight_norm: float
+    weights_lost: bool = False
 
 
 class ActorOptimizer:
@@ -220,31 +220,24 @@ class ActorOptimizer:
         lr = float(self._optimizer.param_groups[0]["lr"])
         # A NaN would spoil weights and moments for good. Every rank sees the same norm, so all skip alike.
         self._optimizer.prepare_grads()
-        norm, weight_norm = self._norms()
+        norm = float(self._foreach_norm() if self._on_gpu else self._optimizer.get_grad_norm())
         if not math.isfinite(norm):
-            return OptimizerUpdate(norm, lr, True, weight_norm)
+            weights = [p.detach() for part in self._parts for p in part.get_parameters()]
+            return OptimizerUpdate(norm, lr, True, weights_lost=not get_total_norm(weights, foreach=True).isfinite())
         for part in self._parts:
             self._clip(part, norm)
         self._optimizer.step_with_ready_grads()
-        return OptimizerUpdate(norm, lr, False, weight_norm)
+        return OptimizerUpdate(norm, lr, skipped=False)
 
-    def _norms(self) -> tuple[float, float]:
-        """Of the gradient over all ranks, and of this rank's weights: a GPU is waited for once for both."""
-        weights = get_total_norm([p.detach() for part in self._parts for p in part.get_parameters()], foreach=True)
-        if not self._on_gpu:
-            return float(self._optimizer.get_grad_norm()), float(weights)
-        square, weight_norm = torch.stack((self._foreach_square(), weights.to(torch.float32))).tolist()
-        return math.sqrt(square), weight_norm
-
-    def _foreach_square(self) -> Tensor:
-        """The square of megatron's `get_grad_norm` by foreach kernels, which do not wait once a parameter: scalar."""
+    def _foreach_norm(self) -> float:
+        """Compute megatron's `get_grad_norm` by foreach kernels: the GPU is waited for once, not once a parameter."""
         grads = [grad for part in self._parts for grad in part.get_main_grads_for_grad_norm()]
         if grads:
             squares = get_total_norm(grads, foreach=True).square()
         else:  # a rank whose shard holds nothing
             squares = torch.zeros((), device=self._optimizer.get_loss_scale().device)
         dist.all_reduce(squares, group=self._optimizer.get_grad_stats_parallel_group())
-        return squares
+        return math.sqrt(squares.item())
 
     def _clip(self, part: Any, norm: float) -> None:
         """Scale one optimizer's gradients as megatron does; on a GPU by a foreach kernel."""

@@ -179,7 +179,7 @@ class TestTakeMeans:
 
 
 class TestUpdateMetrics:
-    UPDATES = (OptimizerUpdate(1.0, 0.1, False, 5.0), OptimizerUpdate(3.0, 0.2, True, 5.0))
+    UPDATES = (OptimizerUpdate(1.0, 0.1, False), OptimizerUpdate(3.0, 0.2, True))
     SUMS = (
         {"loss": 1.0, "tokens": 4.0, "clipped": 1.0, "weights": 4.0, "squares": 5.0, "entropy": 8.0},
         {"loss": 2.0, "tokens": 6.0, "clipped": 4.0, "weights": 8.0, "squares": 11.0, "generator_gap": 3.0},

@@ -127,7 +127,7 @@ def train(
         init_log_probs=batch.reference_log_probs,
     )
     model = GivenLogProbs(config, batch)
-    optimizer = SimpleNamespace(step=lambda: OptimizerUpdate(grad_norm=1.0, lr=0.0, skipped=False, weight_norm=1.0))
+    optimizer = SimpleNamespace(step=lambda: OptimizerUpdate(grad_norm=1.0, lr=0.0, skipped=False))
     nothing: Any = SimpleNamespace(state_dict=dict, note=print)
     loader: Any = _Loader()
     trainer = ReinforceTrainer(
