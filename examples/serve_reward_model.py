@@ -23,8 +23,9 @@ from reinforce_rl.reward.function_loading import FunctionSpec
 from reinforce_rl.reward.function_pool import OPTIONS, FunctionPool
 from reinforce_rl.reward.function_scoring import FunctionScorer
 from reinforce_rl.reward.ports import check_port
-from reinforce_rl.reward.server import FrontOptions, RewardServer, access_faults
+from reinforce_rl.reward.server import RewardServer
 from reinforce_rl.reward.server_checks import model_faults, serves_function
+from reinforce_rl.reward.server_options import FrontOptions, access_faults
 from reinforce_rl.tokenizer import load_tokenizer
 
 

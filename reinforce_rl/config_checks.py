@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from reinforce_rl.config import (
 )
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.files import folder_faults
 from reinforce_rl.generation_checks import generation_faults
 from reinforce_rl.layout import layout_faults, recomputation_faults
 from reinforce_rl.reward_checks import reward_faults
@@ -337,17 +337,6 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
     except ConfigError as error:
         yield from error.faults
     yield from folder_faults("exp_manager.explicit_log_dir", cfg.exp_manager.explicit_log_dir)
-
-
-def folder_faults(key: str, folder: str) -> Iterator[str]:
-    """Try whether a folder can be made and written to, without making it: in the nearest one above it that exists."""
-    out = existing = Path(folder).absolute()
-    try:
-        existing = next(p for p in (out, *out.parents) if p.exists())
-        with tempfile.TemporaryDirectory(dir=existing):  # root passes os.access() on /proc
-            pass
-    except OSError as error:
-        yield f"{key} is {out}; no folder can be made in {existing}: {error.strerror or error}"
 
 
 def shape_faults(cfg: TrainConfig) -> Iterator[str]:

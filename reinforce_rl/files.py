@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,17 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def folder_faults(key: str, folder: str) -> Iterator[str]:
+    """Try whether a folder can be made and written to, without making it: in the nearest one above it that exists."""
+    out = existing = Path(folder).absolute()
+    try:
+        existing = next(p for p in (out, *out.parents) if p.exists())
+        with tempfile.TemporaryDirectory(dir=existing):  # root passes os.access() on /proc
+            pass
+    except OSError as error:
+        yield f"{key} is {out}; no folder can be made in {existing}: {error.strerror or error}"
 
 
 def replace_folder(new: Path, folder: Path) -> None:

@@ -64,11 +64,11 @@ class Guard:
         self._tell({"shm_prefix": prefix})
 
     def expect(self, seconds: float, setting: str) -> None:
-        """Have the owner ended as well unless it calls this again in time; `setting` says why so many seconds."""
+        """Kill the owner too, unless this is called again within `seconds`; `setting` says where they are from."""
         self._child.send({"expect": seconds, "setting": setting})
 
     def check(self, seconds: float = 60.0) -> None:
-        """Replace a guard that has died or has been silent for so long; to be called at least every 2 s."""
+        """Replace a guard that died or was silent for `seconds`. Call it at least every 2 s."""
         fault = self._child.fault(seconds)
         if fault is not None:
             logger.error("event=guard_replaced process=%d reason=the guard %s", self._child.pid, fault)

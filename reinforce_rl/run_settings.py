@@ -1,7 +1,7 @@
-"""What a run was configured with, step by step: kept in its folder, and compared when the run goes on.
+"""A run's configuration: its history is kept in the run's folder and compared with the settings of a resume.
 
-config_history.jsonl has a line for the begin of the run, and one for each start that changed something: how many steps
-were done then, and the configuration from there on, in YAML. Nothing here imports torch.
+config_history.jsonl has a line for the first start, and one for each later start that changed something: the number of
+steps done by then, and the configuration from there on, in YAML. Nothing here imports torch.
 """
 
 from __future__ import annotations

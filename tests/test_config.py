@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from helpers.fake_reward_server import FakeRewardServer
 from helpers.tiny_run import compose, three_letters, write_prompts
-from helpers.tiny_tokenizer import write_tiny_tokenizer
+from helpers.tiny_tokenizer import write_model_without_weights
 from helpers.toy_server import free_port
 from omegaconf import OmegaConf
 
@@ -38,17 +38,7 @@ DEADLINE_S = 120.0  # what a slow and busy machine may take for a message that c
 def folder(tmp_path_factory) -> Path:
     """Everything that a configuration names, but for the weights: whoever loads a model from here fails."""
     folder = tmp_path_factory.mktemp("config")
-    write_tiny_tokenizer(folder / "model", vocab_size=32)
-    config = {
-        "model_type": "llama",
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "max_position_embeddings": 64,
-    }
-    (folder / "model" / "config.json").write_text(json.dumps(config))
+    write_model_without_weights(folder / "model")
     write_prompts(folder / "train.jsonl", three_letters(8))
     return folder
 

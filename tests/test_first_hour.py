@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from helpers.tiny_run import three_letters, write_prompts
-from helpers.tiny_tokenizer import write_tiny_tokenizer
+from helpers.tiny_tokenizer import write_model_without_weights
 
 ROOT = Path(__file__).parents[1]
 ACTOR = "train_reinforce_actor.py"
@@ -66,7 +66,7 @@ def raw(name: str, content: bytes) -> Callable[[Path], object]:
 
 
 def without_template(folder: Path) -> None:
-    write_model(folder / "m", chat_template=None)
+    write_model_without_weights(folder / "m", chat_template=None)
     lines("p.jsonl", *({"messages": [{"role": "user", "content": text}]} for text in three_letters(20)))(folder)
 
 
@@ -222,27 +222,12 @@ MISTAKES = [
 ]
 
 
-def write_model(folder: Path, **options: str | None) -> None:
-    """All of a model's folder but the weights: whoever loads them from here fails."""
-    write_tiny_tokenizer(folder, vocab_size=32, **options)
-    config = {
-        "model_type": "llama",
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "max_position_embeddings": 64,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     """Which any user can look into, other than pytest's."""
     folder = Path(tempfile.mkdtemp(prefix="first-hour-"))
     folder.chmod(0o755)
-    write_model(folder / "model")
+    write_model_without_weights(folder / "model")
     write_prompts(folder / "train.jsonl", three_letters(8))
     yield folder
     shutil.rmtree(folder)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from reinforce_rl.algorithms.kl import KLCoefficient
 from reinforce_rl.algorithms.moments import RunningMoments
 from reinforce_rl.rollout import ReinforceBatch
+
+if TYPE_CHECKING:
+    from reinforce_rl.config import ReinforceConfig
 
 
 class PastSteps:
@@ -37,6 +40,12 @@ class PastSteps:
         self.decayed_rewards = RunningMoments()
         self.beta = beta
         self._decay = decay
+
+    @classmethod
+    def of(cls, cfg: ReinforceConfig) -> PastSteps:
+        """Begin a run with the settings of `trainer.reinforce`."""
+        beta = KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon)
+        return cls(beta, cfg.baseline_window, cfg.baseline_decay)
 
     def reward_mean(self, estimator: str) -> float:
         """The baseline of an estimator that looks back: samples have the weight of their step. 0 before the first."""

@@ -22,7 +22,7 @@ from reinforce_rl.algorithms.best_checkpoints import BestCheckpoints
 from reinforce_rl.algorithms.credit import assign_credit, whiten
 from reinforce_rl.algorithms.divergence import Divergence
 from reinforce_rl.algorithms.evaluation import evaluate
-from reinforce_rl.algorithms.kl import KLCoefficient, reduce_over_tokens, token_kl
+from reinforce_rl.algorithms.kl import reduce_over_tokens, token_kl
 from reinforce_rl.algorithms.loss import Denominators
 from reinforce_rl.algorithms.past_steps import PastSteps
 from reinforce_rl.algorithms.rewards import RewardShaping, less_kl, shape_rewards
@@ -127,8 +127,7 @@ class ReinforceTrainer:
         self._best = best or BestCheckpoints()
         self._prompts: list[Prompt] = []
         self._divergence = Divergence(cfg.max_skipped_steps)
-        beta = KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon)
-        self._past = PastSteps(beta, cfg.baseline_window, cfg.baseline_decay)
+        self._past = PastSteps.of(cfg)
         self._activity = activity or Activity()
         self._clock = StepClock(self._activity, model.mesh.device, among_ranks=model.mesh.world_size > 1)
         self._step_rollouts = StepRolloutMaker(

@@ -49,7 +49,12 @@ class RewardShaping:
 
     @classmethod
     def of(cls, cfg: ReinforceConfig, max_length: int) -> RewardShaping:
-        """Of the configuration."""
+        """Read the settings of `trainer.reinforce`.
+
+        Args:
+            cfg: `trainer.reinforce`.
+            max_length: of a response, in tokens.
+        """
         penalise = cfg.truncated_samples == "penalise"
         return cls(
             **vars(cfg.reward_shaping),

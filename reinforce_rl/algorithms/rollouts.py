@@ -216,6 +216,6 @@ def _scores(future: RewardFuture, count: int) -> Rewards:
 
 
 def _reasons(answer: Rewards) -> list[str]:
-    """Of each failed sample, why."""
+    """Say why each failed sample failed, in the order of the samples."""
     failed = [(row, code) for row, code in enumerate(answer.status.tolist()) if code != STATUS_OK]
     return [answer.faults.get(row, STATUS_TEXT.get(code, f"status {code}")) for row, code in failed]

@@ -85,7 +85,7 @@ class FrontProcess:
         self._child.send({"state": state, "reason": reason})
 
     def fault(self, seconds: float) -> str | None:
-        """Why a server that is ready has to end: its front door has, or its health was not green for so long."""
+        """Say why the server must end: its front door died or hangs, or health was not green in time. None if not."""
         fault = self._child.fault(seconds)
         if fault is not None:
             self._child.kill()  # one that hangs would not end by itself

@@ -26,7 +26,13 @@ LENGTH_BYTES = 4  # before each text
 
 @dataclass(frozen=True)
 class TritonRequest:
-    """A JSON object of `json_length` bytes, and binary tensors of so many samples."""
+    """A request for Triton.
+
+    Attributes:
+        samples: the number of rows in each tensor.
+        body: a JSON object, then the binary tensors that it describes.
+        json_length: bytes of that JSON object.
+    """
 
     samples: int
     body: bytes

@@ -1,4 +1,4 @@
-"""How much a client may ask of the reward server, and how it is told that it asked too much."""
+"""Limits on what a client may send to the reward server, and the HTTP errors beyond them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FrontLimits:
         stuck_seconds: health turns red, and the server ends, when the scorer has been in one call of the model for so
             long.
         canary_seconds: for health's own sample while the scorer is idle.
-        idle_seconds: a connection is closed that sends no complete header, or no more of a body, for so long.
+        idle_seconds: to a complete header, or between two pieces of a body; then the connection is closed.
     """
 
     max_request_bytes: int

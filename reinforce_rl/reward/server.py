@@ -14,31 +14,29 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import psutil
 
-from reinforce_rl.errors import ConfigError, ModelStuckError, RewardServerError
+from reinforce_rl.errors import ModelStuckError, RewardServerError
 from reinforce_rl.guard import Guard, name_stopped
-from reinforce_rl.reward import access, base, health, protocol
+from reinforce_rl.reward import base, health, protocol
 from reinforce_rl.reward.front import FAILED, READY, FrontSettings
 from reinforce_rl.reward.front_health import fault_of
 from reinforce_rl.reward.front_process import FrontProcess
 from reinforce_rl.reward.function_scoring import FunctionRequestScorer, FunctionScorer
-from reinforce_rl.reward.limits import FrontLimits, default_request_bytes
-from reinforce_rl.reward.ports import is_loopback, open_port
+from reinforce_rl.reward.limits import FrontLimits
+from reinforce_rl.reward.ports import open_port
 from reinforce_rl.reward.private_triton import PrivateTriton
 from reinforce_rl.reward.progress import Progress
 from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.retrying import FailedAttempt
 from reinforce_rl.reward.scoring import RequestScorer
+from reinforce_rl.reward.server_options import FrontOptions, check_options
 from reinforce_rl.reward.triton_backend import TRITON_SOCKET, build_triton, make_home, stop_triton
 from reinforce_rl.tokenizer import TokenizerInfo
 
@@ -53,44 +51,6 @@ STUCK_GRACE_SECONDS = 2.0  # for a scorer on several ranks: it has the same limi
 STOP_SECONDS = 60.0  # beyond the time of the calls in flight: then a server that stops hangs
 CANARY_SECONDS = 300.0  # the first forward pass of a large model may compile for minutes
 WIDTH_OF_TEXTS = 2048  # stands for the context where texts are read, whose model has none: 64 KiB of text a sample
-WIDER_THAN_CONTEXT = 4  # how much wider than the model's context a padded request may be
-
-
-@dataclass(frozen=True)
-class FrontOptions:
-    """Who may ask a server, and how much.
-
-    Attributes:
-        token: asked of every client; None: of none, and then only the loopback is listened on ...
-        allow_no_token: ... unless this is true.
-        max_request_bytes: of one request; None: what a full batch of the widest rows takes.
-        max_sequence_length: tokens that a row may claim, padding included; None: four times the model's context.
-        max_in_flight, max_queue, request_seconds, stuck_seconds, canary_seconds: see `FrontLimits`.
-    """
-
-    token: str | None = None
-    allow_no_token: bool = False
-    max_request_bytes: int | None = None
-    max_sequence_length: int | None = None
-    max_in_flight: int = 64
-    max_queue: int = 256
-    request_seconds: float = 600.0
-    stuck_seconds: float = 300.0
-    canary_seconds: float = 10.0
-
-    def limits(self, max_samples: int, max_length: int) -> FrontLimits:
-        """For a model that takes so many samples of so many tokens."""
-        width = self.max_sequence_length or WIDER_THAN_CONTEXT * max_length
-        return FrontLimits(
-            max_request_bytes=self.max_request_bytes or default_request_bytes(max_samples, width),
-            max_samples=max_samples,
-            max_sequence_length=width,
-            max_in_flight=self.max_in_flight,
-            max_queue=self.max_queue,
-            request_seconds=self.request_seconds,
-            stuck_seconds=self.stuck_seconds,
-            canary_seconds=min(self.canary_seconds, self.stuck_seconds),
-        )
 
 
 class RewardServer:
@@ -375,62 +335,3 @@ class _StopRequested(SystemExit):
     def __init__(self, name: str):
         super().__init__(0)
         self.name = name
-
-
-def check_options(
-    info: ServerInfo,
-    host: str,
-    port: int,
-    max_queue_delay: float,
-    options: FrontOptions,
-    preferred: Sequence[int] = (),
-) -> None:
-    """Raises ConfigError naming every option that cannot work."""
-    faults = access_faults(host, options.token, options.allow_no_token)
-    if not 1 <= port <= 65535:
-        faults.append(f"inference.port is {port}; expected 1 to 65535")
-    if info.max_batch_size < 1:
-        faults.append(f"inference.max_batch_size is {info.max_batch_size}; expected at least 1")
-    if max_queue_delay < 0:
-        faults.append(f"the queue delay is {max_queue_delay} s; expected 0 or more")
-    if not all(1 <= size <= info.max_batch_size for size in preferred):
-        faults.append(
-            f"inference.preferred_batch_sizes is {list(preferred)}; expected numbers from 1 to "
-            f"inference.max_batch_size, which is {info.max_batch_size}"
-        )
-    least = {"max_request_bytes": 1024, "max_sequence_length": 1, "max_in_flight": 1, "max_queue": 0}
-    for key, bound in least.items():
-        value = getattr(options, key)
-        if value is not None and value < bound:
-            faults.append(f"inference.{key} is {value}; expected at least {bound}")
-    for key in ("request_seconds", "stuck_seconds", "canary_seconds"):
-        if not getattr(options, key) > 0:
-            faults.append(f"inference.{key} is {getattr(options, key)}; expected a number above 0")
-    if not info.name or not all(c.isascii() and (c.isalnum() or c in "._-") for c in info.name):
-        faults.append(f"the model's name is '{info.name}'; expected letters, digits, '.', '_' and '-'")
-    if info.name == protocol.INFO_MODEL:
-        faults.append(f"the model's name '{info.name}' is taken by the server's own description")
-    if info.tokenizer is not None and info.vocab_size is not None and info.vocab_size < info.tokenizer.vocab_size:
-        faults.append(
-            f"the reward model knows {info.vocab_size} token ids, its tokenizer {info.tokenizer.vocab_size}; "
-            "expected the tokenizer that the model was trained with"
-        )
-    if sys.platform != "linux":
-        faults.append(f"PyTriton runs on Linux only, and this is {sys.platform}")
-    if int(np.__version__.split(".")[0]) >= 2:
-        faults.append(
-            f"PyTriton 0.7 breaks with numpy {np.__version__}; install numpy below 2 in the server's environment"
-        )
-    if faults:
-        raise ConfigError(faults)
-
-
-def access_faults(host: str, token: str | None, allow_no_token: bool) -> list[str]:
-    """A sentence where other machines could use the server without a token and nobody said that they may."""
-    if token is not None or allow_no_token or is_loopback(host):
-        return []
-    return [
-        f"inference.host is {host}, so other machines can reach the server, and it has no access token. Give it one "
-        f"with inference.token_file=FILE or the environment variable {access.TOKEN_VARIABLE}, or say "
-        "inference.allow_no_token=true where everyone who can reach the port may use it"
-    ]

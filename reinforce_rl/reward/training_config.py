@@ -12,9 +12,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from reinforce_rl.config import OptimConfig
-from reinforce_rl.config_checks import folder_faults
 from reinforce_rl.config_reading import build, resolve_defaults
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.files import folder_faults
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.reward_head import POOLINGS
 from reinforce_rl.reward.training import DEFAULT_FOLDS, DEFAULT_L2_GRID

@@ -94,14 +94,14 @@ class Child:
             self.process.stdin.flush()
 
     def fault(self, seconds: float) -> str | None:
-        """What is wrong where it has ended or has sent nothing for so long, to follow its name; else None."""
+        """Say what is wrong if the child has ended or was silent for `seconds`; else None. Read it after its name."""
         if self.exit_code is not None:
             return f"died (process {self.pid}, exit code {self.exit_code})"
         silent = self.silence.seconds()
         return f"hangs (process {self.pid}): no sign of life for {silent:.0f} s" if silent > seconds else None
 
     def stop(self, seconds: float) -> None:
-        """End its input, wait for so long, then kill it. Safe to call twice."""
+        """Close its input, wait up to `seconds` for its end, then kill it. Safe to call twice."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()

@@ -26,6 +26,19 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (folder / "run" / "checkpoints").glob("step_*"))
 
 
+class Score:
+    """The task's reward, but for the calls (from 1) that `is_odd` names."""
+
+    def __init__(self, is_odd: Callable[[int], bool], value: float = math.nan):
+        self.calls = 0
+        self._is_odd = is_odd
+        self._value = value
+
+    def __call__(self, ids: list[int]) -> float:
+        self.calls += 1
+        return self._value if self._is_odd(self.calls) else odd_share(ids)
+
+
 def spoil(at_step: int, value: float) -> Callable[..., None]:
     """Weights of this value once so many steps are done, as an overflow or a broken device leaves them."""
 
@@ -87,11 +100,7 @@ class TestAPolicyThatIsNotANumber:
 
     def test_a_stop_does_not_save_it(self, tmp_path, mesh):
         config = tiny_config(tmp_path, NO_KL, f"{RL}.max_epochs=6", f"{RL}.save_interval=2")
-        calls = []
-
-        def score(ids: list[int]) -> float:
-            calls.append(ids)
-            return math.nan if len(calls) > 4 * 16 else odd_share(ids)  # the server fails in the fifth step
+        score = Score(lambda call: call > 4 * 16)  # the server fails in the fifth step
 
         with pytest.raises(RewardServerError), tiny_trainer(config, mesh, score) as trainer:
             spoil(3, 1e15)(trainer)
@@ -172,11 +181,7 @@ class TestRewardsOutOfRange:
         return str(raised.value)
 
     def test_a_reward_above_the_bound_saves_and_says_what_to_do(self, tmp_path, mesh):
-        calls = []
-
-        def score(ids: list[int]) -> float:
-            calls.append(ids)
-            return 3e6 if len(calls) == 40 else odd_share(ids)
+        score = Score(lambda call: call == 40, 3e6)
 
         said = self.fails(tmp_path, mesh, score, match=r"1 of 16 rewards of step 3.*1e\+06.*3e\+06")
         assert "trainer.reinforce.reward_shaping" in said
@@ -241,19 +246,14 @@ class TestEmptyResponses:
 
 class TestAnEvaluationThatFails:
     def test_no_step_is_begun_after_a_validation_that_failed_altogether(self, tmp_path, mesh):
-        calls = []
-
-        def score(ids: list[int]) -> float:
-            calls.append(ids)
-            return math.nan if len(calls) <= 3 else odd_share(ids)  # three validation prompts
-
+        score = Score(lambda call: call <= 3)  # three validation prompts
         config = tiny_config(tmp_path, f"{RL}.val_check_interval=1")
         with (
             pytest.raises(TooManyFailedRewardsError, match=r"100\.0% .*validation.*raised an error \(3\)"),
             tiny_trainer(config, mesh, score) as trainer,
         ):
             trainer.fit()
-        assert len(calls) == 3
+        assert score.calls == 3
         assert not (tmp_path / "run" / "metrics.jsonl").exists() or "val/rewards" not in json.dumps(
             metrics_of(tmp_path)
         )
@@ -261,12 +261,7 @@ class TestAnEvaluationThatFails:
         assert [line["step"] for line in lines if "val/rewards" in line] == [0, 1, 2]
 
     def test_a_later_one_saves_its_step(self, tmp_path, mesh):
-        calls = []
-
-        def score(ids: list[int]) -> float:
-            calls.append(ids)
-            return math.nan if len(calls) > 3 + 16 else odd_share(ids)
-
+        score = Score(lambda call: call > 3 + 16)
         config = tiny_config(tmp_path, f"{RL}.val_check_interval=1")
         with (
             pytest.raises(TooManyFailedRewardsError, match="validation"),
@@ -276,23 +271,13 @@ class TestAnEvaluationThatFails:
         assert saved_steps(tmp_path) == [1]
 
     def test_the_test_set_too(self, tmp_path, mesh):
-        calls = []
-
-        def score(ids: list[int]) -> float:
-            calls.append(ids)
-            return math.nan if len(calls) > 2 * 16 else odd_share(ids)
-
+        score = Score(lambda call: call > 2 * 16)
         config = tiny_config(tmp_path, f"model.data.data_prefix.test={tmp_path / 'validation.jsonl'}")
         with pytest.raises(TooManyFailedRewardsError, match="test"), tiny_trainer(config, mesh, score) as trainer:
             trainer.fit()
         assert saved_steps(tmp_path) == [2]
 
     def test_as_much_as_a_step_may_lack_is_left_out(self, tmp_path, mesh):
-        calls = []
-
-        def score(ids: list[int]) -> float:
-            calls.append(ids)
-            return math.nan if len(calls) == 2 else odd_share(ids)
-
+        score = Score(lambda call: call == 2)
         lines = run(tmp_path, mesh, f"{RL}.val_check_interval=2", f"{RL}.max_failed_fraction=0.5", rm=score)
         assert lines[0]["val/fraction_of_samples_scored"] == pytest.approx(2 / 3)

@@ -70,7 +70,8 @@ def main() -> None:
     from helpers.tiny_tokenizer import write_tiny_tokenizer
 
     from reinforce_rl.errors import ReinforceError
-    from reinforce_rl.reward.server import FrontOptions, RewardServer
+    from reinforce_rl.reward.server import RewardServer
+    from reinforce_rl.reward.server_options import FrontOptions
     from reinforce_rl.tokenizer import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from pathlib import Path
 
@@ -51,3 +52,18 @@ def write_tiny_tokenizer(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def write_model_without_weights(folder: Path, **options: str | None) -> None:
+    """Write all of a model's folder but the weights, so that whoever loads them fails."""
+    write_tiny_tokenizer(folder, vocab_size=32, **options)
+    config = {
+        "model_type": "llama",
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 64,
+    }
+    (folder / "config.json").write_text(json.dumps(config))

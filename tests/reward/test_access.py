@@ -7,7 +7,7 @@ import pytest
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.reward.access import TOKEN_VARIABLE, bearer, is_authorised, read_token
 from reinforce_rl.reward.ports import is_loopback
-from reinforce_rl.reward.server import access_faults
+from reinforce_rl.reward.server_options import access_faults
 
 TOKEN = "a-token-of-24-characters"
 

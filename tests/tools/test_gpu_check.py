@@ -276,6 +276,7 @@ class TestIpc:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_another_process_reads_what_lies_on_the_gpu(tmp_path):
     found = ipc.check(Context(CUDA, tmp_path, time.time() + 60))
     assert found.verdict == PASS, found.sentence
