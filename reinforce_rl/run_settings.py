@@ -38,11 +38,11 @@ LENGTH = re.compile(r"trainer\.reinforce\.max_(steps|epochs)$")
 SILENT = re.compile(r"resume_with_changes$|preflight|remote_rm\.reward_model\.(ip|port|replicas|token_file)$")
 
 
-def compare(before: str, now: str) -> dict[str, str]:
-    """Both values of each key that differs between two configurations; one that lacks a key has its default."""
+def compare(before: str, now: str, schema: type = TrainConfig) -> dict[str, str]:
+    """Give both values of each key that differs between two YAML texts; a key that one lacks has its default."""
     trees: list[Any] = [OmegaConf.to_container(OmegaConf.create(text)) for text in (before, now)]
     found = {}
-    for key, default in flatten(dataclasses.asdict(TrainConfig(**required_keys(TrainConfig)))):
+    for key, default in flatten(dataclasses.asdict(schema(**required_keys(schema)))):
         old, new = (_value(tree, key, default) for tree in trees)
         if old != new and not SILENT.match(key):
             found[key] = f"{json.dumps(old)} -> {json.dumps(new)}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,14 +37,16 @@ from reinforce_rl.reward.objectives import Objective, Ranking, Regression
 from reinforce_rl.reward.pairs import encode_pairs, left_out, read_pairs, split_by_prompt
 from reinforce_rl.reward.ratings import encode_ratings, read_ratings
 from reinforce_rl.reward.trainable import TrainableRewardModel, load_trainable
+from reinforce_rl.reward.training_config import TrainRewardModelConfig
+from reinforce_rl.run_settings import CONFIG_FILE, compare
 from reinforce_rl.tokenizer import load_tokenizer, token_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from reinforce_rl.reward.training_config import TrainRewardModelConfig
-
 MODEL_FOLDER = "model"
+# With another value of one of these, the steps before and after it belong to different runs.
+MEANING = re.compile(r"model\.restore_from_path$|data\.|full\.(objective|attributes|pooling|global_batch_size)$|seed$")
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,12 @@ def train_all_weights(cfg: TrainRewardModelConfig, *, command: str) -> FullTrain
         steps = cfg.full.max_epochs * sampler.steps_per_epoch
         steps = steps if cfg.full.max_steps == -1 else min(steps, cfg.full.max_steps)
         checkpoint = latest_checkpoint(folder / "checkpoints") if cfg.full.resume_if_exists else None
+        settings = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg)))
+        if checkpoint is not None:
+            refuse_changes(folder, settings)
         if mesh.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
+            write_atomically(folder / CONFIG_FILE, settings)
         start_step = checkpoint.trainer_state["step"] if checkpoint else 0
         monitor = FullTrainingMonitor(
             folder, steps, start_step, enabled=mesh.is_main, regression=cfg.full.objective == "regression"
@@ -109,6 +115,20 @@ def train_all_weights(cfg: TrainRewardModelConfig, *, command: str) -> FullTrain
                 monitor.note(f"Report: {write_full_report(folder)}")
                 monitor.note(f"Model: {folder / MODEL_FOLDER}")
         return trainer
+
+
+def refuse_changes(folder: Path, settings: str) -> None:
+    """Raises ConfigError where a run that goes on had settings so far that make it another run."""
+    file = folder / CONFIG_FILE
+    changes = compare(file.read_text("utf-8"), settings, TrainRewardModelConfig) if file.is_file() else {}
+    refused = "; ".join(f"{key}: {values}" for key, values in changes.items() if MEANING.match(key))
+    if refused:
+        raise ConfigError(
+            [
+                f"{folder} has checkpoints of a run with other settings: {refused}. Set them back to go on, or choose "
+                "another output_dir"
+            ]
+        )
 
 
 def read_data(cfg: TrainRewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> FullData:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from reinforce_rl.slurm import health
 from reinforce_rl.slurm.health import ask
 
 
@@ -48,6 +51,27 @@ def test_answers(answer: dict[str, object]) -> None:
     for body in (b"hello", {"no": "text"}, [1]):
         found = asked(200, body)
         assert found is not None and found.endswith("answers HTTP 200, and not as a reward server does")
+
+
+def test_an_answer_that_drips_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "TRY_SECONDS", 1.0)
+
+    def drip() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            for _ in range(100):  # 20 s
+                connection.sendall(b"H")
+                time.sleep(0.2)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=drip)
+        server.start()
+        begin = time.monotonic()
+        found = ask("127.0.0.1", listener.getsockname()[1])
+        seconds = time.monotonic() - begin
+        server.join(30)
+    assert found is not None and "does not answer" in found
+    assert seconds < 10
 
 
 def test_nothing_listens() -> None:
