@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -23,6 +25,7 @@ from reinforce_rl.generation.engine_model import write_engine_model
 
 KEY = "tensorrt_llm"
 STOP_SECONDS = 30.0
+STUCK_SECONDS = 5.0  # beyond a call's deadline, for what is under way then
 ABORT_SECONDS = 60.0  # for the engine to take back requests whose time is up
 # Unix sockets have names of at most 107 characters, and Ray adds some 65 to its folder.
 MAX_FOLDER_CHARACTERS = 40
@@ -140,8 +143,7 @@ class EngineProcess:
             self._connection.close()
             self._connection = None
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill_group(self._process)
             self._process.wait()
             self._process = None
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -153,10 +155,16 @@ class EngineProcess:
             EngineLostError: it ended, did not answer in time, or answered with a fault; then it is ended.
         """
         assert self._connection is not None and self._process is not None
+        late = EngineLostError(f"no answer to {command} within {seconds:g} s ({KEY}.{key}); log: {self._log}")
+        # A process that is stopped in the middle of a message would hold up the sending or the reading of it.
+        stuck = threading.Timer(seconds + STUCK_SECONDS, self._kill_group, (self._process,))
+        stuck.daemon = True
+        stuck.start()
+        begin = time.monotonic()
         try:
             self._connection.send((command, arguments))
             if not self._connection.poll(seconds):
-                raise EngineLostError(f"no answer to {command} within {seconds:g} s ({KEY}.{key}); log: {self._log}")
+                raise late
             kind, value = self._connection.recv()
             if kind == engine.FAULT:
                 raise EngineLostError(f"the engine's {command} failed: {value}; log: {self._log}")
@@ -166,10 +174,19 @@ class EngineProcess:
                 self._process.wait(1.0)
             status = self._process.poll()
             self.kill()
+            if time.monotonic() - begin > seconds:
+                raise late from error
             raise EngineLostError(f"the engine ended in {command} (status {status}); log: {self._log}") from error
         except EngineLostError:
             self.kill()
             raise
+        finally:
+            stuck.cancel()
+
+    @staticmethod
+    def _kill_group(process: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def private_folder(environment: Mapping[str, str], pid: int, dp_rank: int) -> Path:

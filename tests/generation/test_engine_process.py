@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from reinforce_rl.errors import EngineLostError, GenerationError
-from reinforce_rl.generation.engine import EngineArguments
+from reinforce_rl.generation import engine_process
+from reinforce_rl.generation.engine import EngineArguments, EngineSampling, Request
 from reinforce_rl.generation.engine_model import write_engine_model
 from reinforce_rl.generation.engine_process import (
     MAX_FOLDER_CHARACTERS,
@@ -105,6 +107,21 @@ def test_a_start_that_takes_too_long_is_ended(tmp_path):
     process = process_of(tmp_path, start=0.001)
     with pytest.raises(GenerationError, match=r"no answer to start within 0.001 s \(tensorrt_llm.start_timeout_sec"):
         process.start()
+    assert process._process is None
+
+
+def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_process, "STUCK_SECONDS", 0.1)
+    monkeypatch.setattr(engine_process, "ABORT_SECONDS", 0.0)
+    process = process_of(tmp_path, request=1.0)
+    process._connection, theirs = multiprocessing.Pipe()
+    process._process = subprocess.Popen(["sleep", "60"], pass_fds=[theirs.fileno()], start_new_session=True)
+    theirs.close()
+    prompts = [
+        Request(tuple(range(100_000)), EngineSampling(8, 0, None, None, None, None, []))
+    ] * 20  # far more than the connection holds
+    with pytest.raises(EngineLostError, match=r"no answer to generate within 1 s \(tensorrt_llm.request_timeout"):
+        process.generate(prompts)
     assert process._process is None
 
 
