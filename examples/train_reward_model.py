@@ -20,9 +20,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
 
 @with_config("train_reward_model")
 def main(cfg: DictConfig) -> None:
-    from reinforce_rl.reward.training_config import TrainRewardModelConfig
+    from reinforce_rl.reward.full_checks import load_config
 
-    config, command = TrainRewardModelConfig.from_hydra(cfg), shlex.join(["python", *sys.argv])
+    config, command = load_config(cfg), shlex.join(["python", *sys.argv])
     if config.mode == "head":
         from reinforce_rl.reward.training_job import train_reward_model
 

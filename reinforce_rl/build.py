@@ -14,7 +14,7 @@ from reinforce_rl.activity import Activity
 from reinforce_rl.algorithms.best_checkpoints import BestCheckpoints
 from reinforce_rl.algorithms.reinforce import ReinforceTrainer
 from reinforce_rl.algorithms.updates import total_steps, total_updates
-from reinforce_rl.build_actor import build_actor
+from reinforce_rl.build_actor import build_actor, optimizer_settings
 from reinforce_rl.build_data import build_sampler
 from reinforce_rl.config import TrainConfig
 from reinforce_rl.control import RunControl
@@ -23,7 +23,7 @@ from reinforce_rl.data.prompts import RLHFDatasets
 from reinforce_rl.megatron.checkpoint import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora_export import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
-from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.base import Loggers, MetricLogger
 from reinforce_rl.monitoring.jsonl import JsonlLogger, read_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
@@ -34,9 +34,10 @@ from reinforce_rl.reward.base import RewardSource
 from reinforce_rl.reward.connection import connect_to_reward_servers
 from reinforce_rl.rollout import Prompt
 from reinforce_rl.run_settings import check_changes, record
-from reinforce_rl.run_timer import Allocation, RunTimer, first_save_seconds, parse_duration
+from reinforce_rl.run_timer import RunTimer, first_save_seconds
 from reinforce_rl.status import StatusFile
 from reinforce_rl.stop import StopRequest
+from reinforce_rl.utils.duration import Allocation, parse_duration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -254,21 +255,3 @@ class DefaultBatchIterator:
     def __iter__(self) -> Iterator[Sequence[Prompt]]:
         for start in range(0, len(self._prompts), self._size):
             yield self._prompts[start : start + self._size]
-
-
-def optimizer_settings(cfg: TrainConfig, updates: int) -> OptimizerSettings:
-    """Read the optimizer settings from `model.optim`; `updates` is the number of optimizer steps of the run."""
-    optim = cfg.model.optim
-    return OptimizerSettings(
-        lr=optim.lr,
-        min_lr=optim.sched.min_lr,
-        weight_decay=optim.weight_decay,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        fused=optim.fused,
-        schedule=optim.sched.name,
-        warmup_steps=optim.sched.warmup_steps,
-        constant_steps=optim.sched.constant_steps,
-        total_steps=updates,
-        clip_grad=cfg.trainer.reinforce.gradient_clip_val,
-    )

@@ -18,7 +18,7 @@ from reinforce_rl.megatron.lora_export import LoraIdentity
 from reinforce_rl.megatron.lora_map import LoraSettings
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.optimizer import DataParallelSettings
+from reinforce_rl.megatron.optimizer import DataParallelSettings, OptimizerSettings
 from reinforce_rl.megatron.transformer_config import ModelOptions
 
 if TYPE_CHECKING:
@@ -195,4 +195,22 @@ def loss_settings(cfg: ReinforceConfig) -> LossSettings:
         kl_estimator=cfg.kl_estimator_used,
         kl_weights=cfg.kl_loss_weights,
         entropy_bonus=cfg.entropy_bonus,
+    )
+
+
+def optimizer_settings(cfg: TrainConfig, updates: int) -> OptimizerSettings:
+    """Read the optimizer settings from `model.optim`; `updates` is the number of optimizer steps of the run."""
+    optim = cfg.model.optim
+    return OptimizerSettings(
+        lr=optim.lr,
+        min_lr=optim.sched.min_lr,
+        weight_decay=optim.weight_decay,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        fused=optim.fused,
+        schedule=optim.sched.name,
+        warmup_steps=optim.sched.warmup_steps,
+        constant_steps=optim.sched.constant_steps,
+        total_steps=updates,
+        clip_grad=cfg.trainer.reinforce.gradient_clip_val,
     )

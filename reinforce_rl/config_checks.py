@@ -38,7 +38,7 @@ from reinforce_rl.files import folder_faults
 from reinforce_rl.generation_checks import generation_faults
 from reinforce_rl.layout import layout_faults, recomputation_faults
 from reinforce_rl.reward_checks import reward_faults
-from reinforce_rl.run_timer import Allocation, parse_duration
+from reinforce_rl.utils.duration import Allocation, parse_duration
 
 PRECISIONS = ("auto", "32", "bf16")
 TOO_LONG = ("refuse", "skip")

@@ -20,7 +20,7 @@ from types import FrameType
 import psutil
 
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_LOST_RANK, EXIT_STOPPED
-from reinforce_rl.stop import STOP_SIGNALS
+from reinforce_rl.utils.process import STOP_SIGNALS
 
 # What torchrun handles in its own way: it passes the signal on, and kills the ranks after a while.
 TORCHRUN_SIGNALS = "SIGINT,SIGHUP,SIGQUIT"

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from reinforce_rl.config import RewardServerConfig, TrainConfig
 from reinforce_rl.reward.addresses import Address
-from reinforce_rl.reward.function_loading import PROVIDED, PROVIDED_NAMES
-from reinforce_rl.reward.handshake import INPUT_FORMS
+from reinforce_rl.utils.choices import INPUT_FORMS, PROVIDED, PROVIDED_NAMES
 
 REWARDS = ("server", "function")
 REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be

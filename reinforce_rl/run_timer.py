@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import psutil
 
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.utils.duration import END_VARIABLE, Allocation
 
-START_VARIABLE, END_VARIABLE = "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"
 # Kept free before the allocation's end: the launcher ends the reward server and queues the job again.
 LAUNCHER_SECONDS = 60.0
 # Kept free besides: what is forecast may take longer, and a run that has saved still has to end.
@@ -21,59 +19,6 @@ MARGIN_SHARE, MARGIN_SECONDS = 0.1, 10.0
 RECENT_STEPS = 5
 # Of a first save, whose duration nobody knows: a shared file system on a bad day.
 BYTES_A_SECOND, FIXED_SECONDS = 100e6, 5.0
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of `DD:HH:MM:SS`, NeMo's form; leading parts may be left out (`30:00` is half an hour).
-
-    Raises:
-        ValueError: not of that form, or zero.
-    """
-    if not re.fullmatch(r"\d+(:\d+){0,3}", text):
-        raise ValueError("expected DD:HH:MM:SS, such as 00:03:45:00")
-    seconds = 0
-    for part, unit in zip(reversed(text.split(":")), (1, 60, 3600, 86400), strict=False):
-        seconds += int(part) * unit
-    if seconds == 0:
-        raise ValueError("expected more than no time at all")
-    return float(seconds)
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """What a batch system has granted.
-
-    Attributes:
-        start, end: unix seconds; None where the environment does not say.
-    """
-
-    start: float | None = None
-    end: float | None = None
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Allocation:
-        """Of the variables that Slurm and its launcher set; an empty one is none.
-
-        Raises:
-            ConfigError: one of them is no time, or they contradict each other.
-        """
-        times: list[float | None] = []
-        faults = []
-        for name in (START_VARIABLE, END_VARIABLE):
-            text = environment.get(name, "")
-            plain = re.fullmatch(r"[0-9]{1,12}", text) is not None
-            times.append(float(text) if plain else None)
-            if text and not plain:
-                faults.append(f"the environment variable {name} is {text!r}; expected unix seconds, or unset it")
-        start, end = times
-        if start is not None and end is not None and end <= start:
-            faults.append(
-                f"the environment variable {END_VARIABLE} is {end:.0f}, not after {START_VARIABLE}, {start:.0f}; "
-                "correct or unset them"
-            )
-        if faults:
-            raise ConfigError(faults)
-        return cls(start, end)
 
 
 @dataclass(frozen=True)
@@ -119,9 +64,10 @@ class RunTimer:
     def __init__(
         self,
         max_seconds: float | None = None,
-        allocation: Allocation = Allocation(),
+        allocation: Allocation | None = None,
         save_seconds: float = FIXED_SECONDS,
     ):
+        allocation = allocation or Allocation()
         known = allocation.start is not None
         self._started = allocation.start if allocation.start is not None else psutil.Process().create_time()
         since = "the allocation's start" if known else "the process's start"

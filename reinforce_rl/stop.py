@@ -10,11 +10,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 from reinforce_rl.errors import StoppedEarly
+from reinforce_rl.utils.process import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.mesh import Mesh
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 T = TypeVar("T")
 

@@ -15,13 +15,12 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.run_timer import (
     LAUNCHER_SECONDS,
     MARGIN_SECONDS,
-    Allocation,
     Due,
     RunTimer,
     first_save_seconds,
-    parse_duration,
     with_margin,
 )
+from reinforce_rl.utils.duration import Allocation, parse_duration
 
 
 @pytest.mark.parametrize(

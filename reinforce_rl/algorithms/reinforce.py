@@ -25,10 +25,10 @@ from reinforce_rl.algorithms.evaluation import evaluate
 from reinforce_rl.algorithms.kl import reduce_over_tokens, token_kl
 from reinforce_rl.algorithms.loss import Denominators
 from reinforce_rl.algorithms.past_steps import PastSteps
-from reinforce_rl.algorithms.rewards import RewardShaping, less_kl, shape_rewards
+from reinforce_rl.algorithms.rewards import less_kl, shape_rewards
 from reinforce_rl.algorithms.rollouts import RolloutMaker
 from reinforce_rl.algorithms.step_rollouts import StepRolloutMaker
-from reinforce_rl.algorithms.updates import mini_batches, total_steps
+from reinforce_rl.algorithms.updates import mini_batches, reward_shaping, total_steps
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.metrics import reinforce_means, take_means, update_metrics
 from reinforce_rl.monitoring.samples import sample_rows
@@ -219,7 +219,7 @@ class ReinforceTrainer:
         start = sum(len(part[0]) for part in parts[: mesh.dp_rank])
         own = slice(start, start + len(batch.rewards))
         scores, all_kl, lengths, is_end, group_ids, valid = (torch.cat(c) for c in zip(*parts, strict=True))
-        shaping = RewardShaping.of(cfg, self.model.settings.sampling.max_length)
+        shaping = reward_shaping(cfg, self.model.settings.sampling.max_length)
         rewards = shape_rewards(scores, valid, lengths, is_end, shaping, self._past.scores)
         in_reward = self._past.beta.value if cfg.kl_placement == "reward" else 0.0
         with_kl = less_kl(rewards, all_kl, in_reward, valid, self.step + 1)

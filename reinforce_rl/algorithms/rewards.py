@@ -6,7 +6,6 @@ Notation: N sequences of the global batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +14,6 @@ from reinforce_rl.algorithms.advantages import MAX_REWARD
 from reinforce_rl.algorithms.filtering import TOLERANCE
 from reinforce_rl.algorithms.moments import RunningMoments
 from reinforce_rl.errors import DivergedError, RewardServerError
-
-if TYPE_CHECKING:
-    from reinforce_rl.config import ReinforceConfig
 
 
 @dataclass(frozen=True)
@@ -46,22 +42,6 @@ class RewardShaping:
     truncation_penalty: float = 0.0
     overlong_buffer: int = 0
     max_length: int = 1
-
-    @classmethod
-    def of(cls, cfg: ReinforceConfig, max_length: int) -> RewardShaping:
-        """Read the settings of `trainer.reinforce`.
-
-        Args:
-            cfg: `trainer.reinforce`.
-            max_length: of a response, in tokens.
-        """
-        penalise = cfg.truncated_samples == "penalise"
-        return cls(
-            **vars(cfg.reward_shaping),
-            truncation_penalty=cfg.truncation_penalty if penalise else 0.0,
-            overlong_buffer=cfg.overlong_buffer if penalise else 0,
-            max_length=max_length,
-        )
 
 
 def shape_rewards(

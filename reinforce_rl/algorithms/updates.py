@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from reinforce_rl.algorithms.rewards import RewardShaping
+
 if TYPE_CHECKING:
     from reinforce_rl.config import ReinforceConfig
 
@@ -61,3 +63,14 @@ def total_updates(cfg: ReinforceConfig, prompts_per_update: int | None, batch_si
     updates = [1 if prompts_per_update is None else -(-size // prompts_per_update) for size in batch_sizes]
     epochs, rest = divmod(total_steps(cfg, len(batch_sizes)), len(batch_sizes))
     return cfg.reinforce_epochs * (epochs * sum(updates) + sum(updates[:rest]))
+
+
+def reward_shaping(cfg: ReinforceConfig, max_length: int) -> RewardShaping:
+    """Read how rewards are shaped; `max_length` is that of a response, in tokens."""
+    penalise = cfg.truncated_samples == "penalise"
+    return RewardShaping(
+        **vars(cfg.reward_shaping),
+        truncation_penalty=cfg.truncation_penalty if penalise else 0.0,
+        overlong_buffer=cfg.overlong_buffer if penalise else 0,
+        max_length=max_length,
+    )

@@ -15,7 +15,8 @@ Notation: s sequence, b batch, h query heads, g key-value groups, d head size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.megatron.context_parallel import chunk_ends, gather_positions
 
-if TYPE_CHECKING:
-    from reinforce_rl.megatron.kv_cache import KVCache
-    from reinforce_rl.megatron.packing import PackedGroups
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens; `KVCache` is one."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Store this pass's keys and values and attend over all stored so far."""
+        ...
+
+
+class PackedRow(Protocol):
+    """Sequences in one row; `PackedGroups` is one."""
+
+    attend: Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -187,8 +198,8 @@ class CoreAttention(torch.nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: KVCache | None,
-        packed_seq_params: PackedGroups | None = None,
+        attention_mask: Cache | None,
+        packed_seq_params: PackedRow | None = None,
         **_: Any,
     ) -> Tensor:
         """query [s, b, h, d], key and value [s, b, g, d] to [s, b, h * d]."""

@@ -8,7 +8,7 @@ Apex. Here torch's product takes the kernel's place, and embedding and output la
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,17 +21,14 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from reinforce_rl.megatron.model import CausalLM
-
 _MARK = "gradient_is_added_in_place"
 
 
-def add_gradients_in_place(lm: CausalLM) -> None:
+def add_gradients_in_place(lm: Any) -> None:
     """From now on, backward passes do so.
 
     Args:
-        lm: in megatron's data-parallel wrapper, in float32.
+        lm: a `CausalLM` in megatron's data-parallel wrapper, in float32.
     """
     has_head = lm.post_process and lm.architecture.num_labels is None
     is_shared = has_head and lm.share_embeddings_and_output_weights

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,6 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.attention import CoreAttention
 from reinforce_rl.megatron.layer_functions import rms_norm, swiglu
-
-if TYPE_CHECKING:
-    from reinforce_rl.megatron.model import CausalLM
 
 # Of Transformer Engine. The extra `dev` of megatron-core 0.16.1 asks for this, and for one below 2.12.
 OLDEST_VERSION = "2.9.0"
@@ -167,7 +164,7 @@ def linear_parts(layer: Any) -> LinearParts:
     return LinearParts(isinstance(layer, RowParallelLinear), layer.tp_group, layer.bias, layer.skip_bias_add)
 
 
-def fuse_weight_gradients(lm: CausalLM) -> None:
+def fuse_weight_gradients(lm: torch.nn.Module) -> None:
     """Let Transformer Engine's layers add the gradients of trained weights to megatron's buffers themselves.
 
     Saves a gradient in bf16, and a pass over it and the buffer, for each weight and micro-batch. megatron's option

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
@@ -24,9 +25,6 @@ from reinforce_rl.megatron.kv_cache import KVCache
 from reinforce_rl.megatron.layer_spec import block_spec
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions, transformer_config
-
-if TYPE_CHECKING:
-    from reinforce_rl.megatron.packing import PackedGroups
 
 Cache = TypeVar("Cache", KVCache, FlashCache)
 
@@ -85,7 +83,7 @@ class CausalLM(GPTModel):
         input_ids: Tensor,
         position_ids: Tensor | None = None,
         cache: KVCache | FlashCache | None = None,
-        packed: PackedGroups | None = None,
+        packed: PackedSeqParams | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, or what the next stage of a pipeline goes on with.
 

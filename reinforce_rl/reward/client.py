@@ -26,7 +26,7 @@ from reinforce_rl.errors import RewardServerError
 from reinforce_rl.reward import protocol
 from reinforce_rl.reward.addresses import Address, ModelAddress
 from reinforce_rl.reward.base import RewardRequest, Rewards
-from reinforce_rl.reward.handshake import AUTO_FORM, choose_form
+from reinforce_rl.reward.handshake import choose_form
 from reinforce_rl.reward.infer_call import Scores, infer
 from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.reward.replicas import NoServerInTime, Replicas
@@ -34,6 +34,7 @@ from reinforce_rl.reward.request_parts import arrays_of, cut
 from reinforce_rl.reward.retrying import Deadline, FailedAttempt
 from reinforce_rl.reward.transport import submit
 from reinforce_rl.tokenizer import TokenizerInfo
+from reinforce_rl.utils.choices import AUTO_FORM
 
 logger = logging.getLogger(__name__)
 

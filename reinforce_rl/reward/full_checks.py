@@ -1,20 +1,77 @@
-"""What cannot work of a configuration of `examples/train_reward_model.py`, mode by mode. One sentence a fault."""
+"""Reads and checks the configuration of `examples/train_reward_model.py`; one message a fault."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
 
 from reinforce_rl.config_checks import OPTIMIZERS, PRECISIONS, SCHEDULES, model_values, tensor_faults
+from reinforce_rl.config_reading import build, resolve_defaults
 from reinforce_rl.data.jsonl import file_fault
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.files import folder_faults
 from reinforce_rl.layout import layout_faults, recomputation_faults
 from reinforce_rl.megatron.reward_head import POOLINGS
-from reinforce_rl.reward.training_config import OBJECTIVES
+from reinforce_rl.reward.training_config import AUTO_POOLING, MODES, OBJECTIVES, TrainRewardModelConfig
 
-if TYPE_CHECKING:
-    from reinforce_rl.reward.training_config import TrainRewardModelConfig
+
+def load_config(cfg: DictConfig) -> TrainRewardModelConfig:
+    """Convert and check what Hydra composed.
+
+    Raises:
+        ConfigError: unknown or missing keys, wrong types, or values that cannot work, all together.
+    """
+    faults: list[str] = []
+    config = build(TrainRewardModelConfig, cfg, "", faults)
+    faults += _faults(config)
+    if faults:
+        raise ConfigError(faults)
+    model = config.model
+    block = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+    resolve_defaults(config.trainer, model.optim, config.trainer.world_size // block)
+    return config
+
+
+def _faults(cfg: TrainRewardModelConfig) -> list[str]:
+    found = []
+    if not cfg.model.restore_from_path:
+        found.append("model.restore_from_path is not set; give it as model.restore_from_path=VALUE")
+    elif not Path(cfg.model.restore_from_path).is_dir():
+        found.append(f"model.restore_from_path is {cfg.model.restore_from_path}, which is no folder")
+    if cfg.mode not in MODES:
+        found.append(f"mode is {cfg.mode!r}; expected one of {', '.join(MODES)}")
+    found += full_faults(cfg) if cfg.mode == "full" else head_faults(cfg)
+    found += folder_faults("output_dir", cfg.output_dir)
+    if not 0 < cfg.data.held_out_fraction < 1:
+        found.append(
+            f"data.held_out_fraction is {cfg.data.held_out_fraction}; expected above 0 and below 1, for instance 0.2"
+        )
+    if not 0 <= cfg.degenerate.fraction <= 1:
+        found.append(f"degenerate.fraction is {cfg.degenerate.fraction}; expected from 0 to 1")
+    if cfg.head.pooling not in (*POOLINGS, AUTO_POOLING):
+        choices = ", ".join((*POOLINGS, AUTO_POOLING))
+        found.append(f"head.pooling is {cfg.head.pooling!r}; expected one of {choices}")
+    if not cfg.head.l2 or not all(strength > 0 for strength in cfg.head.l2):
+        found.append(f"head.l2 is {list(cfg.head.l2)}; expected at least one strength, each above 0")
+    at_least: list[tuple[str, int | None, int]] = [
+        ("data.max_length", cfg.data.max_length, 2),
+        ("data.max_pairs", cfg.data.max_pairs, 2),
+        ("data.max_answer_tokens", cfg.data.max_answer_tokens, 1),
+        ("cuts.per_pair", cfg.cuts.per_pair, 0),
+        ("cuts.min_tokens", cfg.cuts.min_tokens, 1),
+        ("cuts.max_tokens", cfg.cuts.max_tokens, cfg.cuts.min_tokens),
+        ("cuts.evaluate_at", cfg.cuts.evaluate_at, 1),
+        ("head.folds", cfg.head.folds, 2),
+        ("micro_batch_size", cfg.micro_batch_size, 1),
+        ("num_threads", cfg.num_threads, 1),
+    ]
+    for key, value, least in at_least:
+        if value is not None and value < least:
+            found.append(f"{key} is {value}; expected at least {least}")
+    return found
 
 
 def head_faults(cfg: TrainRewardModelConfig) -> Iterator[str]:

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-PROVIDED = "reinforce_rl.reward.functions"
-PROVIDED_NAMES = ("gsm8k", "matches", "length", "vader")
+from reinforce_rl.utils.choices import PROVIDED, PROVIDED_NAMES
 
 F = TypeVar("F", bound=Callable[..., float])
 

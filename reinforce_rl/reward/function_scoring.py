@@ -38,7 +38,7 @@ class FunctionRequestScorer(RequestScorer):
     """
 
     def __init__(self, scorer: FunctionScorer):
-        super().__init__(scorer, None)
+        super().__init__(None, None)
         self._function = scorer
 
     @property

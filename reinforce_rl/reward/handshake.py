@@ -6,9 +6,7 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.reward import protocol
 from reinforce_rl.reward.protocol import ServerInfo
 from reinforce_rl.tokenizer import TokenizerInfo
-
-AUTO_FORM = "auto"
-INPUT_FORMS = (AUTO_FORM, protocol.TOKENS_FORM, protocol.TEXT_FORM)
+from reinforce_rl.utils.choices import AUTO_FORM
 
 
 def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_size: int, form: str) -> str:

@@ -35,6 +35,7 @@ import numpy as np
 
 from reinforce_rl.reward import base
 from reinforce_rl.tokenizer import TokenizerInfo
+from reinforce_rl.utils.choices import TEXT_FORM, TOKENS_FORM
 
 PROTOCOL_VERSION = 2  # 1 had no digests
 DEFAULT_NAME = "reward_model"
@@ -57,10 +58,6 @@ INPUTS = {name: ("BYTES", 1) for name in (SENTENCES, PROMPTS, RESPONSES, MESSAGE
 INPUTS |= {TOKENS: ("INT64", -1), SEQUENCE_LENGTHS: ("INT64", 1), FINISHED: ("INT64", 1)}
 TEXT_REQUIRED = frozenset({PROMPTS, RESPONSES})
 TEXT_OPTIONAL = frozenset({MESSAGES, METADATA, FINISHED})
-
-# What a server says that a trainer may send it.
-TOKENS_FORM = "tokens"
-TEXT_FORM = "text"
 
 # The metadata of a sample that a function's server answers without calling the function.
 CANARY_RECORD = {"reinforce_rl_canary": True}

@@ -24,8 +24,6 @@ from reinforce_rl.reward.text_form import read_samples
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from reinforce_rl.reward.function_scoring import FunctionScorer
-
 logger = logging.getLogger(__name__)
 
 Answer = dict[str, np.ndarray]  # by the names of the outputs
@@ -68,7 +66,7 @@ class RequestScorer:
 
     def __init__(
         self,
-        scorer: base.Scorer | FunctionScorer,
+        scorer: base.Scorer | None,
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         deterministic: bool = True,

@@ -1,20 +1,11 @@
-"""The configuration of `examples/train_reward_model.py` as dataclasses, checked before anything is loaded.
-
-`full_checks.py` has what cannot work of `mode=full`.
-"""
+"""The configuration of `examples/train_reward_model.py`, as dataclasses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from reinforce_rl.config import OptimConfig
-from reinforce_rl.config_reading import build, resolve_defaults
-from reinforce_rl.errors import ConfigError
-from reinforce_rl.files import folder_faults
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.reward_head import POOLINGS
 from reinforce_rl.reward.training import DEFAULT_FOLDS, DEFAULT_L2_GRID
@@ -142,62 +133,3 @@ class TrainRewardModelConfig:
     def max_length(self) -> int:
         """`data.max_length`, or the trunk's longest sequence."""
         return self.data.max_length or Architecture.from_folder(self.model.restore_from_path).max_positions
-
-    @classmethod
-    def from_hydra(cls, cfg: DictConfig) -> TrainRewardModelConfig:
-        """Convert and check what Hydra composed.
-
-        Raises:
-            ConfigError: unknown or missing keys, wrong types, or values that cannot work, all together.
-        """
-        faults: list[str] = []
-        config = build(cls, cfg, "", faults)
-        faults += config.faults()
-        if faults:
-            raise ConfigError(faults)
-        model = config.model
-        block = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
-        resolve_defaults(config.trainer, model.optim, config.trainer.world_size // block)
-        return config
-
-    def faults(self) -> list[str]:
-        """A sentence for each value that cannot work."""
-        from reinforce_rl.reward.full_checks import full_faults, head_faults
-
-        found = []
-        if not self.model.restore_from_path:
-            found.append("model.restore_from_path is not set; give it as model.restore_from_path=VALUE")
-        elif not Path(self.model.restore_from_path).is_dir():
-            found.append(f"model.restore_from_path is {self.model.restore_from_path}, which is no folder")
-        if self.mode not in MODES:
-            found.append(f"mode is {self.mode!r}; expected one of {', '.join(MODES)}")
-        found += full_faults(self) if self.mode == "full" else head_faults(self)
-        found += folder_faults("output_dir", self.output_dir)
-        if not 0 < self.data.held_out_fraction < 1:
-            found.append(
-                f"data.held_out_fraction is {self.data.held_out_fraction}; "
-                "expected above 0 and below 1, for instance 0.2"
-            )
-        if not 0 <= self.degenerate.fraction <= 1:
-            found.append(f"degenerate.fraction is {self.degenerate.fraction}; expected from 0 to 1")
-        if self.head.pooling not in (*POOLINGS, AUTO_POOLING):
-            choices = ", ".join((*POOLINGS, AUTO_POOLING))
-            found.append(f"head.pooling is {self.head.pooling!r}; expected one of {choices}")
-        if not self.head.l2 or not all(strength > 0 for strength in self.head.l2):
-            found.append(f"head.l2 is {list(self.head.l2)}; expected at least one strength, each above 0")
-        at_least: list[tuple[str, int | None, int]] = [
-            ("data.max_length", self.data.max_length, 2),
-            ("data.max_pairs", self.data.max_pairs, 2),
-            ("data.max_answer_tokens", self.data.max_answer_tokens, 1),
-            ("cuts.per_pair", self.cuts.per_pair, 0),
-            ("cuts.min_tokens", self.cuts.min_tokens, 1),
-            ("cuts.max_tokens", self.cuts.max_tokens, self.cuts.min_tokens),
-            ("cuts.evaluate_at", self.cuts.evaluate_at, 1),
-            ("head.folds", self.head.folds, 2),
-            ("micro_batch_size", self.micro_batch_size, 1),
-            ("num_threads", self.num_threads, 1),
-        ]
-        for key, value, least in at_least:
-            if value is not None and value < least:
-                found.append(f"{key} is {value}; expected at least {least}")
-        return found

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # they ask for a stop in good order
 PR_SET_PDEATHSIG = 1
 MOST_BETWEEN = 2.0
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])

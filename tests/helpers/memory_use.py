@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
-from reinforce_rl.build import optimizer_settings
-from reinforce_rl.build_actor import build_actor
+from reinforce_rl.build_actor import build_actor, optimizer_settings
 from reinforce_rl.config import TrainConfig
 from reinforce_rl.config_reading import load_config
 from reinforce_rl.megatron.architecture import Architecture

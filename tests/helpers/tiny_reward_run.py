@@ -21,6 +21,7 @@ import hydra
 from helpers.models import tiny_llama_folder
 
 from reinforce_rl.cli import CONF_FOLDER
+from reinforce_rl.reward.full_checks import load_config
 from reinforce_rl.reward.full_job import train_all_weights
 from reinforce_rl.reward.full_training import FullTrainer
 from reinforce_rl.reward.training_config import TrainRewardModelConfig
@@ -93,7 +94,7 @@ def tiny_overrides(folder: Path, **sizes: Any) -> list[str]:
 
 def tiny_config(*overrides: str) -> TrainRewardModelConfig:
     with hydra.initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
-        return TrainRewardModelConfig.from_hydra(hydra.compose("train_reward_model", list(overrides)))
+        return load_config(hydra.compose("train_reward_model", list(overrides)))
 
 
 def run(*overrides: str) -> FullTrainer[Any]:

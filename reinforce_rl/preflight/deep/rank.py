@@ -101,8 +101,7 @@ class RankRun:
         """Every phase of a step on this rank."""
         from omegaconf import OmegaConf
 
-        from reinforce_rl.build import optimizer_settings
-        from reinforce_rl.build_actor import build_actor
+        from reinforce_rl.build_actor import build_actor, optimizer_settings
         from reinforce_rl.config import TrainConfig
         from reinforce_rl.config_reading import build
         from reinforce_rl.megatron.architecture import Architecture

@@ -1,0 +1,9 @@
+"""Names that a configuration may hold of rewards, for its checks and for what runs."""
+
+TOKENS_FORM = "tokens"
+TEXT_FORM = "text"
+AUTO_FORM = "auto"
+INPUT_FORMS = (AUTO_FORM, TOKENS_FORM, TEXT_FORM)
+
+PROVIDED = "reinforce_rl.reward.functions"
+PROVIDED_NAMES = ("gsm8k", "matches", "length", "vader")
