@@ -95,7 +95,7 @@ def model_folder(model: Path | None, short: bool, scratch: Path) -> Path:
 
 def workload_of(args: argparse.Namespace, model: Path) -> Workload:
     """Of the first pair."""
-    from reinforce_rl.tokenizer import load_tokenizer
+    from reinforce_rl.data.tokenizer import load_tokenizer
 
     steps = WARM_UP_STEPS + args.steps
     return Workload(

@@ -25,14 +25,14 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import cosine_similarity
 
-from reinforce_rl.algorithms.choices import (
+from reinforce_rl.algorithm.choices import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
     KL_LOSS_WEIGHTS,
     KL_REDUCTIONS,
     LOSS_AGGREGATIONS,
 )
-from reinforce_rl.algorithms.loss import LossSettings
+from reinforce_rl.algorithm.loss import LossSettings
 
 SAMPLES = 2
 RATIOS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)

@@ -29,8 +29,8 @@ from rich.table import Table  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
-from reinforce_rl.cli import compose  # noqa: E402
-from reinforce_rl.config_reading import load_config  # noqa: E402
+from reinforce_rl.config.reading import load_config  # noqa: E402
+from reinforce_rl.launch.cli import compose  # noqa: E402
 from reinforce_rl.preflight.deep.engine import Engine, Lengths  # noqa: E402
 from reinforce_rl.preflight.deep.machine import MACHINES  # noqa: E402
 from reinforce_rl.preflight.deep.report import print_step  # noqa: E402

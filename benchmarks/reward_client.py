@@ -35,8 +35,8 @@ def measure(tree: Path, clients: list[int], requests: int) -> dict[str, dict[str
     from helpers.serve_toy_scorer import toy_score
     from helpers.toy_server import ToyServer
 
-    from reinforce_rl.reward.base import RewardRequest
-    from reinforce_rl.reward.client import RemoteGPTRMClient
+    from reinforce_rl.rewards.base import RewardRequest
+    from reinforce_rl.rewards.client import RemoteGPTRMClient
 
     tokens = torch.arange(4, 4 + SAMPLES * LENGTH).reshape(SAMPLES, LENGTH) % 97 + 4
     lengths = torch.full((SAMPLES,), LENGTH)

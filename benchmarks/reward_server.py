@@ -32,8 +32,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from reinforce_rl.reward import protocol
-from reinforce_rl.reward.ports import free_port
+from reinforce_rl.rewards import protocol
+from reinforce_rl.utils.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE = 128  # of the tiny model
@@ -163,7 +163,7 @@ def tiny_model(folder: Path) -> tuple[Path, Path]:
     sys.path.insert(0, str(ROOT / "tests"))
     from helpers.models import tiny_llama_folder
 
-    from reinforce_rl.megatron.reward_head import RewardHead
+    from reinforce_rl.megatron.model.reward_head import RewardHead
 
     trunk = tiny_llama_folder(folder / "trunk", vocab_size=VOCAB_SIZE, max_positions=1024)
     weight = torch.randn(32, generator=torch.Generator().manual_seed(0))
@@ -206,8 +206,8 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended too
     from reinforce_rl.megatron.mesh import parallel_mesh
-    from reinforce_rl.megatron.reward_model import load_reward_model
-    from reinforce_rl.reward.batching import Batching
+    from reinforce_rl.reward_model.batching import Batching
+    from reinforce_rl.reward_model.scorer import load_reward_model
 
     with tempfile.TemporaryDirectory() as name, parallel_mesh() as mesh:
         folder = Path(name)

@@ -25,9 +25,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from reinforce_rl.algorithms.work_queue import FixedSplit, WorkQueue
+from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
-from reinforce_rl.rollout import Completions, Prompt
+from reinforce_rl.trainer.work_queue import FixedSplit, WorkQueue
 
 SAMPLES, TOKENS = 4, 256
 SECONDS_A_TOKEN = 0.001
@@ -53,13 +53,13 @@ def engine(mesh: Mesh, slowness: float, folder: Path) -> Iterator[Generate]:
     """The adapter of TensorRT-LLM on the fake of the tests, which sleeps in a process of its own."""
     from helpers.engine_fake import install_fake
 
+    from reinforce_rl.data.tokenizer import load_tokenizer
     from reinforce_rl.generation.base import SamplingParams
-    from reinforce_rl.generation.engine import EngineArguments
-    from reinforce_rl.generation.engine_process import Deadlines
-    from reinforce_rl.generation.tensorrt_llm import EngineSettings, TensorRTLLMGenerator
+    from reinforce_rl.generation.trtllm.engine import EngineArguments
+    from reinforce_rl.generation.trtllm.generator import EngineSettings, TensorRTLLMGenerator
+    from reinforce_rl.generation.trtllm.process import Deadlines
     from reinforce_rl.megatron.architecture import Architecture
-    from reinforce_rl.megatron.model import CausalLM
-    from reinforce_rl.tokenizer import load_tokenizer
+    from reinforce_rl.megatron.model.model import CausalLM
 
     install_fake(folder / "engine", model="scripted", seconds_a_token=slowness * SECONDS_A_TOKEN)
     arguments = EngineArguments(str(folder / "model"), "float32", 1, SAMPLES, LONGEST, LONGEST, 0.5)

@@ -61,16 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check(options: argparse.Namespace) -> int:
     import torch
 
-    from reinforce_rl.build_actor import DTYPES, stop_token_ids
+    from reinforce_rl.data.batches import Prompt
+    from reinforce_rl.data.tokenizer import load_tokenizer
     from reinforce_rl.generation.base import Generator, SamplingParams
     from reinforce_rl.generation.comparison import compare
-    from reinforce_rl.generation.native import NativeGenerator
+    from reinforce_rl.generation.native.generator import NativeGenerator
     from reinforce_rl.megatron.architecture import Architecture
-    from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
     from reinforce_rl.megatron.mesh import parallel_mesh
-    from reinforce_rl.megatron.model import CausalLM
-    from reinforce_rl.rollout import Prompt
-    from reinforce_rl.tokenizer import load_tokenizer
+    from reinforce_rl.megatron.model.model import CausalLM
+    from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
+    from reinforce_rl.trainer.build_actor import DTYPES, stop_token_ids
 
     with parallel_mesh(options.tensor_parallel, options.pipeline_parallel) as mesh:
         tokenizer = load_tokenizer(options.model)
@@ -84,9 +84,9 @@ def check(options: argparse.Namespace) -> int:
         native = NativeGenerator(lm, tokenizer)
         engine: Generator = native
         if options.engine == "tensorrt_llm":
-            from reinforce_rl.generation.engine import EngineArguments
-            from reinforce_rl.generation.engine_process import Deadlines
-            from reinforce_rl.generation.tensorrt_llm import EngineSettings, TensorRTLLMGenerator
+            from reinforce_rl.generation.trtllm.engine import EngineArguments
+            from reinforce_rl.generation.trtllm.generator import EngineSettings, TensorRTLLMGenerator
+            from reinforce_rl.generation.trtllm.process import Deadlines
 
             length = max(len(prompt.tokens) for prompt in prompts) + options.max_length
             made = EngineArguments(

@@ -14,8 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-from reinforce_rl.cli import start_ranks
 from reinforce_rl.errors import ReinforceError
+from reinforce_rl.launch.cli import start_ranks
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.launch import launch, make_plan, python_script, split_arguments
+from reinforce_rl.launch.local import launch, make_plan, python_script, split_arguments
 
 EXAMPLES = Path(__file__).resolve().parent
 

@@ -1,7 +1,7 @@
 """Serve a reward model over HTTP. Settings: conf/serve_reward_model.yaml; documentation: docs/reward-server.md.
 
 python examples/serve_reward_model.py reward_model.restore_from_path=TRUNK reward_model.head_path=HEAD.safetensors
-python examples/serve_reward_model.py reward_function.name=reinforce_rl.reward.functions.gsm8k
+python examples/serve_reward_model.py reward_function.name=reinforce_rl.rewards.functions.gsm8k
 python examples/serve_reward_model.py reward_model.restore_from_path=CLASSIFIER
 """
 
@@ -15,18 +15,18 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from reinforce_rl.cli import start_ranks, with_config
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, ModelStuckError
-from reinforce_rl.reward.access import read_token
-from reinforce_rl.reward.base import Scorer
-from reinforce_rl.reward.function_loading import FunctionSpec
-from reinforce_rl.reward.function_pool import OPTIONS, FunctionPool
-from reinforce_rl.reward.function_scoring import FunctionScorer
-from reinforce_rl.reward.ports import check_port
-from reinforce_rl.reward.server import RewardServer
-from reinforce_rl.reward.server_checks import model_faults, serves_function
-from reinforce_rl.reward.server_options import FrontOptions, access_faults
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.launch.cli import start_ranks, with_config
+from reinforce_rl.reward_server.checks import model_faults, serves_function
+from reinforce_rl.reward_server.function_scoring import FunctionScorer
+from reinforce_rl.reward_server.options import FrontOptions, access_faults
+from reinforce_rl.reward_server.server import RewardServer
+from reinforce_rl.rewards.access import read_token
+from reinforce_rl.rewards.base import Scorer
+from reinforce_rl.rewards.function_process.loading import FunctionSpec
+from reinforce_rl.rewards.function_process.pool import OPTIONS, FunctionPool
+from reinforce_rl.utils.ports import check_port
 
 
 def serve(cfg: DictConfig) -> None:
@@ -36,13 +36,13 @@ def serve(cfg: DictConfig) -> None:
     # Only now: torch and megatron take seconds to import, and a wrong path or a busy port should not cost them.
     import torch
 
-    from reinforce_rl.build_actor import DTYPES
-    from reinforce_rl.config_reading import precision_here
+    from reinforce_rl.config.reading import precision_here
     from reinforce_rl.megatron.mesh import parallel_mesh
-    from reinforce_rl.megatron.reward_model import load_head, load_reward_model
-    from reinforce_rl.reward.batching import Batching
-    from reinforce_rl.reward.merging import Merging
-    from reinforce_rl.reward.ranks import end_process, follow_rank_0, lead_ranks
+    from reinforce_rl.reward_model.batching import Batching
+    from reinforce_rl.reward_model.merging import Merging
+    from reinforce_rl.reward_model.scorer import load_head, load_reward_model
+    from reinforce_rl.reward_server.ranks import end_process, follow_rank_0, lead_ranks
+    from reinforce_rl.trainer.build_actor import DTYPES
 
     folder, head_path = cfg.reward_model.restore_from_path, cfg.reward_model.head_path
     head = load_head(folder, head_path)
@@ -99,7 +99,7 @@ def server_of(cfg: DictConfig, scorer: Scorer, model: Any, **options: Any) -> Re
         model: this rank's part of it.
         options: more of `RewardServer`.
     """
-    from reinforce_rl.megatron.reward_model import reward_model_identity
+    from reinforce_rl.reward_model.scorer import reward_model_identity
 
     return RewardServer(
         scorer,

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from reinforce_rl.cli import start_ranks, with_config
-from reinforce_rl.stop import StopRequest
+from reinforce_rl.launch.cli import start_ranks, with_config
+from reinforce_rl.runtime.stop import StopRequest
 
 
 @with_config("train_reinforce_actor")
 def main(cfg: DictConfig) -> None:
-    from reinforce_rl.config_reading import load_config
-    from reinforce_rl.run_settings import may_start
+    from reinforce_rl.config.reading import load_config
+    from reinforce_rl.runtime.settings import may_start
 
     if cfg.preflight in (True, "deep"):
         from reinforce_rl.preflight.run import preflight
@@ -31,7 +31,7 @@ def main(cfg: DictConfig) -> None:
     start_ranks(config.trainer.devices, config.trainer.num_nodes)
     stop = StopRequest.on_signals()
     # Only now: torch and megatron take seconds to import, and a wrong configuration should not cost them.
-    from reinforce_rl.build import train
+    from reinforce_rl.run import train
 
     train(config, stop)
 

@@ -10,9 +10,9 @@ import torch
 from helpers.losses import reinforce_loss
 from omegaconf import OmegaConf
 
-from reinforce_rl.algorithms.advantages import RewardGroups, leave_one_out, rloo
-from reinforce_rl.algorithms.kl import sequence_kl
-from reinforce_rl.algorithms.loss import Denominators
+from reinforce_rl.algorithm.advantages import RewardGroups, leave_one_out, rloo
+from reinforce_rl.algorithm.kl import sequence_kl
+from reinforce_rl.algorithm.loss import Denominators
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "slurm" / "README.md"]

@@ -34,15 +34,15 @@ from helpers.real_run import (
 from helpers.tiny_run import compose, json_lines, tiny_trainer, without_times
 from helpers.toy_server import is_alive, wait_for
 
-import reinforce_rl.build
-from reinforce_rl.algorithms.reinforce import ReinforceTrainer
-from reinforce_rl.config_reading import load_config
-from reinforce_rl.megatron.checkpoint import latest_checkpoint
-from reinforce_rl.megatron.reward_model import load_reward_model
+import reinforce_rl.run
+from reinforce_rl.config.reading import load_config
+from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
+from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.rollouts import RolloutRow, read_rollouts, rollout_files
-from reinforce_rl.reward.base import RewardRequest
-from reinforce_rl.reward.client import RemoteGPTRMClient
-from reinforce_rl.tokenizer import TokenizerInfo, load_tokenizer
+from reinforce_rl.reward_model.scorer import load_reward_model
+from reinforce_rl.rewards.base import RewardRequest
+from reinforce_rl.rewards.client import RemoteGPTRMClient
+from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 triton = pytest.importorskip("tritonclient.http")
@@ -192,7 +192,7 @@ def test_the_launcher_with_two_ranks(world, tmp_path):
     launched = launch_local(world, tmp_path / "run", "trainer.devices=2", *steps)
     check_whole_run(launched, last_step=2)
     commands = [" ".join(line) for line in launched.command_lines.values()]
-    assert any("reinforce_rl.ranks" in line and "--nproc-per-node 2" in line for line in commands)
+    assert any("reinforce_rl.utils.ranks" in line and "--nproc-per-node 2" in line for line in commands)
 
 
 def check_whole_run(launched, last_step: int) -> None:
@@ -249,7 +249,7 @@ class NegatedTrainer(ReinforceTrainer):
 def test_the_same_run_with_negated_advantages_does_not_pass_for_learning(
     world, servers, undisturbed, mesh, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(reinforce_rl.build, "ReinforceTrainer", NegatedTrainer)
+    monkeypatch.setattr(reinforce_rl.run, "ReinforceTrainer", NegatedTrainer)
     run_dir = tmp_path / "run"
     client = RemoteGPTRMClient("127.0.0.1", servers["mean"].port)
     try:

@@ -16,14 +16,14 @@ from helpers.tiny_run import compose
 
 from findings.language import reward
 from findings.pretraining import MAX_POSITIONS, MAX_RESPONSE, NUM_VALIDATION
-from reinforce_rl.build import build_trainer
-from reinforce_rl.build_data import build_datasets
-from reinforce_rl.config_reading import load_config
+from reinforce_rl.config.reading import load_config
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.rollouts import RolloutRow
 from reinforce_rl.monitoring.run import SilentMonitor
-from reinforce_rl.reward.base import STATUS_OK, RewardRequest, Rewards
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.rewards.base import STATUS_OK, RewardRequest, Rewards
+from reinforce_rl.run import build_trainer
+from reinforce_rl.trainer.build_data import build_datasets
 
 BETA = 0.05
 SAMPLES_PER_STEP = 32

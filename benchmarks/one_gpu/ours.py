@@ -16,22 +16,13 @@ from transformers import PreTrainedTokenizerFast
 
 from one_gpu.weights import fill_ours
 from one_gpu.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, STEP, Workload
-from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
-from reinforce_rl.algorithms.advantages import rloo
-from reinforce_rl.algorithms.credit import sequence_credit
-from reinforce_rl.algorithms.kl import sequence_kl
-from reinforce_rl.algorithms.loss import Denominators
-from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
-from reinforce_rl.layout import Layout
-from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
-from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
-from reinforce_rl.preflight.memory import Decoding, Pass, Policy, RankMemory, rank_memory
-from reinforce_rl.preflight.shapes import stage_shapes
-from reinforce_rl.rollout import (
+from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.algorithm.advantages import rloo
+from reinforce_rl.algorithm.credit import sequence_credit
+from reinforce_rl.algorithm.kl import sequence_kl
+from reinforce_rl.algorithm.loss import Denominators
+from reinforce_rl.config.parallelism import Layout
+from reinforce_rl.data.batches import (
     FINISH_LENGTH,
     Completions,
     Prompt,
@@ -39,6 +30,15 @@ from reinforce_rl.rollout import (
     RolloutBatch,
     join_prompts_and_responses,
 )
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
+from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
+from reinforce_rl.preflight.memory import Decoding, Pass, Policy, RankMemory, rank_memory
+from reinforce_rl.preflight.shapes import stage_shapes
 
 BETA = 0.05  # what a nat of KL costs
 GENERATING, REFERENCE, GRADIENT, OPTIMIZER = "generation", "reference log-probs", "loss and gradient", "optimizer"

@@ -15,15 +15,15 @@ import psutil
 import torch
 
 import reinforce_rl
-from reinforce_rl.build import build_trainer
-from reinforce_rl.build_data import build_datasets
-from reinforce_rl.cli import compose
-from reinforce_rl.config_reading import load_config
+from reinforce_rl.config.reading import load_config
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.launch.cli import compose
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.monitoring.rollouts import RolloutRow
 from reinforce_rl.monitoring.run import SilentMonitor
-from reinforce_rl.reward.connection import connect_to_reward_servers
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.run import build_trainer
+from reinforce_rl.trainer.build_data import build_datasets
 from rloo_step import workload as w
 
 TIMERS = {w.GENERATION: "generate", w.LOG_PROBS: "logprobs", w.REFERENCE: "init_logprobs", w.REWARDS: "reward_wait"}

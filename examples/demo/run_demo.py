@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from reinforce_rl.errors import ConfigError, ReinforceError
-from reinforce_rl.launch import launch, make_plan, python_script
+from reinforce_rl.launch.local import launch, make_plan, python_script
 from reinforce_rl.monitoring.summary import run_summary
 from reinforce_rl.tools.smollm2 import DEFAULT_FOLDER, prepare_smollm2
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.sampler import PromptSampler, shard
 from reinforce_rl.errors import CheckpointError, ConfigError
-from reinforce_rl.rollout import Prompt
 
 CollateFn = Callable[[list[Prompt]], Any]
 

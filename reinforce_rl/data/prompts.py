@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.utils.data import Dataset
 
+from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.blending import Blend
 from reinforce_rl.data.data_prefix import blending_weights, resolve_data_prefix
 from reinforce_rl.data.jsonl import JsonLine, LineFaults, describe_type, read_jsonl
 from reinforce_rl.errors import ConfigError, DataError
-from reinforce_rl.rollout import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from reinforce_rl.rollout import Completions, Prompt
+from reinforce_rl.data.batches import Completions, Prompt
 
 
 @dataclass(frozen=True)

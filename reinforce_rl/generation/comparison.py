@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.generation.base import Generator, SamplingParams
-from reinforce_rl.rollout import Completions, Prompt
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.sampling import penalise_repetition
-from reinforce_rl.rollout import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
+from reinforce_rl.generation.native.sampling import penalise_repetition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,6 +10,6 @@ import os
 # up by the product that it shall overlap with; megatron asks for it before Blackwell. CUDA reads it when it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-from reinforce_rl.megatron.cpu_support import enable_cpu_support
+from reinforce_rl.megatron.cpu.support import enable_cpu_support
 
 enable_cpu_support()

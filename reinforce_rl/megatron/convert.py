@@ -21,19 +21,19 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from reinforce_rl.errors import CheckpointError, ConfigError
-from reinforce_rl.files import replace_folder
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.checkpoint import STATE_FILE, latest_checkpoint, reason_of
-from reinforce_rl.megatron.hf_folder import HFFolder
-from reinforce_rl.megatron.hf_weights import Track, carry_over, export_hf_folder, load_hf_weights
-from reinforce_rl.megatron.lora import MergedWeights, add_lora, trained_state
-from reinforce_rl.megatron.lora_export import LoraIdentity, check_lora_identity
-from reinforce_rl.megatron.lora_map import LoraSettings
-from reinforce_rl.megatron.manifest import MANIFEST_FILE, check_files
+from reinforce_rl.megatron.checkpoint.checkpointer import STATE_FILE, latest_checkpoint, reason_of
+from reinforce_rl.megatron.checkpoint.manifest import MANIFEST_FILE, check_files
+from reinforce_rl.megatron.checkpoint.resharding import allow_other_padding
+from reinforce_rl.megatron.lora.export import LoraIdentity, check_lora_identity
+from reinforce_rl.megatron.lora.lora import MergedWeights, add_lora, trained_state
+from reinforce_rl.megatron.lora.map import LoraSettings
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.resharding import allow_other_padding
-from reinforce_rl.megatron.weight_map import EMBEDDING
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.weights.hf_folder import HFFolder
+from reinforce_rl.megatron.weights.hf_weights import Track, carry_over, export_hf_folder, load_hf_weights
+from reinforce_rl.megatron.weights.weight_map import EMBEDDING
+from reinforce_rl.utils.files import replace_folder
 
 MODEL = "model"
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
+from reinforce_rl.config.parallelism import Layout, layout_faults, rank_at
 from reinforce_rl.errors import (
     CheckpointError,
     ConfigError,
@@ -33,8 +34,7 @@ from reinforce_rl.errors import (
     StoppedEarly,
     TooManyFailedRewardsError,
 )
-from reinforce_rl.layout import Layout, layout_faults, rank_at
-from reinforce_rl.ranks import STORE_VARIABLE
+from reinforce_rl.utils.ranks import STORE_VARIABLE
 
 # Errors that mean the same on every rank, by the name under which they travel.
 _KINDS = (

@@ -18,9 +18,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from reinforce_rl.megatron.in_place_gradients import add_gradients_in_place
-from reinforce_rl.megatron.layer_spec import fuse_weight_gradients
-from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.cpu.in_place_gradients import add_gradients_in_place
+from reinforce_rl.megatron.model.layer_spec import fuse_weight_gradients
+from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.offload import HostCopies, attach_copies
 from reinforce_rl.megatron.optimizer_state import inner_optimizers, large_states
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.files import encode, json_line, plain_number, read_json_lines, write_json_lines
 from reinforce_rl.monitoring.base import SUCCESS
+from reinforce_rl.utils.files import encode, json_line, plain_number, read_json_lines, write_json_lines
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from reinforce_rl.algorithms.choices import KL_ESTIMATORS
-from reinforce_rl.algorithms.filtering import in_group_with_spread
-from reinforce_rl.algorithms.kl import sequence_kl
-from reinforce_rl.algorithms.moments import RunningMoments
-from reinforce_rl.rollout import ReinforceBatch, RolloutBatch
+from reinforce_rl.algorithm.choices import KL_ESTIMATORS
+from reinforce_rl.algorithm.filtering import in_group_with_spread
+from reinforce_rl.algorithm.kl import sequence_kl
+from reinforce_rl.algorithm.moments import RunningMoments
+from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.optimizer import OptimizerUpdate

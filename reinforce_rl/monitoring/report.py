@@ -18,13 +18,13 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from reinforce_rl.errors import DataError, ReinforceError
-from reinforce_rl.files import write_atomically
 from reinforce_rl.monitoring.charts import MAX_POINTS, Series, area_chart, legend, line_chart
 from reinforce_rl.monitoring.progress import PHASES, clock
 from reinforce_rl.monitoring.report_template import PAGE, STYLE
 from reinforce_rl.monitoring.rollouts import RolloutRow
 from reinforce_rl.monitoring.summary import RunRecord, load_run, slowest_rank, summarize, verdict
-from reinforce_rl.run_settings import CONFIG_FILE, flatten, settings_of
+from reinforce_rl.runtime.settings import CONFIG_FILE, flatten, settings_of
+from reinforce_rl.utils.files import write_atomically
 
 _EVEN_SAMPLES = 6
 _EXTREME_SAMPLES = 3

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from reinforce_rl.data.batches import FINISH_STOP
 from reinforce_rl.errors import DataError
-from reinforce_rl.files import read_json_lines, write_json_lines
-from reinforce_rl.rollout import FINISH_STOP
+from reinforce_rl.utils.files import read_json_lines, write_json_lines
 
 Kind = Literal["rollouts", "validation", "test"]
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
@@ -34,7 +34,7 @@ class RolloutRow:
         reward_with_kl: reward minus beta times kl.
         baseline: what was subtracted.
         advantage: what multiplied the log-probs.
-        finish_reason: of `rollout.py`: `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`.
+        finish_reason: of `data/batches.py`: `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`.
         response_length: tokens, the stop token included.
         valid: False where the sample was left out of the loss.
     """

@@ -12,7 +12,7 @@ from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
 from reinforce_rl.monitoring.stragglers import RankSeconds, StragglerLines, slowest_of_phases, timing_metrics
-from reinforce_rl.status import StatusFile
+from reinforce_rl.runtime.status import StatusFile
 
 TABLE_ROWS = 16  # samples of a validation that go to back ends which show tables
 

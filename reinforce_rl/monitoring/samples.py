@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.monitoring.rollouts import RolloutRow
-from reinforce_rl.rollout import Prompt, ReinforceBatch, RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.files import plain_number
 from reinforce_rl.monitoring.base import SUCCESS
+from reinforce_rl.utils.files import plain_number
 
 
 class TensorboardLogger:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reinforce_rl.config import TrainConfig
+from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.preflight.memory import ADAM_MOMENTS, FP32, WEIGHT_BYTES
 
 if TYPE_CHECKING:

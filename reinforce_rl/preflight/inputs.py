@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from reinforce_rl.algorithms.updates import total_steps
-from reinforce_rl.build_actor import DTYPES, lora_settings, model_options
-from reinforce_rl.build_data import build_datasets, build_sampler
-from reinforce_rl.config import TrainConfig
-from reinforce_rl.config_checks import TOO_LONG, shape_faults
+from reinforce_rl.config.checks import TOO_LONG, shape_faults
+from reinforce_rl.config.parallelism import Layout
+from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.data.prompts import RLHFDatasets
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, ReinforceError
-from reinforce_rl.layout import Layout
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.transformer_config import layers_of_stages
+from reinforce_rl.megatron.model.transformer_config import layers_of_stages
 from reinforce_rl.preflight.disk import DiskNeed, disk_need
 from reinforce_rl.preflight.shapes import ModelSize
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.trainer.build_actor import DTYPES, lora_settings, model_options
+from reinforce_rl.trainer.build_data import build_datasets, build_sampler
+from reinforce_rl.trainer.updates import total_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

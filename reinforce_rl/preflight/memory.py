@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reinforce_rl.generation.schedule import Schedule
+from reinforce_rl.generation.native.schedule import Schedule
 
 FP32 = 4
 ADAM_MOMENTS = 2 * FP32

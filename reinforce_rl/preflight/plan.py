@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from reinforce_rl.actor.micro_batches import micro_batches
-from reinforce_rl.algorithms.updates import total_steps, total_updates
-from reinforce_rl.build_actor import logits_chunk_tokens, lora_settings
-from reinforce_rl.build_data import build_sampler
-from reinforce_rl.config import TrainConfig
+from reinforce_rl.config.parallelism import Layout
+from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.data.loader import FixedPrompts
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets
 from reinforce_rl.data.sampler import shard
-from reinforce_rl.layout import Layout
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.preflight.memory import WEIGHT_BYTES, Decoding, Pass, Policy, RankMemory, rank_memory
 from reinforce_rl.preflight.shapes import stage_shapes
+from reinforce_rl.trainer.build_actor import logits_chunk_tokens, lora_settings
+from reinforce_rl.trainer.build_data import build_sampler
+from reinforce_rl.trainer.updates import total_steps, total_updates
 
 
 @dataclass(frozen=True)

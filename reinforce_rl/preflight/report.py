@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from reinforce_rl.layout import Layout
+from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.preflight.disk import DiskNeed, gigabytes
 from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import BatchPlan, Share

@@ -12,26 +12,26 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
-from reinforce_rl.build_actor import lora_settings
-from reinforce_rl.config import DEEP, NOT_SET, RewardServerConfig, TrainConfig
-from reinforce_rl.config_reading import read_config
+from reinforce_rl.config.reading import read_config
+from reinforce_rl.config.schema import DEEP, NOT_SET, RewardServerConfig, TrainConfig
 from reinforce_rl.errors import CheckpointError, ConfigError, RewardServerError
-from reinforce_rl.megatron.hf_folder import HFFolder
-from reinforce_rl.megatron.hf_weights import check_headers
+from reinforce_rl.megatron.weights.hf_folder import HFFolder
+from reinforce_rl.megatron.weights.hf_weights import check_headers
 from reinforce_rl.preflight.disk import gigabytes
 from reinforce_rl.preflight.inputs import Inputs, layout_of, read_inputs
 from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import longest_of, plan_batches, plan_memory
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
 from reinforce_rl.preflight.shapes import ModelSize
-from reinforce_rl.reward.access import read_token
-from reinforce_rl.reward.addresses import Address
-from reinforce_rl.reward.function_loading import LoadFault, load_function
-from reinforce_rl.reward.function_source import configured_functions
-from reinforce_rl.reward.health import check_once
-from reinforce_rl.reward.protocol import ServerInfo
-from reinforce_rl.reward.replicas import unlike
-from reinforce_rl.reward.retrying import FailedAttempt
+from reinforce_rl.rewards.access import read_token
+from reinforce_rl.rewards.function_process.loading import LoadFault, load_function
+from reinforce_rl.rewards.function_process.source import configured_functions
+from reinforce_rl.rewards.health import check_once
+from reinforce_rl.rewards.protocol import ServerInfo
+from reinforce_rl.rewards.replicas import unlike
+from reinforce_rl.rewards.retrying import FailedAttempt
+from reinforce_rl.trainer.build_actor import lora_settings
+from reinforce_rl.utils.addresses import Address
 
 SERVER_SECONDS = 3.0
 

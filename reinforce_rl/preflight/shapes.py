@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reinforce_rl.layout import Layout
+from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.lora_map import LoraSettings, lora_map
-from reinforce_rl.megatron.weight_map import EMBEDDING, Row, weight_map
+from reinforce_rl.megatron.lora.map import LoraSettings, lora_map
+from reinforce_rl.megatron.weights.weight_map import EMBEDDING, Row, weight_map
 from reinforce_rl.preflight.memory import StageShape
 
 

@@ -5,5 +5,5 @@ TEXT_FORM = "text"
 AUTO_FORM = "auto"
 INPUT_FORMS = (AUTO_FORM, TOKENS_FORM, TEXT_FORM)
 
-PROVIDED = "reinforce_rl.reward.functions"
+PROVIDED = "reinforce_rl.rewards.functions"
 PROVIDED_NAMES = ("gsm8k", "matches", "length", "vader")

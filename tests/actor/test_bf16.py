@@ -13,10 +13,10 @@ from helpers.models import tiny_llama_folder
 from helpers.ranks import run_ranks
 from helpers.tiny_run import metrics_of, tiny_config, tiny_trainer, weights, without_times
 
-from reinforce_rl.algorithms.loss import LossSettings
-from reinforce_rl.megatron.log_probs import response_scores
+from reinforce_rl.algorithm.loss import LossSettings
+from reinforce_rl.megatron.model.log_probs import response_scores
+from reinforce_rl.megatron.model.sequence_layout import PaddedSequences
 from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, build_optimizer
-from reinforce_rl.megatron.sequence_layout import PaddedSequences
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/layouts.py"
 BF16 = torch.bfloat16

@@ -19,7 +19,7 @@ from findings.language import SCALE, all_prompts, raw_score, reward, vocabulary,
 from findings.runs import CELLS, SAMPLES_PER_STEP, Job, Outcome, ReviewReward  # noqa: E402
 from findings.summary import Estimate, best_rates, difference  # noqa: E402
 
-from reinforce_rl.reward.base import RewardRequest  # noqa: E402
+from reinforce_rl.rewards.base import RewardRequest  # noqa: E402
 
 
 @pytest.mark.parametrize(

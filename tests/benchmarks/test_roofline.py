@@ -11,7 +11,7 @@ from helpers.models import tiny_llama_folder
 from helpers.tiny_run import compose, tiny_overrides
 from omegaconf import OmegaConf
 
-from reinforce_rl.config_reading import load_config
+from reinforce_rl.config.reading import load_config
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.monitoring.jsonl import JsonlLogger
 from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter

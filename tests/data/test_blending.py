@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.blending import Blend
 from reinforce_rl.data.loader import PromptLoader
 from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.sampler import PromptSampler, shard
 from reinforce_rl.errors import CheckpointError, ConfigError
-from reinforce_rl.rollout import Prompt
 
 EPOCHS = 4
 

@@ -6,11 +6,11 @@ from itertools import chain
 
 import pytest
 
+from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.loader import FixedPrompts, PromptLoader
 from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.errors import CheckpointError, ConfigError
-from reinforce_rl.rollout import Prompt
 
 
 def dataset_of(count: int, word: str = "prompt") -> PromptDataset:

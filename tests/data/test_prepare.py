@@ -12,8 +12,8 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.data.prepare import PrepareOptions, parse_hh_conversation, prepare_prompts, render_hh_prompt
 from reinforce_rl.data.prompts import PromptDataset
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, DataError
-from reinforce_rl.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"

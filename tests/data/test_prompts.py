@@ -11,12 +11,12 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 from omegaconf import OmegaConf
 from tokenizers.processors import TemplateProcessing
 
+from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.blending import Blend
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.data.prompts import PromptDataset, build_train_valid_test_rlhf_datasets
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, DataError
-from reinforce_rl.rollout import Prompt
-from reinforce_rl.tokenizer import load_tokenizer
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
-from reinforce_rl.algorithms.loss import Denominators, LossSettings
+from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.algorithm.loss import Denominators, LossSettings
+from reinforce_rl.data.batches import FINISH_LENGTH, ReinforceBatch, RolloutBatch
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
-from reinforce_rl.rollout import FINISH_LENGTH, ReinforceBatch, RolloutBatch
 
 LAYERS = 2
 MODEL = {

@@ -14,15 +14,15 @@ import torch
 from helpers.fake_cuda import check_collectives
 from helpers.policies import megatron_model
 
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
-from reinforce_rl.rollout import Prompt
-from reinforce_rl.tokenizer import load_tokenizer
 
 LLAMA = {
     "model_type": "llama",

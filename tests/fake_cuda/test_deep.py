@@ -17,9 +17,9 @@ from helpers.public_configs import LLAMA_3_1_8B
 from helpers.tiny_run import compose, write_prompts
 from omegaconf import OmegaConf
 
-from reinforce_rl.config import TrainConfig
-from reinforce_rl.config_reading import build, load_config
-from reinforce_rl.megatron.layer_spec import RMSNorm
+from reinforce_rl.config.reading import build, load_config
+from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.megatron.model.layer_spec import RMSNorm
 from reinforce_rl.preflight.deep import rank
 from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
 from reinforce_rl.preflight.deep.machine import MACHINES

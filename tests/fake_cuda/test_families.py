@@ -12,14 +12,14 @@ from helpers.layouts import SETTINGS
 from helpers.policies import megatron_model, random_tokens
 from torch import bfloat16, long, ones, tensor
 
-from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.data.batches import FINISH_LENGTH, Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.preflight.fake_cuda.machine import Machine
-from reinforce_rl.rollout import FINISH_LENGTH, Prompt, ReinforceBatch, RolloutBatch
-from reinforce_rl.tokenizer import load_tokenizer
 
 WINDOW = 7  # of the families that have one: prompt and response are longer
 

@@ -14,7 +14,7 @@ from helpers.batches import actor_of, rows_of, sequences, whole_batch
 from helpers.fake_cuda import check_collectives
 from helpers.layouts import ALL_LAYOUTS, SETTINGS, Layout
 
-from reinforce_rl.megatron.checkpoint import Checkpointer, latest_checkpoint
+from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer, latest_checkpoint
 from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, build_optimizer
 from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine

@@ -11,10 +11,10 @@ from helpers.fake_cuda import check_collectives
 from helpers.layouts import LAYOUTS, SETTINGS, Layout
 from helpers.trainable import CASES, NAMES, PAD_ID, examples_of, model_of, take_gradient
 
+from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-from reinforce_rl.megatron.reward_head import RewardHead
-from reinforce_rl.megatron.reward_model import MegatronRewardModel, load_trunk
 from reinforce_rl.preflight.fake_cuda.machine import Machine
+from reinforce_rl.reward_model.scorer import MegatronRewardModel, load_trunk
 
 NAMED = ("TP2 SP", "PP2", "CP2", "DP2 distributed optimizer", "TP2 PP2 SP")
 

@@ -10,8 +10,8 @@ import torch
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model, random_tokens
 
-from reinforce_rl.generation import weight_transfer
-from reinforce_rl.rollout import Prompt
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.generation.trtllm import weight_transfer
 
 
 @pytest.fixture(scope="module")

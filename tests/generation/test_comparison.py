@@ -11,10 +11,10 @@ import pytest
 import torch
 from helpers.models import tiny_llama_folder
 
-from reinforce_rl.generation import weight_transfer
+from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.comparison import compare
-from reinforce_rl.rollout import FINISH_STOP, Completions, Prompt
+from reinforce_rl.generation.trtllm import weight_transfer
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "check_generation.py"
 PROMPTS = [Prompt(0, "", (5,)), Prompt(1, "", (6,))]

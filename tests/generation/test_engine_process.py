@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from reinforce_rl.errors import EngineLostError, GenerationError
-from reinforce_rl.generation import engine_process
-from reinforce_rl.generation.engine import EngineArguments, EngineSampling, Request
-from reinforce_rl.generation.engine_model import write_engine_model
-from reinforce_rl.generation.engine_process import (
+from reinforce_rl.generation.trtllm import process as engine_process
+from reinforce_rl.generation.trtllm.engine import EngineArguments, EngineSampling, Request
+from reinforce_rl.generation.trtllm.model_folder import write_engine_model
+from reinforce_rl.generation.trtllm.process import (
     MAX_FOLDER_CHARACTERS,
     Deadlines,
     EngineProcess,
@@ -127,12 +127,12 @@ def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch)
 
 def test_the_host_does_not_outlive_a_trainer_that_is_not_its_parent():
     done = subprocess.run(
-        [sys.executable, "-m", "reinforce_rl.generation.engine_host", "0", "1"], timeout=60, capture_output=True
+        [sys.executable, "-m", "reinforce_rl.generation.trtllm.host", "0", "1"], timeout=60, capture_output=True
     )
     assert done.returncode == 1
 
 
 def test_the_host_imports_neither_torch_nor_megatron():
-    code = "import sys, reinforce_rl.generation.engine_host; print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
+    code = "import sys, reinforce_rl.generation.trtllm.host; print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr

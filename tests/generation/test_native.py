@@ -13,13 +13,13 @@ from helpers.models import smollm2_folder, tiny_llama_folder
 from helpers.policies import megatron_model, random_tokens, transformers_model
 from helpers.ranks import run_ranks
 
+from reinforce_rl.data.batches import Prompt, join_prompts_and_responses
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import DataError
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
-from reinforce_rl.generation.sampling import gumbel_noise, noise_keys
-from reinforce_rl.megatron import model as model_module
-from reinforce_rl.rollout import Prompt, join_prompts_and_responses
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.generation.native.sampling import gumbel_noise, noise_keys
+from reinforce_rl.megatron.model import model as model_module
 
 EOS = 2
 

@@ -14,12 +14,12 @@ from helpers.flash import decode_statically
 from helpers.models import smollm2_folder, tiny_llama_folder
 from helpers.policies import megatron_model
 
-from reinforce_rl.generation import decoding
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
-from reinforce_rl.generation.sampling import choose_tokens, gumbel_noise
-from reinforce_rl.rollout import Prompt
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.generation.native import decoding
+from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.generation.native.sampling import choose_tokens, gumbel_noise
 
 NEAR = 1e-4
 GROUP = 4

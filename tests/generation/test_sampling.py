@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.sampling import (
+from reinforce_rl.generation.native.sampling import (
     _fold_halves,
     _xor_shift,
     choose_tokens,

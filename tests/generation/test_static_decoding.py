@@ -15,12 +15,12 @@ from helpers.models import tiny_llama_folder
 from helpers.ranks import run_ranks
 from helpers.recorded_graphs import stand_in
 
-from reinforce_rl.generation import cuda_graphs, static_decoding
+from reinforce_rl.data.batches import Completions
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
-from reinforce_rl.generation.static_decoding import can_decode_statically, padded_rows
-from reinforce_rl.rollout import Completions
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.generation.native import cuda_graphs, static_decoding
+from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.generation.native.static_decoding import can_decode_statically, padded_rows
 
 PARAMS = SamplingParams(max_length=20, stop_token_ids=(2, 5, 6, 7))
 KINDS = {

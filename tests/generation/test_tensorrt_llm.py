@@ -26,18 +26,18 @@ from helpers.tiny_run import (
 )
 from safetensors.torch import load_file
 
-from reinforce_rl.build_actor import build_generator
-from reinforce_rl.config_reading import load_config
+from reinforce_rl.config.reading import load_config
+from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP, Prompt
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, GenerationError
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.engine import Answer
-from reinforce_rl.generation.tensorrt_llm import requests_of
+from reinforce_rl.generation.trtllm.engine import Answer
+from reinforce_rl.generation.trtllm.generator import requests_of
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.checkpoint import latest_checkpoint
-from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
-from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.rollout import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP, Prompt
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.trainer.build_actor import build_generator
 
 ENGINE = ("generation=tensorrt_llm", "tensorrt_llm.weight_bucket_megabytes=1")
 OF_RUNS = ("trainer.reinforce.val_check_interval=2", "trainer.reinforce.initial_policy_kl_penalty=0")

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.generation import weight_transfer
-from reinforce_rl.generation.weight_transfer import (
+from reinforce_rl.generation.trtllm import weight_transfer
+from reinforce_rl.generation.trtllm.weight_transfer import (
     _elements,
     _views,
     device_uuid,
@@ -28,9 +28,9 @@ from reinforce_rl.generation.weight_transfer import (
     plan_buckets,
     send_weights,
 )
-from reinforce_rl.megatron.hf_weights import HFFolder, export_hf_folder
-from reinforce_rl.megatron.lora import MergedWeights
-from reinforce_rl.megatron.weight_map import Row
+from reinforce_rl.megatron.lora.lora import MergedWeights
+from reinforce_rl.megatron.weights.hf_weights import HFFolder, export_hf_folder
+from reinforce_rl.megatron.weights.weight_map import Row
 
 # What the worker of TensorRT-LLM 1.2 lets a pickle import, by llmapi/rlhf_utils.py and serialization.py.
 BUILTINS = ("list", "tuple", "str", "int", "float", "bool", "bytes", "dict", "NoneType", "type")

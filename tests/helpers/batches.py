@@ -9,17 +9,17 @@ import torch
 from helpers.policies import brute_force_log_probs, megatron_model, padded_sequences
 from torch import Tensor
 
-from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
-from reinforce_rl.algorithms.loss import Denominators
+from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.algorithm.loss import Denominators
+from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
-from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
-from reinforce_rl.megatron.lora import add_lora
-from reinforce_rl.megatron.lora_map import LoraSettings
+from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.megatron.lora.lora import add_lora
+from reinforce_rl.megatron.lora.map import LoraSettings
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions
-from reinforce_rl.rollout import ReinforceBatch, RolloutBatch
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.megatron.model.transformer_config import DEFAULT_OPTIONS, ModelOptions
+from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
 
 TEMPERATURE = 0.7
 VOCAB_SIZE = 61

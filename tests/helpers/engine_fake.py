@@ -8,9 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-from reinforce_rl.generation import weight_transfer
 from reinforce_rl.generation.base import Generator
-from reinforce_rl.generation.tensorrt_llm import TensorRTLLMGenerator
+from reinforce_rl.generation.trtllm import weight_transfer
+from reinforce_rl.generation.trtllm.generator import TensorRTLLMGenerator
 
 PACKAGE = Path(__file__).with_name("fake_engine")
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from reinforce_rl.algorithms.advantages import RewardGroups, estimator_of
-from reinforce_rl.algorithms.credit import assign_credit, whiten
-from reinforce_rl.algorithms.kl import reduce_over_tokens, token_kl
-from reinforce_rl.algorithms.loss import Denominators, LossInputs, LossSettings, policy_loss
+from reinforce_rl.algorithm.advantages import RewardGroups, estimator_of
+from reinforce_rl.algorithm.credit import assign_credit, whiten
+from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
+from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
 
 BETA = 0.3
 PAST_MEAN = 0.4

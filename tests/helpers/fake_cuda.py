@@ -15,23 +15,23 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from reinforce_rl.actor.model import ActorSettings, MegatronGPTReinforceActorModel
-from reinforce_rl.algorithms.loss import Denominators
+from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.algorithm.loss import Denominators
+from reinforce_rl.data.batches import FINISH_LENGTH, Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.model.transformer_config import DEFAULT_OPTIONS, ModelOptions
 from reinforce_rl.megatron.optimizer import (
     DEFAULT_DATA_PARALLEL,
     ActorOptimizer,
     DataParallelSettings,
     build_optimizer,
 )
-from reinforce_rl.megatron.transformer_config import DEFAULT_OPTIONS, ModelOptions
 from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
-from reinforce_rl.rollout import FINISH_LENGTH, Prompt, ReinforceBatch, RolloutBatch
 
 PROMPTS = [Prompt(number, "", tuple(range(3, 6 + number))) for number in range(4)]
 

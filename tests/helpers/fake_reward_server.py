@@ -17,8 +17,8 @@ from pathlib import Path
 
 
 def describe(**changes):
-    from reinforce_rl.reward.protocol import ServerInfo
-    from reinforce_rl.tokenizer import TokenizerInfo
+    from reinforce_rl.data.tokenizer import TokenizerInfo
+    from reinforce_rl.rewards.protocol import ServerInfo
 
     tokenizer = TokenizerInfo(vocab_size=128, vocab_sha256="a" * 64, eos_id=2, chat_template_sha256=None)
     values = {
@@ -105,7 +105,7 @@ class FakeRewardServer:
                     self._send(code, body, *headers)
 
             def _score(self, request: bytes, score: Callable[[list[int]], float]) -> tuple:
-                from reinforce_rl.reward.base import STATUS_INTERNAL, STATUS_OK
+                from reinforce_rl.rewards.base import STATUS_INTERNAL, STATUS_OK
 
                 sequences = sequences_of(request, int(self.headers["Inference-Header-Content-Length"]))
                 fake.requests.append(sequences)

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from helpers.http_call import call
 
-from reinforce_rl.reward.front import READY, FrontSettings
-from reinforce_rl.reward.front_process import FrontProcess
-from reinforce_rl.reward.limits import FrontLimits
-from reinforce_rl.reward.ports import free_port, open_port
-from reinforce_rl.reward.progress import Progress
-from reinforce_rl.reward.transport import HttpAnswer
+from reinforce_rl.reward_server.front.app import READY, FrontSettings
+from reinforce_rl.reward_server.front.limits import FrontLimits
+from reinforce_rl.reward_server.front.process import FrontProcess
+from reinforce_rl.reward_server.progress import Progress
+from reinforce_rl.rewards.transport import HttpAnswer
+from reinforce_rl.utils.ports import free_port, open_port
 
 
 def infer_body(*rows: list[int]) -> bytes:

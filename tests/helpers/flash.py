@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from reinforce_rl.generation import native
-from reinforce_rl.megatron import flash_cache
+from reinforce_rl.generation.native import generator as native
+from reinforce_rl.megatron.model import flash_cache
 
 
 def emulated_varlen_attention(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from reinforce_rl.megatron import attention, packing
+from reinforce_rl.megatron.model import attention, packing
 
 
 @contextlib.contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reinforce_rl.reward.addresses import Address
-from reinforce_rl.reward.transport import HttpAnswer, exchange, wait_for
+from reinforce_rl.rewards.transport import HttpAnswer, exchange, wait_for
+from reinforce_rl.utils.addresses import Address
 
 
 def call(

@@ -13,16 +13,16 @@ from helpers.batches import actor_of, flat, gradient_of, rows_of, sequences, who
 from helpers.lora import load_updates, random_updates
 from helpers.policies import random_tokens
 
-from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
+from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
-from reinforce_rl.megatron.hf_weights import hf_tensors
-from reinforce_rl.megatron.lora import MergedWeights, lora_settings_of
-from reinforce_rl.megatron.lora_map import PROJECTIONS, LoraSettings
+from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.megatron.lora.lora import MergedWeights, lora_settings_of
+from reinforce_rl.megatron.lora.map import PROJECTIONS, LoraSettings
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
+from reinforce_rl.megatron.model.transformer_config import ModelOptions
 from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, OptimizerSettings, build_optimizer
-from reinforce_rl.megatron.transformer_config import ModelOptions
-from reinforce_rl.rollout import Completions, Prompt
+from reinforce_rl.megatron.weights.hf_weights import hf_tensors
 
 NUM_VALID = 10
 NUM_STEPS = 3

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reinforce_rl.megatron.log_probs import TokenScores, response_scores
-from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.megatron.sequence_layout import PaddedSequences
+from reinforce_rl.megatron.model.log_probs import TokenScores, response_scores
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.model.sequence_layout import PaddedSequences
 
 
 def response_log_probs(

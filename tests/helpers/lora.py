@@ -13,19 +13,19 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.checkpoint import Checkpointer
-from reinforce_rl.megatron.hf_weights import export_hf_folder, hf_tensors, parameters_of
-from reinforce_rl.megatron.lora import MergedWeights, adapter_rows, add_lora
-from reinforce_rl.megatron.lora_export import export_adapter, peft_config
-from reinforce_rl.megatron.lora_map import PROJECTIONS, LoraSettings, lora_map
+from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
+from reinforce_rl.megatron.lora.export import export_adapter, peft_config
+from reinforce_rl.megatron.lora.lora import MergedWeights, adapter_rows, add_lora
+from reinforce_rl.megatron.lora.map import PROJECTIONS, LoraSettings, lora_map
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model import CausalLM
+from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
     OptimizerSettings,
     build_optimizer,
     wrap_data_parallel,
 )
+from reinforce_rl.megatron.weights.hf_weights import export_hf_folder, hf_tensors, parameters_of
 
 EVERY = LoraSettings(rank=3, alpha=7.0, targets=PROJECTIONS, seed=5)
 SOME = LoraSettings(rank=2, alpha=3.0, targets=("q_proj", "v_proj", "o_proj", "up_proj"), seed=5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reinforce_rl.algorithms.loss import Denominators, LossInputs, LossSettings, policy_loss
+from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
 
 
 def reinforce_loss(

@@ -18,18 +18,18 @@ from helpers.tiny_run import compose
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
-from reinforce_rl.build_actor import build_actor, optimizer_settings
-from reinforce_rl.config import TrainConfig
-from reinforce_rl.config_reading import load_config
+from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.preflight.inputs import read_inputs
 from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import plan_batches, plan_memory
-from reinforce_rl.rollout import Prompt, ReinforceBatch, RolloutBatch
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.trainer.build_actor import build_actor, optimizer_settings
 
 PROMPT, RESPONSE = 144, 48
 

@@ -9,9 +9,9 @@ import numpy as np
 from helpers.fuzz_batches import WireRequest
 from helpers.fuzz_requests import HEADER_LENGTH
 
-from reinforce_rl.reward import protocol
-from reinforce_rl.reward.front_request import TritonRequest, read_request
-from reinforce_rl.reward.limits import FrontLimits
+from reinforce_rl.reward_server.front.limits import FrontLimits
+from reinforce_rl.reward_server.front.request import TritonRequest, read_request
+from reinforce_rl.rewards import protocol
 
 LIMITS = FrontLimits(max_request_bytes=1 << 20, max_samples=64, max_sequence_length=128)
 ALL_FORMS = (protocol.TOKENS_FORM, protocol.TEXT_FORM)

@@ -23,7 +23,7 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.megatron.reward_head import RewardHead
+from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.monitoring.jsonl import read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -72,7 +72,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def stand_in() -> SimpleNamespace:
-    """What `reinforce_rl.generation.cuda_graphs` knows as torch; its `graphs` are those that were captured."""
+    """What `reinforce_rl.generation.native.cuda_graphs` knows as torch; its `graphs` are those that were captured."""
     graphs: list[Graph] = []
 
     def new_graph() -> Graph:

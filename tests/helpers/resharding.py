@@ -15,8 +15,8 @@ from helpers.models import tiny_family_folder
 from megatron.core import dist_checkpointing
 from torch import Tensor
 
-from reinforce_rl.megatron.checkpoint import latest_checkpoint
-from reinforce_rl.megatron.lora_map import LoraSettings
+from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.lora.map import LoraSettings
 from reinforce_rl.megatron.mesh import Mesh
 
 SAVED_AFTER, STEPS = 2, 3

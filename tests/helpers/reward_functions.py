@@ -47,7 +47,7 @@ def hostile(prompt: str, response: str, record: Mapping[str, Any]) -> float:
     if response == "isfinite":
         math.isfinite = lambda _: False  # type: ignore[assignment]
     if response == "worker":
-        from reinforce_rl.reward import function_worker
+        from reinforce_rl.rewards.function_process import worker as function_worker
 
         function_worker.score = None  # type: ignore[assignment]
     if response == "modules":

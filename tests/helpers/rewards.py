@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from reinforce_rl.reward.base import STATUS_INTERNAL, STATUS_OK, RewardRequest, Rewards
+from reinforce_rl.rewards.base import STATUS_INTERNAL, STATUS_OK, RewardRequest, Rewards
 
 
 @dataclass(frozen=True)

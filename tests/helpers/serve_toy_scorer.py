@@ -69,10 +69,10 @@ def main() -> None:
 
     from helpers.tiny_tokenizer import write_tiny_tokenizer
 
+    from reinforce_rl.data.tokenizer import load_tokenizer
     from reinforce_rl.errors import ReinforceError
-    from reinforce_rl.reward.server import RewardServer
-    from reinforce_rl.reward.server_options import FrontOptions
-    from reinforce_rl.tokenizer import load_tokenizer
+    from reinforce_rl.reward_server.options import FrontOptions
+    from reinforce_rl.reward_server.server import RewardServer
 
     with tempfile.TemporaryDirectory() as folder:
         if args.tokenizer is None:

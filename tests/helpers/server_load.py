@@ -15,11 +15,11 @@ from helpers.ranks import kill_tree
 from helpers.real_run import RealServer
 
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.reward_head import RewardHead
-from reinforce_rl.megatron.reward_model import load_reward_model
-from reinforce_rl.reward.base import RewardRequest, Rewards
-from reinforce_rl.reward.batching import Batching
-from reinforce_rl.reward.client import RemoteGPTRMClient
+from reinforce_rl.megatron.model.reward_head import RewardHead
+from reinforce_rl.reward_model.batching import Batching
+from reinforce_rl.reward_model.scorer import load_reward_model
+from reinforce_rl.rewards.base import RewardRequest, Rewards
+from reinforce_rl.rewards.client import RemoteGPTRMClient
 
 VOCAB_SIZE = 64
 CLIENTS = 64

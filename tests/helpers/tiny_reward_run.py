@@ -20,11 +20,11 @@ if __name__ == "__main__":
 import hydra
 from helpers.models import tiny_llama_folder
 
-from reinforce_rl.cli import CONF_FOLDER
-from reinforce_rl.reward.full_checks import load_config
-from reinforce_rl.reward.full_job import train_all_weights
-from reinforce_rl.reward.full_training import FullTrainer
-from reinforce_rl.reward.training_config import TrainRewardModelConfig
+from reinforce_rl.launch.cli import CONF_FOLDER
+from reinforce_rl.reward_model.config import TrainRewardModelConfig
+from reinforce_rl.reward_model.full.checks import load_config
+from reinforce_rl.reward_model.full.job import train_all_weights
+from reinforce_rl.reward_model.full.training import FullTrainer
 
 GOOD, BAD = "etaoin", "shrdlu"
 NAMES = ("vowels", "length")

@@ -14,16 +14,16 @@ from helpers.rewards import FunctionReward
 from omegaconf import DictConfig
 from torch import Tensor
 
-from reinforce_rl.algorithms.reinforce import ReinforceTrainer
-from reinforce_rl.build import build_monitor, build_trainer
-from reinforce_rl.build_data import build_datasets
-from reinforce_rl.cli import CONF_FOLDER
-from reinforce_rl.config import TrainConfig
-from reinforce_rl.config_reading import load_config
-from reinforce_rl.megatron.checkpoint import latest_checkpoint
+from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.launch.cli import CONF_FOLDER
+from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.reward.base import RewardSource
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.rewards.base import RewardSource
+from reinforce_rl.run import build_monitor, build_trainer
+from reinforce_rl.trainer.build_data import build_datasets
+from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
 PROMPT_TOKENS = 3
 MAX_LENGTH = 5

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from reinforce_rl import launch
+from reinforce_rl.launch import local as launch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -68,7 +68,7 @@ class ToyServer:
 
     @property
     def front(self) -> psutil.Process:
-        return next(p for p in self.descendants if "reinforce_rl.reward.front_process" in p.cmdline())
+        return next(p for p in self.descendants if "reinforce_rl.reward_server.front.process" in p.cmdline())
 
     def kill_group(self) -> None:
         """As a failing node would: no process of the group gets a chance to clean up."""

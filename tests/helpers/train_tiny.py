@@ -36,14 +36,14 @@ sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2])]
 
 from omegaconf import DictConfig  # noqa: E402
 
-from reinforce_rl.cli import start_ranks, with_config  # noqa: E402
-from reinforce_rl.stop import StopRequest  # noqa: E402
+from reinforce_rl.launch.cli import start_ranks, with_config  # noqa: E402
+from reinforce_rl.runtime.stop import StopRequest  # noqa: E402
 
 
 @with_config("train_reinforce_actor")
 def main(cfg: DictConfig) -> None:
-    from reinforce_rl.config_reading import load_config
-    from reinforce_rl.run_settings import may_start
+    from reinforce_rl.config.reading import load_config
+    from reinforce_rl.runtime.settings import may_start
 
     config = load_config(cfg)
     if not may_start(config):
@@ -54,8 +54,8 @@ def main(cfg: DictConfig) -> None:
     from helpers.rewards import FunctionReward
     from helpers.tiny_run import PROMPT_TOKENS, SOME_ALIKE, odd_share
 
-    import reinforce_rl.reward.connection as connection
-    from reinforce_rl.build import train
+    import reinforce_rl.rewards.sources as connection
+    from reinforce_rl.run import train
 
     # With prompts whose samples are all alike where those are left out.
     reward = SOME_ALIKE if config.trainer.reinforce.dynamic_filtering else FunctionReward(odd_share, PROMPT_TOKENS)
@@ -75,13 +75,13 @@ def die_before(suffix: str) -> None:
 
 
 def limit_collectives(seconds: float) -> None:
-    from reinforce_rl.config import TrainConfig
+    from reinforce_rl.config.schema import TrainConfig
 
     TrainConfig.torch_timeout_seconds = seconds  # type: ignore[assignment, misc]
 
 
 def lengthen_steps(seconds: float) -> None:
-    from reinforce_rl.algorithms.reinforce import ReinforceTrainer
+    from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
     train = ReinforceTrainer.run_training
 
@@ -93,7 +93,7 @@ def lengthen_steps(seconds: float) -> None:
 
 
 def slow_down(slow: int, rank: int) -> None:
-    from reinforce_rl.algorithms.work_queue import COUNTER, WorkQueue
+    from reinforce_rl.trainer.work_queue import COUNTER, WorkQueue
 
     take = WorkQueue.__iter__
 
@@ -119,7 +119,7 @@ def use_fake_engine(folder: Path, rank: str, fault: list | None) -> None:
 def act(phase: str, step: int, number: int) -> None:
     from helpers.rewards import ReadyRewards
 
-    from reinforce_rl.activity import Activity
+    from reinforce_rl.runtime.phases import Activity
 
     begin = Activity.begin
 

@@ -11,14 +11,14 @@ from helpers.layouts import SETTINGS, Layout
 from torch import Tensor
 
 from reinforce_rl.data.sampler import shard
-from reinforce_rl.megatron.checkpoint import Checkpointer
-from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
+from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-from reinforce_rl.reward.objectives import Objective, Ranking, Regression
-from reinforce_rl.reward.pairs import EncodedPair
-from reinforce_rl.reward.ratings import EncodedRating
-from reinforce_rl.reward.trainable import TrainableRewardModel, load_trainable
+from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
+from reinforce_rl.reward_model.objectives import Objective, Ranking, Regression
+from reinforce_rl.reward_model.pairs import EncodedPair
+from reinforce_rl.reward_model.ratings import EncodedRating
+from reinforce_rl.reward_model.trainable import TrainableRewardModel, load_trainable
 
 VOCAB_SIZE = 61
 PAD_ID = 0

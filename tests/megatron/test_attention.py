@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from helpers.flash_kernels import flash_on_cpu
 from torch.nn.attention.bias import causal_lower_right
 
-from reinforce_rl.megatron import attention
-from reinforce_rl.megatron.attention import (
+from reinforce_rl.megatron.model import attention
+from reinforce_rl.megatron.model.attention import (
     causal_attention,
     causal_attention_of_share,
     flash_attention,
     flash_takes,
 )
-from reinforce_rl.megatron.context_parallel import zigzag_positions
+from reinforce_rl.megatron.model.context_parallel import zigzag_positions
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 KERNELS = {"flash": flash_on_cpu, "cpu": contextlib.nullcontext}

@@ -17,12 +17,12 @@ from helpers.checkpoint_run import SETTINGS, Run
 from helpers.models import tiny_llama_folder
 
 from reinforce_rl.errors import CheckpointError
-from reinforce_rl.megatron import checkpoint as subject
-from reinforce_rl.megatron.checkpoint import Checkpoint, latest_checkpoint, state_bytes
+from reinforce_rl.megatron.checkpoint import checkpointer as subject
+from reinforce_rl.megatron.checkpoint.checkpointer import Checkpoint, latest_checkpoint, state_bytes
+from reinforce_rl.megatron.checkpoint.sharded_writer import ShardedWriter
 from reinforce_rl.megatron.convert import load_weights
 from reinforce_rl.megatron.optimizer import DataParallelSettings
 from reinforce_rl.megatron.optimizer_state import large_states
-from reinforce_rl.megatron.sharded_writer import ShardedWriter
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from helpers.policies import megatron_model
 from safetensors.torch import load_file
 
 from reinforce_rl.errors import CheckpointError, ConfigError
-from reinforce_rl.megatron.checkpoint import Checkpointer
+from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
 from reinforce_rl.megatron.convert import to_hf, to_megatron
 from reinforce_rl.megatron.optimizer import OptimizerSettings, build_optimizer, wrap_data_parallel
 

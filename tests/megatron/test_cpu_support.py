@@ -18,7 +18,7 @@ before = dict(vars(torch.cuda)), torch.Tensor.type, torch.Tensor.cuda
 dynamo = torch._dynamo.config.disable
 
 import reinforce_rl.megatron
-from reinforce_rl.megatron.cpu_support import enable_cpu_support
+from reinforce_rl.megatron.cpu.support import enable_cpu_support
 import megatron.core.tensor_parallel.layers as layers
 import megatron.core.tensor_parallel.random as tracker
 
@@ -38,7 +38,7 @@ print("untouched")
 def test_megatron_sees_a_facade_and_nobody_else_does():
     import transformers.modeling_utils
 
-    import reinforce_rl.megatron.model as ours
+    import reinforce_rl.megatron.model.model as ours
 
     rebound = [m for name, m in sys.modules.items() if name.startswith("megatron.core") and hasattr(m, "torch")]
     assert len(rebound) > 30

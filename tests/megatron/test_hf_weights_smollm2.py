@@ -11,7 +11,7 @@ from helpers.policies import all_logits, megatron_model, random_tokens, transfor
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file
 
-from reinforce_rl.megatron.hf_weights import export_hf_folder
+from reinforce_rl.megatron.weights.hf_weights import export_hf_folder
 
 TEXT = "The tide comes in twice a day because the Moon pulls at the sea, and the Earth turns below it."
 

@@ -8,10 +8,10 @@ from helpers.accumulate import accumulate_gradients
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model, padded_sequences
 
-from reinforce_rl.megatron.log_probs import response_scores
+from reinforce_rl.megatron.model.log_probs import response_scores
+from reinforce_rl.megatron.model.sequence_layout import PaddedSequences
+from reinforce_rl.megatron.model.transformer_config import ModelOptions
 from reinforce_rl.megatron.optimizer import DataParallelSettings, wrap_data_parallel
-from reinforce_rl.megatron.sequence_layout import PaddedSequences
-from reinforce_rl.megatron.transformer_config import ModelOptions
 
 RECOMPUTED = ModelOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 MICRO_BATCHES = [([3, 5], [4, 2]), ([6], [1]), ([2, 2], [3, 7])]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from reinforce_rl.megatron.attention import causal_attention
-from reinforce_rl.megatron.kv_cache import KVCache
+from reinforce_rl.megatron.model.attention import causal_attention
+from reinforce_rl.megatron.model.kv_cache import KVCache
 
 HEADS, GROUPS, SIZE = 6, 2, 8
 LENGTHS = (5, 9, 1)

@@ -22,16 +22,16 @@ from helpers.policies import all_logits, megatron_model, transformers_logits, tr
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file
 
-from reinforce_rl.config_checks import LORA_TARGETS
+from reinforce_rl.config.checks import LORA_TARGETS
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.convert import load_weights
-from reinforce_rl.megatron.hf_weights import export_hf_folder
-from reinforce_rl.megatron.lora import MergedWeights, add_lora, initial_a, updates_off
-from reinforce_rl.megatron.lora_map import ALL, PROJECTIONS, LoraSettings, lora_map
-from reinforce_rl.rollout import Prompt
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.megatron.lora.lora import MergedWeights, add_lora, initial_a, updates_off
+from reinforce_rl.megatron.lora.map import ALL, PROJECTIONS, LoraSettings, lora_map
+from reinforce_rl.megatron.weights.hf_weights import export_hf_folder
 
 every_case = pytest.mark.parametrize("name", CASES)
 

@@ -13,9 +13,9 @@ from helpers.policies import megatron_model, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforce_rl.megatron.log_probs import response_scores
-from reinforce_rl.megatron.packing import PackedGroups, _Repeated, _spans, _UnpaddedAttention
-from reinforce_rl.megatron.sequence_layout import PaddedSequences
+from reinforce_rl.megatron.model.log_probs import response_scores
+from reinforce_rl.megatron.model.packing import PackedGroups, _Repeated, _spans, _UnpaddedAttention
+from reinforce_rl.megatron.model.sequence_layout import PaddedSequences
 
 PAD = 2
 FAMILIES = ("llama", "mistral_window", "qwen3")

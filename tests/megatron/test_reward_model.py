@@ -13,12 +13,12 @@ from helpers.models import tiny_llama_folder
 from helpers.ranks import run_ranks
 
 from reinforce_rl.errors import CheckpointError, ConfigError
-from reinforce_rl.megatron.hf_folder import HFFolder
-from reinforce_rl.megatron.reward_head import RewardHead, counted_lengths, pool
-from reinforce_rl.megatron.reward_model import load_reward_model, reward_model_identity
-from reinforce_rl.reward.base import attributes_of
-from reinforce_rl.reward.batching import Batching
-from reinforce_rl.reward.merging import Merging
+from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, pool
+from reinforce_rl.megatron.weights.hf_folder import HFFolder
+from reinforce_rl.reward_model.batching import Batching
+from reinforce_rl.reward_model.merging import Merging
+from reinforce_rl.reward_model.scorer import load_reward_model, reward_model_identity
+from reinforce_rl.rewards.base import attributes_of
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/classifiers.py"
 KINDS = list(itertools.product(FAMILIES, (1, 5)))

@@ -8,8 +8,8 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model, random_tokens
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.megatron.attention import CoreAttention
-from reinforce_rl.megatron.transformer_config import ModelOptions
+from reinforce_rl.megatron.model.attention import CoreAttention
+from reinforce_rl.megatron.model.transformer_config import ModelOptions
 
 LAYERS = 3
 

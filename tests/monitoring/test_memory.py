@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reinforce_rl.monitoring import memory
-from reinforce_rl.monitoring.memory import PeakMemory
+from reinforce_rl.utils import memory
+from reinforce_rl.utils.memory import PeakMemory
 
 GIGABYTE = 1e9
 

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforce_rl.algorithms.choices import KL_ESTIMATORS
-from reinforce_rl.algorithms.kl import sequence_kl
-from reinforce_rl.algorithms.moments import RunningMoments
+from reinforce_rl.algorithm.choices import KL_ESTIMATORS
+from reinforce_rl.algorithm.kl import sequence_kl
+from reinforce_rl.algorithm.moments import RunningMoments
+from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, ReinforceBatch, RolloutBatch
 from reinforce_rl.megatron.optimizer import OptimizerUpdate
 from reinforce_rl.monitoring.metrics import (
     Mean,
@@ -24,7 +25,6 @@ from reinforce_rl.monitoring.metrics import (
     take_means,
     update_metrics,
 )
-from reinforce_rl.rollout import FINISH_LENGTH, FINISH_STOP, ReinforceBatch, RolloutBatch
 
 NAN = math.nan
 

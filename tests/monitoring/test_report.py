@@ -203,7 +203,7 @@ def test_as_a_command(tmp_path, capsys):
         main([])
 
 
-@pytest.mark.parametrize("program", ["reinforce_rl.monitoring.report", "reinforce_rl.reward.full_report"])
+@pytest.mark.parametrize("program", ["reinforce_rl.monitoring.report", "reinforce_rl.reward_model.full.report"])
 def test_help_is_help(program):
     done = subprocess.run([sys.executable, "-m", program, "--help"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -36,17 +36,17 @@ from helpers.tiny_run import (
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer, wait_for
 
-from reinforce_rl import run_timer
-from reinforce_rl.config_reading import load_config
+from reinforce_rl.config.reading import load_config
+from reinforce_rl.data.batches import FINISH_STOP, Prompt
 from reinforce_rl.data.loader import PromptLoader
 from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.sampler import PromptSampler
+from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError, RewardServerError, StoppedEarly
-from reinforce_rl.reward.base import STATUS_BAD_TOKEN, STATUS_OK, RewardRequest
-from reinforce_rl.reward.client import RemoteGPTRMClient
-from reinforce_rl.rollout import FINISH_STOP, Prompt
-from reinforce_rl.run_timer import RunTimer
-from reinforce_rl.tokenizer import TokenizerInfo, load_tokenizer
+from reinforce_rl.rewards.base import STATUS_BAD_TOKEN, STATUS_OK, RewardRequest
+from reinforce_rl.rewards.client import RemoteGPTRMClient
+from reinforce_rl.runtime import timer as run_timer
+from reinforce_rl.runtime.timer import RunTimer
 
 RL, ROLLOUT = "trainer.reinforce", "model.reinforce"
 ONE_STEP = f"{RL}.max_steps=1"

@@ -30,9 +30,9 @@ from helpers.tiny_run import (
 )
 from helpers.trainer_processes import TrainerProcesses
 
-import reinforce_rl.actor.model as actor_model
+import reinforce_rl.actor.policy as actor_model
+from reinforce_rl.data.batches import FINISH_OUTSIDE
 from reinforce_rl.megatron.optimizer import ActorOptimizer
-from reinforce_rl.rollout import FINISH_OUTSIDE
 
 RL, ROLLOUT = "trainer.reinforce", "model.reinforce"
 SAMPLING, VAL_SAMPLING = f"{ROLLOUT}.sampling_params", f"{ROLLOUT}.val_sampling_params"

@@ -33,16 +33,16 @@ from helpers.tiny_run import (
 )
 from helpers.toy_server import free_port
 
-from reinforce_rl.build_data import build_datasets
-from reinforce_rl.config import ReinforceConfig
-from reinforce_rl.config_reading import load_config
+from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.schema import ReinforceConfig
+from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import DataError, RewardServerError, StoppedEarly
-from reinforce_rl.megatron.checkpoint import latest_checkpoint
+from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.run import SilentMonitor
-from reinforce_rl.reward.base import RewardRequest
-from reinforce_rl.reward.connection import connect_to_reward_servers
-from reinforce_rl.run_timer import Due, Outlook, RunTimer
-from reinforce_rl.tokenizer import TokenizerInfo, load_tokenizer
+from reinforce_rl.rewards.base import RewardRequest
+from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.runtime.timer import Due, Outlook, RunTimer
+from reinforce_rl.trainer.build_data import build_datasets
 
 RL = "trainer.reinforce"
 ONE_STEP = f"{RL}.max_steps=1"
@@ -273,7 +273,7 @@ class TestOperations:
         assert len(rows) == 16 and len(answered) == 3
         assert all({"prompt", "response", "reward", "finish_reason"} <= row.keys() for row in rows + answered)
         # Which names a source of rewards must not have is written down where torch is not imported.
-        from reinforce_rl.reward_checks import REWARD_METRICS
+        from reinforce_rl.config.reward_checks import REWARD_METRICS
 
         assert {name[6:] for name in lines[1] if name.startswith("train/rewards_")} == set(REWARD_METRICS)
 

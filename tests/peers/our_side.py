@@ -11,13 +11,13 @@ import torch
 from peers.random_groups import Batch
 from torch import Tensor
 
-from reinforce_rl.actor.model import LossShare
-from reinforce_rl.algorithms.loss import Denominators, LossInputs, policy_loss
-from reinforce_rl.algorithms.reinforce import ReinforceTrainer
-from reinforce_rl.build_actor import loss_settings
-from reinforce_rl.config import TrainConfig
+from reinforce_rl.actor.policy import LossShare
+from reinforce_rl.algorithm.loss import Denominators, LossInputs, policy_loss
+from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, ReinforceBatch, RolloutBatch
 from reinforce_rl.megatron.optimizer import OptimizerUpdate
-from reinforce_rl.rollout import FINISH_LENGTH, FINISH_STOP, ReinforceBatch, RolloutBatch
+from reinforce_rl.trainer.build_actor import loss_settings
+from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from peers.our_side import Trained, train
 from peers.random_groups import SHAPES, Batch, random_batch, write_batches
 from torch import Tensor
 
-from reinforce_rl.config import TrainConfig
-from reinforce_rl.config_reading import load_config
+from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.schema import TrainConfig
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-6
@@ -237,7 +237,7 @@ class TestTrl:
 
 
 def test_nemo_aligner_by_hand(ours: Ours):
-    """NeMo-Aligner has no wheel that runs here: its formula, of `algorithms/reinforce.py` and of the actor's loss.
+    """NeMo-Aligner has no wheel that runs here: its formula, of `trainer/reinforce.py` and of the actor's loss.
 
     Per response r' = r - beta mean_t |l_t - l_ref,t|, baseline = mean of r' over the other ended responses of the
     prompt, loss = mean over responses of -(r' - baseline) mean_t l_t: it averages over the tokens of a micro-batch,

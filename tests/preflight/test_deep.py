@@ -27,7 +27,7 @@ def overrides(tmp_path_factory) -> list[str]:
         "model.reinforce.length_params.max_length=16",
         "model.optim.distributed=true",
         "reward=function",
-        "reward_function.name=reinforce_rl.reward.functions.gsm8k",
+        "reward_function.name=reinforce_rl.rewards.functions.gsm8k",
         "trainer.devices=4",
         "trainer.precision=bf16",
         "preflight=deep",

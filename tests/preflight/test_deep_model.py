@@ -10,7 +10,7 @@ import statistics
 import pytest
 from helpers.public_configs import LLAMA_3_1_8B
 
-from reinforce_rl.config import TrainConfig
+from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.preflight.deep import engine as engine_module
@@ -149,6 +149,6 @@ def test_measured_depths_keep_the_share_of_recomputed_layers(
 
 @pytest.fixture
 def tiny_config_without_files() -> TrainConfig:
-    from reinforce_rl.config import DataConfig, DataPrefixConfig, ModelConfig, PretrainedConfig
+    from reinforce_rl.config.schema import DataConfig, DataPrefixConfig, ModelConfig, PretrainedConfig
 
     return TrainConfig(PretrainedConfig("model"), ModelConfig(DataConfig(DataPrefixConfig("prompts.jsonl"))))

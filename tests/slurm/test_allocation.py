@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.slurm.allocation import Allocation, Component, read_allocation
-from reinforce_rl.slurm.settings import Settings
+from reinforce_rl.launch.slurm.allocation import Allocation, Component, read_allocation
+from reinforce_rl.launch.slurm.settings import Settings
 
 # As Slurm 22.05 sets them for `-N2 --ntasks-per-node=1 : -N2 --ntasks-per-node=2 -c 2`.
 ENVIRONMENT = {

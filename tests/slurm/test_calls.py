@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reinforce_rl.slurm.calls import SlurmCallError, call
+from reinforce_rl.launch.slurm.calls import SlurmCallError, call
 
 
 def test_a_command_that_does_not_answer() -> None:

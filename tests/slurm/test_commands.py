@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from reinforce_rl.slurm.allocation import Allocation, Component
-from reinforce_rl.slurm.commands import StepPlan, actor_plan, server_plan, srun_environment, srun_line
-from reinforce_rl.slurm.rendezvous import Place
-from reinforce_rl.slurm.settings import Settings
+from reinforce_rl.launch.slurm.allocation import Allocation, Component
+from reinforce_rl.launch.slurm.commands import StepPlan, actor_plan, server_plan, srun_environment, srun_line
+from reinforce_rl.launch.slurm.rendezvous import Place
+from reinforce_rl.launch.slurm.settings import Settings
 
 FOLDER = Path("/run/slurm/7-0")
 SETTINGS = Settings(Path("/run"), Path("/repo"), python="/opt/python", actor_args=("a=1",), server_args=("b=2",))

@@ -13,7 +13,7 @@ import pytest
 from helpers.fake_slurm import write_commands
 from helpers.toy_server import wait_for
 
-from reinforce_rl.slurm.earlier import end_earlier_steps
+from reinforce_rl.launch.slurm.stale_steps import end_earlier_steps
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from reinforce_rl.slurm import health
-from reinforce_rl.slurm.health import ask
+from reinforce_rl.launch.slurm import health
+from reinforce_rl.launch.slurm.health import ask
 
 
 @pytest.fixture

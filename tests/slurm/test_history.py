@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reinforce_rl.slurm.history import Attempt, History, close, decide, newest_checkpoint, refusal
+from reinforce_rl.launch.slurm.history import Attempt, History, close, decide, newest_checkpoint, refusal
 
 FIRST = Attempt("7", 0, 100.0, 4, (("a=1",), ("b=2",)))
 

@@ -17,7 +17,7 @@ import pytest
 from helpers.fake_slurm import write_commands, write_repository
 from helpers.ranks import kill_tree
 
-from reinforce_rl.slurm.history import Attempt, History
+from reinforce_rl.launch.slurm.history import Attempt, History
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 180.0
@@ -44,7 +44,7 @@ class Job:
                 f"SLURM_NTASKS_PER_NODE_HET_GROUP_{group}": tasks,
             }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "reinforce_rl.slurm.job", "a=1", "--", "b=2"],
+            [sys.executable, "-m", "reinforce_rl.launch.slurm.job", "a=1", "--", "b=2"],
             env={
                 **os.environ,
                 "PYTHONPATH": str(REPOSITORY),

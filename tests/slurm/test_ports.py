@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.slurm import ports
-from reinforce_rl.slurm.ports import FIRST_PORT, PORTS, claim_ports, own_address
+from reinforce_rl.launch.slurm import ports
+from reinforce_rl.launch.slurm.ports import FIRST_PORT, PORTS, claim_ports, own_address
 
 CLAIM = """
 import sys
 from pathlib import Path
-from reinforce_rl.slurm.ports import claim_ports
+from reinforce_rl.launch.slurm.ports import claim_ports
 with claim_ports(2, "7-0 actor", Path(sys.argv[1])) as found:
     print(*found, flush=True)
     sys.stdin.read()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.slurm import settings as names
-from reinforce_rl.slurm.settings import VARIABLES, Settings, read_settings, split_arguments
+from reinforce_rl.launch.slurm import settings as names
+from reinforce_rl.launch.slurm.settings import VARIABLES, Settings, read_settings, split_arguments
 
 REPOSITORY = Path("/repo")
 

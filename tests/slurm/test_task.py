@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from reinforce_rl.slurm.exits import TaskEnd, read_ends
-from reinforce_rl.slurm.rendezvous import Place, look_up
-from reinforce_rl.slurm.task import Task, command_of, environment_of
+from reinforce_rl.launch.slurm.exits import TaskEnd, read_ends
+from reinforce_rl.launch.slurm.rendezvous import Place, look_up
+from reinforce_rl.launch.slurm.task import Task, command_of, environment_of
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 180.0
@@ -38,7 +38,7 @@ def start(folder: Path, program: str, *options: str, number: int = 0, serves: bo
         "SLURM_NODEID": number // 2,
         "SLURM_STEP_NUM_NODES": 2,
     }
-    line = [sys.executable, "-m", "reinforce_rl.slurm.task", "--component=actor", f"--folder={folder}"]
+    line = [sys.executable, "-m", "reinforce_rl.launch.slurm.task", "--component=actor", f"--folder={folder}"]
     line += [f"--repository={REPOSITORY}", "--launcher=srun", "--devices=2", "--seconds=30"]
     line += ["--serves"] if serves else []
     return subprocess.Popen(
@@ -163,7 +163,7 @@ def test_a_first_task_that_never_comes(tmp_path: Path) -> None:
     line = ["--component=actor", f"--folder={tmp_path}", "--repository=/", "--launcher=srun", "--devices=1"]
     place = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2"}
     done = subprocess.run(
-        [sys.executable, "-m", "reinforce_rl.slurm.task", *line, "--seconds=0", "--", "program.py"],
+        [sys.executable, "-m", "reinforce_rl.launch.slurm.task", *line, "--seconds=0", "--", "program.py"],
         env={**os.environ, **place},
         cwd=REPOSITORY,
         capture_output=True,
@@ -179,7 +179,7 @@ def test_torchrun_starts_the_ranks_of_a_node(tmp_path: Path) -> None:
     task = Task("actor", tmp_path, "torchrun", 4, False, 1, 0, 1, 2)
     place = Place("act0", "10.0.0.1", 20000)
     assert command_of(task, place, ["train.py", "a=1"])[1:] == [
-        *("-m", "reinforce_rl.ranks", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
+        *("-m", "reinforce_rl.utils.ranks", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
         *("--master-addr", "10.0.0.1", "--master-port", "20000", "train.py", "a=1"),
     ]
     environment = environment_of(task, place, {"SLURM_CPUS_PER_TASK": "32"}, REPOSITORY)

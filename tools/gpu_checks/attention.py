@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_checks.base import CPU, CUDA, Context, Finding, best_seconds, judged
-from reinforce_rl.megatron.attention import causal_attention, masked_attention, visible
+from reinforce_rl.megatron.model.attention import causal_attention, masked_attention, visible
 
 LENGTHS = (64, 192, 320, 448, 576, 704, 832, 960, 1088, 1216, 1, 63, 100, 128, 129, 256, 511, 700, 768, 1024)
 BATCH, HEADS, GROUPS, HEAD_SIZE, WINDOW = 2, 8, 2, 64, 48

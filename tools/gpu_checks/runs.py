@@ -17,10 +17,10 @@ from one_gpu.plain import transformers_model
 from one_gpu.shapes import SHAPES
 
 from gpu_checks.base import Context
-from reinforce_rl.build import train
-from reinforce_rl.cli import compose
-from reinforce_rl.config_reading import load_config
+from reinforce_rl.config.reading import load_config
+from reinforce_rl.launch.cli import compose
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.run import train
 
 OF_CLOCK = ("time", "timers/", "timing/", "memory/")  # of metrics.jsonl
 MUST_BE_FINITE = ("train/actor_loss", "train/grad_norm", "train/rewards")
@@ -64,7 +64,7 @@ class Runs:
             f"model.reinforce.length_params.max_length={self._response_tokens}",
             "model.optim.lr=1e-3",
             "reward=function",
-            "reward_function.name=reinforce_rl.reward.functions.length",
+            "reward_function.name=reinforce_rl.rewards.functions.length",
             f"+reward_function.kwargs.target={characters}",
             f"+reward_function.kwargs.tolerance={characters}",
             "+reward_function.kwargs.unit=characters",

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from reinforce_rl.config import TrainConfig
-from reinforce_rl.config_checks import find_faults
+from reinforce_rl.config.checks import find_faults
+from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.preflight.deep.step import PredictedJob, StepTime
 
 TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"

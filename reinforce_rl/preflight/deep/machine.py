@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from reinforce_rl.config_reading import build
+from reinforce_rl.config.reading import build
 from reinforce_rl.errors import ConfigError
 
 KEY = "preflight_machine"

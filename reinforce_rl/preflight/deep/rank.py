@@ -21,11 +21,11 @@ from reinforce_rl.preflight.deep.machine import Hardware
 from reinforce_rl.preflight.fake_cuda.machine import install
 
 if TYPE_CHECKING:
-    from reinforce_rl.actor.model import MegatronGPTReinforceActorModel
+    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+    from reinforce_rl.data.batches import RolloutBatch
     from reinforce_rl.megatron.mesh import Mesh
     from reinforce_rl.megatron.optimizer import ActorOptimizer
     from reinforce_rl.preflight.fake_cuda.machine import Machine
-    from reinforce_rl.rollout import RolloutBatch
 
 DECODE_STEPS = 3  # of which the first, which may set things up, is not counted
 
@@ -101,13 +101,13 @@ class RankRun:
         """Every phase of a step on this rank."""
         from omegaconf import OmegaConf
 
-        from reinforce_rl.build_actor import build_actor, optimizer_settings
-        from reinforce_rl.config import TrainConfig
-        from reinforce_rl.config_reading import build
+        from reinforce_rl.config.reading import build
+        from reinforce_rl.config.schema import TrainConfig
+        from reinforce_rl.data.tokenizer import load_tokenizer
         from reinforce_rl.megatron.architecture import Architecture
         from reinforce_rl.megatron.mesh import parallel_mesh
         from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-        from reinforce_rl.tokenizer import load_tokenizer
+        from reinforce_rl.trainer.build_actor import build_actor, optimizer_settings
 
         case, self._gpu = self._case, fake.gpu
         cfg = build(TrainConfig, OmegaConf.create(case.config), "", [])
@@ -214,7 +214,7 @@ class RankRun:
 
     def _generate(self, actor: MegatronGPTReinforceActorModel) -> None:
         """One call, left after a few decode steps: what prefill cost, and a step with what follows it."""
-        from reinforce_rl.rollout import Prompt
+        from reinforce_rl.data.batches import Prompt
 
         self.phase, case = "generation", self._case
         prompts = [Prompt(i, "", (3,) * case.prompt_tokens) for i in range(case.prompts)]
@@ -243,8 +243,8 @@ class RankRun:
         passes(found.sequences, found.prompt_lengths, found.response_lengths, found.group_ids)
 
     def _train(self, actor: MegatronGPTReinforceActorModel, count: int) -> None:
-        from reinforce_rl.algorithms.loss import Denominators
-        from reinforce_rl.rollout import ReinforceBatch
+        from reinforce_rl.algorithm.loss import Denominators
+        from reinforce_rl.data.batches import ReinforceBatch
 
         rollouts = self._rollouts(count * self._case.train_rows)
         none = rollouts.rewards
@@ -255,7 +255,7 @@ class RankRun:
         """Sequences of full length, in groups."""
         import torch
 
-        from reinforce_rl.rollout import FINISH_LENGTH, RolloutBatch
+        from reinforce_rl.data.batches import FINISH_LENGTH, RolloutBatch
 
         case, number = self._case, torch.arange(count)
         zeros = torch.zeros((count, case.response_tokens))

@@ -12,11 +12,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from reinforce_rl.build_actor import DTYPES, model_options
-from reinforce_rl.config import TrainConfig
+from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.files import write_atomically
-from reinforce_rl.megatron.transformer_config import layers_of_stages
+from reinforce_rl.megatron.model.transformer_config import layers_of_stages
 from reinforce_rl.preflight.deep.alternatives import alternatives
 from reinforce_rl.preflight.deep.engine import Lengths
 from reinforce_rl.preflight.deep.machine import Hardware, load_machine
@@ -25,6 +23,8 @@ from reinforce_rl.preflight.deep.step import PredictedJob, StepTime, predict
 from reinforce_rl.preflight.deep.worker import DeepFault, Worker
 from reinforce_rl.preflight.inputs import Inputs, layout_of
 from reinforce_rl.preflight.plan import BatchPlan, plan_batches
+from reinforce_rl.trainer.build_actor import DTYPES, model_options
+from reinforce_rl.utils.files import write_atomically
 
 MOST_TRIED, MOST_TOLD = 4, 3
 BETTER = 0.97  # of the seconds of a step, from which on a change is worth telling

@@ -7,9 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from reinforce_rl.build_actor import lora_settings
-from reinforce_rl.config import TrainConfig
-from reinforce_rl.layout import Layout
+from reinforce_rl.config.parallelism import Layout
+from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.preflight.deep.cost import Cost, total
 from reinforce_rl.preflight.deep.engine import Engine, Lengths
@@ -17,6 +16,7 @@ from reinforce_rl.preflight.deep.machine import Hardware
 from reinforce_rl.preflight.memory import WEIGHT_BYTES, Decoding
 from reinforce_rl.preflight.plan import BatchPlan
 from reinforce_rl.preflight.shapes import stage_shapes
+from reinforce_rl.trainer.build_actor import lora_settings
 
 BACKWARD = 2 / 3  # of a micro-batch's time, in which gradients can be summed over the ranks meanwhile
 

@@ -10,9 +10,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 
-from reinforce_rl.config import TrainConfig
+from reinforce_rl.config.parallelism import rank_at
+from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.layout import rank_at
 from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
 from reinforce_rl.preflight.deep.rank import Case
 from reinforce_rl.preflight.deep.step import PredictedJob, Role

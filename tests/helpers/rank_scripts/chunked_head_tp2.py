@@ -10,8 +10,8 @@ import sys
 import torch
 from helpers.full_head import head_inputs
 
-from reinforce_rl.megatron.chunked_head import VocabShard, chunked_log_probs
 from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.megatron.model.chunked_head import VocabShard, chunked_log_probs
 
 
 def main() -> None:

@@ -10,12 +10,12 @@ import torch
 from helpers.flash import decode_statically
 from helpers.policies import megatron_model, random_tokens
 
-from reinforce_rl.generation import static_decoding
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
+from reinforce_rl.generation.native import static_decoding
+from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.rollout import Prompt
-from reinforce_rl.tokenizer import load_tokenizer
 
 
 def main() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from helpers import tiny_run
 
-from reinforce_rl.algorithms.reinforce import ReinforceTrainer
-from reinforce_rl.config_reading import load_config
+from reinforce_rl.config.reading import load_config
 from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
 SECONDS = 2.0
 

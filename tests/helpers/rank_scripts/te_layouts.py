@@ -21,13 +21,13 @@ from helpers.policies import megatron_model
 from helpers.with_te import CASES, ONE, SAVED, TE_LAYOUTS
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
-from reinforce_rl.megatron import layer_spec
+from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.rollout import Prompt
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.megatron.model import layer_spec
 
 
 def kernels(out: Path, layout: str, mesh: Mesh) -> dict[str, dict[str, int]]:

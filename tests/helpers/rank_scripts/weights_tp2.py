@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from helpers.policies import all_logits, megatron_model, random_tokens
 
-from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.megatron.weights.hf_weights import export_hf_folder
 
 
 def main() -> None:

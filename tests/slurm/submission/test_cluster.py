@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from reinforce_rl.slurm.calls import SlurmCallError
-from reinforce_rl.slurm.submission.cluster import Node, check_totals, parse_sinfo
-from reinforce_rl.slurm.submission.options import ComponentOptions
-from reinforce_rl.slurm.submission.plan import Component
-from reinforce_rl.slurm.submission.values import Gpus
+from reinforce_rl.launch.slurm.calls import SlurmCallError
+from reinforce_rl.launch.slurm.submission.cluster import Node, check_totals, parse_sinfo
+from reinforce_rl.launch.slurm.submission.options import ComponentOptions
+from reinforce_rl.launch.slurm.submission.plan import Component
+from reinforce_rl.launch.slurm.submission.values import Gpus
 
 # Of a Slurm 22.05, with lines of larger clusters.
 SINFO = """\

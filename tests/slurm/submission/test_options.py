@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reinforce_rl.slurm import settings as names
-from reinforce_rl.slurm.submission.options import COMPONENT_OPTIONS, ComponentOptions, parse_options
+from reinforce_rl.launch.slurm import settings as names
+from reinforce_rl.launch.slurm.submission.options import COMPONENT_OPTIONS, ComponentOptions, parse_options
 
 
 def test_options_and_overrides_in_any_order():

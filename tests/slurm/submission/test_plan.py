@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from reinforce_rl.slurm.submission.options import ComponentOptions
-from reinforce_rl.slurm.submission.plan import Component, JobPlan, default_lead, lead_faults, tasks_of
-from reinforce_rl.slurm.submission.values import Gpus
+from reinforce_rl.launch.slurm.submission.options import ComponentOptions
+from reinforce_rl.launch.slurm.submission.plan import Component, JobPlan, default_lead, lead_faults, tasks_of
+from reinforce_rl.launch.slurm.submission.values import Gpus
 
 
 def job(**changes) -> JobPlan:

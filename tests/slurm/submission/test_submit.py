@@ -13,8 +13,8 @@ from helpers.slurm_client import SlurmClient
 from helpers.tiny_run import three_letters, write_prompts
 from rich.console import Console
 
-from reinforce_rl.slurm.history import Attempt, History
-from reinforce_rl.slurm.submission.submit import main
+from reinforce_rl.launch.slurm.history import Attempt, History
+from reinforce_rl.launch.slurm.submission.submit import main
 
 ROOT = Path(__file__).parents[3]
 SINFO = "".join(f"{name}|batch*|idle|8|4000|gpu:h100:8|up|infinite|f\n" for name in ("n0", "n1", "n2", "n3"))
@@ -292,7 +292,7 @@ def test_gpus_memory_and_tasks(submit):
 
 
 def test_a_reward_function_instead_of_a_model(submit):
-    submit.right_server = ["reward_function.name=reinforce_rl.reward.functions.gsm8k"]
+    submit.right_server = ["reward_function.name=reinforce_rl.rewards.functions.gsm8k"]
     assert submit("--dry-run") and submit.code == 0
     assert "but one process serves a reward function" in submit("--dry-run", server=("devices=2",))
     assert "needs no reward server" in submit("reward=function", "reward_function.name=builtins.len")

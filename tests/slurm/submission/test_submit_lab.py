@@ -15,7 +15,7 @@ from helpers.slurm_run import RUN_SECONDS, SHORT
 from helpers.tiny_run import json_lines
 from rich.console import Console
 
-from reinforce_rl.slurm.submission.submit import main
+from reinforce_rl.launch.slurm.submission.submit import main
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]

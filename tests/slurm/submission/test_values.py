@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reinforce_rl.slurm.submission.values import Gpus, parse_memory, parse_time
+from reinforce_rl.launch.slurm.submission.values import Gpus, parse_memory, parse_time
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from reinforce_rl.generation import decoding
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import NativeGenerator
-from reinforce_rl.generation.sampling import position_keys
+from reinforce_rl.generation.native import decoding
+from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.generation.native.sampling import position_keys
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.megatron.model import CausalLM
-from reinforce_rl.rollout import Prompt
-from reinforce_rl.tokenizer import load_tokenizer
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
 
 
 class NativeModel:

@@ -1,0 +1,360 @@
+"""The actor: generates, gives log-probs under the policy and the reference, and takes the gradient of the loss.
+
+Notation: N sequences on this data-parallel rank, S prompt plus response, T response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.actor.micro_batches import micro_batches, packed_micro_batches, packed_tokens, padding
+from reinforce_rl.actor.reference import FrozenBase, Reference, ReferencePolicy
+from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
+from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch, length_mask
+from reinforce_rl.data.tokenizer import pad_id_of
+from reinforce_rl.generation.base import Generator, SamplingParams
+from reinforce_rl.megatron.lora.export import LoraIdentity, export_adapter
+from reinforce_rl.megatron.lora.lora import MergedWeights, lora_settings_of
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.model.log_probs import TokenScores, response_scores
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.model.packing import PackedGroups
+from reinforce_rl.megatron.model.sequence_layout import PaddedSequences, SequenceLayout, to_device
+from reinforce_rl.megatron.optimizer import DEFAULT_DATA_PARALLEL, DataParallelSettings, wrap_data_parallel
+from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
+from reinforce_rl.megatron.weights.hf_weights import export_hf_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LOSS = "loss"  # among a micro-batch's sums
+Part = TypeVar("Part")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class ActorSettings:
+    """How the actor samples and how it cuts its batches.
+
+    Attributes:
+        sampling: of training rollouts; its temperature applies to all log-probs, the reference's too.
+        val_sampling: of validation.
+        micro_batch_size: sequences in one forward and backward pass.
+        forward_micro_batch_size: sequences in one pass without gradient.
+        tokens_per_micro_batch: tokens in a pass of either kind, padding included, instead of a number of sequences;
+            None for those.
+        pad_to: tokens that every sequence is padded to in a pass, so that all passes have one shape; 0 for the longest
+            of each micro-batch. Longer sequences are not cut.
+        shared_prefix: a pass reads the prompt of a group once, and nothing is padded. Not with `pad_to`, nor with
+            context parallelism.
+        logits_chunk_tokens: response tokens whose logits exist at a time; the memory of a log-prob pass follows it.
+        offload_optimizer: the optimizer's states wait in host memory while responses are generated.
+        seed: of the run; keys the sampling noise together with step, prompt and sample.
+        loss: what the loss is made of.
+    """
+
+    sampling: SamplingParams
+    val_sampling: SamplingParams
+    micro_batch_size: int
+    forward_micro_batch_size: int
+    seed: int
+    tokens_per_micro_batch: int | None = None
+    pad_to: int = 0
+    shared_prefix: bool = False
+    logits_chunk_tokens: int = 1024
+    offload_optimizer: bool = False
+    loss: LossSettings = field(default_factory=LossSettings)
+
+
+@dataclass(frozen=True)
+class LossShare:
+    """What this rank's samples gave.
+
+    Attributes:
+        loss: the sum over data-parallel ranks is the loss.
+        sums: of `policy_loss` over this rank's micro-batches, their tokens, and those with padding.
+    """
+
+    loss: float
+    sums: dict[str, float]
+
+
+class MegatronGPTReinforceActorModel:
+    """Policy and reference on one megatron model.
+
+    Args:
+        lm: the policy, with the weights of step 0: the reference is copied from it here. With LoRA updates they alone
+            are trained, and the reference is the model without them.
+        tokenizer: of the policy.
+        generator: draws responses from the policy.
+        settings: sampling and micro-batches.
+        with_reference: False saves the copy where beta is 0.
+        reference_on_device: where the copy lies; see `ReferencePolicy`.
+        lora: what LoRA updates belong to, for checkpoints; None where the whole model is trained.
+        data_parallel: how data-parallel ranks share their work.
+    """
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        generator: Generator,
+        settings: ActorSettings,
+        *,
+        with_reference: bool = True,
+        reference_on_device: bool = False,
+        lora: LoraIdentity | None = None,
+        data_parallel: DataParallelSettings = DEFAULT_DATA_PARALLEL,
+    ):
+        self.lm = lm
+        self.tokenizer = tokenizer
+        self.generator = generator
+        self.settings = settings
+        self.ddp = wrap_data_parallel(lm, data_parallel)
+        self.lora = lora
+        self._reference: Reference | None = None
+        if with_reference:
+            frozen = lora_settings_of(lm) is not None
+            self._reference = FrozenBase(lm) if frozen else ReferencePolicy(lm, on_device=reference_on_device)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.lm.mesh
+
+    @property
+    def pad_id(self) -> int:
+        return pad_id_of(self.tokenizer)
+
+    def infer(
+        self, prompts: Sequence[Prompt], num_samples: int, seed: int, *, validation: bool = False
+    ) -> Completions:
+        """`num_samples` responses to each prompt, prompt-major, with training's or validation's sampling."""
+        params = self.settings.val_sampling if validation else self.settings.sampling
+        found = self.generator.generate(prompts, num_samples, params, seed)
+        return found.within_vocabulary(self.lm.architecture.vocab_size, self.pad_id)
+
+    def get_inference_log_probs(
+        self,
+        sequences: Tensor,
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+        group_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Log-probs of the response tokens under the policy, without gradient.
+
+        Args:
+            sequences: int64 [N, S], right-padded.
+            prompt_lengths, response_lengths: int64 [N].
+            group_ids: int64 [N], equal where the prompt is the same; None where nothing is known of that.
+
+        Returns:
+            float32 [N, T] on the CPU, T the longest response; 0 on padding.
+        """
+        width = int(response_lengths.max()) if len(response_lengths) else 0
+        out = torch.zeros((len(sequences), width))
+        samples = _Samples.of(sequences, prompt_lengths, response_lengths, group_ids)
+        cuts = self._cut(samples, self.settings.forward_micro_batch_size)
+        if not cuts:
+            return out
+        self.lm.eval()
+        found = forward_passes(
+            self.lm,
+            _Made(cuts, lambda rows: self._layout(samples.select(rows))),
+            lambda model, layout: layout.hidden(model),
+            lambda hidden, layout: self._scores(layout, hidden, width).log_probs,
+            lambda layout: layout.stage_shape,
+        )
+        self.lm.train()
+        if found:  # there are none on other stages than the last; one copy from the device for all of them
+            out[torch.cat(cuts)] = torch.cat(found).float().cpu()
+        return self.mesh.from_last_stage(out)
+
+    def get_init_policy_logprobs(
+        self,
+        sequences: Tensor,
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+        group_ids: Tensor | None = None,
+    ) -> Tensor:
+        """As `get_inference_log_probs`, under the reference policy at the same temperature."""
+        if self._reference is None:
+            raise RuntimeError("this actor was built without a reference policy (with_reference=False)")
+        with self._reference.swapped_in():
+            return self.get_inference_log_probs(sequences, prompt_lengths, response_lengths, group_ids)
+
+    def get_loss_and_metrics(
+        self,
+        batch: ReinforceBatch,
+        denominators: Denominators,
+        *,
+        rows: Tensor | None = None,
+        kl_coefficient: float = 0.0,
+        on_policy: bool = True,
+    ) -> LossShare:
+        """Accumulate the gradient of the loss into the gradient buffers, which are zeroed first.
+
+        Args:
+            batch: this data-parallel rank's samples.
+            denominators: of the loss, over all data-parallel ranks.
+            rows: int64 indices of the samples of this optimizer step; None for all.
+            kl_coefficient: beta of a KL in the loss.
+            on_policy: no optimizer step was made since the samples were drawn, so that every ratio is exactly 1.
+        """
+        rollouts = batch.rollouts
+        if rows is None:
+            rows = torch.arange(len(batch.trains))
+        trained = rows[batch.trains[rows]]
+        samples = _Samples.of(
+            rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids
+        )
+        cuts = [trained[cut] for cut in self._cut(samples.select(trained), self.settings.micro_batch_size)]
+        # A rank with nothing to train on still runs one empty pass, or the others would wait for it.
+        parts: list[Tensor | None] = [*cuts] or [None]
+
+        def layout_of(rows: Tensor | None) -> tuple[Tensor | None, SequenceLayout]:
+            return rows, self._layout(_Samples.nothing(self.pad_id) if rows is None else samples.select(rows))
+
+        def loss_of(hidden: Tensor, part: tuple[Tensor | None, SequenceLayout]) -> tuple[Tensor, dict[str, Tensor]]:
+            rows, layout = part
+            if rows is None:
+                return self._scores(layout, hidden, 1).log_probs.sum(), {}
+            lengths = rollouts.response_lengths[rows]
+            width = int(lengths.max())
+            scores = self._scores(layout, hidden, width, with_entropy=True)
+            values = {
+                "advantages": batch.advantages,
+                "old_log_probs": None if on_policy else rollouts.log_probs,
+                "generator_log_probs": rollouts.generator_log_probs,
+                "reference_log_probs": rollouts.init_log_probs,
+            }
+            inputs = {name: each[rows, :width] for name, each in values.items() if each is not None}
+            inputs |= {"mask": length_mask(lengths, width), "trains": batch.trains[rows]}
+            moved = to_device(list(inputs.values()), scores.log_probs.device)
+            share, sums = policy_loss(
+                scores.log_probs,
+                scores.entropy,
+                LossInputs(**dict(zip(inputs, moved, strict=True))),
+                denominators,
+                self.settings.loss,
+                kl_coefficient,
+            )
+            return share, {LOSS: share.detach(), **sums}
+
+        self.lm.train()
+        found = accumulate_gradients(
+            self.ddp,
+            _Made(parts, layout_of),
+            lambda model, part: part[1].hidden(model),
+            loss_of,
+            lambda part: part[1].stage_shape,
+        )
+        shares = self.mesh.from_last_stage(_as_floats(found))
+        names = dict.fromkeys(name for share in shares for name in share)
+        sums = {name: math.fsum(share[name] for share in shares) for name in names}
+        loss = sums.pop(LOSS, 0.0)
+        sums["sequence_tokens"], sums["padded_tokens"] = self._tokens_of(samples, cuts)
+        return LossShare(loss, sums)
+
+    def export(self, source: str | Path, out: str | Path) -> Path:
+        """Write the policy as a Hugging Face folder, LoRA updates merged into the weights; a collective call."""
+        merged = None if lora_settings_of(self.lm) is None else MergedWeights(self.lm)
+        return export_hf_folder(self.lm, source, out, values=merged)
+
+    def export_adapter(self, source: str | Path, out: str | Path) -> Path:
+        """Write the LoRA updates as a PEFT folder; a collective call."""
+        return export_adapter(self.lm, source, out)
+
+    def _layout(self, samples: _Samples) -> SequenceLayout:
+        where = (samples.sequences, samples.prompt_lengths, samples.response_lengths)
+        if self.settings.shared_prefix:
+            return PackedGroups(self.lm, *where, samples.group_ids)
+        return PaddedSequences(self.lm, *where, pad_to=self.settings.pad_to, pad_id=self.pad_id)
+
+    def _cut(self, samples: _Samples, size: int) -> list[Tensor]:
+        most = self.settings.tokens_per_micro_batch
+        if self.settings.shared_prefix:
+            return packed_micro_batches(
+                samples.group_ids, samples.prompt_lengths, samples.response_lengths, size, most
+            )
+        return micro_batches(samples.lengths.clamp(min=self.settings.pad_to), size, most)
+
+    def _tokens_of(self, samples: _Samples, cuts: list[Tensor]) -> tuple[int, int]:
+        """Tokens of the sequences that passes read, and tokens of the passes with their padding."""
+        if self.settings.shared_prefix:
+            parts = [samples.select(rows) for rows in cuts]
+            tokens = sum(packed_tokens(p.group_ids, p.prompt_lengths, p.response_lengths) for p in parts)
+            return tokens, tokens
+        return padding(samples.lengths, cuts, self.settings.pad_to)
+
+    def _scores(
+        self, layout: SequenceLayout, hidden: Tensor, width: int, *, with_entropy: bool = False
+    ) -> TokenScores:
+        return response_scores(
+            layout,
+            hidden,
+            self.lm,
+            temperature=self.settings.sampling.temperature,
+            width=width,
+            chunk_tokens=self.settings.logits_chunk_tokens,
+            with_entropy=with_entropy,
+        )
+
+
+def _as_floats(found: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """Named scalars of a device as numbers, all of them by one copy to the host."""
+    scalars = [scalar.double() for part in found for scalar in part.values()]
+    numbers = iter(torch.stack(scalars).tolist() if scalars else [])
+    return [{name: next(numbers) for name in part} for part in found]
+
+
+class _Made(Sequence[Made]):
+    """What is made of each part when its turn has come, so that not all attention masks exist at once."""
+
+    def __init__(self, parts: Sequence[Part], make: Callable[[Part], Made]):
+        self._parts, self._make = parts, make
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._make(self._parts[index])
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """What a pass reads: see `RolloutBatch`."""
+
+    sequences: Tensor
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    group_ids: Tensor
+
+    @classmethod
+    def of(
+        cls, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None
+    ) -> _Samples:
+        """Args: group_ids None for samples none of which share a prompt."""
+        alone = torch.arange(len(sequences))
+        return cls(sequences, prompt_lengths, response_lengths, alone if group_ids is None else group_ids)
+
+    @classmethod
+    def nothing(cls, pad_id: int) -> _Samples:
+        """A prompt of one token without a response."""
+        zero = torch.zeros(1, dtype=torch.long)
+        return cls(torch.full((1, 1), pad_id), zero + 1, zero, zero)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.prompt_lengths + self.response_lengths
+
+    def select(self, rows: Tensor) -> _Samples:
+        return _Samples(
+            self.sequences[rows], self.prompt_lengths[rows], self.response_lengths[rows], self.group_ids[rows]
+        )

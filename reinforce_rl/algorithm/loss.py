@@ -1,0 +1,263 @@
+"""The policy-gradient loss of a micro-batch.
+
+Notation: N sequences, T response tokens, l = log pi(token), A = advantage. pi_old is the policy before the first
+optimizer step on a rollout batch, pi_gen what the generator sampled with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.algorithm.kl import kl_loss_terms
+
+# Above it a ratio has no meaning left. Without a bound it would become infinite, and infinity times an advantage or a
+# gradient of 0 is NaN. verl has the same bound.
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What the loss is made of.
+
+    Attributes:
+        aggregation: of `LOSS_AGGREGATIONS`; see `token_weights`.
+        ratio: of `IMPORTANCE_RATIOS`; see `policy_terms`.
+        clip_low, clip_high: the ratio is clipped to 1 - clip_low .. 1 + clip_high.
+        generator_correction: of `GENERATOR_CORRECTIONS`; see `generator_weights`.
+        generator_ratio_cap: above it those weights are truncated.
+        kl_estimator: of a KL in the loss.
+        kl_weights: of `KL_LOSS_WEIGHTS`; see `kl_loss_terms`.
+        entropy_bonus: subtracted from the loss for each nat of entropy a token.
+    """
+
+    aggregation: str = "sequence_sum"
+    ratio: str = "none"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    generator_correction: str = "none"
+    generator_ratio_cap: float = 2.0
+    kl_estimator: str = "k1"
+    kl_weights: str = "prefix"
+    entropy_bonus: float = 0.0
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What the sums over tokens and sequences are divided by. Counted over the global batch of an optimizer step.
+
+    Attributes:
+        sequences: sequences that train.
+        tokens: their response tokens.
+        fixed_length: tokens, the constant of Dr. GRPO; the run's max_length.
+    """
+
+    sequences: float
+    tokens: float
+    fixed_length: float
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """A micro-batch, without gradient.
+
+    Attributes:
+        mask: bool [N, T], True on response tokens.
+        advantages: [N, T].
+        trains: bool [N]; False contributes nothing.
+        old_log_probs: [N, T] under pi_old; None on the first pass, when the policy is pi_old.
+        generator_log_probs: [N, T] under pi_gen; None from a generator that does not report them.
+        reference_log_probs: [N, T]; None where no KL is in the loss.
+    """
+
+    mask: Tensor
+    advantages: Tensor
+    trains: Tensor
+    old_log_probs: Tensor | None = None
+    generator_log_probs: Tensor | None = None
+    reference_log_probs: Tensor | None = None
+
+
+def token_weights(
+    mask: Tensor, trains: Tensor, denominators: Denominators, aggregation: str, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """What each token's term of the loss is multiplied by, 0 where it does not count: [N, T].
+
+    The denominators are those of the global batch, so that the sum of the loss over all micro-batches and ranks is the
+    loss, and the gradient does not depend on how the batch was cut.
+
+    Args:
+        mask: bool [N, T].
+        trains: bool [N].
+        denominators: of the global batch; zeros give a loss of 0.
+        aggregation: one of `LOSS_AGGREGATIONS`:
+            sequence_sum: tokens summed, sequences averaged: the response is one action, so its log-probability is the
+                sum of its tokens' (RLOO, Ahmadian et al. 2024, arXiv:2402.14740, equation 6). Unbiased.
+            sequence_mean: tokens averaged within their sequence, then sequences (GRPO, arXiv:2402.03300). Biased:
+                a token of a long response weighs less than one of a short response.
+            token_mean: all tokens of the batch averaged (DAPO, arXiv:2503.14476). The direction of sequence_sum; its
+                size falls with the batch's mean length, which the samples decide.
+            fixed_length: tokens summed and divided by a constant, sequences averaged (Dr. GRPO, arXiv:2503.20783):
+                sequence_sum divided by max_length.
+        dtype: of the result.
+    """
+    kept = (mask & trains[:, None]).to(dtype)
+    sequences = max(denominators.sequences, 1.0)
+    if aggregation == "token_mean":
+        return kept / max(denominators.tokens, 1.0)
+    if aggregation == "sequence_mean":
+        return kept / (sequences * mask.sum(dim=-1, keepdim=True).clamp(min=1))
+    if aggregation == "fixed_length":
+        return kept / (sequences * denominators.fixed_length)
+    return kept / sequences
+
+
+def policy_terms(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    ratio: str = "none",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The policy gradient's term of each token. Where pi is pi_old, all ratios give the gradient of `none`.
+
+    Args:
+        log_probs: [N, T], with gradient, 0 outside the mask.
+        old_log_probs: [N, T] under pi_old, 0 outside the mask.
+        advantages: [N, T]; constant within a response for the sequence ratios.
+        mask: bool [N, T].
+        ratio: one of `IMPORTANCE_RATIOS`:
+            none: -A l, REINFORCE. For the policy that drew the samples only.
+            token: -min(rho A, clip(rho) A), rho = pi / pi_old a token (PPO, arXiv:1707.06347; GRPO).
+            sequence: the same with rho = pi / pi_old of the whole response, as TRL's RLOO.
+            sequence_geometric: rho to the power of 1 / length (GSPO, arXiv:2507.18071).
+        clip_low, clip_high: rho is clipped to 1 - clip_low .. 1 + clip_high (they differ in DAPO's clip-higher).
+            Beyond exp(`MAX_LOG_RATIO`) it is cut off for every advantage.
+
+    Returns:
+        terms [N, T] with gradient, rho [N, T] detached, and bool [N, T] where clipping stopped the gradient.
+    """
+    if ratio == "none":
+        return -advantages * log_probs, torch.ones_like(log_probs), torch.zeros_like(mask)
+    difference = log_probs - old_log_probs
+    lengths = mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    if ratio != "token":
+        difference = difference.sum(dim=-1, keepdim=True)
+        if ratio == "sequence_geometric":
+            difference = difference / lengths
+        difference = difference.expand_as(log_probs)
+    rho = difference.clamp(max=MAX_LOG_RATIO).exp()
+    free, bounded = rho * advantages, rho.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    terms = -torch.minimum(free, bounded)
+    if ratio == "sequence":
+        # The ratio's gradient is already the sum over the response's tokens: each carries its share of the term.
+        terms = terms / lengths
+    cut_off = (difference > MAX_LOG_RATIO) & (advantages < 0)
+    return terms, rho.detach(), ((bounded < free) | cut_off) & mask
+
+
+def generator_weights(
+    old_log_probs: Tensor, generator_log_probs: Tensor, mask: Tensor, *, correction: str, cap: float
+) -> Tensor:
+    """Truncated importance weights min(pi_old / pi_gen, cap), without gradient: [N, T].
+
+    They correct for a generator whose numbers differ from the trainer's: another engine, other kernels, older weights.
+    The cap bounds their variance and biases (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training").
+
+    Args:
+        old_log_probs, generator_log_probs: [N, T], 0 outside the mask.
+        mask: bool [N, T].
+        correction: of `GENERATOR_CORRECTIONS`: `token` weighs each token by its own ratio, `sequence` all tokens of a
+            response by the ratio of the whole, which alone is unbiased (but for the cap).
+        cap: the largest weight.
+    """
+    if correction == "none":
+        return torch.ones_like(old_log_probs)
+    difference = (old_log_probs - generator_log_probs).detach()
+    if correction == "sequence":
+        difference = difference.sum(dim=-1, keepdim=True).expand_as(difference)
+    return torch.where(mask, difference.exp().clamp(max=cap), 1.0)
+
+
+def policy_loss(
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    inputs: LossInputs,
+    denominators: Denominators,
+    settings: LossSettings,
+    kl_coefficient: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This micro-batch's share of the loss: policy gradient, KL where it is in the loss, entropy bonus.
+
+    With the default settings it is REINFORCE: -1/M sum_i A_i sum_t l_it over M sequences.
+
+    Args:
+        log_probs: [N, T], with gradient; anything outside the mask.
+        entropy: [N, T], with gradient where there is a bonus; None where it was not taken.
+        inputs: the rest of the micro-batch.
+        denominators: of the global batch.
+        settings: what the loss is made of.
+        kl_coefficient: beta of a KL in the loss.
+
+    Returns:
+        the share, a scalar; and sums over the tokens that train, float64 scalars that add up over micro-batches and
+        ranks: see `monitoring.metrics.update_metrics`.
+    """
+    kept = inputs.mask & inputs.trains[:, None]
+
+    def clean(values: Tensor) -> Tensor:
+        # where, not multiplication: 0 * inf is NaN, in the gradient too.
+        return torch.where(kept, values, 0.0)
+
+    own = clean(log_probs)
+    # On the first pass the ratio is exactly 1: a second pass would differ by rounding, which a sum over a long
+    # response turns into a ratio that clips on-policy samples.
+    old = own.detach() if inputs.old_log_probs is None else clean(inputs.old_log_probs)
+    weights = token_weights(inputs.mask, inputs.trains, denominators, settings.aggregation, own.dtype)
+    terms, rho, clipped = policy_terms(
+        own,
+        old,
+        clean(inputs.advantages.detach()),
+        kept,
+        ratio=settings.ratio,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+    )
+    ones = torch.ones_like(old)
+    generator = None if inputs.generator_log_probs is None else clean(inputs.generator_log_probs)
+    correction = (
+        ones
+        if generator is None
+        else generator_weights(
+            old, generator, kept, correction=settings.generator_correction, cap=settings.generator_ratio_cap
+        )
+    )
+    terms = terms * correction
+    if kl_coefficient and inputs.reference_log_probs is not None:
+        reference = clean(inputs.reference_log_probs)
+        terms = terms + kl_coefficient * kl_loss_terms(
+            own, reference, kept, estimator=settings.kl_estimator, weights=settings.kl_weights
+        )
+    if settings.entropy_bonus and entropy is not None:
+        terms = terms - settings.entropy_bonus * clean(entropy)
+    loss = torch.where(kept, weights * terms, 0.0).sum()
+
+    def total(values: Tensor) -> Tensor:
+        return torch.where(kept, values.detach().double(), 0.0).sum()
+
+    used = rho * correction
+    sums = {"tokens": total(ones), "clipped": total(clipped), "weights": total(used), "squares": total(used**2)}
+    if entropy is not None:
+        sums["entropy"] = total(entropy)
+    if generator is not None:
+        difference = old - generator
+        sums["generator_gap"] = total(difference.abs())
+        sums["generator_kl"] = total(torch.expm1(difference) - difference)
+        sums["generator_capped"] = total(difference.exp() > settings.generator_ratio_cap)
+    return loss, sums

@@ -1,0 +1,132 @@
+"""What all ways to decode share: the samples of a call, prefill, passes through the stages, and drawing.
+
+Notation: R rows of a step, b sequences of a pass, s positions, h hidden, N responses, T response tokens at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native.sampling import Workspace, choose_tokens, noise_keys, token_log_probs
+from reinforce_rl.generation.native.schedule import Schedule
+from reinforce_rl.generation.responses import Responses
+from reinforce_rl.megatron.model.model import CausalLM
+
+
+class Decoding:
+    """The samples of a call.
+
+    Args:
+        lm: the actor, within `whole_sequences`.
+        responses: where they are written.
+        prompts, num_samples, params, seed: as of `Generator.generate`.
+        max_tokens: that the cache holds at most; None for no bound.
+        pad_id: fills the right of the prompts.
+    """
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        responses: Responses,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        params: SamplingParams,
+        seed: int,
+        max_tokens: int | None,
+        pad_id: int,
+    ):
+        self._lm, self._responses, self._params, self._pad_id = lm, responses, params, pad_id
+        self._device, self._prompts = lm.mesh.device, [prompt.tokens for prompt in prompts]
+        lengths = [len(tokens) for tokens in self._prompts]
+        self._schedule = Schedule(lengths, num_samples, params.max_length, max_tokens)
+        self._sizes = self._schedule.slots, max(lengths), self._schedule.rows, params.max_length
+        self._keys = noise_keys(
+            seed,
+            np.repeat([p.id for p in prompts], num_samples),
+            np.tile(np.arange(num_samples), len(prompts)),
+            params.max_length,
+        ).to(self._device)
+        # What the first tokens are drawn from, on the last stage, by slot.
+        size, dtype = lm.architecture.hidden_size, lm.config.params_dtype
+        self._of_prompts = torch.empty((self._schedule.slots, size), dtype=dtype, device=self._device)
+        self._most_rows = self._schedule.rows
+        self._work: Workspace | None = None
+
+    def _prefill(self, numbers: Sequence[int], cache: Any) -> None:
+        """A pass over these prompts, for which the cache was told to `read`."""
+        prompts = [torch.tensor(self._prompts[number]) for number in numbers]
+        ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self._device)
+        tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=self._pad_id)
+        hidden = self._through_stages(tokens.to(self._device), None, cache)
+        if hidden is not None:
+            slots = [self._schedule.slot_of(number) for number in numbers]
+            self._of_prompts[slots] = hidden[torch.arange(len(prompts), device=self._device), ends]
+
+    def _through_stages(self, tokens: Tensor, positions: Tensor | None, cache: Any) -> Tensor | None:
+        """Hidden states [b, s, h] on the last stage, None on the others, which wait for each other in turn."""
+        lm, mesh = self._lm, self._lm.mesh
+        if mesh.pp_rank > 0:
+            received = self._room(*tokens.shape)
+            mesh.receive_from_stage(received, mesh.pp_rank - 1)
+            lm.set_input_tensor(received)
+        hidden = lm(tokens, positions, cache)
+        if mesh.is_last_stage:
+            return hidden
+        mesh.send_to_stage(hidden.contiguous(), mesh.pp_rank + 1)
+        return None
+
+    def _hand_on(self, hidden: Tensor | None, rows: int) -> Tensor | None:
+        """Give the next stage what this one computed and take what the one before did, both at a time.
+
+        Args:
+            hidden: [1, R, h] for the next stage; None where it expects nothing.
+            rows: R of what the stage before gives; 0 where it gives nothing.
+
+        Returns:
+            [1, R, h], or None.
+        """
+        mesh, group = self._lm.mesh, self._lm.mesh.pp_group
+        received = self._room(rows, 1) if rows else None
+        messages = []
+        if hidden is not None:
+            messages.append(dist.P2POp(dist.isend, hidden.contiguous(), group=group, group_peer=mesh.pp_rank + 1))
+        if received is not None:
+            messages.append(dist.P2POp(dist.irecv, received, group=group, group_peer=mesh.pp_rank - 1))
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+        return received
+
+    def _room(self, rows: int, positions: int) -> Tensor:
+        shape = (positions, rows, self._lm.architecture.hidden_size)
+        return torch.empty(shape, dtype=self._lm.config.pipeline_dtype, device=self._device)
+
+    def _next_tokens(self, hidden: Tensor | None, samples: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw a token for each row, int64 [R], with its log-prob, float32 [R].
+
+        Args:
+            hidden: [R, h], of the last stage.
+            samples: int64 [R], whose.
+            written: int64 [R], tokens of each so far.
+        """
+        mesh, rows = self._lm.mesh, len(samples)
+        tokens = torch.empty(rows, dtype=torch.long, device=self._device)
+        log_probs = torch.empty(rows, dtype=torch.float32, device=self._device)
+        if mesh.is_last_stage:
+            assert hidden is not None
+            logits = self._lm.full_logits(hidden)
+            if self._work is None:
+                self._work = Workspace(self._most_rows, logits.shape[1], logits.dtype, self._device)
+            adjusted = self._responses.adjust(logits, samples, written)
+            tokens = choose_tokens(adjusted, self._keys[samples, written], self._params, self._work)
+            log_probs = token_log_probs(logits, tokens, self._params.temperature, self._work)
+        mesh.copy_from_last_stage(tokens)
+        mesh.copy_from_last_stage(log_probs)
+        return tokens, log_probs

@@ -1,0 +1,317 @@
+"""Generation by TensorRT-LLM: one engine for each block of ranks, on the GPUs that they train on.
+
+The engine sleeps while the ranks train. Each waking gives it the policy's weights anew and empties its prefix cache:
+what a sleeping engine keeps need then not be known. Its process is started and asked by the block's leader; whatever
+comes of that, all ranks of the block hear of it, so that they go the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+
+from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
+from reinforce_rl.data.tokenizer import pad_id_of
+from reinforce_rl.errors import ConfigError, DataError, EngineLostError, GenerationError
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native.sampling import sample_seeds
+from reinforce_rl.generation.trtllm import weight_transfer
+from reinforce_rl.generation.trtllm.engine import (
+    CACHE_TAGS,
+    WEIGHT_TAGS,
+    Answer,
+    EngineArguments,
+    EngineSampling,
+    Request,
+    Started,
+)
+from reinforce_rl.generation.trtllm.process import Deadlines, EngineProcess
+from reinforce_rl.megatron.lora.lora import MergedWeights, lora_settings_of
+from reinforce_rl.megatron.model.model import CausalLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How the engines of a run are made and asked.
+
+    Attributes:
+        arguments: of each engine. Its tensor_parallel_size is at most the ranks of a block.
+        deadlines: of its calls.
+        bucket_bytes: of the weights that are on their way at a time.
+        log_folder: for the engines' output, a file each.
+    """
+
+    arguments: EngineArguments
+    deadlines: Deadlines
+    bucket_bytes: int
+    log_folder: Path
+
+
+class TensorRTLLMGenerator:
+    """A `Generator` that asks an engine; every rank of a block makes one, and they are called together.
+
+    Args:
+        lm: the policy, whose weights the engine is given.
+        tokenizer: decodes text for `end_strings`; its pad id fills the right of the responses.
+        settings: of the engine.
+
+    Raises:
+        ConfigError: there is no TensorRT-LLM, or no GPUs that an engine could have.
+    """
+
+    def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings):
+        self._lm = lm
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._pad_id = pad_id_of(tokenizer)
+        self._engine: EngineProcess | None = None
+        self._hosts_worker = False
+        self._is_running = self._is_asleep = self._has_weights = self._was_restarted = False
+        self._place_engine()
+
+    @property
+    def is_exact(self) -> bool:
+        """Its kernels are others than the trainer's."""
+        return False
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Inside the block the engine has its memory and the policy's present weights."""
+        self._with_one_restart(self._wake)
+        try:
+            yield
+        except BaseException:
+            # The ranks may have left at different points, so nothing is done together here.
+            self._has_weights = False
+            raise
+        self._sleep()
+
+    def refit(self) -> None:
+        """Nothing to do: each waking takes the weights."""
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._engine is not None:
+            self._engine.stop()
+        self._is_running = False
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
+        """See `Generator.generate`. A request that was lost is made once more, with its own seed again."""
+        longest, limit = (
+            max((len(prompt.tokens) for prompt in prompts), default=0),
+            self._settings.arguments.max_seq_len,
+        )
+        if longest + params.max_length > limit:
+            raise DataError(
+                f"a prompt of {longest} tokens and {params.max_length} response tokens exceed "
+                f"model.encoder_seq_length, which is {limit}"
+            )
+        requests = requests_of(prompts, num_samples, params, seed, self._pad_id)
+        answers = self._with_one_restart(lambda: self._together(lambda engine: _answers(engine, requests)))
+        lost = [(i // num_samples, answer.fault) for i, answer in enumerate(answers) if answer.fault is not None]
+        if lost:
+            ids = sorted({prompts[i].id for i, _ in lost})
+            raise GenerationError(
+                f"the engine lost {len(lost)} of {len(requests)} requests twice, of the prompts {ids[:10]}: "
+                f"{lost[0][1]}. Where they are slow rather than lost, raise tensorrt_llm.request_timeout_seconds"
+            )
+        return self._completions(answers, params)
+
+    def _completions(self, answers: Sequence[Answer], params: SamplingParams) -> Completions:
+        cut = [self._cut_at_end_string(answer, params.end_strings) for answer in answers]
+        lengths = torch.tensor([len(answer.tokens) for answer in cut], dtype=torch.long)
+        width = int(lengths.max()) if len(cut) else 0
+        tokens = torch.full((len(cut), width), self._pad_id, dtype=torch.long)
+        log_probs = torch.zeros((len(cut), width)) if all(a.log_probs is not None for a in cut) else None
+        for row, answer in enumerate(cut):
+            tokens[row, : len(answer.tokens)] = torch.tensor(answer.tokens, dtype=torch.long)
+            if log_probs is not None and answer.log_probs is not None:
+                log_probs[row, : len(answer.tokens)] = torch.tensor(answer.log_probs)
+        reasons = tuple(FINISH_STOP if answer.stopped else FINISH_LENGTH for answer in cut)
+        return Completions(tokens=tokens, lengths=lengths, finish_reasons=reasons, log_probs=log_probs)
+
+    def _cut_at_end_string(self, answer: Answer, end_strings: Sequence[str]) -> Answer:
+        """The engine stops at single tokens only: with `end_id` given, it never makes tokens of stop strings."""
+        known = all(0 <= token < len(self._tokenizer) for token in answer.tokens)
+        for count in range(1, len(answer.tokens) + 1) if end_strings and known else ():
+            text = self._tokenizer.decode(list(answer.tokens[:count]))
+            if any(end in text for end in end_strings):
+                log_probs = None if answer.log_probs is None else answer.log_probs[:count]
+                return Answer(answer.tokens[:count], log_probs, stopped=True)
+        return answer
+
+    def _wake(self) -> None:
+        if not self._is_running:
+            started = self._together(lambda engine: engine.start())
+            self._check_devices(started)
+            self._is_running, self._is_asleep, self._has_weights = True, False, False
+        if self._is_asleep:
+            self._together(lambda engine: engine.resume(WEIGHT_TAGS))
+        if not self._has_weights:
+            weight_transfer.send_weights(
+                self._lm,
+                lambda handles: self._together(lambda engine: engine.update(handles)),
+                max_bytes=self._settings.bucket_bytes,
+                hosts_worker=self._hosts_worker,
+                values=None if lora_settings_of(self._lm) is None else MergedWeights(self._lm),
+            )
+            self._together(lambda engine: engine.update(None))
+            self._has_weights = True
+        if self._is_asleep:
+            self._together(lambda engine: engine.resume(CACHE_TAGS))
+            self._is_asleep = False
+
+    def _sleep(self) -> None:
+        self._has_weights = False
+        try:
+            self._together(lambda engine: engine.release((*WEIGHT_TAGS, *CACHE_TAGS)))
+            self._is_asleep = True
+        except EngineLostError as error:
+            # It is dead, which frees its memory too. The next waking starts another, if that is still allowed.
+            self._count_restart(error)
+
+    def _with_one_restart(self, action: Callable[[], T]) -> T:
+        """Do it, and once in a run do it again with a new engine that has the present weights.
+
+        Raises:
+            GenerationError: the engine does not start, or fails a second time.
+        """
+        try:
+            return action()
+        except EngineLostError as error:
+            self._count_restart(error)
+        try:
+            self._wake()
+            return action()
+        except EngineLostError as error:
+            self._count_restart(error)
+            raise
+
+    def _count_restart(self, error: EngineLostError) -> None:
+        self._is_running = False
+        if self._was_restarted:
+            raise GenerationError(
+                f"TensorRT-LLM failed again after it had been started anew: {error}. The engine's log says more"
+            ) from error
+        self._was_restarted = True
+        if self._engine is not None:
+            logger.warning("event=engine_restarted reason=%s", error)
+
+    def _together(self, action: Callable[[EngineProcess], T]) -> T:
+        """What the leader's call gives, on all ranks of the block.
+
+        Raises:
+            GenerationError: the leader's, on all of them.
+        """
+        result: T | None = None
+        failure: GenerationError | None = None
+        if self._engine is not None:
+            try:
+                result = action(self._engine)
+            except GenerationError as error:
+                failure = error
+        result, failure = self._lm.mesh.from_block_leader((result, failure))
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[return-value]
+
+    def _place_engine(self) -> None:
+        """Find the GPUs of the block; its leader prepares the engine."""
+        mesh, arguments = self._lm.mesh, self._settings.arguments
+        uuid = weight_transfer.device_uuid(mesh.device)
+        if importlib.util.find_spec("tensorrt_llm") is None:
+            raise ConfigError(
+                ["generation is tensorrt_llm, but no package tensorrt_llm is installed; see docs/tensorrt-llm.md"]
+            )
+        places = mesh.from_block_leader(
+            mesh.gather_on_block_leader((socket.gethostname(), _number_of(mesh.device), uuid))
+        )
+        hosts = sorted({host for host, _, _ in places})
+        if len(hosts) > 1:
+            raise ConfigError(
+                [
+                    f"generation is tensorrt_llm, but the ranks of one block are on {', '.join(hosts)}; an engine "
+                    "has the GPUs of one node: lower the model-parallel sizes"
+                ]
+            )
+        used = places[: arguments.tensor_parallel_size]
+        self._devices = [uuid for _, _, uuid in used]
+        self._hosts_worker = uuid in self._devices
+        if mesh.is_block_leader:
+            numbers = [number for _, number, _ in used if number is not None]
+            log = self._settings.log_folder / f"dp_{mesh.dp_rank:05d}.log"
+            self._engine = EngineProcess(arguments, self._settings.deadlines, log, mesh.dp_rank, numbers or None)
+
+    def _check_devices(self, started: Started) -> None:
+        foreign = sorted(set(started.devices) - set(self._devices))
+        if foreign:
+            raise GenerationError(
+                f"TensorRT-LLM has workers on {', '.join(foreign)}; expected {', '.join(self._devices)}, the GPUs of "
+                "this block, as only there it can be given weights. Is CUDA_VISIBLE_DEVICES set for the engine?"
+            )
+
+
+def requests_of(
+    prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int, pad_id: int
+) -> list[Request]:
+    """A request for each sample, prompt-major, each with a seed that follows from (seed, prompt, sample)."""
+    ids = np.repeat([prompt.id for prompt in prompts], num_samples)
+    seeds = sample_seeds(seed, ids, np.tile(np.arange(num_samples), len(prompts)))
+    greedy = params.use_greedy
+    return [
+        Request(
+            prompts[row // num_samples].tokens,
+            EngineSampling(
+                max_tokens=params.max_length,
+                seed=int(seeds[row]),
+                temperature=None if greedy else params.temperature,
+                top_k=None if greedy else params.top_k,
+                top_p=None if greedy else params.top_p,
+                repetition_penalty=None if params.repetition_penalty == 1.0 else params.repetition_penalty,
+                stop_token_ids=list(params.stop_token_ids),
+                pad_id=pad_id,
+            ),
+        )
+        for row in range(len(ids))
+    ]
+
+
+def _answers(engine: EngineProcess, requests: Sequence[Request]) -> list[Answer]:
+    answers = engine.generate(requests)
+    lost = [row for row, answer in enumerate(answers) if answer.fault is not None]
+    if lost:
+        logger.warning("event=requests_lost count=%d reason=%s", len(lost), answers[lost[0]].fault)
+        for row, answer in zip(lost, engine.generate([requests[row] for row in lost]), strict=True):
+            answers[row] = answer
+    return answers
+
+
+def _number_of(device: torch.device) -> str | None:
+    """A GPU's number on this machine, under which another process sees it; None where it is no GPU.
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES names GPUs otherwise than by number, which the engine's Ray cannot read.
+    """
+    if device.type != "cuda":
+        return None
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    number = visible[device.index or 0] if visible else str(device.index or 0)
+    if not number.isdigit():
+        raise ConfigError([f"CUDA_VISIBLE_DEVICES has {number!r}; with generation=tensorrt_llm expected numbers"])
+    return number

@@ -1,0 +1,175 @@
+"""The process that owns a TensorRT-LLM engine: `python -m reinforce_rl.generation.trtllm.host FD PARENT`.
+
+A process of its own, because importing TensorRT-LLM and starting Ray reach far into a process, and because a process
+can be ended whatever state it is in. It takes one command after the other from the connection FD, and ends with it.
+The calls are those of TensorRT-LLM 1.2; `tests/generation/tensorrt_llm_signatures.json` has their signatures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from reinforce_rl.generation.trtllm.engine import (
+    DONE,
+    FAULT,
+    GENERATE,
+    RELEASE,
+    RESUME,
+    START,
+    STOP,
+    UPDATE,
+    Answer,
+    EngineArguments,
+    Request,
+    Started,
+)
+from reinforce_rl.utils.process import die_with_parent
+
+SHUTDOWN_SECONDS = 20.0
+
+
+class EngineHost:
+    """One engine, driven by commands."""
+
+    def __init__(self) -> None:
+        self._llm: Any = None
+
+    async def start(self, arguments: EngineArguments) -> Started:
+        """Import TensorRT-LLM and bring the engine up; its weights are random until they are sent."""
+        package = _package("tensorrt_llm")
+        version = str(package.__version__)
+        if not version.startswith("1.2"):
+            raise RuntimeError(f"tensorrt_llm is {version}; expected 1.2, whose interface this was written for")
+        options = dataclasses.asdict(arguments)
+        cache = _package("tensorrt_llm.llmapi").KvCacheConfig(
+            enable_block_reuse=True, free_gpu_memory_fraction=options.pop("free_gpu_memory_fraction")
+        )
+        # Only TRTLLMSampler heeds the seed of a request, and only chunks let a prompt exceed max_num_tokens.
+        self._llm = package.AsyncLLM(
+            **options,
+            backend="pytorch",
+            skip_tokenizer_init=True,
+            max_input_len=arguments.max_seq_len,
+            kv_cache_config=cache,
+            load_format="dummy",
+            enable_sleep=True,
+            enable_chunked_prefill=True,
+            sampler_type="TRTLLMSampler",
+        )
+        await self._llm.setup_async()
+        devices = await self._llm.collective_rpc("report_device_id")
+        return Started(version, tuple(str(device) for device in devices))
+
+    async def generate(self, requests: Sequence[Request], seconds: float) -> list[Answer]:
+        """All requests at once. One that is not answered in time is aborted, and said to be lost."""
+        sampling = _package("tensorrt_llm").SamplingParams
+        results = [
+            self._llm.generate_async(
+                list(request.tokens), sampling_params=sampling(**dataclasses.asdict(request.sampling))
+            )
+            for request in requests
+        ]
+        waits = [asyncio.ensure_future(_finished(result)) for result in results]
+        await asyncio.wait(waits, timeout=seconds)
+        answers = []
+        for wait, result in zip(waits, results, strict=True):
+            if not wait.done():
+                wait.cancel()
+                result.abort()
+                answers.append(Answer(fault=f"no answer within {seconds:g} s"))
+            elif (error := wait.exception()) is not None:
+                answers.append(Answer(fault=_text(error)))
+            else:
+                answers.append(_answer(wait.result()))
+        return answers
+
+    async def update(self, handles: dict[str, str] | None) -> None:
+        """A bucket of weights by device, or None after the last: then the prefix cache is reset too."""
+        await self._llm.update_weights(handles)
+
+    async def release(self, tags: Sequence[str]) -> None:
+        await self._llm.release(list(tags))
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        await self._llm.resume(list(tags))
+
+    async def stop(self) -> None:
+        if self._llm is not None:
+            await asyncio.wait_for(asyncio.to_thread(self._llm.shutdown), SHUTDOWN_SECONDS)
+
+
+def _package(name: str) -> Any:
+    """A module of TensorRT-LLM, which only this process imports."""
+    return importlib.import_module(name)
+
+
+async def _finished(result: Any) -> Any:
+    return await result
+
+
+def _answer(result: Any) -> Answer:
+    (output,) = result.outputs
+    if output.finish_reason not in ("stop", "length"):
+        return Answer(fault=f"it ended by {output.finish_reason!r}")
+    tokens = tuple(int(token) for token in output.token_ids)
+    log_probs = None
+    if output.logprobs:
+        if len(output.logprobs) != len(tokens):
+            return Answer(fault=f"{len(output.logprobs)} log-probs came with {len(tokens)} tokens")
+        pairs = zip(tokens, output.logprobs, strict=True)
+        log_probs = tuple(float(one[token].logprob) if isinstance(one, dict) else float(one) for token, one in pairs)
+    return Answer(tokens, log_probs, output.finish_reason == "stop")
+
+
+async def serve(connection: Connection) -> None:
+    """Take commands until one says stop or the trainer is gone."""
+    host = EngineHost()
+    calls = {
+        START: host.start,
+        GENERATE: host.generate,
+        UPDATE: host.update,
+        RELEASE: host.release,
+        RESUME: host.resume,
+        STOP: host.stop,
+    }
+    while True:
+        try:
+            command, arguments = await asyncio.to_thread(connection.recv)
+        except (EOFError, OSError):
+            command, arguments = STOP, ()
+        try:
+            reply = (DONE, await calls[command](*arguments))
+        except Exception as error:  # whatever the engine raises, the trainer must hear of it
+            reply = (FAULT, _text(error))
+        try:
+            connection.send(reply)
+        except OSError:
+            return
+        if command == STOP:
+            return
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def main() -> None:
+    descriptor, parent = (int(text) for text in sys.argv[1:])
+    die_with_parent(parent, signal.SIGTERM)  # a call into the engine may never return
+    asyncio.run(serve(Connection(descriptor)))
+    # Threads of the engine that do not end must not keep the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

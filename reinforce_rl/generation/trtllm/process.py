@@ -1,0 +1,218 @@
+"""An engine in a process of its own, each call within a time limit: the trainer's side of `host.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from reinforce_rl.errors import EngineLostError, GenerationError
+from reinforce_rl.generation.trtllm import engine
+from reinforce_rl.generation.trtllm.engine import Answer, EngineArguments, Request, Started
+from reinforce_rl.generation.trtllm.model_folder import write_engine_model
+
+KEY = "tensorrt_llm"
+STOP_SECONDS = 30.0
+STUCK_SECONDS = 5.0  # beyond a call's deadline, for what is under way then
+ABORT_SECONDS = 60.0  # for the engine to take back requests whose time is up
+# Unix sockets have names of at most 107 characters, and Ray adds some 65 to its folder.
+MAX_FOLDER_CHARACTERS = 40
+# Of the trainer's launcher: an engine that inherits them would take itself for a rank of that job.
+_OF_THE_LAUNCHER = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "ROLE_", "GROUP_", "LOCAL_", "MASTER_")
+_OF_THE_RANK = ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds that a call may take.
+
+    Attributes:
+        start: until the engine is ready.
+        update: for a bucket of weights; also for giving memory back and taking it again.
+        request: for all requests of a call of `generate`.
+    """
+
+    start: float
+    update: float
+    request: float
+
+
+class EngineProcess:
+    """Starts, asks and ends an engine. After an `EngineLostError` it can be started again.
+
+    Args:
+        arguments: of the engine.
+        deadlines: of its calls.
+        log: file that its output is added to.
+        dp_rank: of the ranks that it serves.
+        devices: numbers of their GPUs on this machine; None where there are none.
+    """
+
+    def __init__(
+        self,
+        arguments: EngineArguments,
+        deadlines: Deadlines,
+        log: Path,
+        dp_rank: int,
+        devices: Sequence[str] | None,
+    ):
+        self._arguments = arguments
+        self._deadlines = deadlines
+        self._log = log
+        self._folder = private_folder(os.environ, os.getpid(), dp_rank)
+        self._devices = devices
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def start(self) -> Started:
+        """Bring it up, and wait until it is ready.
+
+        Raises:
+            GenerationError: it did not start; that it would at a second try is not to be expected.
+        """
+        self.kill()
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        model = write_engine_model(Path(self._arguments.model), self._folder / "model")
+        arguments = replace(self._arguments, model=str(model))
+        self._connection, theirs = multiprocessing.Pipe()
+        command = [sys.executable, "-m", "reinforce_rl.generation.trtllm.host", str(theirs.fileno()), str(os.getpid())]
+        with self._log.open("ab") as log, theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=engine_environment(os.environ, self._folder, self._devices),
+            )
+        try:
+            return self._call(engine.START, (arguments,), self._deadlines.start, "start_timeout_seconds")
+        except EngineLostError as error:
+            advice = "see its log"
+            if "out of memory" in str(error).lower():
+                advice = f"lower {KEY}.free_gpu_memory_fraction, now {self._arguments.free_gpu_memory_fraction}"
+            raise GenerationError(f"TensorRT-LLM did not start: {error}; {advice}") from error
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+        """Answers in the order of the requests; those that were lost say so."""
+        seconds = self._deadlines.request
+        arguments = (tuple(requests), seconds)
+        answers = self._call(engine.GENERATE, arguments, seconds + ABORT_SECONDS, "request_timeout_seconds")
+        if len(answers) != len(requests):
+            self.kill()
+            raise EngineLostError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
+        return answers
+
+    def update(self, handles: Mapping[str, str] | None) -> None:
+        """Hand over one bucket of weights, or None after the last."""
+        given = None if handles is None else dict(handles)
+        self._call(engine.UPDATE, (given,), self._deadlines.update, "update_timeout_seconds")
+
+    def release(self, tags: Sequence[str]) -> None:
+        """Give memory back."""
+        self._call(engine.RELEASE, (tuple(tags),), self._deadlines.update, "update_timeout_seconds")
+
+    def resume(self, tags: Sequence[str]) -> None:
+        """Take it again."""
+        self._call(engine.RESUME, (tuple(tags),), self._deadlines.update, "update_timeout_seconds")
+
+    def stop(self) -> None:
+        """End it in good order, or else at once."""
+        if self._connection is not None:
+            with contextlib.suppress(EngineLostError):
+                self._call(engine.STOP, (), STOP_SECONDS, "stop")
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process and all that it started in its session, and remove its files."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._process is not None:
+            self._kill_group(self._process)
+            self._process.wait()
+            self._process = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _call(self, command: str, arguments: tuple[Any, ...], seconds: float, key: str) -> Any:
+        """Ask and wait.
+
+        Raises:
+            EngineLostError: it ended, did not answer in time, or answered with a fault; then it is ended.
+        """
+        assert self._connection is not None and self._process is not None
+        late = EngineLostError(f"no answer to {command} within {seconds:g} s ({KEY}.{key}); log: {self._log}")
+        # A process that is stopped in the middle of a message would hold up the sending or the reading of it.
+        stuck = threading.Timer(seconds + STUCK_SECONDS, self._kill_group, (self._process,))
+        stuck.daemon = True
+        stuck.start()
+        begin = time.monotonic()
+        try:
+            self._connection.send((command, arguments))
+            if not self._connection.poll(seconds):
+                raise late
+            kind, value = self._connection.recv()
+            if kind == engine.FAULT:
+                raise EngineLostError(f"the engine's {command} failed: {value}; log: {self._log}")
+            return value
+        except (EOFError, OSError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            status = self._process.poll()
+            self.kill()
+            if time.monotonic() - begin > seconds:
+                raise late from error
+            raise EngineLostError(f"the engine ended in {command} (status {status}); log: {self._log}") from error
+        except EngineLostError:
+            self.kill()
+            raise
+        finally:
+            stuck.cancel()
+
+    @staticmethod
+    def _kill_group(process: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def private_folder(environment: Mapping[str, str], pid: int, dp_rank: int) -> Path:
+    """A folder for sockets and files of one engine, so that neither two jobs nor two ranks of a node meet in it."""
+    job = environment.get("SLURM_JOB_ID")
+    restart = environment.get("SLURM_RESTART_COUNT", "0")
+    name = f"rrl-{pid}-{dp_rank}" if job is None else f"rrl-{job}.{restart}-{pid}-{dp_rank}"
+    folder = Path(tempfile.gettempdir()) / name
+    return folder if len(str(folder)) <= MAX_FOLDER_CHARACTERS else Path("/tmp") / name
+
+
+def engine_environment(environment: Mapping[str, str], folder: Path, devices: Sequence[str] | None) -> dict[str, str]:
+    """The engine's own: without the launcher's variables, and with a Ray of its own on the given GPUs."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(_OF_THE_LAUNCHER) and name not in _OF_THE_RANK
+    }
+    places = [str(Path(__file__).resolve().parents[3]), *sys.path]
+    own = {
+        "PYTHONPATH": os.pathsep.join(filter(None, places)),
+        "TLLM_DISABLE_MPI": "1",
+        "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # else it joins whatever Ray runs on this machine
+        "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # as NeMo-RL and verl do: copies stay on one stream
+        "RAY_TMPDIR": str(folder),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TMPDIR": str(folder),
+    }
+    return {**kept, **own, **({} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)})}

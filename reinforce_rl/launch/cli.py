@@ -1,0 +1,139 @@
+"""What the example scripts share: Hydra with readable errors, and starting one process a rank."""
+
+from __future__ import annotations
+
+import atexit
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from reinforce_rl.config.renamed_keys import renamed
+from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ConfigError, ReinforceError
+from reinforce_rl.runtime.stop import StopNow
+
+CONF_FOLDER = Path(__file__).resolve().parents[2] / "conf"
+
+
+def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Make `main(cfg)` a program: Hydra composes conf/NAME.yaml and the command line's overrides.
+
+    Errors that this project raises on purpose end the program with their exit code and text, without a traceback.
+    """
+
+    def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+        def run(cfg: DictConfig) -> None:
+            try:
+                main(cfg)
+            except ReinforceError as error:
+                _fail(str(error), error.exit_code)
+            except StopNow:
+                _fail("stopped by a signal before the run began", EXIT_STOPPED)
+            except KeyboardInterrupt:
+                print("interrupted by Ctrl-C; what was saved before is whole", flush=True)
+                atexit._run_exitfuncs()
+                os._exit(130)  # a thread that is writing a checkpoint would abort while Python shuts down
+
+        def program() -> None:
+            # Hydra would print its own errors; raised, they can be told in the same way as all others.
+            os.environ["HYDRA_FULL_ERROR"] = "1"
+            try:
+                hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name=name)(run)()
+            except (HydraException, OmegaConfBaseException) as error:
+                _fail(str(_explained(error, name, [arg for arg in sys.argv[1:] if "=" in arg])))
+
+        return program
+
+    return decorate
+
+
+def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") -> None:
+    """Become torchrun, which starts the ranks, where a plain `python` process should be several; see `utils/ranks.py`.
+
+    Nothing happens under torchrun, which sets WORLD_SIZE.
+
+    Args:
+        devices: ranks on each node.
+        num_nodes: nodes.
+        key: how the configuration calls the latter.
+
+    Raises:
+        ReinforceError: several nodes, which a plain `python` cannot start.
+    """
+    if "WORLD_SIZE" in os.environ or devices * num_nodes == 1:
+        return
+    if num_nodes > 1:
+        raise ReinforceError(
+            f"{key} is {num_nodes}, but this is one plain python process; start it on every node with "
+            f"`torchrun --nnodes {num_nodes} --nproc-per-node {devices} ...`"
+        )
+    # One thread a rank: ranks that each take every core would wait for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launcher = ["-m", "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", str(devices)]
+    # The package need not be installed for the script to run, and the script's own folder is not on the path of -m.
+    paths = [str(CONF_FOLDER.parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
+
+
+def _fail(text: str, code: int = EXIT_ERROR) -> None:
+    print(text if code == EXIT_STOPPED else f"error: {text}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def compose(name: str, overrides: Sequence[str]) -> DictConfig:
+    """conf/NAME.yaml with overrides, as `with_config` composes it for its program.
+
+    Raises:
+        ConfigError: in Hydra's words, or better ones for a key that does not exist.
+    """
+    try:
+        with hydra.initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
+            return hydra.compose(name, overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explained(error, name, overrides) from error
+
+
+def _explained(error: Exception, name: str, overrides: Sequence[str]) -> ConfigError:
+    """Every key that does not exist. Hydra stops at the first, so what it refuses is left out until it does not."""
+    text = str(error).partition("\nConfig search path:")[0].strip()
+    unknown = re.search(r"Could not override '([^']+)'|not in struct\s+full_key: (\S+)", text)
+    if unknown is None:
+        return ConfigError([text])
+    key = unknown.group(1) or unknown.group(2)
+    faults = [_unknown_key(key, CONF_FOLDER / f"{name}.yaml")]
+    rest = [override for override in overrides if override.partition("=")[0] != key]
+    if len(rest) < len(overrides):
+        try:
+            compose(name, rest)
+        except ConfigError as further:
+            faults += further.faults
+    return ConfigError(faults)
+
+
+def _unknown_key(wanted: str, config_file: Path) -> str:
+    """What may be meant by a key that Hydra does not know."""
+    known = _dotted_keys(OmegaConf.to_container(OmegaConf.load(config_file)))
+    if wanted in known:  # an empty group, into which Hydra lets nothing without a plus
+        return f"{wanted} has entries of your own names; give each as +{wanted}.NAME=VALUE"
+    if advice := renamed(wanted):
+        return advice
+    close = difflib.get_close_matches(wanted, known, n=3)
+    last_part = [key for key in known if key.split(".")[-1] == wanted.split(".")[-1]]
+    suggestions = list(dict.fromkeys([*last_part, *close]))[:3]
+    advice = f"did you mean {' or '.join(suggestions)}?" if suggestions else f"its keys stand in {config_file}"
+    return f"{wanted} is not a key of the configuration; {advice}"
+
+
+def _dotted_keys(node: object, prefix: str = "") -> list[str]:
+    if not isinstance(node, dict) or not node:
+        return [prefix[:-1]]
+    return [key for name, child in node.items() for key in _dotted_keys(child, f"{prefix}{name}.")]

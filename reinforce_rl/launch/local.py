@@ -1,0 +1,293 @@
+"""Reward server and actor as two processes on one machine: started in order, stopped together, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from reinforce_rl.config.overrides import override_of
+from reinforce_rl.errors import EXIT_STOPPED, ConfigError, ReinforceError, RewardServerError
+from reinforce_rl.rewards.access import read_token
+from reinforce_rl.rewards.health import check_once
+from reinforce_rl.rewards.protocol import DEFAULT_NAME
+from reinforce_rl.rewards.retrying import FailedAttempt
+from reinforce_rl.runtime.stop import STOP_SIGNALS
+from reinforce_rl.utils.guard import Guard
+from reinforce_rl.utils.ports import check_port, free_port
+from reinforce_rl.utils.process import die_with_parent
+
+POLL_SECONDS = 0.2
+REPORT_SECONDS = 10.0
+LAST_LOG_LINES = 30
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What to start.
+
+    Attributes:
+        server: command line of the reward server.
+        actor: command line of the actor.
+        run_dir: the server's log goes to `logs/server.log` in it.
+        host, port, name: where the server will be, and its model's name.
+        token: what the server asks for, if anything.
+        ready_seconds: how long the server may take to become ready, model loading included.
+        grace_seconds: what a process gets between SIGTERM and SIGKILL.
+    """
+
+    server: tuple[str, ...]
+    actor: tuple[str, ...]
+    run_dir: Path
+    host: str
+    port: int
+    name: str = DEFAULT_NAME
+    token: str | None = field(default=None, repr=False)
+    ready_seconds: float = 600.0
+    grace_seconds: float = 30.0
+
+    @property
+    def server_log(self) -> Path:
+        """The file that takes both output streams of the server."""
+        return self.run_dir / "logs" / "server.log"
+
+
+def make_plan(
+    server: Sequence[str],
+    actor: Sequence[str],
+    *,
+    run_dir: str | Path,
+    server_args: Sequence[str] = (),
+    actor_args: Sequence[str] = (),
+    host: str = "127.0.0.1",
+    ready_seconds: float = 600.0,
+    grace_seconds: float = 30.0,
+) -> LaunchPlan:
+    """Choose the port and hand it to both sides as Hydra overrides, where the caller has not done so.
+
+    Args:
+        server, actor: the commands without overrides.
+        run_dir: for logs.
+        server_args, actor_args: Hydra overrides of each. `inference.port=N` among the server's fixes the port, and
+            `inference.name=NAME` the model's name; `inference.token_file=FILE` goes to the actor too.
+        host: the loopback address of this machine.
+        ready_seconds, grace_seconds: see `LaunchPlan`.
+
+    Raises:
+        ConfigError: the port is not a number, or the token cannot be read.
+    """
+    text = override_of(server_args, "inference.port")
+    name = override_of(server_args, "inference.name") or DEFAULT_NAME
+    try:
+        port = int(text) if text else free_port(host)
+    except ValueError as error:
+        raise ConfigError([f"inference.port is '{text}'; expected a number"]) from error
+    for_server = {"inference.host": host, "inference.port": port}
+    for_actor = {
+        "remote_rm.reward_model.ip": host,
+        "remote_rm.reward_model.port": port,
+        "remote_rm.reward_model.name": name,
+    }
+    token_file = override_of(server_args, "inference.token_file")
+    token_file = None if token_file in (None, "", "null") else token_file
+    if token_file is not None:
+        for_actor["remote_rm.reward_model.token_file"] = token_file
+    return LaunchPlan(
+        server=(*server, *server_args, *_missing(server_args, for_server)),
+        actor=(*actor, *actor_args, *_missing(actor_args, for_actor)),
+        run_dir=Path(run_dir),
+        host=host,
+        port=port,
+        name=name,
+        token=read_token(token_file, "inference.token_file"),
+        ready_seconds=ready_seconds,
+        grace_seconds=grace_seconds,
+    )
+
+
+def _missing(args: Sequence[str], wanted: dict[str, object]) -> list[str]:
+    return [f"{key}={value}" for key, value in wanted.items() if override_of(args, key) is None]
+
+
+def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
+    """Run both, and return the exit code: the actor's, or 1 where the server failed first. From the main thread.
+
+    SIGINT, SIGTERM and SIGUSR1 go to the actor, which saves and ends; the server follows it. When this process is
+    killed, a guard ends both.
+
+    Args:
+        plan: what to start.
+        say: for lines to people.
+    """
+    try:
+        # Else another run's server on this port would be taken for ours until ours has died of it.
+        check_port(plan.host, plan.port)
+        plan.server_log.parent.mkdir(parents=True, exist_ok=True)
+    except (ConfigError, OSError) as error:
+        say(f"error: {error}")
+        return 1
+    guard = Guard(grace_seconds=min(plan.grace_seconds, 10.0))
+    try:
+        with _Stop.on_signals() as stop, plan.server_log.open("wb") as log:
+            server = _start(plan.server, guard, log)
+            try:
+                say(f"reward server: process {server.pid}, log {plan.server_log}")
+                _wait_until_ready(plan, server, stop, say)
+                if stop.signal is not None:
+                    return EXIT_STOPPED if stop.signal in STOP_SIGNALS else 128 + stop.signal
+                actor = _start(plan.actor, guard, None)
+                try:
+                    return _wait_for_actor(plan, server, actor, guard, stop, say)
+                finally:
+                    _end(actor, plan.grace_seconds)
+            finally:
+                _end(server, plan.grace_seconds)
+    except ReinforceError as error:
+        say(f"error: {error}")
+        return 1
+    finally:
+        guard.close()
+
+
+def _start(command: Sequence[str], guard: Guard, log: object) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    try:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=log,  # type: ignore[arg-type]
+            stderr=subprocess.STDOUT if log is not None else None,
+            start_new_session=True,  # a Ctrl-C comes here alone, so that the order of stopping is ours
+            # The guard ends the child when this process is killed; this is for the case that the guard is killed too.
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
+            env=environment,
+        )
+    except OSError as error:
+        raise ConfigError([f"cannot start '{shlex.join(command)}': {error}"]) from error
+    guard.watch_process(process.pid, whole_session=True)
+    return process
+
+
+def _wait_until_ready(
+    plan: LaunchPlan, server: subprocess.Popen[bytes], stop: _Stop, say: Callable[[str], None]
+) -> None:
+    start = time.monotonic()
+    next_report = start + REPORT_SECONDS
+    while stop.signal is None:
+        if server.poll() is not None:
+            raise _server_ended(plan, server, "before it was ready")
+        try:
+            check_once(plan.host, plan.port, plan.name, timeout=5.0, token=plan.token)
+            say(f"reward server: ready at http://{plan.host}:{plan.port} after {time.monotonic() - start:.0f} s")
+            return
+        except FailedAttempt as error:
+            elapsed = time.monotonic() - start
+            if elapsed > plan.ready_seconds:
+                raise RewardServerError(
+                    f"the reward server was not ready at {plan.host}:{plan.port} within {plan.ready_seconds:.0f} s "
+                    f"(it {error}). The last lines of {plan.server_log}:\n{_last_lines(plan.server_log)}"
+                ) from error
+            if time.monotonic() >= next_report:
+                say(f"reward server: {error}; waiting, {elapsed:.0f} s of {plan.ready_seconds:.0f} s")
+                next_report += REPORT_SECONDS
+        time.sleep(POLL_SECONDS)
+
+
+def _wait_for_actor(
+    plan: LaunchPlan,
+    server: subprocess.Popen[bytes],
+    actor: subprocess.Popen[bytes],
+    guard: Guard,
+    stop: _Stop,
+    say: Callable[[str], None],
+) -> int:
+    forwarded_at: float | None = None
+    while actor.poll() is None:
+        guard.check()
+        if stop.signal is not None and forwarded_at is None:
+            forwarded_at = time.monotonic()
+            actor.send_signal(stop.signal)
+        if forwarded_at is not None and time.monotonic() - forwarded_at > plan.grace_seconds:
+            say(f"the actor did not end within {plan.grace_seconds:.0f} s of the signal; killing it")
+            actor.kill()
+            return 128 + (stop.signal or signal.SIGTERM)
+        if server.poll() is not None and forwarded_at is None:
+            raise _server_ended(plan, server, "while the actor was running")
+        time.sleep(POLL_SECONDS)
+    code = actor.returncode
+    return code if code >= 0 else 128 - code
+
+
+def _server_ended(plan: LaunchPlan, server: subprocess.Popen[bytes], when: str) -> RewardServerError:
+    return RewardServerError(
+        f"the reward server ended {when}, with exit code {server.returncode}. "
+        f"The last lines of {plan.server_log}:\n{_last_lines(plan.server_log)}"
+    )
+
+
+def _last_lines(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 65536))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(f"  | {line}" for line in lines[-LAST_LOG_LINES:]) or "  | (empty)"
+
+
+def _end(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
+    """SIGTERM, then SIGKILL, to the process and its group."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_seconds)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # also ranks that outlived their leader
+    process.wait()
+
+
+class _Stop:
+    """Remembers the first SIGINT, SIGTERM or SIGUSR1."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def on_signals(cls) -> Iterator[_Stop]:
+        """Take over these signals for the time of the block."""
+        stop = cls()
+
+        def remember(number: int, frame: FrameType | None) -> None:
+            stop.signal = stop.signal or number
+
+        previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, *STOP_SIGNALS)}
+        try:
+            yield stop
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """The launcher's own arguments, those after `--server-args`, and those after `--actor-args`, in any order."""
+    parts: dict[str, list[str]] = {"": [], "--server-args": [], "--actor-args": []}
+    current = ""
+    for argument in argv:
+        if argument in parts and argument:
+            current = argument
+        else:
+            parts[current].append(argument)
+    return parts[""], parts["--server-args"], parts["--actor-args"]
+
+
+def python_script(path: Path) -> list[str]:
+    """The command that runs a script with this interpreter."""
+    return [sys.executable, str(path)]

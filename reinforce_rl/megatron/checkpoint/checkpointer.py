@@ -1,0 +1,378 @@
+"""Checkpoints with megatron's `dist_checkpointing`: whole or absent, the newest named by a file that moves last.
+
+checkpoints/
+  latest                      the name of the newest complete checkpoint
+  step_00000010/
+    model/                    sharded weights, optimizer and schedule
+    rng/rank_00000.pt         random state of each rank
+    trainer_state.json        step, epoch, sampler position, ...
+    manifest.json             size and checksum of all these files
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn.utils import get_total_norm
+
+from reinforce_rl.errors import CheckpointError, DivergedError
+from reinforce_rl.megatron.checkpoint.manifest import Records, check_files, record_files, write_manifest
+from reinforce_rl.megatron.checkpoint.random_state import random_state, set_random_state
+from reinforce_rl.megatron.checkpoint.resharding import allow_other_padding
+from reinforce_rl.megatron.checkpoint.sharded_writer import ShardedWriter
+from reinforce_rl.megatron.lora.lora import trained_state
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.optimizer_state import STEP, adam_state, set_adam_step
+from reinforce_rl.utils.files import write_atomically
+
+STATE_FILE = "trainer_state.json"
+LATEST_FILE = "latest"
+# The last three are what torch's writer says of a file that could not be written.
+_NO_SPACE = re.compile(r"No space left|quota exceeded|File too large|unexpected pos|failed writing|iostream error")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    folder: Path
+    trainer_state: dict[str, Any]
+
+
+def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
+    """The newest complete checkpoint in a folder of checkpoints, or None where there is none.
+
+    Raises:
+        CheckpointError: `latest` names a checkpoint that is not there or whose state cannot be read.
+    """
+    pointer = Path(folder) / LATEST_FILE
+    if not pointer.is_file():
+        return None
+    checkpoint = pointer.parent / pointer.read_text(encoding="utf-8").strip()
+    try:
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{pointer} names {checkpoint.name}, whose {STATE_FILE} cannot be read: {error}. {_way_out(checkpoint)}"
+        ) from error
+    return Checkpoint(checkpoint, state)
+
+
+def _way_out(damaged: Path) -> str:
+    """What to do about a checkpoint that cannot be used; nothing older is taken unasked, since it costs steps."""
+    pointer = damaged.parent / LATEST_FILE
+    others = [path for path in _complete_checkpoints(damaged.parent) if path != damaged]
+    if not others:
+        return f"There is no other checkpoint in {damaged.parent}; delete {pointer} to begin again at step 0"
+    older = [path for path in others if path.name < damaged.name] or others
+    names = ", ".join(path.name for path in others)
+    return (
+        f"Other checkpoints there: {names}. To go on from one of them, write its name into {pointer}, such as "
+        f"`echo {older[-1].name} > {pointer}`"
+    )
+
+
+def _complete_checkpoints(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step_\d{8}", path.name))
+
+
+def state_bytes(ddp: DistributedDataParallel, mesh: Mesh) -> int:
+    """About how large a checkpoint is: weights, Adam's two moments, and fp32 main weights where they are others."""
+    sizes = [(p.numel(), p.element_size()) for p in ddp.module.parameters() if p.requires_grad]
+    return mesh.tp_size * mesh.pp_size * sum(n * (size + 8 + (4 if size < 4 else 0)) for n, size in sizes)
+
+
+def folder_name(step: int) -> str:
+    """Of the checkpoint after a step."""
+    return f"step_{step:08d}"
+
+
+@dataclass
+class _Save:
+    """A save that has begun.
+
+    Attributes:
+        final: the folder it becomes.
+        trainer_state: to be written at the end.
+        keep: names of older checkpoints that stay.
+        writer: of the sharded state.
+        random_state: of this rank.
+        preparing: seconds that the training waited for it before anything was written in the background.
+        thread: writes.
+        written: this rank's part of the index, and of the manifest; None until it is written.
+        writing: seconds that this rank has written for.
+        error: why it could not be.
+    """
+
+    final: Path
+    trainer_state: dict[str, Any]
+    keep: set[str]
+    writer: ShardedWriter
+    random_state: dict[str, Any]
+    preparing: float
+    thread: threading.Thread | None = None
+    written: tuple[list[Any], Records] = field(default_factory=lambda: ([], {}))
+    writing: float = 0.0
+    error: BaseException | None = None
+
+    @property
+    def part(self) -> Path:
+        return self.final.with_name(self.final.name + ".part")
+
+    def write(self, rank: int) -> None:
+        """This rank's files, on any thread."""
+        began = time.monotonic()
+        try:
+            rng = self.part / "rng" / f"rank_{rank:05d}.pt"
+            content = io.BytesIO()  # written directly, a full disk would be told as an assertion of torch's
+            torch.save(self.random_state, content)
+            try:
+                rng.write_bytes(content.getvalue())
+            except OSError as error:
+                raise OSError(f"{rng}: {error}") from error
+            results, paths = self.writer.write()
+            self.written = results, record_files(self.part, [rng, *paths])
+        except Exception as error:
+            self.error = error
+        self.writing = time.monotonic() - began
+
+
+class Checkpointer:
+    """Saves and restores a run: the trainer's `ckpt_callback`.
+
+    Args:
+        folder: holds the checkpoints.
+        mesh: this rank's place.
+        ddp, optimizer, scheduler: whose state is saved and restored.
+        keep_last: how many complete checkpoints stay on disk; at least 1.
+        asynchronous: write while the training goes on; see `poll`.
+        on_saved: told on the first rank how many seconds a complete save took: of a background one those in which
+            the training waited for it, and those in which the slowest rank wrote.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        mesh: Mesh,
+        ddp: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        *,
+        keep_last: int = 2,
+        asynchronous: bool = False,
+        on_saved: Callable[[float], None] = lambda seconds: None,
+    ):
+        self.folder = Path(folder)
+        self._mesh = mesh
+        self._ddp, self._optimizer, self._scheduler = ddp, optimizer, scheduler
+        self._keep_last = keep_last
+        self._asynchronous = asynchronous
+        self._on_saved = on_saved
+        self._running: _Save | None = None
+
+    def save(self, step: int, trainer_state: dict[str, Any], keep: Collection[int] = ()) -> Path:
+        """Write a checkpoint; a collective call. `latest` moves only when everything is on disk.
+
+        An asynchronous one is complete after `finish`, or a `poll` that finds it written. Its content is the state at
+        this call. The one before it is finished first.
+
+        Args:
+            step: after which the state is saved.
+            trainer_state: what the trainer needs besides, for JSON.
+            keep: steps whose checkpoints stay besides the newest ones.
+
+        Raises:
+            CheckpointError: on every rank where one rank could not write; the previous checkpoint stays as it was.
+            DivergedError: on every rank where weights of one rank are not finite.
+        """
+        self.finish()
+        began = time.monotonic()
+        final = self.folder / folder_name(step)
+        weights = [parameter.detach() for parameter in self._ddp.module.parameters() if parameter.requires_grad]
+        if self._mesh.any_rank(not get_total_norm(weights, foreach=True).isfinite()):
+            raise DivergedError(f"the weights that were to be saved as {final} are not finite")
+        part = self.folder / f"{final.name}.part"
+
+        def make_folders() -> None:
+            shutil.rmtree(part, ignore_errors=True)
+            (part / "model").mkdir(parents=True)
+            (part / "rng").mkdir()
+
+        self._together(part, make_folders, self._mesh.is_main)
+        writer = ShardedWriter(self._sharded_state(), part / "model")
+        self._together(part, writer.write_common)
+        self._together(part, lambda: writer.plan(copy=self._asynchronous))
+        keep_names = {folder_name(s) for s in keep}
+        state = random_state(self._mesh)
+        waited = time.monotonic() - began
+        save = self._running = _Save(final, trainer_state, keep_names, writer, state, waited)
+        # Not on the main thread, which handles signals: a Ctrl-C within torch's writer in C++ can abort the process.
+        # A run that ends by an error does not wait for it.
+        save.thread = threading.Thread(target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True)
+        save.thread.start()
+        if not self._asynchronous:
+            self.finish()
+        return final
+
+    def poll(self) -> None:
+        """Complete the save that runs in the background, if all ranks have written; a collective call.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        if self._running is None:  # on all ranks alike
+            return
+        thread = self._running.thread
+        if not self._mesh.any_rank(thread is not None and thread.is_alive()):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that runs in the background, if there is one, and complete it; a collective call.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        save, self._running = self._running, None
+        if save is None:
+            return
+        if save.thread is not None:
+            save.thread.join()
+        began = time.monotonic()
+
+        def raise_error() -> None:
+            if save.error is not None:
+                raise save.error
+
+        self._together(save.part, raise_error)
+        parts = self._mesh.gather_on_main((*save.written, save.writing))
+
+        def complete() -> None:
+            part = save.part
+            save.writer.finish([results for results, *_ in parts])
+            write_atomically(part / STATE_FILE, json.dumps(save.trainer_state, indent=2))
+            records = {name: record for _, of_rank, _ in parts for name, record in of_rank.items()}
+            paths = [path for path in part.rglob("*") if path.is_file()]
+            rest = [path for path in paths if path.relative_to(part).as_posix() not in records]
+            write_manifest(part, records | record_files(part, rest))
+            shutil.rmtree(save.final, ignore_errors=True)
+            os.replace(part, save.final)
+            write_atomically(self.folder / LATEST_FILE, save.final.name)
+            self._remove_old(save.final, save.keep)
+
+        self._together(save.part, complete, self._mesh.is_main)
+        if self._mesh.is_main:
+            writing = max(seconds for *_, seconds in parts)
+            self._on_saved(save.preparing + writing + time.monotonic() - began)
+
+    @property
+    def is_writing(self) -> bool:
+        """True while a save runs in the background; the same on all ranks."""
+        return self._running is not None
+
+    def holds(self, step: int) -> bool:
+        """True where there is a checkpoint of this step."""
+        return (self.folder / folder_name(step)).is_dir()
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Load weights, optimizer, schedule and random state, whatever the layout they were saved from.
+
+        A collective call.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or of another model or precision.
+        """
+        folder = checkpoint.folder
+        self._check_loaded(folder, lambda: check_files(folder, self._mesh.rank, self._mesh.world_size))
+        self._check_loaded(folder, lambda: self._load(folder))
+
+    def _load(self, folder: Path) -> None:
+        lm: Any = self._ddp.module
+        sharded = self._sharded_state()
+        faults = allow_other_padding(lm, sharded["model"], folder / "model", sharded["optimizer"])
+        if faults:
+            raise CheckpointError("\n".join(["it is another model's:", *(f"  {fault}" for fault in faults)]))
+        loaded: Any = dist_checkpointing.load(sharded, str(folder / "model"))
+        lm.load_state_dict(loaded["model"], strict=False)
+        # The tensors are filled. Rates and such come from the configuration, so that a changed one has an effect.
+        set_adam_step(self._optimizer, loaded["optimizer"][STEP])
+        self._scheduler.num_steps = 0  # megatron adds the checkpoint's steps to those already taken
+        self._scheduler.load_state_dict(loaded["scheduler"])
+        rng = folder / "rng" / f"rank_{self._mesh.rank:05d}.pt"
+        if rng.is_file():  # absent where the run goes on with more ranks than it was saved with
+            set_random_state(torch.load(rng, weights_only=True), self._mesh)
+
+    def _sharded_state(self) -> dict[str, Any]:
+        lm: Any = self._ddp.module
+        model = trained_state(lm)
+        optimizer = adam_state(self._optimizer, model)
+        return {"model": model, "scheduler": self._scheduler.state_dict(), "optimizer": optimizer}
+
+    def _remove_old(self, newest: Path, keep: set[str]) -> None:
+        complete = _complete_checkpoints(self.folder)
+        # Later steps than the newest's are left from before the run went on from an older one: they go first.
+        complete.sort(key=lambda p: (p.name <= newest.name, p.name))
+        for folder in complete[: -self._keep_last]:
+            if folder.name not in keep:
+                shutil.rmtree(folder)
+        for leftover in self.folder.glob("step_*.part"):
+            shutil.rmtree(leftover)
+
+    def _together(self, part: Path, action: Callable[[], None], here: bool = True) -> None:
+        """Do it where it is to be done, and raise on every rank where one rank failed."""
+        failure: Exception | None = None
+        try:
+            if here:
+                action()
+        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
+            _raise_interrupt(error)
+            reason = reason_of(error)
+            remedy = "free some space and " if _NO_SPACE.search(reason) else ""
+            failure = CheckpointError(
+                f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason}. "
+                f"The previous checkpoint is untouched; {remedy}start the run again"
+            )
+            failure.__cause__ = error
+        self._mesh.check_together(failure)
+
+    def _check_loaded(self, folder: Path, action: Callable[[], None]) -> None:
+        failure: Exception | None = None
+        try:
+            action()
+        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
+            _raise_interrupt(error)
+            failure = CheckpointError(f"checkpoint {folder} cannot be loaded: {reason_of(error)}. {_way_out(folder)}")
+            failure.__cause__ = error
+        self._mesh.check_together(failure)
+
+
+def reason_of(error: BaseException) -> str:
+    """torch's own exception has the tracebacks of all ranks as its text; the errors below them say what is wrong."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {inner[0]}" for rank, inner in error.failures.items())
+    return str(error)
+
+
+def _raise_interrupt(error: BaseException) -> None:
+    """A Ctrl-C that torch has wrapped, or that made it fail in closing a file, stays one."""
+    causes = [error]
+    for one in causes:  # which grows
+        if isinstance(one, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        of_ranks = [inner for inner, _ in one.failures.values()] if isinstance(one, CheckpointException) else []
+        causes += [below for below in (one.__cause__, one.__context__, *of_ranks) if below is not None]

@@ -1,0 +1,215 @@
+"""Core attention for megatron's layers on torch's scaled_dot_product_attention.
+
+megatron hands whatever is given as `attention_mask` through to the core attention untouched. Here that is None for
+a plain causal pass over right-padded sequences (padding lies behind every real token, so causality alone hides it),
+or a `KVCache`. In `packed_seq_params` it hands through `PackedGroups`, which know how to attend. With context
+parallelism, a pass without a cache is over a rank's share of the positions.
+
+Which kernel runs is decided here, not left to torch, which prefers cuDNN on Hopper: that makes a plan for each new
+shape, and its masked backward pass gives NaN at some lengths (pytorch#196678). In bf16 on a GPU it is always flash
+attention, without a mask; in fp32, which flash attention does not do, the memory-efficient kernel; on a CPU torch's
+only fused one.
+
+Notation: s sequence, b batch, h query heads, g key-value groups, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from reinforce_rl.errors import ReinforceError
+from reinforce_rl.megatron.model.context_parallel import chunk_ends, gather_positions
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens; `KVCache` is one."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Store this pass's keys and values and attend over all stored so far."""
+        ...
+
+
+class PackedRow(Protocol):
+    """Sequences in one row; `PackedGroups` is one."""
+
+    attend: Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
+
+
+def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Return True if flash attention's kernels support this device, dtype and head size."""
+    low_precision = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and low_precision and head_size <= 256 and head_size % 8 == 0
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+    """Causal attention where the last query is at the position of the last key.
+
+    Args:
+        query: [b, h, s, d].
+        key, value: [b, g, t, d] with t at least s.
+
+    Returns:
+        [b, h, s, d].
+    """
+    if window is None or key.shape[2] <= window:
+        # SDPA's `is_causal` would align the first query with the first key. The kernel aligns the last ones, and
+        # `torch.nn.attention.bias.causal_lower_right` calls it like this too.
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scale)[0]
+    batch, lengths = len(query), [query.shape[2], key.shape[2]]
+    starts = [
+        torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=query.device) for length in lengths
+    ]
+    query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+    out = flash_attention_of_sequences(query, key, value, starts, lengths, scale, window)
+    return out.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def flash_attention_of_sequences(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: list[Tensor],
+    longest: list[int],
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """`flash_attention` within each of n sequences that lie behind each other without padding.
+
+    `torch.nn.attention.varlen.varlen_attn`, which torch 2.9 does not have, is a wrapper of the same operator.
+
+    Args:
+        query: [all queries, h, d].
+        key, value: [all keys, g, d].
+        starts: int32 [n + 1], where the queries of each sequence begin, and their number at the end; the same of keys.
+        longest: the most queries of a sequence, and keys.
+
+    Returns:
+        [all queries, h, d].
+    """
+    return torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        *starts,
+        *longest,
+        0.0,
+        window is None,  # with a window of its own the kernel takes causality from (left, right)
+        False,
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,  # tokens beside a position's own
+        window_size_right=0,
+    )[0]
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None = None
+) -> Tensor:
+    """Causal attention with grouped keys: query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d]."""
+    if flash_takes(query.device, query.dtype, query.shape[3]):
+        return flash_attention(query, key, value, scale, window)
+    length = query.shape[2]
+    if window is None or length <= window:  # without a mask, torch has faster kernels
+        return _attention(query, key, value, scale, is_causal=True)
+    positions = torch.arange(length, device=query.device)
+    return masked_attention(query, key, value, visible(positions[:, None], positions[None, :], window), scale)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Attention with grouped keys where `mask`, bool, [b, 1, s, t] or as it broadcasts to that, is True.
+
+    Args:
+        query: [b, h, s, d].
+        key, value: [b, g, t, d].
+
+    Returns:
+        [b, h, s, d].
+    """
+    return _attention(query, key, value, scale, attn_mask=mask)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, **options: Any) -> Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    if query.device.type == "cpu":
+        return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=repeats > 1, **options)
+    # The memory-efficient kernel knows no groups. torch would go back to its unfused code, with all scores in memory.
+    key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return F.scaled_dot_product_attention(query, key, value, scale=scale, **options)
+
+
+def causal_attention_of_share(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, group: dist.ProcessGroup
+) -> Tensor:
+    """As `causal_attention` of whole sequences, for the positions that this context-parallel rank holds.
+
+    A collective call, and so is its backward pass.
+
+    Args:
+        query: [b, h, s / n, d]; key, value: [b, g, s / n, d], at this rank's `zigzag_positions`.
+
+    Returns:
+        [b, h, s / n, d].
+    """
+    shares = torch.stack((key, value)).permute(0, 3, 1, 2, 4)  # [2, s / n, b, g, d]
+    keys, values = gather_positions(shares, group).permute(0, 2, 3, 1, 4)
+    flash = flash_takes(query.device, query.dtype, query.shape[3])
+    others = None if flash else torch.arange(keys.shape[2], device=query.device)
+    parts = []
+    for queries, end in zip(query.chunk(2, dim=2), chunk_ends(keys.shape[2], group.size(), group.rank()), strict=True):
+        seen = keys[:, :, :end], values[:, :, :end]
+        if others is None:
+            parts.append(flash_attention(queries, *seen, scale, window))
+        else:
+            mask = visible(others[end - queries.shape[2] : end, None], others[None, :end], window)
+            parts.append(masked_attention(queries, *seen, mask, scale))
+    return torch.cat(parts, dim=2)
+
+
+def visible(positions: Tensor, others: Tensor, window: int | None) -> Tensor:
+    """Whether each position attends to each other one; the two broadcast."""
+    mask = others <= positions
+    return mask if window is None else mask & (others > positions - window)
+
+
+class CoreAttention(torch.nn.Module):
+    """megatron's core-attention slot, filled with torch's own kernel. Arguments are megatron's."""
+
+    def __init__(
+        self, config: Any, layer_number: int, pg_collection: Any, softmax_scale: float | None = None, **_: Any
+    ):
+        super().__init__()
+        if config.attention_dropout:
+            raise ReinforceError(f"attention_dropout is {config.attention_dropout}; only 0 is supported")
+        self.scale = softmax_scale
+        # megatron's (left, right) counts the tokens beside a position's own.
+        self._window = None if config.window_size is None else config.window_size[0] + 1
+        self.layer = layer_number - 1  # megatron counts from 1
+        self._cp_group: dist.ProcessGroup = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Cache | None,
+        packed_seq_params: PackedRow | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """query [s, b, h, d], key and value [s, b, g, d] to [s, b, h * d]."""
+        if packed_seq_params is not None:
+            return packed_seq_params.attend(query, key, value, self.scale).flatten(2)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        if attention_mask is not None:
+            out = attention_mask.attend(self.layer, q, k, v, self.scale)
+        elif self._cp_group.size() > 1:
+            out = causal_attention_of_share(q, k, v, self.scale, self._window, self._cp_group)
+        else:
+            out = causal_attention(q, k, v, self.scale, self._window)
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)

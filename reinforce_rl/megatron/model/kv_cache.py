@@ -1,0 +1,171 @@
+"""Keys and values of the sequences being decoded: of a prompt once for all its samples, of each response its own.
+
+Notation: P prompt slots, L tokens of the longest prompt, R rows in use (sequences in flight), T response tokens at
+most, W rows of one prompt at most, h query heads, g key-value groups, d head size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.megatron.model.attention import causal_attention
+
+
+class KVCache:
+    """What megatron's layers get as `attention_mask` while prompts are read and responses decoded.
+
+    The rows in use are the first ones, so that no step copies what it attends to.
+
+    Args:
+        layers: numbers of this rank's layers, from 0 in the whole model.
+        prompts: P.
+        prompt_tokens: L.
+        rows: sequences in flight at most.
+        response_tokens: T.
+        groups: g on this tensor-parallel rank.
+        head_size: d.
+        window: tokens that a position attends to, itself included; None for all before it.
+    """
+
+    def __init__(
+        self,
+        layers: range,
+        prompts: int,
+        prompt_tokens: int,
+        rows: int,
+        response_tokens: int,
+        groups: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: Any,
+        window: int | None = None,
+    ):
+        self._first_layer, self._window, self._device = layers.start, window, device
+        # Zeros: what no row may see yet is multiplied by a weight of zero, and must be finite.
+        shape = (len(layers), 2, prompts, groups, prompt_tokens, head_size)
+        self._prompts = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (len(layers), 2, rows, groups, response_tokens, head_size)
+        self._responses = torch.zeros(shape, dtype=dtype, device=device)
+        self._reading: Tensor | None = None
+        # Views of each layer, made here and in `at` rather than in every layer's turn: [P * g, d, L], [P * g, L, d],
+        # and where new keys and values are written, [2 * rows * g * T, d].
+        keys, values = self._prompts.flatten(2, 3).unbind(1)
+        self._prompt_keys, self._prompt_values = keys.transpose(-1, -2).unbind(), values.unbind()
+        self._all_responses = self._responses.flatten(1, 4).unbind()
+
+    def read(self, slots: Sequence[int]) -> None:
+        """The next pass is over prompts, right-padded, and fills these slots."""
+        self._reading = torch.tensor(slots, device=self._device)
+
+    def place(self, slots: Sequence[int]) -> None:
+        """Row i belongs to the prompt in slots[i]; there are as many rows from now on."""
+        self._rows = len(slots)
+        self._slot_of_row = torch.tensor(slots, device=self._device)
+        # The rows of a prompt side by side, [P, W] with junk in what is left: one product reads its keys for all.
+        width = max(Counter(slots).values())
+        filled: Counter[int] = Counter()
+        cells, row_of_cell = [], [0] * (self._prompts.shape[2] * width)
+        for row, slot in enumerate(slots):
+            cells.append(slot * width + filled[slot])
+            row_of_cell[cells[-1]] = row
+            filled[slot] += 1
+        self._width = width
+        # Rows that already lie so need not be moved, the usual case while no response has ended.
+        self._in_place = cells == list(range(len(row_of_cell)))
+        self._cell_of_row = torch.tensor(cells, device=self._device)
+        self._row_of_cell = torch.tensor(row_of_cell, device=self._device)
+
+    def at(self, prompt_lengths: Tensor, written: Tensor, used: int) -> None:
+        """The next pass is over one token of each row.
+
+        Args:
+            prompt_lengths: int64 [R].
+            written: int64 [R], response tokens whose keys are stored already.
+            used: the largest of `written`, plus one.
+        """
+        self._reading = None
+        prompt_tokens, (all_rows, groups, response_tokens) = self._prompts.shape[4], self._responses.shape[2:5]
+        of_group = torch.arange(self._rows * groups, device=self._device).view(-1, groups, 1)
+        of_kind = torch.arange(2, device=self._device) * (all_rows * groups)
+        self._write_at = ((of_group + of_kind) * response_tokens + written[:, None, None]).flatten()  # [R * g * 2]
+        keys, values = self._responses[:, :, : self._rows, :, :used].flatten(2, 3).unbind(1)
+        self._own_keys, self._own_values = keys.transpose(-1, -2).unbind(), values.unbind()
+        positions = torch.arange(max(prompt_tokens, used), device=self._device)[None, :]
+        seen = [positions[:, :prompt_tokens] < prompt_lengths[:, None], positions[:, :used] <= written[:, None]]
+        if self._window is not None:
+            first = written[:, None] - self._window + 1
+            seen[0] = seen[0] & (positions[:, :prompt_tokens] >= first + prompt_lengths[:, None])
+            seen[1] = seen[1] & (positions[:, :used] >= first)
+        self._hidden = ~torch.cat(seen, dim=1)[:, None, None, :]
+
+    def keep(self, order: Sequence[int]) -> None:
+        """Row i becomes what row order[i] was; all others are dropped. Only rows that change are copied."""
+        moved = [(new, old) for new, old in enumerate(order) if new != old]
+        if moved:
+            new, old = torch.tensor(moved, device=self._device).t()
+            self._responses[:, :, new] = self._responses[:, :, old]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Store this pass's keys and values and attend over all stored so far.
+
+        Args:
+            layer: its number in the whole model, from 0.
+            query: [b, h, s, d]; key, value: [b, g, s, d].
+            scale: of the scores; None for 1 / sqrt(d).
+
+        Returns:
+            [b, h, s, d].
+        """
+        prompts = self._prompts[layer - self._first_layer]
+        if self._reading is not None:
+            for stored, new in zip(prompts, (key, value), strict=True):
+                stored[self._reading, :, : new.shape[2]] = new
+            return causal_attention(query, key, value, scale, self._window)
+        rows, heads, _, head_size = query.shape
+        # One query a row: the heads of a group stand in for the sequence axis, so keys are read once a group.
+        queries = query.reshape(rows, prompts.shape[2], -1, head_size) * (scale or head_size**-0.5)
+        return self.step(layer, queries, torch.cat((key, value), dim=2)).view(rows, heads, 1, head_size)
+
+    def step(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
+        """As `attend` for one token of each row, its heads by key-value group.
+
+        Args:
+            layer: its number in the whole model, from 0.
+            queries: [R, g, h / g, d], scaled.
+            new: keys and values, [R, g, 2, d].
+
+        Returns:
+            [R, g, h / g, d].
+        """
+        at = layer - self._first_layer
+        self._all_responses[at].index_copy_(0, self._write_at, new.reshape(-1, new.shape[-1]))
+        of_prompts = self._to_rows(_product(self._to_cells(queries), self._prompt_keys[at]))
+        own = _product(queries.flatten(0, 1), self._own_keys[at]).view(*queries.shape[:3], -1)
+        scores = torch.cat((of_prompts, own), dim=-1).masked_fill_(self._hidden, float("-inf"))
+        weights = scores.softmax(dim=-1).to(new.dtype)
+        of_prompts, own = weights.split((of_prompts.shape[-1], own.shape[-1]), dim=-1)
+        out = torch.bmm(own.flatten(0, 1), self._own_values[at]).view(queries.shape)
+        return out.add_(self._to_rows(torch.bmm(self._to_cells(of_prompts), self._prompt_values[at])))
+
+    def _to_cells(self, values: Tensor) -> Tensor:
+        """[R, g, h / g, x] to [P * g, W * h / g, x]: the rows of a prompt side by side."""
+        # index_select copies whole rows; indexing with a tensor would go through them number by number.
+        cells = values if self._in_place else values.index_select(0, self._row_of_cell)
+        return cells.unflatten(0, (-1, self._width)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+    def _to_rows(self, values: Tensor) -> Tensor:
+        """Back again."""
+        groups = self._responses.shape[3]
+        cells = values.unflatten(0, (-1, groups)).unflatten(2, (self._width, -1)).transpose(1, 2).flatten(0, 1)
+        return cells if self._in_place else cells.index_select(0, self._cell_of_row)
+
+
+def _product(queries: Tensor, keys: Tensor) -> Tensor:
+    """Products in float32 at least: a score rounded to bf16 would be off by several percent of its weight."""
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    return torch.bmm(queries.to(dtype), keys.to(dtype))

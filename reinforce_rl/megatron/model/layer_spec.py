@@ -1,0 +1,179 @@
+"""The modules of a layer: megatron's and torch's own, or Transformer Engine's where it is installed and chosen.
+
+Of Transformer Engine are taken
+- its linear layers, whose GEMM adds a weight's gradient to megatron's fp32 buffer (see `fuse_weight_gradients`);
+- RMSNorm and SwiGLU, one kernel each way;
+- RoPE, one kernel in place of a dozen, computed in fp32 where megatron's own rounds sines and cosines to bf16 first.
+
+Not taken are
+- its norm fused into the linear layer after it: without FP8 that runs the same two kernels and saves the same tensors
+  (v2.11, pytorch/module/layernorm_linear.py: `apply_normalization`, then `general_gemm`). Separate ones keep the
+  parameters' names, so folders, checkpoints, LoRA and decoding see one model;
+- its attention: `CoreAttention` has the KV cache, packed groups and torch's flash kernel;
+- its cross-entropy: it wants the logits of all positions at once, and gives no log-probabilities; see `chunked_head`;
+- its grouped GEMMs: for experts, which these models have not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.utils import get_te_version, is_te_min_version
+from torch import Tensor
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.model.attention import CoreAttention
+from reinforce_rl.megatron.model.layer_functions import rms_norm, swiglu
+
+# Of Transformer Engine. The extra `dev` of megatron-core 0.16.1 asks for this, and for one below 2.12.
+OLDEST_VERSION = "2.9.0"
+
+# Without Transformer Engine megatron has a mock of this name, which isinstance() refuses.
+_TE_LINEAR: tuple[Any, ...] = (te.TELinear,) if te.HAVE_TE else ()
+# All linear layers that tensor-parallel ranks share.
+LINEAR: tuple[Any, ...] = (ColumnParallelLinear, RowParallelLinear, *_TE_LINEAR)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm under megatron's constructor, marked so that its gradient is summed with sequence parallelism.
+
+    megatron's own `WrappedTorchNorm` refuses sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        # megatron's own layers lie where this says too; torch's would lie on the CPU.
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] to [..., h]. On a GPU torch has one kernel for all of it."""
+        if x.is_cuda:
+            return super().forward(x)
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
+
+
+class SwiGLU:
+    """`swiglu` under megatron's constructor for activation functions.
+
+    No module: it has no weights, and megatron asks every module of an MLP for its sharded state.
+    """
+
+    def __init__(self, config: TransformerConfig):
+        self._function: Callable[[Tensor], Tensor] = swiglu
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._function(x)
+
+
+class TESwiGLU(SwiGLU):
+    """The same by Transformer Engine."""
+
+    def __init__(self, config: TransformerConfig):
+        self._function = te.TEActivationOp(config)  # type: ignore[operator,assignment]
+
+
+def block_spec(
+    architecture: Architecture, config: TransformerConfig, pp_rank: int, *, transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    """The modules of a pipeline stage; with Transformer Engine, `config` is changed to suit them.
+
+    Raises:
+        ConfigError: Transformer Engine is chosen, but not installed or too old.
+    """
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    parts: Any = layer.submodules
+    attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
+    norm, mlp.activation_func = RMSNorm, SwiGLU
+    if transformer_engine:
+        _check_installed()
+        norm, mlp.activation_func = te.TENorm, TESwiGLU
+        attention.linear_qkv = mlp.linear_fc1 = te.TEColumnParallelLinear
+        attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
+        config.apply_rope_fusion = True
+        # Else the very first pass through a layer would overwrite the gradient buffer rather than add to it. Only FP8
+        # has transposes to cache.
+        config.disable_parameter_transpose_cache = True
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    attention.core_attention = CoreAttention
+    if architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    if architecture.output_bias:
+        attention.linear_proj = _with_bias(attention.linear_proj)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, pp_rank=pp_rank),
+        layer_norm=norm,  # type: ignore[arg-type]
+    )
+
+
+def _check_installed() -> None:
+    if te.HAVE_TE and is_te_min_version(OLDEST_VERSION):
+        return
+    found = f"Transformer Engine {get_te_version()} is installed" if te.HAVE_TE else "Transformer Engine is not there"
+    raise ConfigError(
+        [
+            f"model.transformer_engine is true, but {found}; expected {OLDEST_VERSION} or later. Install it "
+            "(docs/tensorrt-llm.md), or set model.transformer_engine=false"
+        ]
+    )
+
+
+def _with_bias(linear: Any) -> Any:
+    """A row-parallel layer with a bias: megatron's configuration has none for attention's output only."""
+
+    class Biased(linear):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **{**options, "bias": True})
+
+    return Biased
+
+
+@dataclass(frozen=True)
+class LinearParts:
+    """What a forward pass of a linear layer consists of besides its weight.
+
+    Attributes:
+        adds_up: each tensor-parallel rank has some of the inputs, so that the ranks' products are summed.
+        group: of these ranks.
+        bias: None where there is none.
+        returns_bias: beside the output, for the caller to add.
+    """
+
+    adds_up: bool
+    group: dist.ProcessGroup
+    bias: Tensor | None
+    returns_bias: bool
+
+
+def linear_parts(layer: Any) -> LinearParts:
+    """Return the parts of a layer of one of the types in `LINEAR`."""
+    if isinstance(layer, _TE_LINEAR):
+        bias = layer.bias if layer.use_bias else None  # an empty tensor where there is none
+        return LinearParts(layer.parallel_mode == "row", layer.tp_group, bias, layer.te_return_bias)
+    return LinearParts(isinstance(layer, RowParallelLinear), layer.tp_group, layer.bias, layer.skip_bias_add)
+
+
+def fuse_weight_gradients(lm: torch.nn.Module) -> None:
+    """Let Transformer Engine's layers add the gradients of trained weights to megatron's buffers themselves.
+
+    Saves a gradient in bf16, and a pass over it and the buffer, for each weight and micro-batch. megatron's option
+    `gradient_accumulation_fusion` does the same, but also wants a kernel of Apex for the output layer.
+
+    Args:
+        lm: in megatron's data-parallel wrapper, which makes the buffers.
+    """
+    modules: list[Any] = list(lm.modules())
+    for module in modules:
+        if isinstance(module, _TE_LINEAR):
+            module.fuse_wgrad_accumulation = hasattr(module.weight, "main_grad")

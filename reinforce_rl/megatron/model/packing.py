@@ -1,0 +1,259 @@
+"""Groups of samples as one row: each prompt once, the responses to them, and no padding.
+
+The samples of a group share their prompt, so all that a causal model computes at its positions is the same for each of
+them. Here it is computed once, and every response attends to it:
+
+    tokens     p p p p  q q q  a a a  b b b b b  c c  ...    a and b answer p, c answers q
+    positions  0 1 2 3  0 1 2  4 5 6  4 5 6 7 8  3 4  ...
+
+All layers but attention see one long row. In attention a response has its prompt's keys and values in front of its
+own. The gradient of a prompt's keys is then the sum over its responses, as it is where each has a copy of the prompt.
+
+Notation: N sequences, B groups, P longest prompt, T longest response less its last token (which predicts nothing),
+s tokens of the row, n response tokens, h query heads, g key-value groups, d head size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from reinforce_rl.data.batches import length_mask
+from reinforce_rl.megatron.model.attention import (
+    causal_attention,
+    flash_attention_of_sequences,
+    flash_takes,
+    masked_attention,
+    visible,
+)
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.model.sequence_layout import Predictions, to_device
+
+
+class PackedGroups(PackedSeqParams):
+    """A `SequenceLayout` without padding, which megatron hands through to the core attention.
+
+    Args:
+        lm: reads them; without context parallelism.
+        sequences: int64 [N, S], right-padded; all tensors on the CPU.
+        prompt_lengths: int64 [N], at least 1.
+        response_lengths: int64 [N]; 0 is allowed.
+        group_ids: int64 [N]; equal where the prompt is the same.
+
+    Raises:
+        ValueError: the samples of a group have different prompts, or a rank would hold a share of the positions.
+    """
+
+    def __init__(
+        self, lm: CausalLM, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor
+    ):
+        super().__init__()  # no `qkv_format`: to megatron it is an ordinary batch of one row
+        if lm.mesh.cp_size > 1:
+            raise ValueError("context-parallel ranks cannot share a packed row")
+        ids, group_of = torch.unique(group_ids, return_inverse=True)
+        rows = torch.arange(len(group_ids))
+        first = torch.full_like(ids, len(rows)).scatter_reduce(0, group_of, rows, "amin")
+        lengths, kept = prompt_lengths[first], (response_lengths - 1).clamp(min=0)
+        in_prompts = length_mask(lengths, int(lengths.max()))  # [B, P]
+        in_responses = length_mask(kept, int(kept.max()))  # [N, T]
+        _check_prompts(sequences, prompt_lengths, first[group_of], in_prompts.shape[1])
+
+        response_positions = prompt_lengths[:, None] + torch.arange(in_responses.shape[1])
+        responses = sequences.gather(1, response_positions.clamp(max=sequences.shape[1] - 1))
+        prompt_positions = torch.arange(in_prompts.shape[1]).expand(in_prompts.shape)
+        tokens = torch.cat((sequences[first, : in_prompts.shape[1]][in_prompts], responses[in_responses]))
+        positions = torch.cat((prompt_positions[in_prompts], response_positions[in_responses]))
+        padding = (0, -len(tokens) % lm.mesh.sequence_multiple)
+        self.stage_shape = lm.stage_shape(1, len(tokens))
+
+        # A prompt's last position predicts the first token of each of its responses.
+        rows, columns = length_mask(response_lengths, int(response_lengths.max())).nonzero(as_tuple=True)
+        response_starts = lengths.sum() + kept.cumsum(0) - kept
+        before = torch.where(columns == 0, lengths.cumsum(0)[group_of][rows], response_starts[rows] + columns) - 1
+        targets = sequences[rows, prompt_lengths[rows] + columns]
+        self.response_lengths = response_lengths
+        indices = (F.pad(tokens, padding)[None], F.pad(positions, padding)[None], rows, columns, before, targets)
+        self._tokens, self._positions, *self._predictions = to_device(indices, lm.mesh.device)
+
+        architecture, dtype = lm.architecture, lm.config.params_dtype
+        if flash_takes(lm.mesh.device, dtype, architecture.head_size):
+            spans = _spans(lengths.tolist(), kept.tolist(), group_of.tolist(), padding[1])
+            self.attend = _UnpaddedAttention(spans, architecture.window, lm.mesh.device)
+        else:
+            where = (in_prompts, in_responses, response_positions, group_of)
+            self.attend = _PaddedAttention(*where, architecture.window, lm.mesh.device)
+
+    def hidden(self, model: torch.nn.Module) -> Tensor:
+        """[1, s, h]."""
+        return model(self._tokens, self._positions, packed=self)
+
+    def predictions(self, hidden: Tensor) -> Predictions:
+        """See `SequenceLayout`."""
+        rows, columns, before, targets = self._predictions
+        return Predictions(rows, columns, hidden[0].index_select(0, before), targets)
+
+
+Span = tuple[int, int]  # columns of the row, the end excluded
+
+
+def _spans(prompts: list[int], responses: list[int], group_of: list[int], padding: int) -> list[tuple[Span, ...]]:
+    """Which columns each sequence of the row attends to, the last span being its own.
+
+    Args:
+        prompts: [B], tokens of each.
+        responses: [N], tokens of each in the row; one without any is no sequence.
+        group_of: [N].
+        padding: tokens at the end of the row, a sequence by themselves; 0 is allowed.
+    """
+    lengths = [*prompts, *responses, padding]
+    ends = itertools.accumulate(lengths)
+    spans = [(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+    found: list[tuple[Span, ...]] = [(span,) for span in spans[: len(prompts)]]
+    found += [(spans[group], own) for group, own in zip(group_of, spans[len(prompts) :], strict=False)]
+    return [columns for columns in [*found, (spans[-1],)] if columns[-1][0] < columns[-1][1]]
+
+
+class _UnpaddedAttention:
+    """Attention of a packed row by a kernel for sequences of unequal lengths, without a mask and without padding.
+
+    A response is a sequence whose queries are fewer than its keys; the last of them lie at the same position.
+
+    Args:
+        spans: of `_spans`.
+        window: tokens that a position attends to.
+        device: where.
+    """
+
+    def __init__(self, spans: list[tuple[Span, ...]], window: int | None, device: torch.device):
+        lengths = [
+            [own[1] - own[0] for *_, own in spans],
+            [sum(end - start for start, end in columns) for columns in spans],
+        ]
+        self._longest, self._window = [max(each) for each in lengths], window
+        columns = torch.cat([torch.arange(*span) for columns in spans for span in columns])
+        starts = [torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32) for each in lengths]
+        self._columns, *self._starts = to_device((columns, *starts), device)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Query [s, 1, h, d], key and value [s, 1, g, d] to [s, 1, h, d]."""
+        keys: Any = _Repeated.apply(key[:, 0], self._columns)
+        values: Any = _Repeated.apply(value[:, 0], self._columns)
+        out = flash_attention_of_sequences(query[:, 0], keys, values, self._starts, self._longest, scale, self._window)
+        return out[:, None]
+
+
+class _PaddedAttention:
+    """Attention of a packed row that is taken apart into padded prompts and padded responses, these with a mask.
+
+    Args:
+        in_prompts: bool [B, P], where tokens are.
+        in_responses: bool [N, T].
+        response_positions: int64 [N, T].
+        group_of: int64 [N], rows of `in_prompts`.
+        window: tokens that a position attends to.
+        device: where.
+    """
+
+    def __init__(
+        self,
+        in_prompts: Tensor,
+        in_responses: Tensor,
+        response_positions: Tensor,
+        group_of: Tensor,
+        window: int | None,
+        device: torch.device,
+    ):
+        # From the row to prompts [B, P] and responses [N, T] in one flat tensor, and back.
+        exists = torch.cat((in_prompts.flatten(), in_responses.flatten()))
+        slots = exists.nonzero()[:, 0]
+        columns = torch.zeros_like(exists, dtype=torch.long)
+        columns[slots] = torch.arange(len(slots))
+        self._size, self._shapes, self._window = len(slots), (in_prompts.shape, in_responses.shape), window
+        indices = (exists, slots, columns, in_prompts, response_positions, group_of)
+        self._exists, self._slots, self._columns, *self._where = to_device(indices, device)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Query [s, 1, h, d], key and value [s, 1, g, d] to [s, 1, h, d]."""
+        prompt_query, own_query = self._take_apart(query)
+        prompt_key, own_key = self._take_apart(key)
+        prompt_value, own_value = self._take_apart(value)
+        parts = [causal_attention(prompt_query, prompt_key, prompt_value, scale, self._window)]
+        if own_query.numel():
+            group_of = self._where[2]
+            keys = torch.cat((prompt_key.index_select(0, group_of), own_key), dim=2)
+            values = torch.cat((prompt_value.index_select(0, group_of), own_value), dim=2)
+            parts.append(masked_attention(own_query, keys, values, self._mask, scale))
+        flat = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
+        row: Any = _Rearranged.apply(flat, self._slots, self._columns, self._exists)
+        return F.pad(row, (0, 0, 0, 0, 0, len(query) - self._size))[:, None]
+
+    def _take_apart(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """[s, 1, heads, d] to prompts [B, heads, P, d] and responses [N, heads, T, d]."""
+        flat: Any = _Rearranged.apply(row[: self._size, 0], self._columns, self._slots, None)
+        prompts, responses = flat.split([shape.numel() for shape in self._shapes])
+        return (
+            prompts.unflatten(0, self._shapes[0]).transpose(1, 2),
+            responses.unflatten(0, self._shapes[1]).transpose(1, 2),
+        )
+
+    @cached_property
+    def _mask(self) -> Tensor:
+        """bool [N, 1, T, P + T]: which positions of its prompt and of its own a response's position attends to."""
+        in_prompts, own, group_of = self._where  # padding lies behind, where causality hides it
+        prompts = torch.arange(in_prompts.shape[1], device=own.device).expand(len(own), -1)
+        mask = visible(own[:, :, None], torch.cat((prompts, own), dim=1)[:, None, :], self._window)
+        mask[:, :, : prompts.shape[1]] &= in_prompts[group_of][:, None]
+        return mask[:, None]
+
+
+class _Repeated(torch.autograd.Function):
+    """Rows of a tensor, some of them several times. Their gradients are added up in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.index, ctx.shape = index, rows.shape
+        return rows.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.new_zeros(ctx.shape, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        return total.index_add_(0, ctx.index, gradient.to(total.dtype)).to(gradient.dtype), None
+
+
+class _Rearranged(torch.autograd.Function):
+    """Rows of a tensor in another order, padding among them, and its gradient the other way.
+
+    Each row is taken once besides padding, so the gradient is a rearrangement too. That of an index adds up instead:
+    slow on a CPU, and in an arbitrary order on a GPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, source: Tensor, back: Tensor, exists: Tensor | None) -> Tensor:
+        """Args: int64 indices there and back; where `back` is padding, `exists` is False. None: it never is."""
+        ctx.back, ctx.exists = back, exists
+        return rows.index_select(0, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """The gradient of padding is 0: nothing visible depends on it."""
+        found = gradient.index_select(0, ctx.back)
+        if ctx.exists is not None:
+            found *= ctx.exists[:, None, None]
+        return found, None, None, None
+
+
+def _check_prompts(sequences: Tensor, prompt_lengths: Tensor, first: Tensor, width: int) -> None:
+    """Args: first int64 [N], the first row of each row's group."""
+    prompts = sequences[:, :width].masked_fill(~length_mask(prompt_lengths, width), -1)
+    if not torch.equal(prompts, prompts[first]):
+        row = int((prompts != prompts[first]).any(dim=1).nonzero()[0])
+        raise ValueError(f"sequence {row} has another prompt than sequence {int(first[row])} of the same group")

@@ -1,0 +1,189 @@
+"""The head of a reward model: pooling of hidden states, a linear layer, and the files it comes from.
+
+Notation: N sequences, S tokens, s the positions that a context-parallel rank holds, h hidden, K attributes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.megatron.model.context_parallel import sum_of_shares
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.weights.hf_folder import HFFolder
+from reinforce_rl.megatron.weights.weight_map import SCORE_LAYER
+
+POOLINGS = ("mean", "last")
+# Of a classifier's config.json: how its hidden states are pooled, where it is not transformers' way.
+POOLING_KEY = "reward_pooling"
+
+
+@dataclass(frozen=True)
+class RewardHead:
+    """What turns a pooled hidden state into a score, or into one for each of several attributes.
+
+    Attributes:
+        weight: float32 [h], or [K, h] with attributes.
+        bias: float32 [], or [K], added to every score.
+        pooling: `mean` over all tokens of the sequence, or the `last` token's hidden state.
+        attributes: K names; none for a head with one score.
+        mean, deviation: of merged scores, by which the server standardises where it is not told otherwise.
+        pad_id: trailing tokens of this id do not count, as transformers has it; None where every token does.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    pooling: str
+    attributes: tuple[str, ...] = ()
+    mean: float = 0.0
+    deviation: float = 1.0
+    pad_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise ConfigError([f"pooling is {self.pooling!r}; expected one of {', '.join(POOLINGS)}"])
+        rows = (len(self.attributes),) if self.attributes else ()
+        if self.weight.shape[:-1] != rows or self.bias.shape != rows:
+            raise ConfigError(
+                [
+                    f"the reward head has weights {tuple(self.weight.shape)}, a bias {tuple(self.bias.shape)} and "
+                    f"{len(self.attributes)} names of attributes; expected (h) and () with no name, or (K, h) and (K) "
+                    "with K names"
+                ]
+            )
+
+    @property
+    def rows(self) -> Tensor:
+        """[K, h], K = 1 for a head with one score."""
+        return self.weight.reshape(-1, self.weight.shape[-1])
+
+    def save(self, path: str | Path, about: dict[str, str] | None = None) -> None:
+        """Write as safetensors, everything but the numbers and anything in `about` in its metadata."""
+        from safetensors.torch import save_file
+
+        tensors = {"weight": self.weight.float().contiguous(), "bias": self.bias.float().contiguous()}
+        own = {"pooling": self.pooling}
+        if self.attributes:
+            own["attributes"] = json.dumps(self.attributes)
+        if (self.mean, self.deviation) != (0.0, 1.0):
+            own |= {"mean": repr(self.mean), "deviation": repr(self.deviation)}
+        save_file(tensors, path, metadata={**(about or {}), **own})
+
+    @classmethod
+    def load(cls, path: str | Path) -> RewardHead:
+        """Inverse of `save`.
+
+        Raises:
+            CheckpointError: no such file, or not a head.
+        """
+        from safetensors import safe_open
+
+        if not Path(path).is_file():
+            raise CheckpointError(f"reward head {path} does not exist; examples/train_reward_model.py writes one")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                return cls(
+                    file.get_tensor("weight"),
+                    file.get_tensor("bias"),
+                    metadata["pooling"],
+                    tuple(json.loads(metadata.get("attributes", "[]"))),
+                    float(metadata.get("mean", 0.0)),
+                    float(metadata.get("deviation", 1.0)),
+                )
+        except ConfigError:
+            raise
+        except Exception as error:  # safetensors raises its own, undocumented type for a damaged file
+            raise CheckpointError(
+                f"{path} is not a reward head (safetensors with weight, bias, pooling): {error}"
+            ) from error
+
+    @classmethod
+    def of_classifier(cls, folder: HFFolder) -> RewardHead:
+        """Of a Hugging Face `...ForSequenceClassification` folder: `score.weight`, and names by `id2label`.
+
+        Raises:
+            CheckpointError: the folder is another model's.
+        """
+        from transformers import CONFIG_MAPPING
+
+        if SCORE_LAYER not in folder:
+            raise CheckpointError(
+                f"{folder.folder} has no {SCORE_LAYER}, so it is no ...ForSequenceClassification model. Give the file "
+                "of its head as reward_model.head_path; examples/train_reward_model.py makes one"
+            )
+        weight = folder.read(SCORE_LAYER).float()
+        raw: dict[str, Any] = json.loads((folder.folder / "config.json").read_text(encoding="utf-8"))
+        config: Any = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+        names = tuple(str(config.id2label[label]) for label in sorted(config.id2label))
+        pooling = raw.get(POOLING_KEY, "last")
+        pad_id = config.pad_token_id if pooling == "last" else None
+        if len(names) != len(weight):
+            raise CheckpointError(
+                f"{folder.folder}: {SCORE_LAYER} has {len(weight)} rows, config.json's id2label {len(names)} names"
+            )
+        if len(names) == 1:
+            return cls(weight[0], torch.zeros(()), pooling, pad_id=pad_id)
+        return cls(weight, torch.zeros(len(names)), pooling, names, pad_id=pad_id)
+
+
+def counted_lengths(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tensor:
+    """Lengths without trailing tokens of one id, at least 1.
+
+    transformers' classifiers read the last token that is not `pad_token_id`, also where it was the text's own: an
+    end-of-sequence token that serves as padding too.
+
+    Args:
+        tokens: int64 [N, S], right-padded with anything.
+        lengths: int64 [N].
+        pad_id: None to leave them as they are.
+    """
+    if pad_id is None:
+        return lengths
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    counts = (tokens != pad_id) & (positions < lengths[:, None])
+    return torch.where(counts, positions, 0).amax(1) + 1
+
+
+def pool(hidden: Tensor, lengths: Tensor, pooling: str, positions: Tensor | None = None) -> Tensor:
+    """A rank's share of the pooled hidden states of right-padded sequences; the shares' sum is the whole.
+
+    Args:
+        hidden: [N, s, h].
+        lengths: int64 [N].
+        pooling: of `POOLINGS`.
+        positions: int64 [s], which positions these are; None for 0 .. s-1, all of them.
+
+    Returns:
+        float32 [N, h], float64 where the hidden states are.
+    """
+    hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    if positions is None:
+        positions = torch.arange(hidden.shape[1], device=hidden.device)
+    if pooling == "last":
+        return (hidden * (positions == lengths[:, None] - 1)[:, :, None]).sum(1)
+    return (hidden * (positions < lengths[:, None])[:, :, None]).sum(1) / lengths[:, None]
+
+
+def head_scores(hidden: Tensor, lm: CausalLM, weight: Tensor, lengths: Tensor, width: int, pooling: str) -> Tensor:
+    """Scores without a bias, [N, K], the same on every tensor- and context-parallel rank, with gradient.
+
+    A collective call over context-parallel ranks.
+
+    Args:
+        hidden: [N, s, h], of the last stage.
+        lm: the trunk.
+        weight: [K, h].
+        lengths: int64 [N].
+        width: S, the tokens that `lm` was given.
+        pooling: of `POOLINGS`.
+    """
+    pooled = pool(hidden, lengths, pooling, lm.own_positions(width))
+    share = pooled @ weight.to(pooled.dtype).t()
+    return sum_of_shares(share, lm.mesh.cp_group) if lm.mesh.cp_size > 1 else share

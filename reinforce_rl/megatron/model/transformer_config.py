@@ -1,0 +1,196 @@
+"""megatron's configuration of a model, from its shape, the layout of the ranks and what the user overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+from reinforce_rl.config.parallelism import Layout
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.megatron.architecture import Architecture
+
+# The mesh is laid out by these, so a value of its own here would contradict it.
+_SET_BY_OTHER_KEYS = {
+    "tensor_model_parallel_size": "model.tensor_model_parallel_size",
+    "pipeline_model_parallel_size": "model.pipeline_model_parallel_size",
+    "context_parallel_size": "model.context_parallel_size",
+    "sequence_parallel": "model.sequence_parallel",
+    "recompute_granularity": "model.activations_checkpoint_granularity",
+    "recompute_method": "model.activations_checkpoint_method",
+    "recompute_num_layers": "model.activations_checkpoint_num_layers",
+}
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model computes.
+
+    Attributes:
+        recompute_granularity: what the backward pass computes again rather than keep: None for nothing, "selective"
+            for the core attention, "full" for whole layers.
+        recompute_method: of "full": "uniform" (in groups of `recompute_num_layers` layers) or "block" (the first so
+            many layers of each stage).
+        recompute_num_layers: of "full".
+        transformer_engine: layers of Transformer Engine's modules; see `layer_spec`.
+        overrides: fields of megatron's TransformerConfig, which win over everything.
+    """
+
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    transformer_engine: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+DEFAULT_OPTIONS = ModelOptions()
+
+
+class Place(Protocol):
+    """A rank's place as far as its configuration depends on it; a `Mesh` is one."""
+
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def pp_size(self) -> int: ...
+    @property
+    def pp_rank(self) -> int: ...
+    @property
+    def cp_size(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A `Place` of a job that was not started."""
+
+    tp_size: int
+    pp_size: int
+    pp_rank: int
+    cp_size: int
+    sequence_parallel: bool
+    device: torch.device
+
+
+def layers_of_stages(
+    architecture: Architecture, layout: Layout, dtype: torch.dtype, options: ModelOptions
+) -> list[int]:
+    """Layers of each pipeline stage, by the checks that every rank makes at its start; no process group is needed.
+
+    Raises:
+        ConfigError: as `transformer_config`, for all stages together.
+    """
+    layers, faults = [], []
+    for stage in range(layout.pipeline):
+        place = _Stage(
+            layout.tensor, layout.pipeline, stage, layout.context, layout.sequence_parallel, torch.device("cpu")
+        )
+        try:
+            config = transformer_config(architecture, place, dtype, 1.0, options)
+            layers.append(get_num_layers_to_build(config, pp_rank=stage))
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(list(dict.fromkeys(faults)))
+    return layers
+
+
+def transformer_config(
+    architecture: Architecture, mesh: Place, dtype: torch.dtype, rope_scale: float, options: ModelOptions
+) -> TransformerConfig:
+    """The configuration of this rank's part of the model.
+
+    Args:
+        rope_scale: the factor on queries and keys.
+
+    Raises:
+        ConfigError: unknown fields, or values that megatron refuses; all unknown fields in one message.
+    """
+    faults = list(_faults_of_overrides(options.overrides))
+    if faults:
+        raise ConfigError(faults)
+    sizes = architecture.padded(mesh.tp_size)
+    values: dict[str, Any] = {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "num_attention_heads": sizes.num_heads,
+        "num_query_groups": sizes.num_groups,
+        "kv_channels": architecture.head_size,
+        "ffn_hidden_size": architecture.ffn_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": architecture.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": architecture.qkv_bias,
+        # With this, megatron also sums the gradients of these norms, which all heads share, over the ranks.
+        "qk_layernorm": architecture.qk_norm,
+        "window_size": None if architecture.window is None else (architecture.window - 1, 0),
+        "softmax_scale": rope_scale**2 / architecture.head_size**0.5,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tensor_model_parallel_size": mesh.tp_size,
+        "pipeline_model_parallel_size": mesh.pp_size,
+        "context_parallel_size": mesh.cp_size,
+        "sequence_parallel": mesh.sequence_parallel,
+        # Micro-batches differ in length; `schedule` knows the shapes.
+        "variable_seq_lengths": mesh.pp_size > 1,
+        # Else the host waits for the GPU after each hand-over between stages, for a fault of old versions of torch.
+        "batch_p2p_sync": False,
+        "moe_token_dispatcher_type": "alltoall",  # megatron wants it for that, experts or not
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # Losses here carry their global denominators already: megatron must neither divide by micro-batches
+        # nor average over data-parallel ranks, only sum.
+        "calculate_per_token_loss": True,
+        "use_cpu_initialization": mesh.device.type == "cpu",
+        "bias_activation_fusion": False,
+        "use_te_activation_func": True,  # takes the layer's own, whosever that is
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "recompute_granularity": options.recompute_granularity,
+        "recompute_method": options.recompute_method,
+        "recompute_num_layers": options.recompute_num_layers,
+    }
+    try:
+        config = TransformerConfig(**{**values, **options.overrides})
+        layers = get_num_layers_to_build(config, pp_rank=mesh.pp_rank)  # refuses layers that do not divide
+    except (AssertionError, TypeError, ValueError) as error:  # megatron asserts what it expects
+        given = f" with model.megatron_overrides={dict(options.overrides)}" if options.overrides else ""
+        raise ConfigError([f"megatron-core refuses this configuration of the model{given}: {error}"]) from error
+    group = options.recompute_num_layers
+    if options.recompute_method == "uniform" and group is not None and layers % group:
+        raise ConfigError(
+            [
+                f"model.activations_checkpoint_num_layers is {group}, which does not divide the {layers} layers of "
+                f"stage {mesh.pp_rank}, as activations_checkpoint_method=uniform needs"
+            ]
+        )
+    return config
+
+
+def _faults_of_overrides(overrides: Mapping[str, Any]) -> list[str]:
+    fields = [item.name for item in dataclasses.fields(TransformerConfig)]
+    faults = []
+    for name in overrides:
+        key = f"model.megatron_overrides.{name}"
+        if name in _SET_BY_OTHER_KEYS:
+            faults.append(f"{key} is what {_SET_BY_OTHER_KEYS[name]} sets; use that")
+        elif name not in fields:
+            close = difflib.get_close_matches(name, fields, n=1)
+            advice = f"did you mean {close[0]}?" if close else "see megatron.core.transformer.TransformerConfig"
+            faults.append(f"{key} is no field of megatron's TransformerConfig; {advice}")
+    return faults

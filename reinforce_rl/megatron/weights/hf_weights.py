@@ -1,0 +1,315 @@
+"""Weights between a Hugging Face folder and a megatron model shared by ranks, both ways, one parameter at a time.
+
+Where each tensor lies is `weight_map`'s table. A rank reads its own slices only; on the way back rank 0 holds one file
+of weights at most, and the parameter that is being gathered.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.errors import CheckpointError
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.weights.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder
+from reinforce_rl.megatron.weights.weight_map import (
+    EMBEDDING,
+    OUTPUT_LAYER,
+    OUTPUT_PARAMETER,
+    SCORE_LAYER,
+    Row,
+    weight_map,
+)
+from reinforce_rl.utils.files import replace_folder
+
+T = TypeVar("T")
+# Runs through a sequence, as `iter` does, and may show how far it is.
+Track = Callable[[Sequence[T]], Iterable[T]]
+
+# Frequencies of RoPE, which older folders hold and the model computes.
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+_NOT_OF_A_CLASSIFIER = re.compile(rf"{_COMPUTED.pattern}|^lm_head\.weight$")
+# What an exported folder takes over from the one that the model came from: config and tokenizer.
+_CARRIED_OVER = (
+    "*config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+)
+
+
+def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> None:
+    """Fill this rank's slice of the model.
+
+    Args:
+        lm: the model, of any tensor-parallel size. A classifier also takes a language model's folder; its head then
+            keeps the values that it has.
+        folder: read slice by slice.
+        track: runs through the parameters.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown or of another shape than config.json says; all in one message.
+    """
+    arch, rank = lm.architecture, lm.mesh.tp_rank
+    rows = weight_map(arch, lm.mesh.tp_size)
+    check_headers(arch, folder)
+    also = _holds_tied_output(arch, folder)
+    own = parameters_of(lm)
+    if _lacks_head(arch, folder):
+        rows = [row for row in rows if row.hf != SCORE_LAYER]
+        own.pop(SCORE_LAYER, None)
+    if arch.tied_embeddings and OUTPUT_PARAMETER in own:
+        # The last stage of a pipeline has a copy of the first one's embedding.
+        rows = [*rows, *(replace(row, megatron=OUTPUT_PARAMETER) for row in rows if row.hf == EMBEDDING)]
+    with torch.no_grad():
+        for name, parts in track(_by_parameter(rows)):
+            if name not in own:
+                continue  # of another rank's layers
+            parameter = own.pop(name).zero_()  # what no tensor fills is padding
+            for row in parts:
+                start, end = row.part(rank)
+                if start < end:
+                    part = folder.read(row.hf, row.axis, (start, end))
+                    row.place(parameter, rank).copy_(row.like_place(part))
+                    if also and row.hf == EMBEDDING:
+                        _check_tied(folder, part, start, end)
+    if own:
+        raise RuntimeError(f"the weight map does not fill {', '.join(sorted(own))}")
+
+
+def check_headers(arch: Architecture, folder: HFFolder) -> None:
+    """Whether a folder's tensors are those of a model, by their names, shapes and types; no weight is read.
+
+    Raises:
+        CheckpointError: they are not; all that differ in one message.
+    """
+    shapes = {row.hf: row.shape for row in weight_map(arch, 1)}
+    if _lacks_head(arch, folder):
+        del shapes[SCORE_LAYER]
+    also = {OUTPUT_LAYER: shapes[EMBEDDING]} if _holds_tied_output(arch, folder) else {}
+    folder.check({**shapes, **also}, _COMPUTED if arch.num_labels is None else _NOT_OF_A_CLASSIFIER)
+
+
+def _holds_tied_output(arch: Architecture, folder: HFFolder) -> bool:
+    """Some folders hold the output layer as well, though it is the embedding."""
+    return arch.tied_embeddings and OUTPUT_LAYER in folder
+
+
+def _lacks_head(arch: Architecture, folder: HFFolder) -> bool:
+    """A classifier may begin as a language model, which has none."""
+    return arch.num_labels is not None and SCORE_LAYER not in folder
+
+
+def parameters_of(lm: CausalLM) -> dict[str, Tensor]:
+    """This rank's parameters, their layers numbered as in the whole model."""
+    layers: Any = lm.decoder.layers
+    numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(layers)}  # megatron counts from 1
+    return {
+        re.sub(r"^(decoder\.layers\.)(\d+)", lambda found: found[1] + str(numbers[found[2]]), name): parameter
+        for name, parameter in lm.named_parameters()
+    }
+
+
+def hf_tensors(
+    lm: CausalLM,
+    values: Mapping[str, Tensor] | None = None,
+    *,
+    rows: list[Row] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    track: Track = iter,
+) -> Iterator[tuple[str, Tensor | None]]:
+    """The model's weights in Hugging Face names and shapes, one at a time.
+
+    A collective call: every tensor-parallel rank of every stage must run the iterator to its end.
+
+    Args:
+        lm: the model.
+        values: what to map in place of the weights, such as their gradients, by the names of `parameters_of`.
+        rows: which of them; None for all of `weight_map`.
+        dtype: of the result; None for that of the weights.
+        device: of the result.
+        track: runs through the parameters.
+
+    Yields:
+        name and whole tensor, with memory of its own, on the first tensor-parallel rank of the first
+        stage; elsewhere name and None.
+    """
+    mesh = lm.mesh
+    own = parameters_of(lm) if values is None else values
+    dtype = dtype or next(value.dtype for value in own.values() if value is not None)  # a frozen one has no gradient
+    stages = mesh.gather_over_pp(set(own))
+    rows = weight_map(lm.architecture, mesh.tp_size) if rows is None else rows
+    for name, of_parameter in track(_by_parameter(rows)):
+        stage = next(i for i, names in enumerate(stages) if name in names)
+        parts = None
+        if stage == mesh.pp_rank:
+            parts = _on_first_rank(own[name].detach().to(dtype), mesh, of_parameter[0].split is not None)
+        for row in of_parameter:
+            whole = None if parts is None else _assembled(row, parts, device)
+            yield row.hf, _on_first_stage(whole, row, dtype, device, stage, mesh)
+
+
+def _by_parameter(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    return [(name, list(group)) for name, group in itertools.groupby(rows, lambda row: row.megatron)]
+
+
+def _check_tied(folder: HFFolder, embedding: Tensor, start: int, end: int) -> None:
+    if not torch.equal(embedding, folder.read(OUTPUT_LAYER, 0, (start, end))):
+        raise CheckpointError(
+            f"{folder.folder}: config.json says tie_word_embeddings, but {OUTPUT_LAYER} differs from {EMBEDDING}. "
+            f"Set tie_word_embeddings to false in config.json, or remove {OUTPUT_LAYER}"
+        )
+
+
+def _on_first_rank(value: Tensor, mesh: Mesh, shared: bool) -> list[Tensor] | None:
+    """A parameter's slices in rank order on the first tensor-parallel rank, None on the others."""
+    if mesh.tp_size == 1 or not shared:
+        return [value] if mesh.tp_rank == 0 else None
+    parts = [torch.empty_like(value) for _ in range(mesh.tp_size)] if mesh.tp_rank == 0 else None
+    torch.distributed.gather(value.contiguous(), parts, group=mesh.tp_group, group_dst=0)
+    return parts
+
+
+def _on_first_stage(
+    whole: Tensor | None, row: Row, dtype: torch.dtype, device: torch.device | str, stage: int, mesh: Mesh
+) -> Tensor | None:
+    """A tensor that the first tensor-parallel rank of a stage holds, on that of the first stage."""
+    if stage == 0 or mesh.tp_rank:
+        return whole
+    if whole is not None:
+        mesh.send_to_stage(whole.to(mesh.device), 0)
+    elif mesh.pp_rank == 0:
+        received = torch.empty(row.shape, dtype=dtype, device=mesh.device)
+        mesh.receive_from_stage(received, stage)
+        return received.to(device)
+    return None
+
+
+def _assembled(row: Row, parts: list[Tensor], device: torch.device | str) -> Tensor:
+    whole = torch.empty(row.shape, dtype=parts[0].dtype, device=device)
+    for rank, part in enumerate(parts):
+        start, end = row.part(rank)
+        if start < end:
+            row.part_in(whole, rank).copy_(row.place(part, rank))
+    return whole
+
+
+def export_hf_folder(
+    lm: CausalLM,
+    source: str | Path,
+    out: str | Path,
+    *,
+    values: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    track: Track = iter,
+    config_values: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the model as a Hugging Face folder that transformers loads: weights, config and tokenizer files.
+
+    A collective call of all ranks; the first one writes. The folder appears whole or not at all.
+
+    Args:
+        lm: the model.
+        source: the folder it came from, whose config and tokenizer files are carried over.
+        out: the folder to write; replaced where it exists.
+        values: what to write in place of the weights, by the names of `parameters_of`.
+        dtype: of the weights in the folder; None for the model's.
+        max_shard_bytes: of one file of weights, which is also what the first rank holds of the model besides its own
+            share. A larger tensor has a file of its own.
+        track: runs through the parameters.
+        config_values: keys of the source's config.json that are other ones in this folder.
+
+    Raises:
+        CheckpointError: on every rank, it cannot be written.
+    """
+    source, out, mesh = Path(source), Path(out), lm.mesh
+    part = out.with_name(out.name + ".part")
+    dtype = dtype or lm.config.params_dtype
+    files = shard_files(weight_map(lm.architecture, mesh.tp_size), dtype, max_shard_bytes)
+
+    def write(action: Callable[[], None]) -> None:
+        failure: Exception | None = None
+        if mesh.is_main:
+            try:
+                action()
+            except Exception as error:  # safetensors raises its own, undocumented type where the disk is full
+                shutil.rmtree(part, ignore_errors=True)
+                failure = CheckpointError(f"cannot write the Hugging Face folder {out}: {error}")
+        mesh.check_together(failure)
+
+    def begin() -> None:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        carry_over(source, part)
+        _set_config(part / "config.json", dtype, config_values or {})
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(size for names in files.values() for size in names.values())},
+                "weight_map": {name: file for file, names in files.items() for name in names},
+            }
+            (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    write(begin)
+    # The other data- and context-parallel ranks hold the same weights: they wait at the end of each file only.
+    first_copy = mesh.dp_rank == mesh.cp_rank == 0
+    tensors = hf_tensors(lm, values, dtype=dtype, track=track) if first_copy else iter(())
+    for file, names in files.items():
+        shard: Any = dict(itertools.islice(tensors, len(names)))  # tensors on the main rank, None elsewhere
+        write(functools.partial(_save, shard, part / file))
+        shard.clear()  # else it would live on while the next one is gathered
+    write(lambda: replace_folder(part, out))
+    return out
+
+
+def shard_files(rows: list[Row], dtype: torch.dtype, max_bytes: int) -> dict[str, dict[str, int]]:
+    """File names to the tensors in each, in order, and the bytes of each tensor."""
+    shards: list[dict[str, int]] = [{}]
+    for row in rows:
+        size = math.prod(row.shape) * dtype.itemsize
+        if shards[-1] and sum(shards[-1].values()) + size > max_bytes:
+            shards.append({})
+        shards[-1][row.hf] = size
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def carry_over(source: Path, out: Path) -> None:
+    """Copy config and tokenizer files of a Hugging Face folder."""
+    for file in sorted({file for pattern in _CARRIED_OVER for file in source.glob(pattern)}):
+        shutil.copyfile(file, out / file.name)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes it readable by its owner only
+
+
+def _set_config(config: Path, dtype: torch.dtype, others: Mapping[str, Any]) -> None:
+    """transformers loads a folder in the dtype its config names, so that must be the dtype of the weights."""
+    values = json.loads(config.read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in values else "dtype"  # its name before transformers 5
+    values[key] = str(dtype).removeprefix("torch.")
+    values.update(others)
+    config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

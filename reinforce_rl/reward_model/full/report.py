@@ -1,0 +1,174 @@
+"""`report.html` of the training of a reward model: one page without scripts, made from the run's folder.
+
+`python -m reinforce_rl.reward_model.full.report FOLDER` writes it, also while the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.charts import Series, legend, line_chart
+from reinforce_rl.monitoring.jsonl import read_metrics
+from reinforce_rl.monitoring.report import main
+from reinforce_rl.monitoring.report_template import STYLE
+from reinforce_rl.reward_model.full.training import Best, best_of
+from reinforce_rl.utils.files import write_atomically
+
+EVALUATION_FILE = "evaluation.json"
+
+PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ name }}: reward model</title>
+<style>{{ style }}</style>
+</head>
+<body>
+<main>
+<h1>{{ name }}</h1>
+<p class="verdict">{{ verdict }}</p>
+{%- if best %}
+<h2>The best model on held-out data</h2>
+<div class="card scroll"><table>
+<tr><th>of step {{ best.step }}</th><th>value</th></tr>
+<tr><td>loss</td><td>{{ "%.4f" | format(best.evaluation.loss) }}</td></tr>
+{%- for key, value in best.evaluation.metrics.items() %}
+<tr><td>{{ key.replace("_", " ") }}</td><td>{{ "%.4f" | format(value) }}</td></tr>
+{%- endfor %}
+</table></div>
+{%- if best.evaluation.reliability %}
+<h2>Calibration</h2>
+<p class="soft">Pairs by the predicted probability that the answer with the higher score is the preferred one, sigmoid
+of the difference of their scores; and how often it is. A calibrated model has both alike.</p>
+<div class="charts">
+<div class="card"><h3>Predicted and observed</h3>{{ reliability_legend }}{{ reliability_chart }}</div>
+<div class="card scroll"><table>
+<tr><th>predicted</th><th>pairs</th><th>mean predicted</th><th>observed</th></tr>
+{%- for bin in best.evaluation.reliability %}
+<tr><td>{{ "%.2f to %.2f" | format(bin.low, bin.high) }}</td><td>{{ bin.count }}</td>
+  <td>{{ "%.3f" | format(bin.predicted) }}</td><td>{{ "%.3f" | format(bin.observed) }}</td></tr>
+{%- endfor %}
+</table></div>
+</div>
+{%- endif %}
+{%- endif %}
+<h2>Curves</h2>
+<div class="charts">
+{%- for title, key, svg in charts %}
+<div class="card"><h3>{{ title }}</h3>{{ key }}{{ svg }}</div>
+{%- endfor %}
+</div>
+{%- if config %}
+<h2>Configuration</h2>
+<div class="card"><details><summary>the whole configuration</summary><pre>{{ config }}</pre></details></div>
+{%- endif %}
+</main>
+</body>
+</html>
+"""
+
+
+def write_full_report(folder: str | Path) -> Path:
+    """Write the page from `metrics.jsonl`, `evaluation.json` and `config.yaml`; the last two may be missing.
+
+    Raises:
+        DataError: there is no such folder, or a file cannot be read.
+    """
+    folder = Path(folder)
+    metrics = read_metrics(folder / "metrics.jsonl")
+    best = read_best(folder / EVALUATION_FILE)
+    config = folder / "config.yaml"
+    reliability = reliability_series(best) if best else []
+    page = (
+        Environment(autoescape=True)
+        .from_string(PAGE)
+        .render(
+            style=Markup(STYLE),
+            name=folder.resolve().name,
+            verdict=verdict(metrics, best),
+            best=best,
+            reliability_legend=Markup(legend(reliability)),
+            reliability_chart=Markup(line_chart(reliability, x_label="predicted, %", percent=True)),
+            charts=[(title, Markup(legend(series)), Markup(line_chart(series))) for title, series in charts(metrics)],
+            config=config.read_text(encoding="utf-8") if config.is_file() else "",
+        )
+    )
+    path = folder / "report.html"
+    write_atomically(path, page)
+    return path
+
+
+def read_best(path: Path) -> Best | None:
+    """The evaluation of the best model so far; None where there is none yet.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    if not path.is_file():
+        return None
+    try:
+        return best_of(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no evaluation ({error!r}); remove it, or start the run again") from error
+
+
+def verdict(metrics: Sequence[Mapping[str, Any]], best: Best | None) -> str:
+    """The run in a sentence."""
+    before = next((line["val/loss"] for line in metrics if line.get("val/loss") is not None), math.nan)
+    if best is None:
+        return "No evaluation has been made since the first step."
+    found = best.evaluation.metrics
+    moved = f"The held-out loss went from {before:.4f} to {best.evaluation.loss:.4f} (step {best.step})"
+    if "accuracy" not in found:
+        return f"{moved}."
+    return (
+        f"{moved}; of the held-out pairs {found['accuracy']:.1%} ± {found['accuracy_standard_error']:.1%} are ordered "
+        f"rightly, where 'the longer answer wins' has {found['accuracy_of_longer_wins']:.1%}."
+    )
+
+
+def reliability_series(best: Best) -> list[Series]:
+    """Observed against predicted, and the line on which they are equal; predictions in percent."""
+    bins = best.evaluation.reliability
+    if not bins:
+        return []
+    observed = [(100 * one.predicted, one.observed) for one in bins]
+    return [
+        Series("observed", observed, 1, markers=True),
+        Series("calibrated", [(50.0, 0.5), (100.0, 1.0)], 6),
+    ]
+
+
+def charts(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Series]]]:
+    """Titles and lines of every chart that has data."""
+
+    def series(name: str, key: str, colour: int, *, held_out: bool) -> Series:
+        points = [(line["step"], math.nan if line[key] is None else line[key]) for line in metrics if key in line]
+        return Series(name, points, colour, markers=held_out, smooth=not held_out)
+
+    found = []
+    for title, name in (("Loss", "loss"), ("Pairs ordered rightly", "accuracy")):
+        training = series("training", f"train/{name}", 1, held_out=False)
+        found.append((title, [training, series("held out", f"val/{name}", 3, held_out=True)]))
+    found.append(("Calibration error", [series("held out", "val/calibration_error", 3, held_out=True)]))
+    names = list(dict.fromkeys(key for line in metrics for key in line if key.startswith("val/pearson_")))
+    lines = [series(key.removeprefix("val/pearson_"), key, i % 6 + 1, held_out=True) for i, key in enumerate(names)]
+    found.append(("Correlation with held-out ratings", lines))
+    found.append(("Gradient norm", [series("gradient norm", "train/grad_norm", 1, held_out=False)]))
+    found.append(("Learning rate", [series("learning rate", "train/lr", 1, held_out=False)]))
+    return [(title, lines) for title, lines in found if any(line.points for line in lines)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], "reinforce_rl.reward_model.full.report", write_full_report))

@@ -1,0 +1,230 @@
+"""Bradley-Terry training of a linear reward head on pooled features of a frozen trunk.
+
+The loss of P pairs is the mean of -log sigmoid(s_chosen - s_rejected), plus l2 / 2 * |w|^2. It is convex and the whole
+of it is in memory, so it is minimised to the end, in float64, and the result depends on neither seed nor batch order.
+
+Left out on purpose: training the trunk, a margin, more than two answers a prompt, calibration.
+
+Notation: P pairs, h hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.megatron.model.reward_head import RewardHead
+from reinforce_rl.reward_model.evaluation import Accuracy, pair_accuracy
+from reinforce_rl.reward_model.pairs import prompt_position
+
+DEFAULT_L2_GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
+DEFAULT_FOLDS = 5
+
+
+@dataclass(frozen=True)
+class PairFeatures:
+    """Pooled features of P pairs.
+
+    Attributes:
+        chosen, rejected: [P, h].
+        keys: the prompt key of each pair; pairs of one prompt stay together in every split.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    keys: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.chosen.shape != self.rejected.shape or len(self.keys) != len(self.chosen):
+            raise ConfigError(
+                [
+                    f"chosen {tuple(self.chosen.shape)}, rejected {tuple(self.rejected.shape)} and "
+                    f"{len(self.keys)} keys do not belong together; expected [P, h] twice and P keys"
+                ]
+            )
+        if not (self.chosen.isfinite().all() and self.rejected.isfinite().all()):
+            raise DataError("the trunk gave features that are not finite; are its weights damaged?")
+
+
+@dataclass(frozen=True)
+class FoldScore:
+    """Cross-validation of one L2 strength.
+
+    Attributes:
+        loss: mean loss of a pair, in nats; log 2 is a guess.
+        accuracy: share of pairs that are ordered rightly.
+    """
+
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """What training gives.
+
+    Attributes:
+        head: standardised: its scores over the training answers have mean 0 and standard deviation 1.
+        l2: the strength that was used.
+        raw_mean, raw_std: mean and standard deviation of those scores before they were standardised, when a difference
+            of two scores was the log-odds of being preferred.
+        validation: strength to its cross-validation; empty where none was made.
+    """
+
+    head: RewardHead
+    l2: float
+    raw_mean: float
+    raw_std: float
+    validation: dict[float, FoldScore]
+
+    @property
+    def chosen_validation(self) -> FoldScore:
+        """Cross-validation at `l2`; NaN where none was made."""
+        return self.validation.get(self.l2, FoldScore(math.nan, math.nan))
+
+
+def scores(head: RewardHead, features: Tensor) -> Tensor:
+    """Scores float64 [n] of features [n, h]."""
+    return features.double() @ head.weight.double() + head.bias.double()
+
+
+def head_accuracy(head: RewardHead, features: PairFeatures) -> Accuracy:
+    """The head's accuracy on pairs."""
+    return pair_accuracy(scores(head, features.chosen), scores(head, features.rejected))
+
+
+def fit_direction(differences: Tensor, l2: float) -> Tensor:
+    """The w that minimises mean(softplus(-differences @ w)) + l2 / 2 * |w|^2.
+
+    Args:
+        differences: chosen minus rejected features, [P, h].
+        l2: above 0, so that there is one minimum.
+
+    Returns:
+        float64 [h].
+    """
+    if not l2 > 0:
+        raise ConfigError([f"the L2 strength is {l2}; expected above 0"])
+    x = differences.double()
+    w = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [w], max_iter=1000, tolerance_grad=1e-8, tolerance_change=0.0, history_size=20, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.softplus(-(x @ w)).mean() + 0.5 * l2 * w.dot(w)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    return w.detach()
+
+
+def cross_validate(
+    features: PairFeatures,
+    l2_grid: Sequence[float],
+    *,
+    folds: int,
+    seed: int,
+    extra: PairFeatures | None = None,
+) -> dict[float, FoldScore]:
+    """Loss and accuracy on pairs that were not fitted on, for each strength. Prompts are not shared between folds.
+
+    Args:
+        features: P pairs, fitted on and measured.
+        l2_grid: strengths.
+        folds: into how many parts the prompts are dealt, by the seed.
+        seed: see above.
+        extra: pairs that are fitted on and not measured.
+
+    Raises:
+        DataError: too few prompts for so many folds.
+    """
+    fold_of, extra_fold_of = (
+        torch.tensor(
+            [int(prompt_position(key, seed) * folds) for key in (part.keys if part else ())], dtype=torch.long
+        )
+        for part in (features, extra)
+    )
+    if any(not (fold_of == fold).any() for fold in range(folds)):
+        raise DataError(
+            f"{len(set(features.keys))} prompts are too few for {folds} folds of cross-validation; "
+            "use more pairs, or give one L2 strength"
+        )
+    scaled = _ScaledDifferences.of(features, extra)
+    result = {}
+    for l2 in l2_grid:
+        loss = hits = 0.0
+        for fold in range(folds):
+            out = fold_of == fold
+            fitted_on = torch.cat((scaled.pairs[~out], scaled.extra[extra_fold_of != fold]))
+            margins = scaled.pairs[out] @ fit_direction(fitted_on, l2)
+            loss += float(F.softplus(-margins).sum())
+            hits += float((margins > 0).sum()) + 0.5 * float((margins == 0).sum())
+        result[l2] = FoldScore(loss / len(fold_of), hits / len(fold_of))
+    return result
+
+
+def train_head(
+    features: PairFeatures,
+    pooling: str,
+    *,
+    l2_grid: Sequence[float] = DEFAULT_L2_GRID,
+    folds: int = DEFAULT_FOLDS,
+    seed: int = 0,
+    extra: PairFeatures | None = None,
+    cross_validate_always: bool = False,
+) -> TrainedHead:
+    """Choose the L2 strength by cross-validation inside the training pairs, fit on all of them, standardise.
+
+    Strengths are for features scaled so that chosen minus rejected has mean squared length 1, which makes them
+    comparable between trunks and poolings.
+
+    Args:
+        features: of the training pairs alone.
+        pooling: how the features were made, kept in the head.
+        l2_grid: strengths to choose from; with one, nothing is chosen.
+        folds: of the cross-validation.
+        seed: deals prompts to folds. Not the seed that held prompts out: the same hash would leave folds empty.
+        extra: pairs that are fitted on too, and count neither in cross-validation nor in the standardisation.
+        cross_validate_always: measure the loss of a single strength too, for comparing poolings.
+
+    Raises:
+        DataError: too few prompts, or chosen and rejected have the same features throughout.
+    """
+    needed = len(l2_grid) > 1 or cross_validate_always
+    validation = cross_validate(features, l2_grid, folds=folds, seed=seed, extra=extra) if needed else {}
+    l2 = min(validation, key=lambda strength: validation[strength].loss) if validation else l2_grid[0]
+    scaled = _ScaledDifferences.of(features, extra)
+    w = fit_direction(torch.cat((scaled.pairs, scaled.extra)), l2) / scaled.size
+    raw = torch.cat((features.chosen, features.rejected)).double() @ w
+    mean, std = float(raw.mean()), float(raw.std())
+    if not std > 0:
+        raise DataError("all training answers get one score; chosen and rejected cannot be told apart")
+    head = RewardHead((w / std).float(), torch.tensor(-mean / std, dtype=torch.float32), pooling)
+    return TrainedHead(head, l2, mean, std, validation)
+
+
+@dataclass(frozen=True)
+class _ScaledDifferences:
+    """Chosen minus rejected in float64, divided by `size`: `pairs` then has mean squared length 1."""
+
+    pairs: Tensor
+    extra: Tensor
+    size: float
+
+    @classmethod
+    def of(cls, features: PairFeatures, extra: PairFeatures | None) -> _ScaledDifferences:
+        pairs = features.chosen.double() - features.rejected.double()
+        more = pairs[:0] if extra is None else extra.chosen.double() - extra.rejected.double()
+        size = float(pairs.square().sum(1).mean().sqrt())
+        if not size > 0:
+            raise DataError("chosen and rejected have the same features throughout")
+        return cls(pairs / size, more / size, size)

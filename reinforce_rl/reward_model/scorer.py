@@ -1,0 +1,182 @@
+"""A reward model: the actor's model class as trunk, and a linear head on a pooled hidden state.
+
+Notation: N sequences, S tokens, h hidden, K attributes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, head_scores
+from reinforce_rl.megatron.schedule import forward_passes
+from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.reward_model.batching import Batching, MicroBatch
+from reinforce_rl.reward_model.merging import Merging
+from reinforce_rl.rewards.base import AttributeScores
+
+
+class MegatronRewardModel:
+    """This rank's part of a reward model: an `AttributeScorer` that every rank must call with the same sequences.
+
+    A server on several ranks hands it its share instead: it is a `BlockModel`.
+
+    Args:
+        lm: the trunk, weights loaded.
+        head: the head; its width must be the trunk's.
+        batching: how a call is cut.
+        max_length: tokens a sequence may have; None for what the trunk was made for.
+        merging: of the head's scores; None for equal weights and the head's own mean and deviation.
+    """
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        head: RewardHead,
+        *,
+        batching: Batching | None = None,
+        max_length: int | None = None,
+        merging: Merging | None = None,
+    ):
+        width = lm.architecture.hidden_size
+        if head.rows.shape[1] != width:
+            raise ConfigError(
+                [f"the reward head has shape {tuple(head.weight.shape)}, its trunk has hidden size {width}"]
+            )
+        self._lm, self._head, self.batching = lm.eval(), head, batching or Batching()
+        if faults := self.batching.faults():
+            raise ConfigError(faults)
+        self._weight = head.rows.to(lm.mesh.device)
+        self.merging = merging or Merging.of(head.attributes, None, head.mean, head.deviation)
+        self.attributes = head.attributes
+        self.pooling = head.pooling
+        self.vocab_size = lm.architecture.vocab_size
+        self.max_length = min(max_length or lm.architecture.max_positions, lm.architecture.max_positions)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the trunk's weights."""
+        return self._lm.config.params_dtype
+
+    def score(self, sequences: list[list[int]]) -> list[float]:
+        """One reward a sequence, in order. Micro-batches follow from the list's content alone."""
+        return self.merging(self._scores(sequences)).tolist()
+
+    def score_attributes(self, sequences: list[list[int]]) -> AttributeScores:
+        """The same, and what each was merged from."""
+        scores = self._scores(sequences)
+        return AttributeScores(self.merging(scores).tolist(), scores.tolist())
+
+    def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
+        """The head's scores, float64 [n, K], of all n sequences in order; [0, K] before the last stage."""
+        device = self._lm.mesh.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # the server calls from a thread of its own, which starts on device 0
+        try:
+            found = forward_passes(
+                self._lm,
+                micro_batches,
+                lambda lm, one: lm(torch.from_numpy(one.tokens).to(device)),
+                self._head_scores,
+                lambda one: self._lm.stage_shape(*one.tokens.shape),
+            )
+            return torch.cat(found).numpy() if found else np.zeros((0, len(self._weight)))
+        finally:
+            # Kernels that still wait for another rank would meet those of the next call.
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def _scores(self, sequences: list[list[int]]) -> Tensor:
+        """float64 [N, K]."""
+        out = torch.zeros((len(sequences), len(self._weight)), dtype=torch.float64)
+        micro_batches = self.batching.plan(sequences)
+        if micro_batches:
+            found = self._lm.mesh.from_last_stage(self.score_micro_batches(micro_batches))
+            out[np.concatenate([one.rows for one in micro_batches])] = torch.from_numpy(found)
+        return out
+
+    def _head_scores(self, hidden: Tensor, one: MicroBatch) -> Tensor:
+        head, device = self._head, hidden.device
+        tokens, lengths = torch.from_numpy(one.tokens).to(device), torch.from_numpy(one.lengths).to(device)
+        counted = counted_lengths(tokens, lengths, head.pad_id)
+        scores = head_scores(hidden, self._lm, self._weight, counted, tokens.shape[1], head.pooling)
+        return (scores + head.bias.to(device)).double().cpu()
+
+
+def load_trunk(folder: str | Path, mesh: Mesh) -> CausalLM:
+    """The model of a Hugging Face folder, weights loaded."""
+    return _loaded(Architecture.from_folder(folder), HFFolder(folder), mesh)
+
+
+def load_head(trunk_folder: str | Path, head_file: str | Path | None) -> RewardHead:
+    """The head of a file, or that of a `...ForSequenceClassification` folder where no file is named.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return RewardHead.of_classifier(HFFolder(trunk_folder)) if head_file is None else RewardHead.load(head_file)
+
+
+def load_reward_model(
+    trunk_folder: str | Path,
+    head_file: str | Path | None,
+    mesh: Mesh,
+    *,
+    batching: Batching | None = None,
+    max_length: int | None = None,
+    merging: Merging | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> MegatronRewardModel:
+    """This rank's part of a reward model from a Hugging Face trunk and a head file; see `load_head`.
+
+    Args:
+        trunk_folder, head_file, mesh: of it.
+        batching, max_length, merging: see `MegatronRewardModel`.
+        dtype: of the trunk. Pooling, head and merging are fp32 or better in any case.
+    """
+    head = load_head(trunk_folder, head_file)  # first: a missing file should not cost the time of loading a trunk
+    architecture, weights = Architecture.from_folder(trunk_folder), HFFolder(trunk_folder)
+    if head_file is None:
+        architecture = architecture.as_classifier(len(head.rows))
+    lm = _loaded(architecture, weights, mesh, dtype)
+    return MegatronRewardModel(lm, head, batching=batching, max_length=max_length, merging=merging)
+
+
+def reward_model_identity(
+    trunk_folder: str | Path, head_file: str | Path | None, scorer: MegatronRewardModel
+) -> dict[str, Any]:
+    """What tells one reward model from another, for the server's description.
+
+    By content, so that a restart from another path or node is the same server to its clients.
+    """
+    if head_file is None:
+        head = {"weights": HFFolder(trunk_folder).fingerprint()}
+    else:
+        head = {"head_sha256": hashlib.sha256(Path(head_file).read_bytes()).hexdigest()}
+    merging = scorer.merging
+    return {
+        "trunk": Path(trunk_folder).resolve().name,
+        **head,
+        # Servers of fp32 say nothing, as they always have.
+        **({} if scorer.dtype == torch.float32 else {"precision": str(scorer.dtype).removeprefix("torch.")}),
+        "pooling": scorer.pooling,
+        "attribute_weights": dict(zip(scorer.attributes, merging.weights, strict=False)),
+        "mean": merging.mean,
+        "deviation": merging.deviation,
+    }
+
+
+def _loaded(architecture: Architecture, weights: HFFolder, mesh: Mesh, dtype: torch.dtype = torch.float32) -> CausalLM:
+    lm = CausalLM(architecture, mesh, dtype)
+    load_hf_weights(lm, weights)
+    return lm

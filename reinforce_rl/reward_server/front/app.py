@@ -1,0 +1,379 @@
+"""The HTTP front door of the reward server: who may ask, how much and how often; then it passes on to Triton.
+
+It speaks KServe v2 as Triton does, for the few paths that are served, and adds /health and /metrics. It runs in a
+process of its own (`process.py`), so that a model that is busy or stuck cannot keep it from answering.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, hdrs, web
+
+from reinforce_rl.reward_server.front.admission import Gate
+from reinforce_rl.reward_server.front.health import Health, Verdict
+from reinforce_rl.reward_server.front.limits import FrontLimits, Refusal, check_length
+from reinforce_rl.reward_server.front.metrics import CONTENT_TYPE, FrontMetrics
+from reinforce_rl.reward_server.front.request import TritonRequest, json_length, read_request
+from reinforce_rl.reward_server.progress import Progress
+from reinforce_rl.rewards import access, protocol
+from reinforce_rl.rewards.protocol import HEADER_LENGTH, REQUEST_DIGEST, REQUEST_ID
+
+logger = logging.getLogger(__name__)
+
+STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
+
+BODY_SECONDS = 120.0  # for a client to send its request
+QUICK_JSON_BYTES = 1 << 18  # that are read at once
+QUESTION_SECONDS = 10.0  # for Triton's answer to what is no inference
+QUESTION_BYTES = 1 << 16
+START_RETRY_SECONDS = 5
+PASSED_HEADERS = (HEADER_LENGTH, "Content-Type")
+CLIENT_GONE = 499  # of nginx: in logs and metrics, for there is nobody to be answered
+TRUSTED_ID = re.compile(r"[\w.:/+@-]{1,128}", re.ASCII)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class FrontSettings:
+    """Attributes:
+    model: the reward model's name in URLs.
+    backend: Triton's Unix socket.
+    limits: on requests.
+    canary: the inputs of a sample that the model can always score, as JSON.
+    token: asked of every client; None: of none.
+    input_forms: that the model reads.
+    """
+
+    model: str
+    backend: str
+    limits: FrontLimits
+    canary: str
+    token: str | None = None
+    input_forms: Sequence[str] = (protocol.TOKENS_FORM,)
+
+
+@dataclass
+class _Record:
+    """What the log and the metrics say of one request."""
+
+    id: str
+    samples: int = 0
+    size: int = 0
+    scores: bool = False  # asked for
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)  # of the body, as it came
+
+
+_RECORD: web.RequestKey[_Record] = web.RequestKey("record", _Record)
+
+
+class Front:
+    """The application and its state.
+
+    Args:
+        settings: what it serves.
+        progress: the scorer's.
+    """
+
+    def __init__(self, settings: FrontSettings, progress: Progress):
+        self._settings = settings
+        self._limits = settings.limits
+        self._progress = progress
+        self._gate = Gate(settings.limits)
+        self._metrics = FrontMetrics(self._gate, progress)
+        self._health = Health(self._ask_model, settings.canary.encode(), progress, settings.limits)
+        self._state = STARTING
+        self._reason = ""
+        self._empty = asyncio.Event()
+        self._session: ClientSession | None = None
+        self._parser = ThreadPoolExecutor(1)
+
+    def application(self) -> web.Application:
+        """What aiohttp serves."""
+        app = web.Application(middlewares=[self._around])
+        app.cleanup_ctx.append(self._with_session)
+        router, expect = app.router, self._expect
+        router.add_get("/health", self._answer_health)
+        router.add_get("/metrics", self._answer_metrics)
+        router.add_get("/v2/health/live", self._answer_live)
+        router.add_get("/v2/health/ready", self._answer_ready)
+        for path in ("/v2", "/v2/"):
+            router.add_get(path, self._pass_question)
+        for model, infer in ((self._settings.model, self._infer), (protocol.INFO_MODEL, self._describe)):
+            for base in (f"/v2/models/{model}", rf"/v2/models/{model}/versions/{{version:\d{{1,6}}}}"):
+                for leaf in ("", "/ready", "/config"):
+                    router.add_get(base + leaf, self._pass_question)
+                router.add_post(base + "/infer", infer, expect_handler=expect)
+        return app
+
+    async def _with_session(self, app: web.Application):
+        self._session = ClientSession(
+            connector=UnixConnector(self._settings.backend, limit=0),
+            timeout=ClientTimeout(total=None, sock_connect=5.0),
+            auto_decompress=False,
+            skip_auto_headers=[hdrs.ACCEPT_ENCODING, hdrs.USER_AGENT],
+        )
+        yield
+        await self._session.close()
+
+    def set_state(self, state: str, reason: str = "") -> None:
+        """As the server says: STARTING, READY, DRAINING or FAILED."""
+        self._state, self._reason = state, reason
+        if state == DRAINING:
+            self._gate.drain()
+            self._note_if_empty()
+
+    async def wait_until_empty(self) -> None:
+        """Once draining: until Triton has given its last answer. No connection to it is left then."""
+        await self._empty.wait()
+        if self._session is not None:
+            await self._session.close()  # an open one would hold up Triton's stop
+
+    def _note_if_empty(self) -> None:
+        if self._state == DRAINING and self._gate.in_flight == 0:
+            self._empty.set()
+
+    # Around every request.
+
+    @web.middleware
+    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get(REQUEST_ID, "")
+        record = _Record(given if TRUSTED_ID.fullmatch(given) else secrets.token_hex(8))
+        request[_RECORD] = record
+        started = time.monotonic()
+        code = CLIENT_GONE
+        try:
+            response = await self._guarded(request, handler)
+            response.headers[REQUEST_ID] = record.id
+            response.headers[REQUEST_DIGEST] = record.digest.hexdigest()
+            response.headers[hdrs.SERVER] = "reinforce_rl"
+            code = response.status
+            return response
+        finally:
+            seconds = time.monotonic() - started
+            if record.scores:
+                self._metrics.count(code, record.samples, record.size, seconds)
+            self._note_if_empty()
+            self._log(request, record, code, seconds)
+
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refusal as refusal:
+            return _refused(refusal)
+        except web.HTTPException as error:  # aiohttp's own: no such path, no such method
+            text = f"{error.reason}: {request.method} {request.path} is not served here"
+            headers = {key: value for key, value in error.headers.items() if key == hdrs.ALLOW}
+            return web.json_response({"error": text}, status=error.status, headers=headers)
+        except (ConnectionResetError, web.RequestPayloadError):  # of the client, while it sends
+            return _refused(Refusal(400, "the request ended before its body was complete"))
+        except Exception as error:
+            # Its text may quote the request.
+            logger.error("event=front_fault error=%s id=%s", type(error).__name__, request[_RECORD].id)
+            logger.debug("event=front_fault_details", exc_info=True)
+            return _refused(Refusal(500, "the front door of the reward server failed; its log has the error's name"))
+
+    def _log(self, request: web.Request, record: _Record, code: int, seconds: float) -> None:
+        resource = request.match_info.route.resource
+        level = logging.INFO if record.scores or code in (401, 413) else logging.DEBUG
+        logger.log(
+            level,
+            "event=request id=%s path=%s code=%d bytes=%d samples=%d seconds=%.4f client=%s",
+            record.id,
+            resource.canonical if resource else "unknown",
+            code,
+            record.size,
+            record.samples,
+            seconds,
+            request.remote,
+        )
+
+    def _authorise(self, request: web.Request) -> None:
+        if not access.is_authorised(request.headers.get(access.HEADER), self._settings.token):
+            raise Refusal(
+                401,
+                "this reward server asks for an access token; send it as 'Authorization: Bearer TOKEN' (a run has it "
+                f"from remote_rm.reward_model.token_file or from {access.TOKEN_VARIABLE})",
+            )
+
+    def _check_ready(self) -> None:
+        if self._state == STARTING:
+            raise Refusal(503, "the reward server is starting", retry_after=START_RETRY_SECONDS)
+        if self._state != READY:
+            raise Refusal(503, f"the reward server is {self._state}", retry_after=self._gate.retry_after())
+
+    async def _expect(self, request: web.Request) -> web.StreamResponse | None:
+        """Whoever asks first, as curl does with a large body, is told before it sends it."""
+        try:
+            self._authorise(request)
+            self._check_body(request)
+        except Refusal as refusal:
+            response = _refused(refusal)
+            response.force_close()
+            return response
+        if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # of the answer itself
+        return None
+
+    def _check_body(self, request: web.Request) -> None:
+        if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
+            raise Refusal(415, "compressed requests are not taken")
+        check_length(request.content_length, self._limits)
+
+    # Scores.
+
+    async def _infer(self, request: web.Request) -> web.Response:
+        record = request[_RECORD]
+        record.scores = True
+        self._authorise(request)
+        self._check_ready()
+        self._check_body(request)
+        with self._gate.admitted(), self._gate.memory() as memory:
+            memory.grow_to(request.content_length or 0)
+            parts = []
+            async for part in _parts_of(request, BODY_SECONDS, self._limits.idle_seconds):
+                record.size += len(part)
+                check_length(record.size, self._limits)
+                memory.grow_to(record.size)
+                parts.append(part)
+            body = b"".join(parts)
+            parts.clear()
+            wanted = await self._read(request, body, self._settings.input_forms)
+            del body
+            record.samples = wanted.samples
+            async with self._gate.slot():
+                return await self._pass_on(request, wanted, self._limits.request_seconds)
+
+    async def _read(self, request: web.Request, body: bytes, input_forms: Sequence[str]) -> TritonRequest:
+        """Long JSON in a thread, since it takes a while; one at a time, since it takes tens of times its memory."""
+        header = request.headers.get(HEADER_LENGTH)
+        read = partial(read_request, body, header, self._limits, input_forms)
+        if json_length(header, len(body)) <= QUICK_JSON_BYTES:
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(self._parser, read)
+
+    async def _describe(self, request: web.Request) -> web.Response:
+        """The server's description, which is small and past the queue."""
+        self._authorise(request)
+        self._check_ready()
+        self._check_body(request)
+        body = b""
+        async for part in _parts_of(request, QUESTION_SECONDS, QUESTION_SECONDS):
+            body += part
+            if len(body) > QUESTION_BYTES:
+                raise Refusal(413, f"expected at most {QUESTION_BYTES} bytes for the server's description")
+        return await self._pass_on(request, await self._read(request, body, ()), QUESTION_SECONDS)
+
+    async def _pass_question(self, request: web.Request) -> web.Response:
+        self._authorise(request)
+        self._check_ready()
+        return await self._pass_on(request, None, QUESTION_SECONDS)
+
+    async def _pass_on(self, request: web.Request, wanted: TritonRequest | None, seconds: float) -> web.Response:
+        headers = {HEADER_LENGTH: str(wanted.json_length)} if wanted else {}
+        try:
+            code, found, answer = await self._ask(request.path, wanted and wanted.body, headers, seconds)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise Refusal(504, f"the model's side did not answer within {seconds:g} s") from None
+        except (ClientError, OSError) as error:
+            raise Refusal(
+                502, f"the model's side does not answer ({type(error).__name__})", retry_after=START_RETRY_SECONDS
+            ) from error
+        if code >= 500:  # its text may quote the request, or be a traceback
+            raise Refusal(code, "the model's side failed; the reward server's log says why")
+        kept = {name: found[name] for name in PASSED_HEADERS if name in found}
+        return web.Response(status=code, body=answer, headers=kept)
+
+    async def _ask(self, path: str, body: bytes | None, headers: dict[str, str], seconds: float):
+        assert self._session is not None
+        method = "GET" if body is None else "POST"
+        async with self._session.request(
+            method,
+            "http://localhost" + path,
+            data=body,
+            headers=headers,
+            timeout=ClientTimeout(seconds, sock_connect=5.0),
+        ) as answer:
+            return answer.status, answer.headers, await answer.read()
+
+    async def _ask_model(self, body: bytes) -> tuple[int, bytes]:
+        path = f"/v2/models/{self._settings.model}/infer"
+        headers = {"Content-Type": "application/json"}
+        try:
+            code, _, answer = await self._ask(path, body, headers, 2 * self._limits.canary_seconds)
+            if code == 200:  # the description has a process of Triton's to itself, which may hang too
+                path = f"/v2/models/{protocol.INFO_MODEL}/infer"
+                code, _, _ = await self._ask(path, b'{"inputs": []}', headers, QUESTION_SECONDS)
+        except ClientError as error:
+            raise ConnectionError(type(error).__name__) from error
+        return code, answer
+
+    # Health and numbers.
+
+    async def _answer_live(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _answer_ready(self, _: web.Request) -> web.Response:
+        self._check_ready()
+        return web.Response()
+
+    async def check_health(self) -> Verdict:
+        """Whether requests are being scored, or would be."""
+        if self._state != READY:
+            return Verdict(False, self._reason or f"the server is {self._state}", None)
+        return await self._health.check()
+
+    async def _answer_health(self, _: web.Request) -> web.Response:
+        verdict = await self.check_health()
+        values = {
+            "state": self._state,
+            "model": self._settings.model,
+            "in_flight": self._gate.in_flight,
+            "queued": self._gate.queued,
+            **asdict(verdict),
+        }
+        code = 200 if verdict.healthy else 503
+        return web.json_response(values, status=code, dumps=lambda value: json.dumps(value) + "\n")
+
+    async def _answer_metrics(self, request: web.Request) -> web.Response:
+        self._authorise(request)
+        text = self._metrics.text(ready=self._state == READY)
+        return web.Response(body=text, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
+
+
+async def _parts_of(request: web.Request, seconds: float, pause: float):
+    """The body as it comes; Refusal 408 where it is not all there in time, or nothing comes during a pause."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while True:
+        try:
+            left = min(pause, max(0.0, deadline - loop.time()))
+            part = await asyncio.wait_for(request.content.readany(), left)
+        except (asyncio.TimeoutError, TimeoutError):
+            text = f"the request's body did not come within {seconds:g} s, or paused for {pause:g} s"
+            raise Refusal(408, text) from None
+        if not part:
+            return
+        request[_RECORD].digest.update(part)
+        yield part
+
+
+def _refused(refusal: Refusal) -> web.Response:
+    headers = {}
+    if refusal.retry_after is not None:
+        headers[hdrs.RETRY_AFTER] = str(refusal.retry_after)
+    if refusal.code == 401:
+        headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
+    return web.json_response({"error": refusal.text}, status=refusal.code, headers=headers)

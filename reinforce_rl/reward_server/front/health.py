@@ -1,0 +1,111 @@
+"""Whether the reward server can score: answered from the scorer's progress, or by a sample of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from reinforce_rl.reward_server.front.limits import FrontLimits
+from reinforce_rl.reward_server.progress import Progress, Snapshot
+from reinforce_rl.rewards import base, protocol
+
+CACHE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Attributes:
+    healthy: requests are being scored, or would be.
+    text: why, for people.
+    canary_seconds: what the last good sample took; None before the first.
+    """
+
+    healthy: bool
+    text: str
+    canary_seconds: float | None
+
+
+class Health:
+    """Asks the model by one small sample, where the scorer is idle; a busy scorer proves itself by its progress.
+
+    Args:
+        ask: sends a JSON body to the model, past the queue, and gives the HTTP status and the answer's body.
+        canary: the body that it sends.
+        progress: the scorer's.
+        limits: for `stuck_seconds` and `canary_seconds`.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[bytes], Awaitable[tuple[int, bytes]]],
+        canary: bytes,
+        progress: Progress,
+        limits: FrontLimits,
+    ):
+        self._ask = ask
+        self._canary = canary
+        self._progress = progress
+        self._limits = limits
+        self._canary_seconds: float | None = None
+        self._verdict: Verdict | None = None
+        self._at = 0.0
+        self._checking: asyncio.Task[Verdict] | None = None
+
+    async def check(self) -> Verdict:
+        """The verdict of the last second, or a new one. Any number of callers share one check."""
+        if self._verdict is not None and time.monotonic() - self._at < CACHE_SECONDS:
+            return self._verdict
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.create_task(self._check())
+        return await asyncio.shield(self._checking)  # one caller's disconnect must not end it for the others
+
+    async def _check(self) -> Verdict:
+        fault, text = await self._look()
+        self._verdict = Verdict(not fault, text, self._canary_seconds)
+        self._at = time.monotonic()
+        return self._verdict
+
+    async def _look(self) -> tuple[bool, str]:
+        before = self._progress.read()
+        if before.busy:
+            return self._judge_busy(before)
+        started = time.monotonic()
+        try:
+            code, body = await asyncio.wait_for(self._ask(self._canary), self._limits.canary_seconds)
+        except (asyncio.TimeoutError, TimeoutError):
+            now = self._progress.read()
+            if now.busy:
+                return self._judge_busy(now)
+            if now.batches > before.batches:
+                return False, "busy: it scored other requests meanwhile"
+            return True, f"a small sample had no answer within {self._limits.canary_seconds:g} s"
+        except OSError as error:
+            return True, f"the model's side does not answer ({type(error).__name__})"
+        fault = fault_of(code, body)
+        if fault is not None:
+            return True, fault
+        self._canary_seconds = time.monotonic() - started
+        return False, "a small sample was scored"
+
+    def _judge_busy(self, found: Snapshot) -> tuple[bool, str]:
+        why = found.why_stuck(self._limits.stuck_seconds)
+        if why is not None:
+            return True, f"stuck: {why}"
+        return False, f"busy: the model has been in a call for {found.quiet_seconds:.1f} s"
+
+
+def fault_of(code: int, body: bytes, sample: str = "a small sample") -> str | None:
+    """What is wrong with the answer to a request of one sample; None where it has its score."""
+    if code != 200:
+        return f"{sample} was answered by HTTP {code}"
+    try:
+        outputs = {output["name"]: output["data"] for output in json.loads(body)["outputs"]}
+        status = outputs[protocol.STATUS][0]
+    except (ValueError, KeyError, IndexError, TypeError):
+        return f"{sample} got an answer outside the protocol"
+    if status != base.STATUS_OK:
+        return f"{sample} failed: {base.STATUS_TEXT.get(status, status)}"
+    return None

@@ -1,0 +1,214 @@
+"""The front door as a process: how the server starts it and talks to it, and what it runs.
+
+Settings and states go to its standard input; what it reports, its own and the model's health among it, comes from its
+standard output. The end of its input means that the server is gone, however it went, and then it ends too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import ClassVar, cast
+
+from aiohttp import web
+
+from reinforce_rl.errors import RewardServerError
+from reinforce_rl.reward_server.front.app import DRAINING, Front, FrontSettings
+from reinforce_rl.reward_server.front.limits import FrontLimits
+from reinforce_rl.reward_server.progress import Progress
+from reinforce_rl.utils.ports import BACKLOG
+from reinforce_rl.utils.process import Child, Message, Silence, die_with_parent, send_to_parent
+
+START_SECONDS = 60.0  # a busy machine imports slowly
+END_SECONDS = 3.0
+OPEN_FILES = 1 << 16
+ADDRESS_CONNECTIONS = 512  # of one address at the same time
+TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+READ_BYTES = 1 << 18  # of a body at a time; the default of 64 KiB costs four times the wake-ups
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+class FrontProcess:
+    """The server's end.
+
+    Args:
+        listener: the socket that clients connect to; it is handed over, and closed here.
+        settings: for the front door.
+        progress_path: the file of the scorer's progress.
+    """
+
+    def __init__(self, listener: socket.socket, settings: FrontSettings, progress_path: Path):
+        self._up, self._empty = threading.Event(), threading.Event()
+        self._unhealthy = Silence()
+        self._text = "a small sample has had no answer"
+        with listener:
+            self._child = Child("reinforce_rl.reward_server.front.process", self._hear, pass_fds=[listener.fileno()])
+            # The token goes through the pipe: a command line and an environment can be read by others.
+            self._child.send(
+                {
+                    "listener": listener.fileno(),
+                    "parent": os.getpid(),
+                    "settings": asdict(settings),
+                    "progress": str(progress_path),
+                    "log_level": logging.getLogger().getEffectiveLevel(),
+                }
+            )
+        self.pid = self._child.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._child.exit_code
+
+    def wait_until_up(self) -> None:
+        """Until it answers; raises RewardServerError where it does not come to that."""
+        if not self._up.wait(START_SECONDS) or self.exit_code is not None:
+            raise RewardServerError(
+                f"the server's front door (process {self.pid}) did not start within {START_SECONDS:.0f} s "
+                f"(exit code {self.exit_code}); its last lines are above"
+            )
+
+    def set_state(self, state: str, reason: str = "") -> None:
+        """Say what the server is doing."""
+        self._unhealthy.heard()
+        self._child.send({"state": state, "reason": reason})
+
+    def fault(self, seconds: float) -> str | None:
+        """Say why the server must end: its front door died or hangs, or health was not green in time. None if not."""
+        fault = self._child.fault(seconds)
+        if fault is not None:
+            self._child.kill()  # one that hangs would not end by itself
+            return f"the front door {fault}"
+        unhealthy = self._unhealthy.seconds()
+        return f"/health has not been green for {unhealthy:.0f} s: {self._text}" if unhealthy > seconds else None
+
+    def drain(self, seconds: float) -> bool:
+        """Refuse new requests, and wait until those that Triton has are answered. Whether all were in time."""
+        if self.exit_code is not None:
+            return False
+        self.set_state(DRAINING)
+        self._empty.wait(seconds)
+        return self._empty.is_set() and self.exit_code is None
+
+    def close(self) -> None:
+        """End it. Safe to call twice."""
+        self._child.stop(2 * END_SECONDS)
+
+    def _hear(self, message: Message | None) -> None:
+        event = message["event"] if message else "ended"
+        if event in ("up", "ended"):  # nobody should wait any longer for one that has ended
+            self._up.set()
+        if event in ("empty", "ended"):
+            self._empty.set()
+        if event == "healthy":
+            self._unhealthy.heard()
+        elif event == "unhealthy" and message:
+            self._text = message["text"]
+
+
+class _Connection(web.RequestHandler):
+    """A client's connection. An address that has many gets no further one, so that it cannot shut out the others."""
+
+    __slots__ = ("_address",)
+    _open: ClassVar[Counter[str]] = Counter()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._address = str((transport.get_extra_info("peername") or [""])[0])
+        self._open[self._address] += 1
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # the rest is for those to Triton
+        if self._open[self._address] > min(ADDRESS_CONNECTIONS, most // 2) or self._open.total() > most:
+            cast(asyncio.Transport, transport).write(TOO_MANY)
+            self.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._open.subtract([self._address])
+        if not self._open[self._address]:
+            del self._open[self._address]
+        super().connection_lost(exc)
+
+
+async def _run() -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=1 << 20)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
+    start = json.loads(await reader.readline())
+    die_with_parent(start["parent"])
+    logging.basicConfig(level=start["log_level"], format=LOG_FORMAT)
+    # What it logs of a request that is no HTTP quotes the request.
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
+    values = start["settings"]
+    settings = FrontSettings(**{**values, "limits": FrontLimits(**values["limits"])})
+    front = Front(settings, Progress(Path(start["progress"])))
+    options = {
+        "access_log": None,
+        "auto_decompress": False,
+        "read_bufsize": READ_BYTES,
+        "keepalive_timeout": settings.limits.idle_seconds,  # for a header too: aiohttp counts until it is complete
+    }
+    runner = web.AppRunner(
+        front.application(),
+        handler_cancellation=True,  # whoever hangs up frees its place
+        shutdown_timeout=END_SECONDS / 3,
+        **options,
+    )
+    await runner.setup()
+    manager = cast(web.Server, runner.server)
+    listener = socket.socket(fileno=start["listener"])
+    server = await loop.create_server(
+        lambda: _Connection(manager, loop=loop, **options), sock=listener, backlog=BACKLOG
+    )
+    send_to_parent({"event": "up"})
+    health = asyncio.create_task(_report_health(front, settings.limits.stuck_seconds / 10))
+    reporter: asyncio.Task[None] | None = None
+    while line := await reader.readline():
+        message = json.loads(line)
+        front.set_state(message["state"], message["reason"])
+        if message["state"] == DRAINING and reporter is None:
+            reporter = asyncio.create_task(_report_empty(front))
+    health.cancel()
+    if reporter is not None:
+        reporter.cancel()
+    server.close()
+    await runner.cleanup()
+
+
+async def _report_empty(front: Front) -> None:
+    await front.wait_until_empty()
+    send_to_parent({"event": "empty"})
+
+
+async def _report_health(front: Front, seconds: float) -> None:
+    """A sign of life of the whole path to the model, or at least of this process, about as often as that."""
+    while True:
+        event, text = "alive", ""
+        with contextlib.suppress(asyncio.TimeoutError, TimeoutError):  # the check itself goes on
+            verdict = await asyncio.wait_for(front.check_health(), seconds)
+            event, text = ("healthy", "") if verdict.healthy else ("unhealthy", verdict.text)
+        send_to_parent({"event": event, "text": text})
+        await asyncio.sleep(seconds)
+
+
+def main() -> None:
+    """Run the front door until standard input ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a batch system signals every process; the server says when it is time
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # systemd's usual soft limit is 1,024; a hard one may be infinite, which is -1.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, OPEN_FILES) if most >= 0 else OPEN_FILES, most))
+    asyncio.run(_run())
+
+
+if __name__ == "__main__":
+    main()

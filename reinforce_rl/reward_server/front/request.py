@@ -1,0 +1,223 @@
+"""A client's request, read by the front door and written anew for Triton.
+
+Triton merges requests before it reads their tensors, and what it cannot read fails whoever was merged with it. It also
+allocates what a shape asks for. So nothing of a client's bytes is passed on but values that were understood here.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from reinforce_rl.reward_server.front.limits import MAX_JSON_BYTES, FrontLimits, Refusal
+from reinforce_rl.rewards import protocol
+
+MAX_TENSORS = 16
+BINARY_SIZE = "binary_data_size"
+OUTPUTS = (protocol.REWARDS, protocol.STATUS, protocol.ATTRIBUTES, protocol.INFO_OUTPUT)
+LENGTH_BYTES = 4  # before each text
+
+
+@dataclass(frozen=True)
+class TritonRequest:
+    """A request for Triton.
+
+    Attributes:
+        samples: the number of rows in each tensor.
+        body: a JSON object, then the binary tensors that it describes.
+        json_length: bytes of that JSON object.
+    """
+
+    samples: int
+    body: bytes
+    json_length: int
+
+
+def read_request(
+    body: bytes, header_length: str | None, limits: FrontLimits, input_forms: Sequence[str]
+) -> TritonRequest:
+    """Read a KServe v2 inference request.
+
+    Args:
+        body: a JSON object, and where `header_length` is given, binary tensors after it.
+        header_length: the header Inference-Header-Content-Length.
+        limits: the server's.
+        input_forms: that the model takes; none for a model without inputs.
+
+    Raises:
+        Refusal: code 400 or 413.
+    """
+    position = json_length(header_length, len(body))
+    request = _parse(body[:position])
+    header: dict[str, Any] = {"inputs": []}
+    shapes: dict[str, list[int]] = {}
+    parts: list[bytes | memoryview] = []
+    for tensor in _tensors(request, "inputs"):
+        name = tensor["name"]
+        if name in shapes or name not in protocol.INPUTS:
+            raise Refusal(400, f"the input {name[:40]!r} is {'there twice' if name in shapes else 'unknown'}")
+        datatype, width = protocol.INPUTS[name]
+        if tensor.get("datatype") != datatype:
+            raise Refusal(400, f"the datatype of '{name}' is not {datatype}")
+        shapes[name] = shape = _shape(tensor, width, limits)
+        size = _parameters(tensor).get(BINARY_SIZE)
+        if size is None:
+            part = _written(tensor, shape)
+        else:
+            if type(size) is not int or size < 0 or "data" in tensor:
+                raise Refusal(400, f"{BINARY_SIZE} of '{name}' is no number of 0 or more, or there is 'data' besides")
+            part = memoryview(body)[position : position + size]
+            position += size
+            _check_binary(name, part, size, shape)
+        header["inputs"].append(
+            {"name": name, "datatype": datatype, "shape": shape, "parameters": {BINARY_SIZE: len(part)}}
+        )
+        parts.append(part)
+    if position != len(body):
+        difference = abs(position - len(body))
+        raise Refusal(400, f"the sum of {BINARY_SIZE} differs from the bytes after the JSON object by {difference}")
+    counts = {shape[0] for shape in shapes.values()}
+    if len(counts) > 1:
+        raise Refusal(400, f"the inputs have different numbers of samples: {sorted(counts)}")
+    try:
+        protocol.check_inputs(set(shapes), input_forms)
+    except ValueError as error:
+        raise Refusal(400, str(error)) from None
+    text = json.dumps({**header, **_wanted(request)}).encode()
+    return TritonRequest(max(counts, default=0), b"".join((text, *parts)), len(text))
+
+
+def _wanted(request: dict[str, Any]) -> dict[str, Any]:
+    """What is asked of the answer: its id, its outputs and their form."""
+    name = request.get("id", "")
+    if not isinstance(name, str) or not name.isprintable():
+        raise Refusal(400, "'id' is no printable text")
+    wanted: dict[str, Any] = {"id": name} if name else {}
+    if "outputs" in request:
+        wanted["outputs"] = []
+        for output in _tensors(request, "outputs"):
+            if output["name"] not in OUTPUTS:
+                raise Refusal(400, f"the output {output['name'][:40]!r} is unknown")
+            if "classification" in output.get("parameters", {}):
+                raise Refusal(400, "the extension 'classification' is not served")
+            wanted["outputs"].append({"name": output["name"], "parameters": _flag(output, "binary_data")})
+    return {**wanted, "parameters": _flag(request, "binary_data_output")}
+
+
+def _flag(entry: dict[str, Any], key: str) -> dict[str, bool]:
+    found = {name: value for name, value in _parameters(entry).items() if name == key}
+    if not all(type(value) is bool for value in found.values()):
+        raise Refusal(400, f"{key} is neither true nor false")
+    return found
+
+
+def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
+    parameters = entry.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise Refusal(400, "'parameters' is no object")
+    return parameters
+
+
+def json_length(header: str | None, body_length: int) -> int:
+    """Bytes of a request's JSON; Refusal where the header says none that can be, or they are too many."""
+    if header is None:
+        length = body_length
+    elif header.isascii() and header.isdigit() and len(header) < 16 and int(header) <= body_length:
+        length = int(header)
+    else:
+        raise Refusal(
+            400, f"Inference-Header-Content-Length is no number between 0 and the body's {body_length} bytes"
+        )
+    if length > MAX_JSON_BYTES:
+        raise Refusal(413, f"the JSON has {length} bytes; expected at most {MAX_JSON_BYTES}: send tensors in binary")
+    return length
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    gc.disable()  # it would go through all of the lists of millions, again and again
+    try:
+        request = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # of UTF-8, of JSON, of Python's limits on digits and on depth
+        raise Refusal(400, f"the request is no JSON object in UTF-8: {error}") from error
+    finally:
+        gc.enable()
+    if not isinstance(request, dict):
+        raise Refusal(400, "the request is no JSON object")
+    return request
+
+
+def _tensors(request: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    tensors = request.get(key, [])
+    if not isinstance(tensors, list) or len(tensors) > MAX_TENSORS:
+        raise Refusal(400, f"'{key}' is no list of at most {MAX_TENSORS} tensors")
+    for tensor in tensors:
+        if not isinstance(tensor, dict) or not isinstance(tensor.get("name"), str):
+            raise Refusal(400, f"'{key}' holds something that is no tensor with a name")
+        if any(name.startswith("shared_memory") for name in _parameters(tensor)):
+            raise Refusal(400, "tensors in shared memory are not taken")
+    return tensors
+
+
+def _shape(tensor: dict[str, Any], width: int, limits: FrontLimits) -> list[int]:
+    shape = tensor.get("shape")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(d) is int and d >= 1 for d in shape):
+        raise Refusal(400, f"the shape of '{tensor['name']}' is no list of two numbers of 1 or more")
+    if width >= 0 and shape[1] != width:
+        raise Refusal(400, f"the shape of '{tensor['name']}' is {shape}; expected [samples, {width}]")
+    if shape[0] > limits.max_samples:
+        raise Refusal(
+            400, f"the request claims {shape[0]} samples; batch size must be <= {limits.max_samples} for this server"
+        )
+    if shape[1] > limits.max_sequence_length:
+        raise Refusal(
+            400,
+            f"an input claims rows of {shape[1]} tokens; this server takes at most "
+            f"{limits.max_sequence_length} (inference.max_sequence_length)",
+        )
+    return shape
+
+
+def _check_binary(name: str, part: memoryview, size: int, shape: list[int]) -> None:
+    count, place, texts = math.prod(shape), 0, 0
+    if protocol.INPUTS[name][0] == "INT64":
+        if size != 8 * count:
+            raise Refusal(400, f"'{name}' of shape {shape} needs {8 * count} bytes, {BINARY_SIZE} is {size}")
+        return
+    while place + LENGTH_BYTES <= len(part):
+        place += LENGTH_BYTES + int.from_bytes(part[place : place + LENGTH_BYTES], "little")
+        texts += 1
+    if place != size or texts != count:
+        raise Refusal(400, f"the lengths of the texts of '{name}' do not come to {count} texts in {size} bytes")
+
+
+def _written(tensor: dict[str, Any], shape: list[int]) -> bytes:
+    """The elements of a tensor in JSON, flat or nested, as binary data."""
+    name, data = tensor["name"], tensor.get("data")
+    values = _flat(data, len(shape))
+    if len(values) != math.prod(shape):
+        raise Refusal(400, f"'{name}' claims {math.prod(shape)} elements (shape {shape}) and has {len(values)}")
+    kind = int if tensor["datatype"] == "INT64" else str
+    if set(map(type, values)) != {kind}:
+        raise Refusal(400, f"'{name}' holds something that is no {'whole number' if kind is int else 'text'}")
+    if kind is int:
+        try:
+            return np.array(values, "<i8").tobytes()
+        except OverflowError:
+            raise Refusal(400, f"'{name}' holds a number that 64 bits cannot") from None
+    # Half of a surrogate pair becomes bytes that the scorer refuses, for this sample alone.
+    texts = [value.encode("utf-8", "surrogatepass") for value in values]
+    return b"".join(len(text).to_bytes(LENGTH_BYTES, "little") + text for text in texts)
+
+
+def _flat(data: Any, dimensions: int) -> list[Any]:
+    if not isinstance(data, list) or dimensions == 0:
+        raise Refusal(400, "an input's 'data' is no list, or is nested deeper than its shape")
+    if not any(isinstance(child, list) for child in data):
+        return data
+    return [value for child in data for value in _flat(child, dimensions - 1)]

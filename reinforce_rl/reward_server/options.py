@@ -1,0 +1,113 @@
+"""The options of a reward server: who may ask it, and how much; what of them cannot work."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.reward_server.front.limits import FrontLimits, default_request_bytes
+from reinforce_rl.rewards import access, protocol
+from reinforce_rl.rewards.protocol import ServerInfo
+from reinforce_rl.utils.ports import is_loopback
+
+WIDER_THAN_CONTEXT = 4  # how much wider than the model's context a padded request may be
+
+
+@dataclass(frozen=True)
+class FrontOptions:
+    """Who may ask a server, and how much.
+
+    Attributes:
+        token: asked of every client; None: of none, and then only the loopback is listened on ...
+        allow_no_token: ... unless this is true.
+        max_request_bytes: of one request; None: what a full batch of the widest rows takes.
+        max_sequence_length: tokens that a row may claim, padding included; None: four times the model's context.
+        max_in_flight, max_queue, request_seconds, stuck_seconds, canary_seconds: see `FrontLimits`.
+    """
+
+    token: str | None = None
+    allow_no_token: bool = False
+    max_request_bytes: int | None = None
+    max_sequence_length: int | None = None
+    max_in_flight: int = 64
+    max_queue: int = 256
+    request_seconds: float = 600.0
+    stuck_seconds: float = 300.0
+    canary_seconds: float = 10.0
+
+    def limits(self, max_samples: int, max_length: int) -> FrontLimits:
+        """For a model that takes so many samples of so many tokens."""
+        width = self.max_sequence_length or WIDER_THAN_CONTEXT * max_length
+        return FrontLimits(
+            max_request_bytes=self.max_request_bytes or default_request_bytes(max_samples, width),
+            max_samples=max_samples,
+            max_sequence_length=width,
+            max_in_flight=self.max_in_flight,
+            max_queue=self.max_queue,
+            request_seconds=self.request_seconds,
+            stuck_seconds=self.stuck_seconds,
+            canary_seconds=min(self.canary_seconds, self.stuck_seconds),
+        )
+
+
+def check_options(
+    info: ServerInfo,
+    host: str,
+    port: int,
+    max_queue_delay: float,
+    options: FrontOptions,
+    preferred: Sequence[int] = (),
+) -> None:
+    """Raises ConfigError naming every option that cannot work."""
+    faults = access_faults(host, options.token, options.allow_no_token)
+    if not 1 <= port <= 65535:
+        faults.append(f"inference.port is {port}; expected 1 to 65535")
+    if info.max_batch_size < 1:
+        faults.append(f"inference.max_batch_size is {info.max_batch_size}; expected at least 1")
+    if max_queue_delay < 0:
+        faults.append(f"the queue delay is {max_queue_delay} s; expected 0 or more")
+    if not all(1 <= size <= info.max_batch_size for size in preferred):
+        faults.append(
+            f"inference.preferred_batch_sizes is {list(preferred)}; expected numbers from 1 to "
+            f"inference.max_batch_size, which is {info.max_batch_size}"
+        )
+    least = {"max_request_bytes": 1024, "max_sequence_length": 1, "max_in_flight": 1, "max_queue": 0}
+    for key, bound in least.items():
+        value = getattr(options, key)
+        if value is not None and value < bound:
+            faults.append(f"inference.{key} is {value}; expected at least {bound}")
+    for key in ("request_seconds", "stuck_seconds", "canary_seconds"):
+        if not getattr(options, key) > 0:
+            faults.append(f"inference.{key} is {getattr(options, key)}; expected a number above 0")
+    if not info.name or not all(c.isascii() and (c.isalnum() or c in "._-") for c in info.name):
+        faults.append(f"the model's name is '{info.name}'; expected letters, digits, '.', '_' and '-'")
+    if info.name == protocol.INFO_MODEL:
+        faults.append(f"the model's name '{info.name}' is taken by the server's own description")
+    if info.tokenizer is not None and info.vocab_size is not None and info.vocab_size < info.tokenizer.vocab_size:
+        faults.append(
+            f"the reward model knows {info.vocab_size} token ids, its tokenizer {info.tokenizer.vocab_size}; "
+            "expected the tokenizer that the model was trained with"
+        )
+    if sys.platform != "linux":
+        faults.append(f"PyTriton runs on Linux only, and this is {sys.platform}")
+    if int(np.__version__.split(".")[0]) >= 2:
+        faults.append(
+            f"PyTriton 0.7 breaks with numpy {np.__version__}; install numpy below 2 in the server's environment"
+        )
+    if faults:
+        raise ConfigError(faults)
+
+
+def access_faults(host: str, token: str | None, allow_no_token: bool) -> list[str]:
+    """A sentence where other machines could use the server without a token and nobody said that they may."""
+    if token is not None or allow_no_token or is_loopback(host):
+        return []
+    return [
+        f"inference.host is {host}, so other machines can reach the server, and it has no access token. Give it one "
+        f"with inference.token_file=FILE or the environment variable {access.TOKEN_VARIABLE}, or say "
+        "inference.allow_no_token=true where everyone who can reach the port may use it"
+    ]

@@ -1,0 +1,305 @@
+"""From the arrays of merged requests to rewards and statuses; every sample is checked by itself.
+
+Nothing here knows PyTriton: a request is a mapping from input name to array.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from reinforce_rl.errors import RankLostError
+from reinforce_rl.reward_model.template import encode_sample
+from reinforce_rl.reward_server.progress import Progress
+from reinforce_rl.rewards import base, protocol
+from reinforce_rl.rewards.text_form import read_samples
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Answer = dict[str, np.ndarray]  # by the names of the outputs
+
+
+@dataclass(frozen=True)
+class ScoringTotals:
+    """Counts since the start."""
+
+    requests: int = 0
+    samples: int = 0
+    failed: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of one request: the token ids of the good ones, and a status for each."""
+
+    sequences: list[list[int]]  # empty where status is not STATUS_OK
+    status: np.ndarray  # int32 [N]
+    texts: Sequence[base.TextSample | None] = ()  # in place of sequences, for a reward function
+
+
+class RequestScorer:
+    """Scores the requests that were merged into one batch.
+
+    A bad sample gets a status and NaN, and its neighbours their scores, whatever it does: what fails together is tried
+    again in parts, down to single samples. An error is raised only where nothing of a batch could be answered.
+
+    Args:
+        scorer: the reward model.
+        tokenizer: for `sentences`, and with its chat template for requests of texts.
+        deterministic: each request is scored in a call of its own, so that its scores do not depend, down to the last
+            bit, on what other clients sent at that moment. Else all requests of a batch share one call.
+        add_special_tokens: have the tokenizer add its special tokens to `sentences`. A text with the chat template
+            applied holds them already.
+    """
+
+    def __init__(
+        self,
+        scorer: base.Scorer | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        deterministic: bool = True,
+        add_special_tokens: bool = False,
+    ):
+        self._scorer = cast(base.Scorer, scorer)
+        self._attributes = base.attributes_of(scorer)
+        self._tokenizer = cast("PreTrainedTokenizerBase", tokenizer)
+        self._deterministic = deterministic
+        self._add_special_tokens = add_special_tokens
+        self._lock = threading.Lock()
+        self._totals = ScoringTotals()
+        self._busy = 0
+        self._idle_since = time.monotonic()
+        self._progress: Progress | None = None
+
+    def report_to(self, progress: Progress) -> None:
+        """Tell another process, from now on, what is being done."""
+        self._progress = progress
+
+    @property
+    def input_forms(self) -> tuple[str, ...]:
+        """What a trainer may send: tokens, and texts where there is a chat template to render them with."""
+        with_template = bool(self._tokenizer.chat_template) and self._tokenizer.eos_token_id is not None
+        return (protocol.TOKENS_FORM, protocol.TEXT_FORM) if with_template else (protocol.TOKENS_FORM,)
+
+    def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
+        """One sample of so many tokens, as JSON, by which a server proves that it can score."""
+        return [
+            {"name": protocol.TOKENS, "datatype": "INT64", "shape": [1, length], "data": [0] * length},
+            {"name": protocol.SEQUENCE_LENGTHS, "datatype": "INT64", "shape": [1, 1], "data": [length]},
+        ]
+
+    @property
+    def totals(self) -> ScoringTotals:
+        """Counts since the start."""
+        with self._lock:
+            return self._totals
+
+    def idle_seconds(self) -> float:
+        """Time since the last batch ended; 0 while one is being scored."""
+        with self._lock:
+            return 0.0 if self._busy else time.monotonic() - self._idle_since
+
+    def __call__(self, requests: Sequence[Mapping[str, np.ndarray]]) -> list[Answer]:
+        """Outputs `rewards` float32 [N, 1] and `status` int32 [N, 1] for each request, in order.
+
+        Where the scorer has K attributes, `attributes` float32 [N, K] besides.
+
+        Raises:
+            ValueError: the inputs of no request make a form; the front door lets none such in.
+            RankLostError: a rank of the server is gone, and there will be no scores any more.
+        """
+        with self._lock:
+            self._busy += 1
+            if self._progress is not None:
+                self._progress.begin()
+        start = time.monotonic()
+        try:
+            try:
+                samples, answers = self._answer(requests)
+            except RankLostError:
+                raise
+            except Exception:
+                if len(requests) == 1:
+                    raise
+                samples, answers = self._answer_apart(requests)
+            self._count(samples, answers, time.monotonic() - start)
+            return answers
+        finally:
+            with self._lock:
+                self._busy -= 1
+                self._idle_since = time.monotonic()
+                if self._progress is not None:
+                    self._progress.end()
+
+    def _answer(self, requests: Sequence[Mapping[str, np.ndarray]]) -> tuple[list[Samples], list[Answer]]:
+        samples = [self._read(request) for request in requests]
+        return samples, self._score_requests(samples)
+
+    def _answer_apart(self, requests: Sequence[Mapping[str, np.ndarray]]) -> tuple[list[Samples], list[Answer]]:
+        """Each request by itself; raises where none can be answered, since another server may do better."""
+        samples: list[Samples] = []
+        answers: list[Answer] = []
+        failures: list[Exception] = []
+        for request in requests:
+            try:
+                read, answer = self._answer([request])
+            except RankLostError:
+                raise
+            except Exception as error:
+                logger.error("event=request_failed error=%s", type(error).__name__)
+                failures.append(error)
+                count = max(len(array) for array in request.values())
+                read = [Samples([[]] * count, np.full(count, base.STATUS_INTERNAL, np.int32))]
+                answer = [self._score(read[0])]
+            samples += read
+            answers += answer
+        if len(failures) == len(requests):
+            raise failures[-1]
+        return samples, answers
+
+    def _read(self, request: Mapping[str, np.ndarray]) -> Samples:
+        names = set(request.keys())
+        protocol.check_inputs(names, self.input_forms)
+        if protocol.SENTENCES in names:
+            rows = request[protocol.SENTENCES].reshape(-1).tolist()
+            return self._read_each(rows, self._tokenize, base.STATUS_BAD_TEXT)
+        if protocol.TOKENS in names:
+            tokens, lengths = request[protocol.TOKENS], request[protocol.SEQUENCE_LENGTHS].reshape(-1).tolist()
+            pairs = zip(tokens, lengths, strict=True)
+            rows = [row[:length] if 0 <= length <= len(row) else None for row, length in pairs]
+            return self._read_each(rows, lambda row: row[:], base.STATUS_BAD_LENGTH)
+        texts, status = read_samples(request)
+        samples = self._read_each(texts, lambda text: encode_sample(self._tokenizer, text), base.STATUS_BAD_PROMPT)
+        return Samples(samples.sequences, np.where(status == base.STATUS_OK, samples.status, status))
+
+    def _read_each(self, rows: Iterable[Any], read: Callable[[Any], Any], fault: int) -> Samples:
+        """Whatever `read` raises of a row is the status of that row alone: `fault`, unless its text is no UTF-8."""
+        sequences: list[list[int]] = []
+        status: list[int] = []
+        for row in rows:
+            try:
+                sequence = np.asarray(read(row), np.int64)
+                status.append(self._check(sequence))
+            except UnicodeError:
+                status.append(base.STATUS_BAD_TEXT)
+            except Exception:  # a chat template and a tokenizer meet whatever a client wrote
+                status.append(fault)
+            sequences.append(sequence.tolist() if status[-1] == base.STATUS_OK else [])
+        return Samples(sequences, np.array(status, np.int32))
+
+    def _tokenize(self, raw: str | bytes) -> list[int]:
+        text = raw if isinstance(raw, str) else bytes(raw).decode("utf-8")
+        if not text:
+            return []
+        encoded: Any = self._tokenizer(text, add_special_tokens=self._add_special_tokens, verbose=False)
+        return list(encoded["input_ids"])
+
+    def _check(self, sequence: np.ndarray) -> int:
+        if sequence.size == 0:
+            return base.STATUS_EMPTY
+        if sequence.size > self._scorer.max_length:
+            return base.STATUS_TOO_LONG
+        if int(sequence.min()) < 0 or int(sequence.max()) >= self._scorer.vocab_size:
+            return base.STATUS_BAD_TOKEN
+        return base.STATUS_OK
+
+    def _score_requests(self, samples: list[Samples]) -> list[Answer]:
+        if not self._deterministic and len(samples) > 1:
+            merged = Samples(
+                [sequence for one in samples for sequence in one.sequences],
+                np.concatenate([one.status for one in samples]),
+            )
+            cuts = np.cumsum([len(one.status) for one in samples])[:-1]
+            parts = {key: np.split(value, cuts) for key, value in self._score(merged).items()}
+            return [{key: values[row] for key, values in parts.items()} for row in range(len(samples))]
+        return [self._score(one) for one in samples]
+
+    def _score(self, samples: Samples) -> Answer:
+        status = samples.status.copy()
+        scores = np.full((len(status), 1 + len(self._attributes)), np.nan, np.float32)
+        good = np.flatnonzero(status == base.STATUS_OK)
+        if good.size:
+            with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
+                status[good], scores[good] = self._call_in_parts([samples.sequences[row] for row in good])
+        bad = ~np.isfinite(scores).all(axis=1)
+        status[bad & (status == base.STATUS_OK)] = base.STATUS_NOT_FINITE
+        scores[bad] = np.nan
+        answer = {protocol.REWARDS: scores[:, :1], protocol.STATUS: status[:, None]}
+        if self._attributes:
+            answer[protocol.ATTRIBUTES] = scores[:, 1:]
+        return answer
+
+    def _call_in_parts(self, sequences: list[list[int]], level: int = logging.ERROR) -> tuple[np.ndarray, np.ndarray]:
+        """Status [n] and scores [n, 1 + K]. Where the model raises, each half is scored by itself."""
+        self._beat()
+        try:
+            return np.zeros(len(sequences), np.int32), self._call_model(sequences)
+        except RankLostError:
+            raise  # an error of HTTP, which clients retry: the server that is started again can score these
+        except BaseException as error:  # an exit, too, would end this thread, and no batch would be answered any more
+            # Whatever the model raised, the caller gets an answer that can never be mistaken for a reward.
+            # The error's own text may quote a sample.
+            where = "".join(traceback.format_tb(error.__traceback__))
+            kind, count = type(error).__name__, len(sequences)
+            logger.log(level, "event=scoring_failed samples=%d error=%s\n%s", count, kind, where)
+            logger.debug("event=scoring_failed_details", exc_info=True)
+        if len(sequences) == 1:
+            return np.array([base.STATUS_INTERNAL], np.int32), np.full((1, 1 + len(self._attributes)), np.nan)
+        middle = len(sequences) // 2
+        halves = [self._call_in_parts(half, logging.DEBUG) for half in (sequences[:middle], sequences[middle:])]
+        status, scores = zip(*halves, strict=True)
+        return np.concatenate(status), np.concatenate(scores)
+
+    def _call_model(self, sequences: list[list[int]]) -> np.ndarray:
+        count = len(sequences)
+        if self._attributes and isinstance(self._scorer, base.AttributeScorer):
+            found = self._scorer.score_attributes(sequences)
+            attributes = np.asarray(found.attributes, np.float64).reshape(count, len(self._attributes))
+            return np.column_stack([np.asarray(found.rewards, np.float64).reshape(count), attributes])
+        return np.asarray(self._scorer.score(sequences), np.float64).reshape(count, 1)
+
+    def _beat(self) -> None:
+        if self._progress is not None:
+            self._progress.beat()
+
+    def _count(self, samples: list[Samples], answers: list[Answer], seconds: float) -> None:
+        by_status: dict[int, int] = {}
+        for answer in answers:
+            for code in answer[protocol.STATUS][:, 0].tolist():
+                by_status[code] = by_status.get(code, 0) + 1
+        failed = {base.STATUS_TEXT[code]: n for code, n in by_status.items() if code != base.STATUS_OK}
+        count = sum(len(one.status) for one in samples)
+        tokens = sum(len(sequence) for one in samples for sequence in one.sequences)
+        level = logging.WARNING if failed else logging.DEBUG
+        logger.log(
+            level,
+            "event=scored requests=%d samples=%d tokens=%d seconds=%.3f failed=%s",
+            len(samples),
+            count,
+            tokens,
+            seconds,
+            failed,
+        )
+        with self._lock:
+            if self._progress is not None:
+                self._progress.count(len(samples), by_status, tokens, seconds)
+            old = self._totals
+            self._totals = ScoringTotals(
+                requests=old.requests + len(samples),
+                samples=old.samples + count,
+                failed=old.failed + sum(failed.values()),
+                tokens=old.tokens + tokens,
+                seconds=old.seconds + seconds,
+            )

@@ -1,0 +1,91 @@
+"""The sources of reward that a configuration names: servers that are there and read what is sent, and functions."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reinforce_rl.config.schema import RewardServerConfig, TrainConfig
+from reinforce_rl.data.tokenizer import TokenizerInfo, pad_id_of
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.monitoring.run import RunMonitor
+from reinforce_rl.rewards import protocol
+from reinforce_rl.rewards.access import read_token
+from reinforce_rl.rewards.base import RewardSource
+from reinforce_rl.rewards.client import RemoteGPTRMClient
+from reinforce_rl.rewards.combined import CombinedRewards, WeightedSource
+from reinforce_rl.rewards.function_process.source import start_reward_functions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def connect_to_reward_servers(
+    cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
+) -> RewardSource:
+    """Start the reward functions, wait until every server is there, and check what it reads, before a model is loaded.
+
+    Raises:
+        RewardServerError: not ready within `remote_rm.ready_timeout_seconds`.
+        ConfigError: another tokenizer or vocabulary, where no texts can be sent; a function that cannot be used.
+    """
+    remote = cfg.remote_rm
+    servers = dict(remote.more_reward_models)
+    if cfg.reward == "server":
+        servers = {remote.reward_model.name: remote.reward_model, **servers}
+    sources = start_reward_functions(cfg, mesh)
+    try:
+        for name, server in servers.items():
+            source = connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
+            sources.append(WeightedSource(name, source, server.weight))
+        if len(sources) == 1 and sources[0].weight == 1.0:
+            return sources[0].source
+        return CombinedRewards(sources)
+    except Exception:
+        for weighted in sources:
+            weighted.source.close()
+        raise
+
+
+def connect_to_reward_server(
+    cfg: TrainConfig, server: RewardServerConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
+) -> RemoteGPTRMClient:
+    """One of them; see `connect_to_reward_servers`."""
+    token: str | None = None
+    failure: Exception | None = None
+    try:
+        token = read_token(server.token_file, f"remote_rm: token_file of '{server.name}'")
+    except ConfigError as error:  # the file may be missing on one node only
+        failure = error
+    mesh.check_together(failure)
+    run = re.sub(r"[^\w.-]", "_", Path(cfg.exp_manager.explicit_log_dir).name, flags=re.ASCII)[-40:]
+    client = RemoteGPTRMClient(
+        server.ip,
+        server.port,
+        server.name,
+        replicas=server.addresses[1:],
+        token=token,
+        caller=f"{run}-rank{mesh.rank}",
+        deadline_seconds=cfg.remote_rm.deadline_seconds,
+        attempt_timeout_seconds=cfg.remote_rm.attempt_timeout_seconds,
+        pad_to_length=cfg.remote_rm.pad_to_length,
+        pad_id=pad_id_of(tokenizer),
+        on_wait=partial(monitor.note, transient=True),
+    )
+    try:
+        client.wait_until_ready(cfg.remote_rm.ready_timeout_seconds)
+        for sentence in client.missing():
+            monitor.note(f"{sentence} The run goes on with the others; this one is asked again now and then.")
+        vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
+        form = client.check_compatible(TokenizerInfo.of(tokenizer), vocab_size, server.input)
+        if form == protocol.TEXT_FORM:
+            monitor.note(f"The reward model '{server.name}' is sent texts.")
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        client.close()
+        failure = error
+    mesh.check_together(failure)
+    return client

@@ -1,0 +1,257 @@
+"""From a checked configuration to a run: every part is made here, in the order in which it can fail cheaply."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.loader import FixedPrompts, PromptLoader
+from reinforce_rl.data.prompts import RLHFDatasets
+from reinforce_rl.megatron.checkpoint.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
+from reinforce_rl.megatron.lora.export import check_lora_identity
+from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
+from reinforce_rl.monitoring.base import Loggers, MetricLogger
+from reinforce_rl.monitoring.jsonl import JsonlLogger, read_metrics
+from reinforce_rl.monitoring.progress import TrainingProgress
+from reinforce_rl.monitoring.rollouts import RolloutWriter
+from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
+from reinforce_rl.preflight.inputs import read_inputs
+from reinforce_rl.rewards.base import RewardSource
+from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.runtime.control import RunControl
+from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.settings import check_changes, record
+from reinforce_rl.runtime.status import StatusFile
+from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.runtime.timer import RunTimer, first_save_seconds
+from reinforce_rl.trainer.best_checkpoints import BestCheckpoints
+from reinforce_rl.trainer.build_actor import build_actor, optimizer_settings
+from reinforce_rl.trainer.build_data import build_sampler
+from reinforce_rl.trainer.reinforce import ReinforceTrainer
+from reinforce_rl.trainer.updates import total_steps, total_updates
+from reinforce_rl.utils.duration import Allocation, parse_duration
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer:
+    """Run a whole training job on this rank.
+
+    Args:
+        cfg: checked.
+        stop: whether the run is to end early; None where nobody asks for it.
+
+    Raises:
+        ReinforceError: see its subclasses; nothing is left half-written.
+    """
+    folder = Path(cfg.exp_manager.explicit_log_dir)
+    control = RunControl(folder, stop or StopRequest())
+    with (
+        control.running(),
+        parallel_mesh(
+            cfg.model.tensor_model_parallel_size,
+            cfg.model.pipeline_model_parallel_size,
+            cfg.model.context_parallel_size,
+            sequence_parallel=cfg.model.sequence_parallel,
+            seed=cfg.model.seed,
+            timeout_seconds=cfg.torch_timeout_seconds,
+        ) as mesh,
+        control.watching(
+            mesh,
+            silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
+            hang_seconds=cfg.trainer.collective_timeout_seconds,
+        ),
+    ):
+        # Before anybody waits for the server: all that is wrong with model, layout, tokenizer, prompts and disk.
+        tokenizer, datasets = read_inputs(cfg).checked()
+        checkpoint = latest_checkpoint(folder / "checkpoints") if cfg.exp_manager.resume_if_exists else None
+        monitor, wandb_run_id = build_monitor(cfg, mesh, datasets, checkpoint, control.status)
+        with monitor.running(), control.ending():
+            if mesh.world_size > 1:
+                monitor.note(mesh.grid())
+            control.activity.begin("waiting for the reward server", has_deadline=True)
+            rm = connect_to_reward_servers(cfg, mesh, tokenizer, monitor)
+            try:
+                trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control)
+                trainer.wandb_run_id = wandb_run_id
+                with contextlib.closing(trainer.model.generator):
+                    trainer.fit()
+                control.stop.check(mesh)
+                if cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end:
+                    control.activity.begin("export")
+                    source = cfg.pretrained_checkpoint.restore_from_path
+                    monitor.note(f"Hugging Face folder: {trainer.model.export(source, folder / 'hf')}")
+                    if trainer.model.lora is not None:
+                        monitor.note(f"PEFT adapter: {trainer.model.export_adapter(source, folder / 'adapter')}")
+                monitor.note(f"Report: {monitor.report()}")
+            finally:
+                rm.close()
+        return trainer
+
+
+def build_monitor(
+    cfg: TrainConfig,
+    mesh: Mesh,
+    datasets: RLHFDatasets,
+    checkpoint: Checkpoint | None,
+    status: StatusFile | None = None,
+) -> tuple[RunMonitor, str | None]:
+    """What people see and what is written down, and wandb's run id. Ranks but the first get a silent one.
+
+    Raises:
+        ConfigError: the run goes on with settings of another one.
+    """
+    changes = check_changes(cfg)
+    folder = Path(cfg.exp_manager.explicit_log_dir)
+    sampler = build_sampler(cfg, datasets.train)
+    start_step = checkpoint.trainer_state["step"] if checkpoint else 0
+    # Without a checkpoint, what an earlier run of this folder left behind is made again from step 0.
+    resume_step = start_step if cfg.exp_manager.resume_if_exists else None
+    if not mesh.is_main:
+        return SilentMonitor(folder), None
+    folder.mkdir(parents=True, exist_ok=True)
+    loggers: list[MetricLogger] = [JsonlLogger(folder / "metrics.jsonl", resume_step=resume_step)]
+    record(cfg)
+    if cfg.exp_manager.create_tensorboard_logger:
+        from reinforce_rl.monitoring.tensorboard_logger import TensorboardLogger
+
+        past = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+        loggers.append(TensorboardLogger(folder / "tensorboard", past))
+    wandb_run_id = checkpoint.trainer_state["wandb_run_id"] if checkpoint else None
+    if cfg.exp_manager.create_wandb_logger:
+        from reinforce_rl.monitoring.wandb_logger import WandbLogger
+
+        wandb_cfg = cfg.exp_manager.wandb_logger_kwargs
+        wandb_logger = WandbLogger(
+            wandb_cfg.project,
+            wandb_cfg.name,
+            folder,
+            dataclasses.asdict(cfg),
+            run_id=wandb_run_id,
+            mode=wandb_cfg.mode,  # type: ignore[arg-type]
+        )
+        wandb_run_id = wandb_logger.run_id
+        loggers.append(wandb_logger)
+    steps = total_steps(cfg.trainer.reinforce, sampler.steps_per_epoch)
+    progress, factor = TrainingProgress(steps, start_step), cfg.trainer.straggler_factor
+    monitor = RunMonitor(folder, Loggers(loggers), RolloutWriter(folder, resume_step), progress, status, factor)
+    if checkpoint:
+        monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
+        for key, values in changes.items():
+            monitor.note(f"  with another setting from here on: {key}: {values}")
+    if status is not None:
+        status.progress(start_step, steps)
+    if datasets.train.blend is not None:
+        monitor.note(str(datasets.train.blend))
+    monitor.note(f"Everything of this run goes to {folder.absolute()}")
+    return monitor, wandb_run_id
+
+
+def build_trainer(
+    cfg: TrainConfig,
+    mesh: Mesh,
+    tokenizer: PreTrainedTokenizerBase,
+    datasets: RLHFDatasets,
+    rm: RewardSource,
+    monitor: RunMonitor,
+    checkpoint: Checkpoint | None = None,
+    control: RunControl | None = None,
+) -> ReinforceTrainer:
+    """Actor, optimizer and trainer, going on from a checkpoint where one is given."""
+    activity = control.activity if control else Activity()
+    activity.listen(monitor.phase)
+    sampler = build_sampler(cfg, datasets.train)
+    updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, sampler.batch_sizes)
+    activity.begin("loading the model")
+    model = build_actor(cfg, mesh, tokenizer)  # copies the reference, so it comes before the checkpoint
+    megatron_optimizer, scheduler = build_optimizer(model.ddp, optimizer_settings(cfg, updates))
+    saving = cfg.exp_manager.checkpoint_callback_params
+    timer = build_timer(cfg, first_save_seconds(state_bytes(model.ddp, mesh)), control)
+    checkpointer = Checkpointer(
+        Path(cfg.exp_manager.explicit_log_dir) / "checkpoints",
+        mesh,
+        model.ddp,
+        megatron_optimizer,
+        scheduler,
+        keep_last=saving.keep_last,
+        asynchronous=saving.async_save,
+        on_saved=partial(_saved, timer, control),
+    )
+    rollout = cfg.model.reinforce
+    trainer = ReinforceTrainer(
+        cfg=cfg.trainer.reinforce,
+        model=model,
+        optimizer=ActorOptimizer(megatron_optimizer, scheduler, model.ddp, overlap_restore=rollout.overlap_offload),
+        scheduler=scheduler,
+        train_dataloader_builder=partial(PromptLoader, datasets.train, sampler, mesh.dp_rank, mesh.dp_size),
+        val_dataloader_builder=partial(
+            FixedPrompts, datasets.validation, rollout.num_val_samples, mesh.dp_rank, mesh.dp_size
+        )
+        if datasets.validation is not None
+        else None,
+        collate_fn=list,
+        rm=rm,
+        batch_iterator_cls=partial(
+            DefaultBatchIterator, rollout.rollout_micro_batch_size, rollout.val_rollout_micro_batch_size
+        ),
+        logger=monitor,
+        ckpt_callback=checkpointer,
+        run_timer=timer,
+        prompts_per_update=cfg.prompts_per_update,
+        best=BestCheckpoints(saving.keep_best, saving.best_metric, saving.best_mode),
+        test_dataloader_builder=partial(FixedPrompts, datasets.test, None, mesh.dp_rank, mesh.dp_size)
+        if datasets.test is not None
+        else None,
+        activity=activity,
+        stop=control.stop if control else None,
+    )
+    if checkpoint is not None:
+        check_lora_identity(model.lora, checkpoint.folder, checkpoint.trainer_state)
+        checkpointer.restore(checkpoint)
+        trainer.load_state_dict(checkpoint.trainer_state)
+    return trainer
+
+
+def build_timer(cfg: TrainConfig, first_save: float, control: RunControl | None = None) -> RunTimer:
+    """Of the configuration and the batch system's allocation; an earlier run of this folder may know a save's time."""
+    duration = cfg.exp_manager.max_time_per_run
+    known = control.status.save_seconds if control else None
+    return RunTimer(
+        None if duration is None else parse_duration(duration),
+        Allocation.of(os.environ),
+        first_save if known is None else known,
+    )
+
+
+def _saved(timer: RunTimer, control: RunControl | None, seconds: float) -> None:
+    timer.saved(seconds)
+    if control is not None:
+        control.status.saved(seconds)
+
+
+class DefaultBatchIterator:
+    """This rank's prompts in batches that are generated together, in order.
+
+    Args:
+        micro_batch_size: prompts a batch in training.
+        val_micro_batch_size: prompts a batch in validation.
+        prompts: to be cut.
+        validation: which of the two sizes to take.
+    """
+
+    def __init__(self, micro_batch_size: int, val_micro_batch_size: int, prompts: Sequence[Prompt], validation: bool):
+        self._prompts = prompts
+        self._size = val_micro_batch_size if validation else micro_batch_size
+
+    def __iter__(self) -> Iterator[Sequence[Prompt]]:
+        for start in range(0, len(self._prompts), self._size):
+            yield self._prompts[start : start + self._size]

@@ -1,0 +1,161 @@
+"""What surrounds a run on one rank: signals, `status.json`, the watch over other ranks, and what this one is doing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, LostRankError, ReinforceError, StoppedEarly
+from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.rank_reports import Verdict
+from reinforce_rl.runtime.status import StatusFile
+from reinforce_rl.runtime.stop import StopNow, StopRequest
+from reinforce_rl.runtime.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from reinforce_rl.megatron.mesh import Mesh
+
+EXIT_INTERRUPTED = 130  # what a shell says of Ctrl-C
+
+
+class RunControl:
+    """Of one run on this rank.
+
+    Args:
+        folder: of the run.
+        stop: listens to signals.
+
+    Attributes:
+        activity: what this rank does.
+        stop: whether it was asked to stop.
+        status: the run's `status.json`.
+    """
+
+    def __init__(self, folder: str | Path, stop: StopRequest):
+        self.activity = Activity()
+        self.stop = stop
+        self.status = StatusFile(Path(folder), enabled=os.environ.get("RANK", "0") == "0")
+        self._watchdog: Watchdog | None = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the whole run: `status.json` says how it stands and how it ended.
+
+        Raises:
+            StoppedEarly: a signal came before there was anything to save.
+        """
+        self.status.begin()
+        try:
+            yield
+        except StopNow:
+            error = StoppedEarly(f"stopped by {self.stop.reason} before the first step; nothing was to be saved")
+            self.status.end(error.exit_code, str(error))
+            raise error from None
+        except BaseException as error:
+            self.status.end(*_outcome(error))
+            raise
+        self.status.end(EXIT_FINISHED)
+
+    @contextlib.contextmanager
+    def watching(self, mesh: Mesh, *, silence_seconds: float, hang_seconds: float) -> Iterator[None]:
+        """Watch the other ranks, where there are others.
+
+        Raises:
+            LostRankError: this rank failed because another was lost.
+        """
+        from reinforce_rl.megatron.mesh import before_the_watch  # which imports torch, and megatron
+
+        if mesh.world_size == 1:
+            yield
+            return
+        watchdog = self._watchdog = Watchdog(
+            mesh.rank,
+            mesh.world_size,
+            self.activity,
+            self.stop,
+            silence_seconds=silence_seconds,
+            hang_seconds=hang_seconds,
+            leave=self._leave,
+        )
+        # rank 0 is on the machine by whose address the ranks found each other
+        where = watchdog.open(os.environ.get("MASTER_ADDR", socket.gethostname())) if mesh.is_main else None
+        failure: Exception | None = None
+        with before_the_watch(mesh.rank, mesh.world_size):
+            where = mesh.from_main(where)
+            try:
+                if not mesh.is_main:
+                    watchdog.join(where)
+            except ReinforceError as error:
+                failure = error
+            mesh.check_together(failure)
+        watchdog.start()
+        try:
+            with self.ending():
+                yield
+            watchdog.end(EXIT_FINISHED)
+        finally:
+            watchdog.close()
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """An error of the block is told to the other ranks at once, before whatever else is closed and sent.
+
+        Raises:
+            LostRankError: the error came of the loss of another rank.
+        """
+        try:
+            yield
+        except BaseException as error:
+            watchdog = self._watchdog
+            if watchdog is None or watchdog.is_ending:
+                raise
+            code, text = _outcome(error)
+            # Errors of our own are agreed on by all ranks; any other may be the echo of another rank's end.
+            may_be_echo = isinstance(error, Exception) and not isinstance(error, ReinforceError)
+            verdict = watchdog.explain(timed_out=_time_out_of(error)) if may_be_echo else None
+            watchdog.end(code, text)
+            if verdict is not None:
+                self._take_over(verdict)
+                kind = StoppedEarly if verdict.exit_code == StoppedEarly.exit_code else LostRankError
+                raise kind(verdict.text) from error
+            raise
+
+    def _take_over(self, verdict: Verdict) -> None:
+        if verdict.of_first:
+            with contextlib.suppress(OSError, ValueError):
+                self.status.speak_for_first()
+
+    def _leave(self, verdict: Verdict) -> None:
+        """End this process from another thread than the main one, which does not come out of what it does."""
+        self._take_over(verdict)
+        with contextlib.suppress(OSError):
+            self.status.end(verdict.exit_code, verdict.text)
+        with contextlib.suppress(OSError, ValueError):
+            show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # the live display hides it
+            kind = "" if verdict.exit_code == StoppedEarly.exit_code else "error: "
+            print(f"{show_cursor}{kind}{verdict.text}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        os._exit(verdict.exit_code)
+
+
+def _time_out_of(error: BaseException) -> str:
+    """The text of an error by which a collective ended that ran into its time limit; empty for any other."""
+    text = str(error)
+    return text if isinstance(error, RuntimeError) and re.search(r"tim(ed|ing) out|timeout", text, re.I) else ""
+
+
+def _outcome(error: BaseException) -> tuple[int, str]:
+    """Exit code and text of a run that ends so."""
+    if isinstance(error, ReinforceError):
+        return error.exit_code, str(error)
+    if isinstance(error, StopNow):
+        return StoppedEarly.exit_code, "stopped by a signal to another rank"
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED, "interrupted by Ctrl-C"
+    return EXIT_ERROR, f"{type(error).__name__}: {error}"

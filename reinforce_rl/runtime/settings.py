@@ -1,0 +1,148 @@
+"""A run's configuration: its history is kept in the run's folder and compared with the settings of a resume.
+
+config_history.jsonl has a line for the first start, and one for each later start that changed something: the number of
+steps done by then, and the configuration from there on, in YAML. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from reinforce_rl.config.reading import required_keys
+from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.runtime.status import read_status
+from reinforce_rl.utils.files import read_json_lines, write_atomically, write_json_lines
+
+HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
+# With another value of one of these, the steps before and after it belong to different runs.
+MEANING = re.compile(
+    r"trainer\.reinforce\.(?!(max_epochs|max_steps|val_check_interval|save_interval|gradient_clip_val"
+    r"|max_failed_fraction|max_skipped_steps|generation_work_queue|generator_log_probs|rollout_batch_seq_length)$)"
+    r"|pretrained_checkpoint\.|model\.(data|peft)\.|model\.(seed|global_batch_size|encoder_seq_length)$"
+    r"|model\.reinforce\.(num_rollout_samples$|sampling_params\.|length_params\.)"
+    r"|reward$|reward_function\.(name|kwargs|weight|more_functions)$"
+    r"|remote_rm\.(reward_model\.weight|more_reward_models)$"
+)
+LENGTH = re.compile(r"trainer\.reinforce\.max_(steps|epochs)$")
+# These may be others at every start, and change no number.
+SILENT = re.compile(r"resume_with_changes$|preflight|remote_rm\.reward_model\.(ip|port|replicas|token_file)$")
+
+
+def compare(before: str, now: str, schema: type = TrainConfig) -> dict[str, str]:
+    """Give both values of each key that differs between two YAML texts; a key that one lacks has its default."""
+    trees: list[Any] = [OmegaConf.to_container(OmegaConf.create(text)) for text in (before, now)]
+    found = {}
+    for key, default in flatten(dataclasses.asdict(schema(**required_keys(schema)))):
+        old, new = (_value(tree, key, default) for tree in trees)
+        if old != new and not SILENT.match(key):
+            found[key] = f"{json.dumps(old)} -> {json.dumps(new)}"
+    return found
+
+
+def flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """The leaves of nested dicts, by dotted key; an empty dict is a leaf."""
+    if not isinstance(tree, dict) or not tree:
+        return [(prefix, tree)]
+    return [leaf for key, value in tree.items() for leaf in flatten(value, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def _value(tree: Any, key: str, default: Any) -> Any:
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return default
+        tree = tree[part]
+    # Where the servers are does not matter.
+    return {n: s.get("weight", 1.0) for n, s in tree.items()} if key.endswith("more_reward_models") else tree
+
+
+def check_changes(cfg: TrainConfig) -> dict[str, str]:
+    """What differs from the settings of the last step before this start; the same before and after `record`.
+
+    Raises:
+        ConfigError: something that changes the meaning of the run, without `resume_with_changes`.
+    """
+    folder, step = _place(cfg)
+    past = _history(folder, step)
+    found = compare(past[-1]["config"], _text(cfg)) if past else {}
+    refused = "; ".join(f"{key}: {values}" for key, values in found.items() if MEANING.match(key))
+    if refused and not cfg.resume_with_changes:
+        raise ConfigError(
+            [
+                f"{folder} goes on after step {step}, and its steps so far had other settings: {refused}. Set them "
+                "back, or choose another exp_manager.explicit_log_dir for a new run, or resume_with_changes=true"
+            ]
+        )
+    return found
+
+
+def record(cfg: TrainConfig) -> None:
+    """Write down what this start is configured with; on the first rank."""
+    folder, step = _place(cfg)
+    text, lines = _text(cfg), _history(folder, step)
+    if not lines or compare(lines[-1]["config"], text):
+        lines.append({"step": step, "config": text})
+    write_json_lines(folder / HISTORY_FILE, lines)
+    write_atomically(folder / CONFIG_FILE, text)
+
+
+def settings_of(folder: Path, step: int) -> tuple[str, list[str]]:
+    """The configuration of a step, in YAML, and a sentence on each change before it."""
+    lines = _history(folder, max(step, 1))
+    changes = [
+        f"changed after step {line['step']}: {key}: {values}"
+        for before, line in itertools.pairwise(lines)
+        for key, values in compare(before["config"], line["config"]).items()
+    ]
+    return (lines[-1]["config"] if lines else ""), changes
+
+
+def may_start(cfg: TrainConfig) -> bool:
+    """False where the run has finished, which is said then.
+
+    Raises:
+        ConfigError: see `check_changes`.
+    """
+    folder, step = _place(cfg)
+    status, past, most = None, _history(folder, step), cfg.trainer.reinforce.max_steps
+    with contextlib.suppress(OSError, ValueError, TypeError):  # written by another version
+        status = read_status(folder)
+    is_exported = (folder / "hf").is_dir() or not cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end
+    if past and is_exported and status is not None and (status.state, status.step) == ("finished", step):
+        changes = compare(past[-1]["config"], _text(cfg))
+        if 0 < most <= step or not any(MEANING.match(key) or LENGTH.match(key) for key in changes):
+            if os.environ.get("RANK", "0") == "0":
+                print(f"the run in {folder} has finished, at step {step}; raise trainer.reinforce.max_steps to go on")
+            return False
+    check_changes(cfg)
+    return True
+
+
+def _place(cfg: TrainConfig) -> tuple[Path, int]:
+    """The run's folder, and the step that it goes on after; 0 for a new one."""
+    folder = Path(cfg.exp_manager.explicit_log_dir)
+    latest = folder / "checkpoints" / "latest"
+    name = latest.read_text("utf-8").strip() if cfg.exp_manager.resume_if_exists and latest.is_file() else ""
+    return folder, int(name[5:]) if re.fullmatch(r"step_\d+", name) else 0
+
+
+def _text(cfg: TrainConfig) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg)))
+
+
+def _history(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of the configurations that the steps up to this one had."""
+    path, config = folder / HISTORY_FILE, folder / CONFIG_FILE
+    lines = read_json_lines(path) if path.is_file() else []
+    if not lines and config.is_file():  # of a run that began before there was a history
+        lines = [{"step": 0, "config": config.read_text("utf-8")}]
+    return [line for line in lines if line["step"] < step]

@@ -1,0 +1,102 @@
+"""`status.json` in a run's folder: how the run stands, for launchers that see no exit code of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from reinforce_rl.errors import EXIT_FINISHED, EXIT_STOPPED
+from reinforce_rl.utils.files import write_atomically
+
+STATUS_FILE = "status.json"
+State = Literal["running", "finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a run stands.
+
+    Attributes:
+        state: running, finished (all steps are done), stopped (saved; the same command goes on) or failed.
+        reason: why it was stopped or failed.
+        step: the last complete step.
+        max_steps: of the whole run; 0 before they are known.
+        exit_code: of this process; None while it runs.
+        save_seconds: that the last save took, of this run or the one that it goes on from; None before the first.
+        time: unix seconds of this entry.
+        pid, host: of the process that wrote it.
+    """
+
+    state: State = "running"
+    reason: str = ""
+    step: int = 0
+    max_steps: int = 0
+    exit_code: int | None = None
+    save_seconds: float | None = None
+    time: float = field(default_factory=time.time)
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
+
+
+class StatusFile:
+    """Keeps `status.json` up to date.
+
+    Args:
+        folder: of the run.
+        enabled: False on every rank but the first, which writes nothing unless it must speak for that one.
+    """
+
+    def __init__(self, folder: Path, *, enabled: bool):
+        self.path = folder / STATUS_FILE
+        self.enabled = enabled
+        self._status = Status()
+
+    @property
+    def save_seconds(self) -> float | None:
+        """See `Status`; on the first rank."""
+        return self._status.save_seconds
+
+    def begin(self) -> None:
+        """The run starts, where an earlier one of this folder has ended."""
+        earlier = None
+        with contextlib.suppress(OSError, ValueError, TypeError):  # what another version wrote need not be understood
+            earlier = read_status(self.path.parent) if self.enabled else None
+        earlier = earlier or Status()
+        self._write(Status(step=earlier.step, max_steps=earlier.max_steps, save_seconds=earlier.save_seconds))
+
+    def saved(self, seconds: float) -> None:
+        """A save is complete, and took so long."""
+        self._write(replace(self._status, save_seconds=seconds))
+
+    def progress(self, step: int, max_steps: int) -> None:
+        """So many of the steps are done."""
+        self._write(replace(self._status, step=step, max_steps=max_steps))
+
+    def speak_for_first(self) -> None:
+        """Write from now on, since the first rank is lost."""
+        self._status = read_status(self.path.parent) or self._status
+        self.enabled = True
+
+    def end(self, exit_code: int, reason: str = "") -> None:
+        """The run ends."""
+        states: dict[int, State] = {EXIT_FINISHED: "finished", EXIT_STOPPED: "stopped"}
+        state = states.get(exit_code, "failed")
+        who = {"pid": os.getpid(), "host": socket.gethostname()}
+        self._write(replace(self._status, state=state, reason=reason, exit_code=exit_code, **who))
+
+    def _write(self, status: Status) -> None:
+        self._status = replace(status, time=time.time())
+        if self.enabled:
+            write_atomically(self.path, json.dumps(asdict(self._status), indent=1) + "\n")
+
+
+def read_status(folder: str | Path) -> Status | None:
+    """Of the run in a folder; None where there is none."""
+    path = Path(folder) / STATUS_FILE
+    return Status(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None

@@ -1,0 +1,216 @@
+"""From a checked configuration to the actor: model, reference, and what generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.algorithm.loss import LossSettings
+from reinforce_rl.config.schema import ModelConfig, OptimConfig, ReinforceConfig, SamplingConfig, TrainConfig
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.generation.base import Generator, SamplingParams
+from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.lora.export import LoraIdentity
+from reinforce_rl.megatron.lora.lora import add_lora
+from reinforce_rl.megatron.lora.map import LoraSettings
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.model.transformer_config import ModelOptions
+from reinforce_rl.megatron.optimizer import DataParallelSettings, OptimizerSettings
+from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+DTYPES = {"32": "float32", "bf16": "bfloat16"}
+
+
+def build_actor(
+    cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, *, architecture: Architecture | None = None
+) -> MegatronGPTReinforceActorModel:
+    """The policy of `pretrained_checkpoint.restore_from_path`, and the reference where beta asks for one.
+
+    Args:
+        architecture: in place of the folder's; no weights are loaded then.
+
+    Raises:
+        ConfigError: this machine cannot compute so, or the model cannot be shared so.
+    """
+    import torch
+
+    if cfg.model.transformer_engine and mesh.device.type == "cpu":
+        raise ConfigError(
+            ["model.transformer_engine is true, but this rank computes on a CPU; expected a GPU. Set it to false"]
+        )
+    folder = cfg.pretrained_checkpoint.restore_from_path
+    has_weights = architecture is None
+    architecture = architecture or Architecture.from_folder(folder)
+    dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
+    lm = CausalLM(architecture, mesh, dtype, model_options(cfg))
+    weights = HFFolder(folder) if has_weights else None
+    if weights is not None:
+        load_hf_weights(lm, weights)
+    lora = lora_settings(cfg)
+    if lora is not None:
+        add_lora(lm, lora)
+    rollout = cfg.model.reinforce
+    stop_ids = stop_token_ids(architecture, tokenizer)
+    return MegatronGPTReinforceActorModel(
+        lm,
+        tokenizer,
+        build_generator(cfg, lm, tokenizer),
+        ActorSettings(
+            sampling=_sampling_params(cfg, rollout.sampling_params, stop_ids),
+            val_sampling=_sampling_params(cfg, rollout.val_sampling_params, stop_ids),
+            micro_batch_size=cfg.model.micro_batch_size,
+            forward_micro_batch_size=rollout.forward_micro_batch_size,
+            seed=cfg.model.seed,
+            tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
+            pad_to=cfg.trainer.reinforce.rollout_batch_seq_length or 0,
+            shared_prefix=_shares_prefix(cfg, lm),
+            logits_chunk_tokens=logits_chunk_tokens(cfg.model, gpu=lm.mesh.device.type != "cpu"),
+            offload_optimizer=rollout.offload_adam_states,
+            loss=loss_settings(cfg.trainer.reinforce),
+        ),
+        with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
+        reference_on_device=cfg.model.reference_placement == "device",
+        lora=None
+        if lora is None
+        else LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint() if weights else ""),
+        data_parallel=data_parallel_settings(cfg.model.optim),
+    )
+
+
+def logits_chunk_tokens(model: ModelConfig, *, gpu: bool) -> int:
+    """Response tokens whose logits exist at a time."""
+    if model.logits_chunk_tokens is not None:
+        return model.logits_chunk_tokens
+    # glibc gives blocks above 32 MiB back at once, and fresh ones have to be cleared page by page.
+    return 1024 if gpu else 128
+
+
+def data_parallel_settings(optim: OptimConfig) -> DataParallelSettings:
+    """Of an actor, and of a reward model in training."""
+    return DataParallelSettings(bool(optim.distributed), bool(optim.overlap_grad_sync), optim.in_place_gradients)
+
+
+def _shares_prefix(cfg: TrainConfig, lm: CausalLM) -> bool:
+    if cfg.model.shared_prefix is not None:
+        return cfg.model.shared_prefix
+    allowed = cfg.model.context_parallel_size == 1 and cfg.trainer.reinforce.rollout_batch_seq_length is None
+    return allowed and lm.mesh.device.type == "cpu"
+
+
+def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Generator:
+    """What draws the responses. Of TensorRT-LLM nothing is imported here, and nothing at all where it is not chosen.
+
+    Raises:
+        ConfigError: this machine cannot run it.
+    """
+    if cfg.generation == "native":
+        return NativeGenerator(
+            lm,
+            tokenizer,
+            cfg.model.reinforce.generation_cache_tokens,
+            is_lean=cfg.model.reinforce.lean_decoding,
+            is_static=cfg.model.reinforce.static_decoding,
+            use_graphs=cfg.model.reinforce.cuda_graphs,
+        )
+    from reinforce_rl.generation.trtllm.engine import EngineArguments
+    from reinforce_rl.generation.trtllm.generator import EngineSettings, TensorRTLLMGenerator
+    from reinforce_rl.generation.trtllm.process import Deadlines
+
+    engine = cfg.tensorrt_llm
+    arguments = EngineArguments(
+        model=cfg.pretrained_checkpoint.restore_from_path,
+        dtype=DTYPES[cfg.trainer.precision],
+        tensor_parallel_size=engine.tensor_parallel_size or cfg.model.block_size,
+        max_batch_size=engine.max_batch_size,
+        max_seq_len=cfg.model.encoder_seq_length,
+        max_num_tokens=engine.max_num_tokens,
+        free_gpu_memory_fraction=engine.free_gpu_memory_fraction,
+    )
+    settings = EngineSettings(
+        arguments,
+        Deadlines(engine.start_timeout_seconds, engine.update_timeout_seconds, engine.request_timeout_seconds),
+        bucket_bytes=engine.weight_bucket_megabytes * 2**20,
+        log_folder=Path(cfg.exp_manager.explicit_log_dir) / "engines",
+    )
+    return TensorRTLLMGenerator(lm, tokenizer, settings)
+
+
+def model_options(cfg: TrainConfig) -> ModelOptions:
+    """How the model computes, from `model`."""
+    return ModelOptions(
+        recompute_granularity=cfg.model.activations_checkpoint_granularity,
+        recompute_method=cfg.model.activations_checkpoint_method,
+        recompute_num_layers=cfg.model.activations_checkpoint_num_layers,
+        transformer_engine=cfg.model.transformer_engine,
+        overrides=cfg.model.megatron_overrides,
+    )
+
+
+def stop_token_ids(architecture: Architecture, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a response: the tokenizer's, and all of the model's config, which may have several."""
+    configured = architecture.raw.get("eos_token_id")
+    several = configured if isinstance(configured, list) else [configured]
+    return tuple(sorted({i for i in (*several, tokenizer.eos_token_id) if isinstance(i, int)}))
+
+
+def _sampling_params(cfg: TrainConfig, sampling: SamplingConfig, stop_ids: tuple[int, ...]) -> SamplingParams:
+    lengths = cfg.model.reinforce.length_params
+    return SamplingParams(
+        max_length=lengths.max_length,
+        min_length=lengths.min_length,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        repetition_penalty=sampling.repetition_penalty,
+        use_greedy=sampling.use_greedy,
+        stop_token_ids=stop_ids,
+        end_strings=tuple(sampling.end_strings),
+    )
+
+
+def lora_settings(cfg: TrainConfig) -> LoraSettings | None:
+    """Of `model.peft`; None where the whole model is trained."""
+    if cfg.model.peft.peft_scheme is None:
+        return None
+    tuning = cfg.model.peft.lora_tuning
+    return LoraSettings.of(tuning.adapter_dim, tuning.alpha, tuning.target_modules, cfg.model.seed)
+
+
+def loss_settings(cfg: ReinforceConfig) -> LossSettings:
+    """What the loss is made of, from `trainer.reinforce`."""
+    return LossSettings(
+        aggregation=cfg.loss_aggregation,
+        ratio=cfg.importance_ratio,
+        clip_low=cfg.ratio_clip_low,
+        clip_high=cfg.ratio_clip_high,
+        generator_correction=cfg.generator_correction,
+        generator_ratio_cap=cfg.generator_ratio_cap,
+        kl_estimator=cfg.kl_estimator_used,
+        kl_weights=cfg.kl_loss_weights,
+        entropy_bonus=cfg.entropy_bonus,
+    )
+
+
+def optimizer_settings(cfg: TrainConfig, updates: int) -> OptimizerSettings:
+    """Read the optimizer settings from `model.optim`; `updates` is the number of optimizer steps of the run."""
+    optim = cfg.model.optim
+    return OptimizerSettings(
+        lr=optim.lr,
+        min_lr=optim.sched.min_lr,
+        weight_decay=optim.weight_decay,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        fused=optim.fused,
+        schedule=optim.sched.name,
+        warmup_steps=optim.sched.warmup_steps,
+        constant_steps=optim.sched.constant_steps,
+        total_steps=updates,
+        clip_grad=cfg.trainer.reinforce.gradient_clip_val,
+    )

@@ -1,0 +1,401 @@
+"""The trainer: `fit` shows one iteration on one screen.
+
+What this is not: there is no critic. With the default settings there is no ratio and no clipping of one either: each
+rollout batch takes one optimizer step.
+
+Notation: P prompts on this data-parallel rank, G samples a prompt, N = P * G sequences, T response tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.algorithm.advantages import RewardGroups, estimator_of
+from reinforce_rl.algorithm.credit import assign_credit, whiten
+from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
+from reinforce_rl.algorithm.loss import Denominators
+from reinforce_rl.algorithm.rewards import less_kl, shape_rewards
+from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
+from reinforce_rl.monitoring.metrics import reinforce_means, take_means, update_metrics
+from reinforce_rl.monitoring.samples import sample_rows
+from reinforce_rl.monitoring.stragglers import of_this_rank
+from reinforce_rl.rewards.base import RewardSource
+from reinforce_rl.runtime.phases import Activity, StepClock
+from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.runtime.timer import Due, Outlook, RunTimer
+from reinforce_rl.trainer.best_checkpoints import BestCheckpoints
+from reinforce_rl.trainer.divergence import Divergence
+from reinforce_rl.trainer.evaluation import evaluate
+from reinforce_rl.trainer.rollouts import RolloutMaker
+from reinforce_rl.trainer.state import PastSteps
+from reinforce_rl.trainer.step_rollouts import StepRolloutMaker
+from reinforce_rl.trainer.updates import mini_batches, reward_shaping, total_steps
+
+if TYPE_CHECKING:
+    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+    from reinforce_rl.config.schema import ReinforceConfig
+    from reinforce_rl.data.loader import FixedPrompts, PromptLoader
+    from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
+    from reinforce_rl.monitoring.rollouts import RolloutRow
+    from reinforce_rl.monitoring.run import RunMonitor
+
+STATE_VERSION = 4
+
+Metrics = dict[str, float]
+Timings = dict[str, float]
+
+
+class ReinforceTrainer:
+    """Coordinates generation, scoring and updates. Every rank runs the same code.
+
+    Args:
+        cfg: `trainer.reinforce` of the configuration.
+        model: policy and reference.
+        optimizer: `.step()` applies the gradient that `model.get_loss_and_metrics` left; see `ActorOptimizer`.
+        scheduler: of the learning rate; kept for its users, stepped by the optimizer.
+        train_dataloader_builder: called with `collate_fn`, gives a `PromptLoader`.
+        val_dataloader_builder: called with `collate_fn`, gives a `FixedPrompts`; None for no validation.
+        collate_fn: makes a batch of a list of prompts.
+        rm: where rewards come from.
+        batch_iterator_cls: called with (prompts, validation), iterates over the batches that are generated together.
+        logger: what people see and what is written down; it does nothing on every rank but the first.
+        ckpt_callback: saves and restores.
+        run_timer: says whether there is time for another step.
+        prompts_per_update: prompts, over all ranks, that one optimizer step takes; None for the whole rollout batch.
+        best: which validations' checkpoints are kept; None keeps none.
+        test_dataloader_builder: as `val_dataloader_builder`, for prompts that the trained policy answers at the end.
+        activity: is told what this rank does.
+        stop: whether the run is to end early.
+    """
+
+    def __init__(
+        self,
+        cfg: ReinforceConfig,
+        model: MegatronGPTReinforceActorModel,
+        optimizer: Any,
+        scheduler: Any,
+        train_dataloader_builder: Callable[..., PromptLoader],
+        val_dataloader_builder: Callable[..., FixedPrompts] | None,
+        collate_fn: Callable[[list[Prompt]], Any],
+        rm: RewardSource,
+        batch_iterator_cls: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
+        logger: RunMonitor,
+        ckpt_callback: Checkpointer,
+        run_timer: RunTimer,
+        prompts_per_update: int | None = None,
+        best: BestCheckpoints | None = None,
+        test_dataloader_builder: Callable[..., FixedPrompts] | None = None,
+        activity: Activity | None = None,
+        stop: StopRequest | None = None,
+    ):
+        self.cfg = cfg
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.train_dataloader = train_dataloader_builder(collate_fn=collate_fn)
+        self.val_dataloader = val_dataloader_builder(collate_fn=collate_fn) if val_dataloader_builder else None
+        self.test_dataloader = test_dataloader_builder(collate_fn=collate_fn) if test_dataloader_builder else None
+        self.rm = rm
+        self.logger = logger
+        self.ckpt_callback = ckpt_callback
+        self.run_timer = run_timer
+        self.step = 0  # rollout batches trained on
+        self.wandb_run_id: str | None = None
+        self.max_steps = total_steps(cfg, len(self.train_dataloader))
+        self._stop = stop or StopRequest()
+        self._rollouts = RolloutMaker(
+            model,
+            rm,
+            batch_iterator_cls,
+            drop_truncated=cfg.truncated_samples == "drop",
+            max_failed_fraction=cfg.max_failed_fraction,
+            stop=self._stop,
+            work_queue=cfg.generation_work_queue,
+        )
+        self._prompts_per_update = prompts_per_update
+        self._data_position = self.train_dataloader.state_dict()
+        self._saved_step: int | None = None
+        self._validation_is_due = True
+        self._outlook = Outlook()
+        self._best = best or BestCheckpoints()
+        self._prompts: list[Prompt] = []
+        self._divergence = Divergence(cfg.max_skipped_steps)
+        self._past = PastSteps.of(cfg)
+        self._activity = activity or Activity()
+        self._clock = StepClock(self._activity, model.mesh.device, among_ranks=model.mesh.world_size > 1)
+        self._step_rollouts = StepRolloutMaker(
+            cfg,
+            model,
+            self._rollouts,
+            self.train_dataloader,
+            self._clock,
+            with_old_log_probs=cfg.reinforce_epochs > 1 or prompts_per_update is not None,
+            while_generating=self._optimizer_states_away,
+            stop=self._stop,
+        )
+
+    def fit(self) -> None:
+        """Train until the steps, the epochs or the time are used up, validating and saving on the way.
+
+        Raises:
+            StoppedEarly: the time is used up, or a signal came.
+            RewardServerError: the reward server did not answer within its deadline, or failed too many samples.
+            GenerationError: the generation engine cannot go on.
+                The state after the last complete step is saved before any of them.
+            DivergedError: the policy cannot be trained any more; nothing is saved.
+        """
+        self._stop.wait_for_checks()
+        try:
+            self._look_at_the_clock()
+            if self._validation_is_due and self._outlook.validates:
+                self.validate()
+                self.logger.commit(self.step)
+                self._look_at_the_clock()
+            while self._goes_on():
+                self._clock.start(self.step + 1)
+                rollouts, metrics, _ = self.generate_rollouts()
+                batch, reinforce_metrics = self.generate_reinforce_data(rollouts)
+                with self._clock.phase("train_time"):
+                    update_metrics = self.run_training(batch)
+                self.step += 1
+                self._data_position = self.train_dataloader.state_dict()
+
+                self._clock.stop()
+                self._log_step({**metrics, **reinforce_metrics, **update_metrics}, batch)
+                self._validation_is_due = self._is_due(self.cfg.val_check_interval)
+                self._look_at_the_clock()
+                if self._validates():
+                    self.validate()
+                self.logger.commit(self.step)
+                self.ckpt_callback.poll()
+                if self._is_due(self.cfg.save_interval) or self.step in self._best.steps:
+                    self.save()
+            self.save(wait=True)
+            self.test()
+        except (RewardServerError, GenerationError) as error:
+            self.logger.note(f"Stopping: {error}")
+            self._save_last_step()
+            raise
+        except StoppedEarly as error:
+            text = f"{error} after step {self.step} of {self.max_steps}"
+            self.logger.note(f"{text}; saving")
+            self._save_last_step()
+            raise StoppedEarly(f"{text}; the same command goes on from there") from None
+
+    def generate_rollouts(self) -> tuple[RolloutBatch, Metrics, Timings]:
+        """Sample, score and take log-probs of the next batch of prompts.
+
+        Returns:
+            this rank's samples; means over all ranks; seconds of each phase on this rank.
+        """
+        made = self._step_rollouts.make(self.step + 1)
+        self._prompts = made.prompts
+        return made.batch, made.metrics, self._clock.seconds
+
+    def generate_reinforce_data(self, rollout_batch: RolloutBatch) -> tuple[ReinforceBatch, Metrics]:
+        """Shape the rewards, fold the KL into them and take advantages.
+
+        Advantages are taken of the global batch, so that no estimator depends on how it lies on the ranks.
+
+        Returns:
+            what the loss needs; means over all ranks.
+        """
+        batch, cfg, mesh = rollout_batch, self.cfg, self.model.mesh
+        mask = batch.response_mask
+        kl_tokens = torch.zeros(mask.shape)
+        if batch.log_probs is not None and batch.init_log_probs is not None:
+            kl_tokens = token_kl(batch.log_probs, batch.init_log_probs, mask, estimator=cfg.kl_estimator_used)
+        kl = reduce_over_tokens(kl_tokens, mask, cfg.kl_reduction)
+
+        own_columns = (batch.rewards, kl, batch.response_lengths, batch.is_end, batch.group_ids, batch.valid)
+        parts = mesh.gather_over_dp(own_columns)
+        start = sum(len(part[0]) for part in parts[: mesh.dp_rank])
+        own = slice(start, start + len(batch.rewards))
+        scores, all_kl, lengths, is_end, group_ids, valid = (torch.cat(c) for c in zip(*parts, strict=True))
+        shaping = reward_shaping(cfg, self.model.settings.sampling.max_length)
+        rewards = shape_rewards(scores, valid, lengths, is_end, shaping, self._past.scores)
+        in_reward = self._past.beta.value if cfg.kl_placement == "reward" else 0.0
+        with_kl = less_kl(rewards, all_kl, in_reward, valid, self.step + 1)
+        groups = RewardGroups.of(with_kl, group_ids, valid, self._past.reward_mean(cfg.advantage_estimator))
+        found = estimator_of(cfg.advantage_estimator)(groups)
+
+        found = found.select(own)
+        trains = found.trains & (batch.is_end if cfg.truncated_samples == "mask" else True)
+        counted = mask & trains[:, None]
+        advantages = assign_credit(
+            found,
+            rewards[own],
+            kl,
+            kl_tokens,
+            counted,
+            beta=self._past.beta.value,
+            kl_placement=cfg.kl_placement,
+            assignment=cfg.credit_assignment,
+            discount=cfg.discount_factor,
+        )
+        if cfg.advantage_whitening != "none":
+            advantages = whiten(advantages, counted, unit=cfg.advantage_whitening, total=mesh.sum_over_dp)
+        data = ReinforceBatch(batch, kl, groups.rewards[own], found.baseline, advantages, trains)
+        return data, take_means(reinforce_means(data), mesh.gather_over_dp)
+
+    def run_training(self, batch: ReinforceBatch) -> Metrics:
+        """Update the policy: one optimizer step on the whole rollout batch, or as many as the configuration says."""
+        mesh, updates, sums = self.model.mesh, [], Counter[str]()
+        in_loss = self._past.beta.value if self.cfg.kl_placement == "loss" else 0.0
+        for rows in self._mini_batches(batch):
+            tokens = torch.where(batch.trains, batch.rollouts.response_lengths, 0)[rows].sum()
+            counts = mesh.sum_over_dp(torch.stack((batch.trains[rows].sum(), tokens)).double()).tolist()
+            denominators = Denominators(*counts, fixed_length=float(self.model.settings.sampling.max_length))
+            # The ratio is exactly 1 until the first optimizer step on this batch.
+            share = self.model.get_loss_and_metrics(
+                batch, denominators, rows=rows, kl_coefficient=in_loss, on_policy=not updates
+            )
+            updates.append(self.optimizer.step())
+            sums.update({"loss": share.loss, **share.sums})
+        metrics = {**update_metrics(sums, updates, mesh.gather_over_dp), "kl_coefficient": self._past.beta.value}
+        self._divergence.check(self.step + 1, updates, metrics["actor_loss"], mesh, self.logger.note)
+        self.model.generator.refit()
+        self._past.add(batch, mesh.gather_over_dp)
+        return metrics
+
+    def validate(self) -> None:
+        """Score one response to each prompt of the fixed validation set, with validation's own sampling."""
+        if self.val_dataloader is None or self.cfg.val_check_interval == 0:
+            return
+        with self.run_timer.validating():
+            metrics, rows = self._evaluate("validation", self.val_dataloader)
+        self.logger.log_validation(self.step, metrics, rows)
+        self._validation_is_due = False
+        if self.step > 0:
+            self._best.add(self.step, metrics)
+
+    def test(self) -> None:
+        """Score one response to each prompt of the test set, as `validate` does."""
+        if self.test_dataloader is None:
+            return
+        self.logger.log_test(self.step, *self._evaluate("test", self.test_dataloader))
+        self.logger.commit(self.step)
+
+    def save(self, *, wait: bool = False) -> None:
+        """Write a checkpoint of the state after the last complete step, unless that was done already.
+
+        Before the first step there is nothing to go on from, and while the loss is not finite nothing worth keeping.
+
+        Args:
+            wait: for what is written in the background.
+        """
+        if self.step not in (0, self._saved_step) and self._divergence.is_sound:
+            self._activity.begin("checkpoint")
+            self.ckpt_callback.save(self.step, self.state_dict(), keep=self._best.steps)
+            self._saved_step = self.step
+            self.logger.report()
+        if wait:
+            self.ckpt_callback.finish()
+
+    def _save_last_step(self) -> None:
+        """A step whose validation was broken off is complete too; the validation is made up for."""
+        self.logger.commit(self.step)
+        self.save(wait=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides weights, optimizer and random state."""
+        return {
+            "version": STATE_VERSION,
+            "step": self.step,
+            "epoch": self._data_position["epoch"],
+            "data": self._data_position,
+            "wandb_run_id": self.wandb_run_id,
+            **self._past.state_dict(),
+            "lora": None if self.model.lora is None else self.model.lora.state(),
+            "best": self._best.state_dict(),
+            "validation_is_due": self._validation_is_due,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`.
+
+        Raises:
+            CheckpointError: another version of this class made the state, or it is of other data.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise CheckpointError(
+                f"the trainer's state in the checkpoint has version {state.get('version')!r}; expected "
+                f"{STATE_VERSION}. Go on with the reinforce_rl that wrote it, or start a new run in another folder"
+            )
+        self.step = self._saved_step = state["step"]
+        self.train_dataloader.load_state_dict(state["data"])
+        self._data_position = self.train_dataloader.state_dict()
+        self.wandb_run_id = state["wandb_run_id"]
+        self._past.load_state_dict(state)
+        self._best.load_state_dict(state["best"], self.ckpt_callback.holds)
+        self._validation_is_due = state["validation_is_due"]
+
+    def _evaluate(self, name: str, prompts: FixedPrompts) -> tuple[Metrics, list[RolloutRow]]:
+        return evaluate(name, self.step, prompts, self.model, self._rollouts, self._activity)
+
+    def _mini_batches(self, batch: ReinforceBatch) -> Iterator[Tensor]:
+        """This rank's rows of each optimizer step."""
+        mesh, seed = self.model.mesh, self.model.settings.seed * 1_000_003 + self.step
+        group_ids = mesh.gather_over_dp(batch.rollouts.group_ids)
+        return mini_batches(group_ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed)
+
+    def _log_step(self, metrics: Metrics, batch: ReinforceBatch) -> None:
+        rows = sample_rows(self.step, self._prompts, batch.rollouts, self.model.tokenizer, batch)
+        position = {"epoch": self._data_position["epoch"], "consumed_prompts": self._data_position["consumed_prompts"]}
+        numbers, clock, mesh = {**metrics, **position}, self._clock, self.model.mesh
+        self.logger.log_step(self.step, numbers, clock.seconds, mesh.join_over_dp(rows), clock.gigabytes)
+        if mesh.world_size > 1:
+            own = of_this_rank(clock.own_seconds, asks_for_rewards=mesh.is_block_leader)
+            self.logger.log_ranks(self.step, mesh.gather_on_main(own), clock.seconds["step_time"])
+
+    def _is_due(self, interval: int) -> bool:
+        # Dynamic filtering may use up the prompts before `max_steps`.
+        return interval > 0 and (self.step % interval == 0 or self._is_over())
+
+    def _is_over(self) -> bool:
+        return self.step >= self.max_steps or self.train_dataloader.finished
+
+    def _look_at_the_clock(self) -> None:
+        """The first rank's clock counts, since all must stop at the same step."""
+        interval, step = self.cfg.val_check_interval, self.step
+        validates = self.val_dataloader is not None and interval > 0
+        due = Due(
+            validation=validates and self._validation_is_due,
+            validation_after=validates and ((step + 1) % interval == 0 or step + 1 == self.max_steps),
+            save=self._is_due(self.cfg.save_interval) or (self._validation_is_due and self._best.keeps_some),
+            running_save=self.ckpt_callback.is_writing,
+        )
+        self._outlook = self.model.mesh.from_main(self.run_timer.outlook(due))
+
+    def _validates(self) -> bool:
+        """After a step: where it is due, and at the end of this run, if there is time."""
+        if self._is_over():
+            return self._validation_is_due
+        return self._outlook.validates and (self._validation_is_due or self._outlook.shortage is not None)
+
+    def _goes_on(self) -> bool:
+        """Whether there is another step.
+
+        Raises:
+            StoppedEarly: there is, and it is left to another run.
+            DivergedError: there is none, and the last one leaves nothing to keep.
+        """
+        if self._is_over():
+            self._divergence.check_end(self.step)
+            return False
+        self._stop.check(self.model.mesh)
+        if self._outlook.shortage is not None:
+            raise StoppedEarly(self._outlook.shortage)
+        self.run_timer.begin_step()
+        return True
+
+    def _optimizer_states_away(self) -> contextlib.AbstractContextManager[None]:
+        """Room for the generator, where the optimizer's states are on a GPU and the configuration asks for it."""
+        return self.optimizer.offloaded() if self.model.settings.offload_optimizer else contextlib.nullcontext()

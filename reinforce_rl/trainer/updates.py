@@ -1,0 +1,76 @@
+"""How a rollout batch is cut into optimizer steps, and how many steps a run has.
+
+Notation: N sequences on this data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.algorithm.rewards import RewardShaping
+
+if TYPE_CHECKING:
+    from reinforce_rl.config.schema import ReinforceConfig
+
+
+def mini_batches(
+    group_ids_of_ranks: Sequence[Tensor], dp_rank: int, prompts_per_update: int | None, epochs: int, seed: int
+) -> Iterator[Tensor]:
+    """This rank's rows of each optimizer step on one rollout batch. Every sequence comes once an epoch.
+
+    Which groups make up a step depends on their order over all ranks alone, never on how many ranks hold them.
+
+    Args:
+        group_ids_of_ranks: int64 [N] of each data-parallel rank, in rank order; a group lies on one rank.
+        dp_rank: this rank.
+        prompts_per_update: groups of one optimizer step, over all ranks; None for all of them.
+        epochs: passes over the rollout batch.
+        seed: of the order, another one each epoch.
+
+    Yields:
+        int64 row indices, maybe none; equally many times on every rank.
+    """
+    own = group_ids_of_ranks[dp_rank]
+    if prompts_per_update is None:
+        yield from [torch.arange(len(own))] * epochs
+        return
+    every = torch.cat([torch.as_tensor(ids, dtype=torch.long) for ids in group_ids_of_ranks]).tolist()
+    groups = torch.tensor(list(dict.fromkeys(every)), dtype=torch.long)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        for chosen in groups[torch.randperm(len(groups), generator=generator)].split(prompts_per_update):
+            yield torch.isin(own, chosen).nonzero()[:, 0]
+
+
+def total_steps(cfg: ReinforceConfig, steps_per_epoch: int) -> int:
+    """Rollout batches of the whole run, resumes included; dynamic filtering may end it sooner."""
+    by_epochs = cfg.max_epochs * steps_per_epoch
+    return by_epochs if cfg.max_steps == -1 else min(cfg.max_steps, by_epochs)
+
+
+def total_updates(cfg: ReinforceConfig, prompts_per_update: int | None, batch_sizes: Sequence[int]) -> int:
+    """Optimizer steps of the whole run, which learning-rate schedules are counted in.
+
+    Args:
+        cfg: of the run.
+        prompts_per_update: see `mini_batches`.
+        batch_sizes: prompts of each rollout batch of an epoch.
+    """
+    updates = [1 if prompts_per_update is None else -(-size // prompts_per_update) for size in batch_sizes]
+    epochs, rest = divmod(total_steps(cfg, len(batch_sizes)), len(batch_sizes))
+    return cfg.reinforce_epochs * (epochs * sum(updates) + sum(updates[:rest]))
+
+
+def reward_shaping(cfg: ReinforceConfig, max_length: int) -> RewardShaping:
+    """Read how rewards are shaped; `max_length` is that of a response, in tokens."""
+    penalise = cfg.truncated_samples == "penalise"
+    return RewardShaping(
+        **vars(cfg.reward_shaping),
+        truncation_penalty=cfg.truncation_penalty if penalise else 0.0,
+        overlong_buffer=cfg.overlong_buffer if penalise else 0,
+        max_length=max_length,
+    )

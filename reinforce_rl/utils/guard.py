@@ -1,0 +1,262 @@
+"""A small process that outlives its owner and ends whatever the owner left behind.
+
+A process that is killed with SIGKILL cannot clean up after itself. So a server or a launcher starts a guard first. The
+guard reads a pipe that only the owner holds open; the end of the pipe means that the owner is gone, however it went.
+Then the guard ends the processes it was told about, and removes their files. An owner that stops in good order closes
+the pipe too and waits for the guard, so that there is one way of cleaning up and it is always taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from reinforce_rl.utils.process import Child, Message, Silence, send_to_parent
+
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 1.0  # how often the guard looks for new descendants and shared memory of what it watches
+KILL_WAIT_SECONDS = 5.0
+SHM_FOLDER = Path("/dev/shm")
+
+
+class Guard:
+    """The owner's end of a guard process.
+
+    Args:
+        grace_seconds: what a watched process gets between SIGTERM and SIGKILL once the owner is gone; 0 kills at once.
+    """
+
+    def __init__(self, *, grace_seconds: float = 0.0):
+        self._grace_seconds = grace_seconds
+        self._told: list[Message] = []
+        self._child = self._start()
+        self._tell({"grace_seconds": grace_seconds})
+
+    def watch_process(self, pid: int, *, whole_session: bool = False) -> None:
+        """End this process and its descendants when the owner is gone; the owner itself may be named for the latter.
+
+        Args:
+            pid: the process.
+            whole_session: end every process of the session that it leads, too.
+        """
+        self._tell({"pid": pid, "whole_session": whole_session})
+
+    def remove(self, path: Path) -> None:
+        """Remove this file or folder when the owner is gone."""
+        self._tell({"path": str(path)})
+
+    def remove_shared_memory(self, prefix: str) -> None:
+        """Remove the segments of /dev/shm whose names begin so."""
+        self._tell({"shm_prefix": prefix})
+
+    def expect(self, seconds: float, setting: str) -> None:
+        """Kill the owner too, unless this is called again within `seconds`; `setting` says where they are from."""
+        self._child.send({"expect": seconds, "setting": setting})
+
+    def check(self, seconds: float = 60.0) -> None:
+        """Replace a guard that died or was silent for `seconds`. Call it at least every 2 s."""
+        fault = self._child.fault(seconds)
+        if fault is not None:
+            logger.error("event=guard_replaced process=%d reason=the guard %s", self._child.pid, fault)
+            self._child.kill()
+            self._child = self._start()
+            for message in self._told:
+                self._child.send(message)
+
+    def close(self) -> None:
+        """Have everything cleaned up now, and wait for it. Safe to call twice."""
+        self.check()
+        self._child.stop(self._grace_seconds + 2 * KILL_WAIT_SECONDS)
+
+    def _tell(self, message: Message) -> None:
+        self._told.append(message)
+        self._child.send(message)
+
+    @staticmethod
+    def _start() -> Child:
+        # A session of its own: a signal to the owner's process group must not end the guard as well.
+        return Child("reinforce_rl.utils.guard", lambda message: None, own_session=True)
+
+
+@dataclass
+class _Watch:
+    """What the guard process knows of its owner's leavings."""
+
+    owner: int
+    grace_seconds: float = 0.0
+    roots: list[psutil.Process] = field(default_factory=list)
+    sessions: set[int] = field(default_factory=set)
+    processes: set[psutil.Process] = field(default_factory=set)
+    paths: set[Path] = field(default_factory=set)
+    shm_prefixes: set[str] = field(default_factory=set)
+    triton_starts: set[float] = field(default_factory=set)
+    expected_seconds: float = math.inf
+    setting: str = ""
+    silence: Silence = field(default_factory=Silence)
+
+    def hear(self, line: bytes) -> None:
+        """Take in one message of the owner."""
+        message = json.loads(line)
+        self.silence.heard()
+        if "expect" in message:
+            self.expected_seconds, self.setting = float(message["expect"]), str(message["setting"])
+        if "grace_seconds" in message:
+            self.grace_seconds = float(message["grace_seconds"])
+        if "path" in message:
+            self.paths.add(Path(message["path"]))
+        if "shm_prefix" in message:
+            self.shm_prefixes.add(message["shm_prefix"])
+        if "pid" in message:
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                root = psutil.Process(int(message["pid"]))
+                self.roots.append(root)
+                if message["whole_session"] and os.getsid(root.pid) == root.pid:
+                    self.sessions.add(root.pid)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Note the descendants and their shared memory while they can be seen."""
+        self.processes = {process for process in self.processes if process.is_running()}
+        for root in self.roots:
+            with contextlib.suppress(psutil.Error):
+                self.processes.update([root, *root.children(recursive=True)])
+        if self.sessions:
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
+                    if os.getsid(process.pid) in self.sessions:
+                        self.processes.add(process)
+        # Another guard ends by itself once its owner is gone, and has work left until then.
+        self.processes = {process for process in self.processes if not _is_guard(process)}
+        if self.shm_prefixes:
+            for process in self.processes:
+                with contextlib.suppress(psutil.Error, OSError):
+                    self._note_files_of(process)
+
+    def _note_files_of(self, process: psutil.Process) -> None:
+        # Python's own segments have random names, so only the maps of a living process say whose they are.
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        self.paths.update(Path(path) for path in re.findall(r"(/dev/shm/psm_\w+)", maps))
+        if process.name() == "tritonserver":
+            self.triton_starts.add(process.create_time())
+
+    def owner_hangs(self) -> bool:
+        """Whether it has not said for too long that it goes on; then it is ended."""
+        silent = self.silence.seconds()
+        if silent <= self.expected_seconds:
+            return False
+        print(
+            f"error: the main process (process {self.owner}) hangs: no sign of life for {silent:.0f} s "
+            f"({self.setting}). Its guard ends it; start it again",
+            file=sys.stderr,
+            flush=True,
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.owner, signal.SIGKILL)
+        return True
+
+    def clean_up(self) -> None:
+        """End the processes, then remove the files."""
+        self.refresh()
+        mine = os.getpid()
+        left = [process for process in self.processes if process.pid not in (mine, self.owner)]
+        if self.grace_seconds > 0:
+            roots = [process for process in self.roots if process.pid != self.owner]
+            for process in roots:  # their children are theirs to end, in their order
+                with contextlib.suppress(psutil.Error):
+                    process.terminate()
+            _wait_until_gone(roots, self.grace_seconds)
+            self.refresh()  # what was started meanwhile
+            left = [process for process in self.processes if process.pid not in (mine, self.owner)]
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        _wait_until_gone(left, KILL_WAIT_SECONDS)
+        for prefix in self.shm_prefixes:
+            self.paths.update(SHM_FOLDER.glob(prefix + "*"))
+        for path in self.paths:
+            shutil.rmtree(path, ignore_errors=True)  # refuses what is no folder
+            with contextlib.suppress(OSError):
+                path.unlink()
+        self._remove_empty_environments()
+
+    def _remove_empty_environments(self) -> None:
+        # Triton's Python backend makes an empty folder as it starts. Nothing names it but the time; rmdir spares what
+        # is in use.
+        for folder in Path("/tmp").glob("python_env_??????"):
+            with contextlib.suppress(OSError):
+                made = folder.stat().st_mtime
+                if any(0.0 <= made - start <= 3.0 for start in self.triton_starts):
+                    folder.rmdir()
+
+
+def name_stopped() -> str:
+    """Names this process's descendants that a signal or a debugger has stopped; empty where there are none."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                found.append(f"; process {process.pid} ({' '.join(process.cmdline()[:3])}) is stopped")
+    return "".join(found)
+
+
+def _wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
+    """Wait for their end. A zombie has ended: its parent, or a container's first process, may never collect it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(_is_alive(process) for process in processes):
+        time.sleep(0.05)
+
+
+def _is_guard(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "reinforce_rl.utils.guard" in process.cmdline()
+    return False
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def main() -> None:
+    """Run the guard: messages from stdin, one JSON object a line, until it ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a batch system signals every process; this one has work left then
+    watch = _Watch(owner=os.getppid())
+    pipe = sys.stdin.fileno()
+    pending = b""
+    next_refresh = time.monotonic()
+    while True:
+        readable, _, _ = select.select([pipe], [], [], max(0.0, next_refresh - time.monotonic()))
+        if readable:
+            chunk = os.read(pipe, 65536)
+            if not chunk:
+                break
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                watch.hear(line)
+        if time.monotonic() >= next_refresh:
+            send_to_parent({})
+            if watch.owner_hangs():
+                break
+            watch.refresh()
+            next_refresh = time.monotonic() + REFRESH_SECONDS
+    watch.clean_up()
+
+
+if __name__ == "__main__":
+    main()

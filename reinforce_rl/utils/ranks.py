@@ -1,0 +1,97 @@
+"""torchrun with three differences: signals to stop reach the ranks, the exit code is a rank's, and one machine's ranks
+meet out of others' reach.
+
+torchrun itself turns every failure of a rank into exit code 1. It passes SIGTERM on, but kills the ranks 30 s later,
+however much of a checkpoint is still to be written; SIGUSR1 ends it and leaves the ranks behind. On one machine it
+listens on all addresses, without credentials, and unpickles what anyone writes there.
+
+Usage: python -m reinforce_rl.utils.ranks TORCHRUN_OPTION... SCRIPT ARGUMENT...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from types import FrameType
+
+import psutil
+
+from reinforce_rl.errors import EXIT_FINISHED, EXIT_LOST_RANK, EXIT_STOPPED
+from reinforce_rl.utils.process import STOP_SIGNALS
+
+# What torchrun handles in its own way: it passes the signal on, and kills the ranks after a while.
+TORCHRUN_SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
+ONE_MACHINE = "one_machine"
+STORE_VARIABLE = "REINFORCE_STORE"  # the file through which the ranks of one machine find each other
+
+
+def run(arguments: list[str]) -> int:
+    """Start the ranks and wait for them.
+
+    Returns:
+        the exit code: that of the rank which failed first; `EXIT_LOST_RANK` where a signal ended it, and
+        `EXIT_STOPPED` where that was one which this process passed on, before the rank knew what to do with it.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    passed_on: set[int] = set()
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        passed_on.add(number)
+        for rank in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                os.kill(rank.pid, number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_on)
+    options = torchrun.parse_args(["--signals-to-handle", TORCHRUN_SIGNALS, *arguments])
+    if options.nnodes in ("1", "1:1"):
+        _meet_on_this_machine()
+        options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, ONE_MACHINE, "localhost"
+    try:
+        torchrun.run(options)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        code = failure.exitcode
+        if code >= 0:
+            return code
+        if -code in passed_on:
+            return EXIT_STOPPED
+        print(f"error: rank {failure.local_rank} was ended by {failure.signal_name()}", file=sys.stderr, flush=True)
+        return EXIT_LOST_RANK
+    return EXIT_FINISHED
+
+
+def _meet_on_this_machine() -> None:
+    """Have the ranks meet in a file and speak over the loopback: torchrun's rendezvous backend ONE_MACHINE."""
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic import rendezvous
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    class OneMachine(StaticTCPRendezvous):
+        @property
+        def use_agent_store(self) -> bool:
+            return False
+
+        def get_backend(self) -> str:
+            return ONE_MACHINE
+
+        def next_rendezvous(self) -> rendezvous.RendezvousInfo:
+            return rendezvous.RendezvousInfo(HashStore(), 0, 1, rendezvous.RendezvousStoreInfo("localhost", 0))
+
+    rendezvous.rendezvous_handler_registry.register(
+        ONE_MACHINE, lambda parameters: OneMachine("localhost", 0, 0, 1, parameters.run_id, 0)
+    )
+    # The file is in memory and has no name, so that nothing is left of it; only this user may open it by the path.
+    os.environ[STORE_VARIABLE] = f"/proc/{os.getpid()}/fd/{os.memfd_create('store')}"
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""The other estimators against their formulas, and what the configuration can name."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reinforce_rl.algorithm import advantages, kl
+from reinforce_rl.algorithm.advantages import RewardGroups, estimator_of
+from reinforce_rl.algorithm.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
+
+REWARDS = torch.tensor([1.0, 3.0, 8.0, 5.0, 5.0, 9.0, math.nan], dtype=torch.float64)
+GROUPS = torch.tensor([4, 4, 4, 7, 7, 9, 4])
+VALID = ~REWARDS.isnan()
+
+
+def found(name: str, **options):
+    return estimator_of(name)(RewardGroups.of(REWARDS, GROUPS, VALID, **options))
+
+
+EXPECTED = {
+    "none": [1, 3, 8, 5, 5, 9],
+    "running_mean": [-1.5, 0.5, 5.5, 2.5, 2.5, 6.5],  # past mean 2.5
+    "moving_average": [-1.5, 0.5, 5.5, 2.5, 2.5, 6.5],
+    "exponential_moving_average": [-1.5, 0.5, 5.5, 2.5, 2.5, 6.5],
+    "batch_mean": [r - 31 / 6 for r in (1, 3, 8, 5, 5, 9)],
+    "prompt_mean": [-3, -1, 4, 0, 0, 0],
+    "rloo": [-4.5, -1.5, 6, 0, 0, 0],
+    "grpo": [*(d / (math.sqrt(13) + 1e-4) for d in (-3, -1, 4)), 0, 0, 0],
+    "raft": [0, 0, 1, 1, 0, 1],
+}
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+def test_each_is_its_formula(name):
+    result = found(name, past_mean=2.5)
+    torch.testing.assert_close(result.values, torch.tensor([*EXPECTED[name], 0.0], dtype=torch.float64))
+    trains = [False, False, True, True, False, True, False] if name == "raft" else VALID.tolist()
+    assert result.trains.tolist() == trains
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@settings(deadline=None, max_examples=40)
+@given(rows=st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 3), st.booleans()), max_size=12))
+def test_no_rewards_give_a_nan_or_an_infinity(name, rows):
+    rewards = torch.tensor([row[0] for row in rows], dtype=torch.float64)
+    groups = torch.tensor([row[1] for row in rows], dtype=torch.long)
+    valid = torch.tensor([row[2] for row in rows], dtype=torch.bool)
+    result = estimator_of(name)(RewardGroups.of(rewards, groups, valid))
+    assert torch.isfinite(result.values).all() and torch.isfinite(result.baseline).all()
+    assert not result.values[~valid].any() and not result.trains[~valid].any()
+
+
+def test_nearly_equal_rewards_do_not_blow_up():
+    rewards = 0.95 + 1e-7 * torch.tensor([0.0, 1.0, -1.0, 0.0])
+    groups = torch.zeros(4, dtype=torch.long)
+    assert estimator_of("grpo")(RewardGroups.of(rewards, groups)).values.abs().max() < 0.01
+
+
+def test_raft_takes_the_first_of_the_best_and_nothing_of_a_group_without_a_valid_one():
+    groups = RewardGroups.of(
+        torch.tensor([2.0, 2.0, 1.0, math.nan]), torch.tensor([0, 0, 0, 5]), torch.tensor([True, True, True, False])
+    )
+    assert estimator_of("raft")(groups).trains.tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("reward", [2e6, -math.inf, math.nan])
+def test_a_valid_reward_beyond_the_largest_is_refused(reward):
+    with pytest.raises(ValueError, match="not finite or beyond 1e"):
+        RewardGroups.of(torch.tensor([reward, 1.0]), torch.tensor([0, 0]))
+
+
+def test_every_name_has_a_function_with_a_docstring_and_a_place_in_the_documentation():
+    from pathlib import Path
+
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    for name in ADVANTAGE_ESTIMATORS:
+        assert inspect.getdoc(estimator_of(name)), name
+        assert f"`{name}`" in page, f"docs/algorithms.md does not name {name}"
+    for name in KL_ESTIMATORS:
+        assert inspect.getdoc(getattr(kl, name)), name
+        assert f"`{name}`" in page, f"docs/algorithms.md does not name {name}"
+    functions = {
+        name for name, f in inspect.getmembers(advantages, inspect.isfunction) if "groups" in f.__annotations__
+    }
+    entered = {entry.function for entry in ADVANTAGE_ESTIMATORS.values()}
+    assert {name for name in functions if not name.startswith("_")} == entered

@@ -1,0 +1,177 @@
+"""Shaping of rewards: each step by itself, and their order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from reinforce_rl.algorithm.advantages import MAX_REWARD, RewardGroups
+from reinforce_rl.algorithm.choices import REWARD_STANDARDISATIONS
+from reinforce_rl.algorithm.moments import RunningMoments
+from reinforce_rl.algorithm.rewards import RewardShaping, shape_rewards
+
+NOTHING_PAST = RunningMoments()
+
+
+def shaped(
+    rewards: list[float],
+    shaping: RewardShaping,
+    *,
+    lengths: list[int] | None = None,
+    ended: list[bool] | None = None,
+    valid: list[bool] | None = None,
+    past: RunningMoments = NOTHING_PAST,
+) -> list[float]:
+    values = torch.tensor(rewards, dtype=torch.float64)
+    everything = [True] * len(rewards)
+    return shape_rewards(
+        values,
+        torch.tensor(valid or everything),
+        torch.tensor(lengths or [1] * len(rewards)),
+        torch.tensor(everything if ended is None else ended),
+        shaping,
+        past,
+    ).tolist()
+
+
+def test_by_default_nothing_is_done():
+    assert shaped([1.5, -2.0], RewardShaping(), lengths=[3, 7], ended=[True, False]) == [1.5, -2.0]
+
+
+class TestStandardisation:
+    def test_given(self):
+        assert shaped([3.0, -1.0], RewardShaping("given", mean=1.0, deviation=4.0)) == [0.5, -0.5]
+
+    @pytest.mark.parametrize("seen", [[], [5.0]])
+    def test_the_first_step_takes_its_own_moments(self, seen):
+        """A single number seen has no deviation yet."""
+        past = RunningMoments.of(torch.tensor(seen, dtype=torch.float64))
+        found = shaped([1.0, 2.0, 6.0], RewardShaping("running"), past=past)
+        deviation = math.sqrt((4 + 1 + 9) / 2)
+        assert found == pytest.approx([-2 / deviation, -1 / deviation, 3 / deviation])
+
+    def test_a_later_step_takes_those_of_the_past_alone(self):
+        past = RunningMoments.of(torch.tensor([0.0, 4.0], dtype=torch.float64))  # mean 2, deviation sqrt(8)
+        assert shaped([2.0, 10.0], RewardShaping("running"), past=past) == pytest.approx([0.0, math.sqrt(8)])
+        assert past == RunningMoments.of(torch.tensor([0.0, 4.0], dtype=torch.float64)), "reading does not feed it"
+
+    def test_the_first_moments_are_of_the_valid_samples(self):
+        found = shaped([1.0, math.nan, 3.0, 1e30], RewardShaping("running"), valid=[True, False, True, False])
+        assert [found[0], found[2]] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+
+    @pytest.mark.parametrize("reward", [0.0, 0.95, -1e6 + 1 / 3])
+    @pytest.mark.parametrize("noise", [0.0, 1e-7])
+    def test_equal_rewards_do_not_blow_up(self, reward, noise):
+        """Of the first step by its own moments, and then a reward that does differ."""
+        equal = [reward, reward * (1 + noise), reward * (1 - noise), reward]
+        assert shaped(equal, RewardShaping("running")) == [0.0] * 4
+        past = RunningMoments.of(torch.tensor(equal, dtype=torch.float64))
+        assert shaped([reward, reward + 1.0], RewardShaping("running"), past=past) == [0.0, 0.0]
+
+    def test_of_a_single_valid_sample_nothing_is_left(self):
+        found = shaped([7.0, math.nan], RewardShaping("running"), valid=[True, False])
+        assert found[0] == 0.0 and math.isnan(found[1]), "what was not scored stays so"
+
+
+class TestOverlongResponses:
+    # DAPO's own numbers: 16384 expected tokens, a buffer of 4096 above them, penalty factor 1.
+    DAPO = RewardShaping(truncation_penalty=1.0, overlong_buffer=4096, max_length=20480)
+
+    @pytest.mark.parametrize(
+        ("length", "expected"),
+        [
+            (1, 0.0),
+            (16384, 0.0),
+            (16385, -1 / 4096),
+            (17408, -0.25),
+            (18432, -0.5),
+            (20479, -4095 / 4096),
+            (20480, -1),
+        ],
+    )
+    def test_ended_ones_are_equation_13_of_dapo(self, length, expected):
+        assert shaped([0.0], self.DAPO, lengths=[length]) == pytest.approx([expected], abs=1e-7)
+
+    @settings(deadline=None, max_examples=40)
+    @given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 120))
+    def test_equation_13_for_any_sizes(self, buffer, expected, length):
+        longest = expected + buffer
+        length = min(length, longest)
+        punishment = 0.0 if length <= longest - buffer else (longest - buffer - length) / buffer
+        shaping = RewardShaping(truncation_penalty=2.5, overlong_buffer=buffer, max_length=longest)
+        assert shaped([1.0], shaping, lengths=[length]) == pytest.approx([1.0 + 2.5 * punishment], abs=1e-6)
+
+    def test_a_cut_one_has_all_of_it(self):
+        assert shaped([0.0], self.DAPO, lengths=[20480], ended=[False]) == [-1.0]
+
+    def test_a_buffer_as_long_as_the_response_begins_at_once(self):
+        shaping = RewardShaping(truncation_penalty=1.0, overlong_buffer=4, max_length=4)
+        assert shaped([0.0] * 5, shaping, lengths=[0, 1, 2, 3, 4]) == pytest.approx([0, -0.25, -0.5, -0.75, -1])
+
+    def test_without_a_buffer_only_cut_ones_are_penalised(self):
+        shaping = RewardShaping(truncation_penalty=3.0, max_length=8)
+        assert shaped([1.0, 1.0], shaping, lengths=[8, 8], ended=[True, False]) == [1.0, -2.0]
+
+
+class TestOrder:
+    EVERYTHING = RewardShaping(
+        "given",
+        mean=1.0,
+        deviation=2.0,
+        scale=10.0,
+        clip=5.0,
+        length_penalty=0.25,
+        truncation_penalty=100.0,
+        max_length=4,
+    )
+
+    def test_standardise_scale_clip_then_penalties(self):
+        found = shaped([1.2, 9.0, -9.0], self.EVERYTHING, lengths=[2, 4, 4], ended=[True, True, False])
+        # (1.2 - 1) / 2 * 10 = 1; the others are clipped to 5 before anything is subtracted.
+        assert found == pytest.approx([1.0 - 0.5, 5.0 - 1.0, -5.0 - 1.0 - 100.0])
+
+    def test_penalties_are_neither_scaled_nor_clipped(self):
+        assert shaped([1.2, -9.0], self.EVERYTHING, lengths=[1, 4]) == pytest.approx([1.0 - 0.25, -5.0 - 1.0])
+
+    def test_scale_comes_after_the_mean_is_taken(self):
+        assert shaped([3.0], RewardShaping("given", mean=1.0, scale=10.0)) == [20.0]
+
+    def test_clip_bounds_both_sides(self):
+        assert shaped([-3.0, 0.5, 3.0], RewardShaping(clip=1.0)) == [-1.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("standardisation", REWARD_STANDARDISATIONS)
+@settings(deadline=None, max_examples=30)
+@given(
+    rows=st.lists(
+        st.tuples(st.floats(-MAX_REWARD, MAX_REWARD), st.booleans(), st.integers(0, 8), st.booleans()), max_size=8
+    ),
+    anything=st.sampled_from([math.nan, math.inf, -math.inf]),
+    buffer=st.integers(0, 8),
+    past=st.lists(st.floats(-MAX_REWARD, MAX_REWARD), max_size=4),
+)
+def test_an_invalid_sample_changes_nobody_elses_reward(standardisation, rows, anything, buffer, past):
+    columns = list(zip(*rows, strict=True)) or [()] * 4
+    rewards = torch.tensor(columns[0], dtype=torch.float64)
+    valid, ended = (torch.tensor(columns[i], dtype=torch.bool) for i in (1, 3))
+    lengths = torch.tensor(columns[2], dtype=torch.long)
+    shaping = RewardShaping(
+        standardisation, 0.5, 2.0, 3.0, None, 0.1, truncation_penalty=1.0, overlong_buffer=buffer, max_length=8
+    )
+    moments = RunningMoments.of(torch.tensor(past, dtype=torch.float64))
+
+    def run(values: Tensor) -> Tensor:
+        return shape_rewards(values, valid, lengths, ended, shaping, replace(moments))
+
+    found = run(torch.where(valid, rewards, anything))
+    assert torch.isfinite(found[valid]).all()
+    assert torch.equal(found[valid], run(torch.where(valid, rewards, 0.0))[valid])
+    # What an invalid sample was left with is out of all that follows.
+    if bool((found[valid].abs() <= MAX_REWARD).all()):
+        assert torch.isfinite(RewardGroups.of(found, torch.zeros(len(valid)).long(), valid).mean_by_group()).all()

@@ -1,0 +1,304 @@
+"""Twenty mistakes of a first hour, as real processes: one message that says what to do, and nothing beside it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from helpers.tiny_run import three_letters, write_prompts
+from helpers.tiny_tokenizer import write_model_without_weights
+
+ROOT = Path(__file__).parents[1]
+ACTOR = "train_reinforce_actor.py"
+OF_CONFIG, OF_DATA = 3.0, 20.0  # seconds of CPU until the message, which are those of the clock on an idle machine
+BUSY = 10.0  # so many times longer may a machine take that runs other tests at the same time
+slow = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What was done, and what is to be said of it.
+
+    Attributes:
+        name: of the test.
+        overrides: after those of a run that is right; `{}` is the folder that `made` gets.
+        words: of the message.
+        seconds: until it comes.
+        made: writes what the overrides name.
+        faults: how many the message counts.
+        script, right: other than the actor's.
+        as_nobody: the process must not be root's, who may read and write everything.
+    """
+
+    name: str
+    overrides: list[str]
+    words: list[str]
+    seconds: float = OF_CONFIG
+    made: Callable[[Path], object] = field(default=lambda folder: None)
+    faults: int = 1
+    script: str = ACTOR
+    right: bool = True
+    as_nobody: bool = False
+    marks: tuple = ()
+
+
+def lines(name: str, *rows: object) -> Callable[[Path], object]:
+    """Writes a JSONL file; a text is a line as it stands."""
+    texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    return lambda folder: (folder / name).write_text("".join(text + "\n" for text in texts))
+
+
+def raw(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def without_template(folder: Path) -> None:
+    write_model_without_weights(folder / "m", chat_template=None)
+    lines("p.jsonl", *({"messages": [{"role": "user", "content": text}]} for text in three_letters(20)))(folder)
+
+
+def unreadable(folder: Path) -> None:
+    write_prompts(folder / "p.jsonl", three_letters(8)).chmod(0)
+
+
+def read_only(folder: Path) -> None:
+    (folder / "logs").mkdir()
+    (folder / "logs").chmod(0o555)
+
+
+TRAIN = "model.data.data_prefix.train"
+PAIRS = "train_reward_model.py"
+SERVER = "serve_reward_model.py"
+PROMPTS = [{"prompt": text} for text in three_letters(80)]
+
+MISTAKES = [
+    # Configuration.
+    Mistake("wrong path", [f"{TRAIN}={{}}/none.jsonl"], [TRAIN, "none.jsonl does not exist"]),
+    Mistake("misspelt key", ["trainer.devces=2"], ["trainer.devces is not a key", "did you mean trainer.devices"]),
+    Mistake(
+        "two misspelt keys",
+        ["trainer.devces=2", "model.optim.learning_rate=1e-5"],
+        ["trainer.devces is not a key", "trainer.devices", "model.optim.learning_rate is not a key"],
+        faults=2,
+    ),
+    Mistake(
+        "keys of NeMo-Aligner",
+        [
+            "trainer.reinforce.batch_iterator.use_flask=true",
+            "++trainer.reinforce.trt_llm.enable=true",
+            "rm_model_file=a",
+        ],
+        [
+            "use_flask is a key of NeMo-Aligner; set trainer.reinforce.generation_work_queue",
+            "rm_model_file is a key of",
+        ],
+        faults=2,
+        marks=(slow,),
+    ),
+    Mistake("text for a number", ["trainer.devices=two"], ["trainer.devices is 'two'; expected a whole number"]),
+    Mistake(
+        "batch that does not divide", ["model.global_batch_size=7"], ["global_batch_size is 7", "a multiple of 4"]
+    ),
+    Mistake(
+        "TP that does not divide",
+        ["trainer.devices=3", "model.tensor_model_parallel_size=3"],
+        ["tensor_model_parallel_size is 3", "the feed-forward size 32 (intermediate_size) of", "config.json"],
+    ),
+    Mistake("negative learning rate", ["model.optim.lr=-1"], ["model.optim.lr is -1.0; expected above 0"]),
+    Mistake(
+        "G of 1 with RLOO",
+        ["trainer.reinforce.num_rollouts_per_prompt=1"],
+        ["is 1; advantage_estimator=rloo", "least 2"],
+    ),
+    Mistake("empty JSONL", [f"{TRAIN}={{}}/p.jsonl"], ["p.jsonl", "is empty", "JSONL"], made=lines("p.jsonl")),
+    Mistake(
+        "CSV",
+        [f"{TRAIN}={{}}/p.csv"],
+        ["p.csv", "CSV", "JSONL"],
+        made=raw("p.csv", b'prompt,answer\n"What is 1, or 2?",2\n'),
+    ),
+    Mistake(
+        "Parquet",
+        [f"{TRAIN}={{}}/p.parquet"],
+        ["p.parquet", "Parquet", "JSONL"],
+        made=raw("p.parquet", b"PAR1\x15\x04"),
+    ),
+    Mistake(
+        "gz",
+        [f"{TRAIN}={{}}/p.jsonl.gz"],
+        ["p.jsonl.gz", "gzip", "gunzip", "JSONL"],
+        made=raw("p.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n')),
+    ),
+    Mistake(
+        "JSON array",
+        [f"{TRAIN}={{}}/p.json"],
+        ["p.json", "a JSON array", "JSONL"],
+        made=raw("p.json", json.dumps(PROMPTS, indent=2).encode()),
+    ),
+    Mistake(
+        "unreadable file",
+        [f"{TRAIN}={{}}/p.jsonl"],
+        ["p.jsonl cannot be read: Permission denied"],
+        made=unreadable,
+        as_nobody=True,
+    ),
+    Mistake(
+        "log folder that cannot be made",
+        ["exp_manager.explicit_log_dir=/proc/run"],
+        ["explicit_log_dir is /proc/run; no folder can be made in /proc"],
+    ),
+    Mistake(
+        "log folder of another user",
+        ["exp_manager.explicit_log_dir={}/logs/run"],
+        ["explicit_log_dir is", "logs", "Permission denied"],
+        made=read_only,
+        as_nobody=True,
+    ),
+    # Data, which take the tokenizer.
+    Mistake(
+        "broken JSON at line 57",
+        [f"{TRAIN}={{}}/p.jsonl"],
+        ["p.jsonl:57: not valid JSON (Invalid control character at column 14)"],
+        OF_DATA,
+        lines("p.jsonl", *PROMPTS[:56], '{"prompt": "a', *PROMPTS[57:]),
+    ),
+    Mistake(
+        "missing prompt key",
+        [f"{TRAIN}={{}}/p.jsonl"],
+        ["p.jsonl:2: found question and answer; expected exactly one of prompt, text and messages"],
+        OF_DATA,
+        lines("p.jsonl", PROMPTS[0], {"question": "a", "answer": "b"}),
+        marks=(slow,),
+    ),
+    Mistake(
+        "prompt beyond the limit",
+        [f"{TRAIN}={{}}/p.jsonl"],
+        ["p.jsonl:1: prompt of 49 tokens, more than the 48", "too_long=skip"],
+        OF_DATA,
+        lines("p.jsonl", {"prompt": "e" * 49}, *PROMPTS),
+        marks=(slow,),
+    ),
+    Mistake(
+        "no chat template",
+        [f"{TRAIN}={{}}/p.jsonl", "pretrained_checkpoint.restore_from_path={}/m"],
+        ["/m has no chat template, which messages and model.data.apply_chat_template=true need"],
+        OF_DATA,
+        without_template,
+        marks=(slow,),
+    ),
+    Mistake(
+        "server down",
+        ["remote_rm.reward_model.port={free}", "remote_rm.ready_timeout_seconds=1"],
+        ["no answer of the reward server at localhost:{free}", "connection refused"],
+        OF_DATA,
+    ),
+    Mistake(
+        "wrong port",
+        ["remote_rm.reward_model.port={taken}", "remote_rm.ready_timeout_seconds=1"],
+        ["localhost:{taken}"],
+        OF_DATA,
+        marks=(slow,),
+    ),
+    Mistake(
+        "port in use",
+        ["reward_function.name=reinforce_rl.rewards.functions.gsm8k", "inference.port={taken}"],
+        ["port {taken} of 127.0.0.1 is in use", "inference.port=N"],
+        script=SERVER,
+        right=False,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Which any user can look into, other than pytest's."""
+    folder = Path(tempfile.mkdtemp(prefix="first-hour-"))
+    folder.chmod(0o755)
+    write_model_without_weights(folder / "model")
+    write_prompts(folder / "train.jsonl", three_letters(8))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def ports() -> Iterator[dict[str, int]]:
+    """One that is free, and one on which something else listens, which says nothing that we know."""
+    with socket.socket() as free, socket.create_server(("127.0.0.1", 0)) as taken:
+        free.bind(("127.0.0.1", 0))  # held, without listening: nobody else gets it
+        yield {"free": free.getsockname()[1], "taken": taken.getsockname()[1]}
+
+
+def right(folder: Path, own: Path) -> list[str]:
+    return [
+        f"pretrained_checkpoint.restore_from_path={folder / 'model'}",
+        f"model.data.data_prefix.train={folder / 'train.jsonl'}",
+        f"exp_manager.explicit_log_dir={own / 'run'}",
+        "model.encoder_seq_length=64",
+        "model.reinforce.length_params.max_length=16",
+    ]
+
+
+def said_by(command: list[str], seconds: float, *, as_nobody: bool = False) -> str:
+    """What a program says before it ends with exit code 1, in time and without a traceback or a library's warning."""
+    if as_nobody and os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("root without setpriv is never refused a file")
+        command = ["setpriv", "--bounding-set=-all", *command]  # no capability: root's own modes count again
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUSY * seconds, cwd="/", env=environment)
+    after, said = resource.getrusage(resource.RUSAGE_CHILDREN), done.stdout + done.stderr
+    took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"exit code {done.returncode} after {took:.1f} s of CPU:\n{said}")
+    assert done.returncode == 1
+    assert re.search(r"Traceback|Warning|Error executing job", said) is None
+    assert len(re.findall("^error: ", said, re.M)) == 1
+    assert took < seconds
+    return said
+
+
+def test_a_full_disk_is_told_before_the_start(folder):
+    """A file system of its own that is too small even for this model."""
+    disk = folder / "disk"
+    disk.mkdir()
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    mount = f"mount -t tmpfs -o size=16k none {disk} && exec"
+    command = [sys.executable, str(ROOT / "examples" / ACTOR), *right(folder, disk)]
+    said = said_by(["unshare", "--mount", "sh", "-c", f"{mount} {shlex.join(command)}"], OF_DATA)
+    assert f"explicit_log_dir is {disk / 'run'}, where 1" in said and "kB are free; the run needs" in said
+    assert "Free some space" in said
+
+
+@pytest.mark.parametrize("mistake", [pytest.param(m, id=m.name, marks=m.marks) for m in MISTAKES])
+def test_a_mistake_is_told(mistake, folder, ports, tmp_path_factory):
+    own = folder / re.sub(r"\W", "_", mistake.name)
+    own.mkdir()
+    mistake.made(own)
+    texts = [text.replace("{free}", str(ports["free"])) for text in (*mistake.overrides, *mistake.words)]
+    texts = [text.replace("{taken}", str(ports["taken"])).replace("{}", str(own)) for text in texts]
+    overrides, words = texts[: len(mistake.overrides)], texts[len(mistake.overrides) :]
+    command = [sys.executable, str(ROOT / "examples" / mistake.script)]
+    said = said_by(
+        [*command, *(right(folder, own) if mistake.right else []), *overrides],
+        mistake.seconds,
+        as_nobody=mistake.as_nobody,
+    )
+    assert [word for word in words if word not in said] == []
+    counted = re.search(r"(\d+) faults? in the configuration", said)
+    assert (int(counted.group(1)) if counted else 1) == mistake.faults
+    if mistake.seconds == OF_CONFIG:
+        assert not (own / "run").exists()

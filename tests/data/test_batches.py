@@ -1,0 +1,188 @@
+"""Batches cut and joined: every field keeps its row, and only padding is added or lost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reinforce_rl.data.batches import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    Completions,
+    Prompt,
+    ReinforceBatch,
+    RolloutBatch,
+    join_completions,
+    join_prompts_and_responses,
+    join_rollouts,
+    length_mask,
+)
+
+PAD = 99
+sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=6)
+
+
+def rollouts(lengths: list[tuple[int, int]], *, start: int = 0, extra: int = 0, with_log_probs: bool = True):
+    """A batch whose every number tells its row and column; `extra` columns of padding that nothing needs."""
+    count = len(lengths)
+    prompts, responses = ([pair[i] for pair in lengths] for i in (0, 1))
+    width = max(responses, default=0)
+    used = max((p + r for p, r in lengths), default=0) + extra
+    ids = torch.arange(start, start + count)
+    table = 100.0 * ids[:, None] + torch.arange(1, width + extra + 1)[None, :]
+    table = torch.where(length_mask(torch.tensor(responses).long(), width + extra), table, 0.0)
+    sequences = 1000 + 100 * ids[:, None] + torch.arange(used)[None, :]
+    total = torch.tensor(prompts).long() + torch.tensor(responses).long()
+    return RolloutBatch(
+        sequences=torch.where(length_mask(total, used), sequences, PAD),
+        prompt_lengths=torch.tensor(prompts).long(),
+        response_lengths=torch.tensor(responses).long(),
+        group_ids=ids // 2,
+        sample_ids=ids % 2,
+        finish_reasons=tuple(FINISH_STOP if i % 3 else FINISH_LENGTH for i in ids.tolist()),
+        rewards=ids.float() / 7,
+        valid=ids % 4 != 1,
+        generator_log_probs=table if with_log_probs else None,
+        log_probs=table + 0.25 if with_log_probs else None,
+        init_log_probs=table + 0.5 if with_log_probs else None,
+        source_rewards={"one": ids.float(), "two": -ids.float()},
+    )
+
+
+def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
+    """Each sample by itself, without padding."""
+    found = []
+    for i in range(len(batch.rewards)):
+        length = int(batch.response_lengths[i])
+        used = int(batch.prompt_lengths[i]) + length
+        assert (batch.sequences[i, used:] == PAD).all()
+        row: dict[str, object] = {"sequences": batch.sequences[i, :used].tolist()}
+        for field in dataclasses.fields(batch):
+            value = getattr(batch, field.name)
+            if field.name.endswith("log_probs"):
+                row[field.name] = None if value is None else value[i, :length].tolist()
+            elif field.name == "source_rewards":
+                row[field.name] = {name: float(values[i]) for name, values in value.items()}
+            elif field.name != "sequences":
+                row[field.name] = value[i] if isinstance(value, tuple) else value[i].item()
+        found.append(row)
+    return found
+
+
+def assert_tight(batch: RolloutBatch) -> None:
+    """As wide as its longest sample."""
+    total = (batch.prompt_lengths + batch.response_lengths).tolist()
+    assert batch.sequences.shape == (len(total), max(total, default=0))
+    for values in (batch.generator_log_probs, batch.log_probs, batch.init_log_probs):
+        assert values is None or values.shape == batch.response_mask.shape
+
+
+def test_the_mask_and_the_ends():
+    batch = rollouts([(1, 0), (2, 3), (1, 1)])
+    assert batch.width == 3
+    assert batch.response_mask.tolist() == [[False] * 3, [True] * 3, [True, False, False]]
+    assert batch.is_end.tolist() == [False, True, True] and batch.is_end.dtype == torch.bool
+    nothing = rollouts([])
+    assert nothing.width == 0 and nothing.is_end.shape == (0,) and nothing.is_end.dtype == torch.bool
+
+
+@settings(deadline=None, max_examples=40)
+@given(sizes, st.integers(0, 3), st.booleans(), st.data())
+def test_select_takes_rows_in_order_and_cuts_padding(lengths, extra, with_log_probs, data):
+    batch = rollouts(lengths, extra=extra, with_log_probs=with_log_probs)
+    rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=6) if lengths else st.just([]))
+    found = batch.select(torch.tensor(rows, dtype=torch.long))
+    every = rows_of(batch)
+    assert rows_of(found) == [every[row] for row in rows]
+    assert_tight(found)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(sizes, min_size=1, max_size=4))
+def test_joined_rollouts_are_their_parts_one_after_the_other(parts):
+    starts = [sum(map(len, parts[:i])) for i in range(len(parts))]
+    batches = [rollouts(part, start=start) for part, start in zip(parts, starts, strict=True)]
+    joined = join_rollouts(batches, PAD)
+    assert rows_of(joined) == [row for batch in batches for row in rows_of(batch)]
+    assert_tight(joined)
+    # Cut apart again, each part is what it was.
+    for batch, start in zip(batches, starts, strict=True):
+        again = joined.select(torch.arange(start, start + len(batch.rewards)))
+        assert rows_of(again) == rows_of(batch)
+
+
+def test_one_part_is_itself():
+    batch = rollouts([(1, 2)])
+    assert join_rollouts([batch], PAD) is batch
+
+
+def test_log_probs_that_one_part_lacks_are_lacking():
+    joined = join_rollouts([rollouts([(1, 2)]), rollouts([(1, 3)], with_log_probs=False)], PAD)
+    assert joined.generator_log_probs is joined.log_probs is joined.init_log_probs is None
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0], [1, 1, 0]])
+def test_a_round_without_a_prompt_on_this_rank_takes_nothing_away(order):
+    """It asked no source and no generator, so it knows no names of sources and no log-probs."""
+    some = rollouts([(1, 2), (2, 1)])
+    none = dataclasses.replace(rollouts([], with_log_probs=False), source_rewards={})
+    joined = join_rollouts([[some, none][i] for i in order], PAD)
+    assert rows_of(joined) == rows_of(some)
+    assert len(join_rollouts([none, none], PAD).rewards) == 0
+
+
+def test_the_advantage_of_a_response_is_the_mean_of_its_tokens():
+    batch = rollouts([(1, 2), (1, 0), (1, 3)])
+    nothing = torch.zeros(3)
+    advantages = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 0.0], [2.0, 2.0, 5.0]])
+    found = ReinforceBatch(batch, nothing, nothing, nothing, advantages, batch.valid).sequence_advantages
+    assert found.tolist() == [2.0, 0.0, 3.0]
+
+
+def completions(tokens: list[list[int]], *, with_log_probs: bool = True) -> Completions:
+    lengths = torch.tensor([len(row) for row in tokens])
+    width = max(map(len, tokens))
+    table = torch.tensor([row + [PAD] * (width - len(row)) for row in tokens])
+    log_probs = torch.where(length_mask(lengths, width), -table.float(), 0.0) if with_log_probs else None
+    return Completions(table, lengths, (FINISH_STOP,) * len(tokens), log_probs)
+
+
+class TestCompletions:
+    def test_joined(self):
+        joined = join_completions([completions([[1, 2, 3], [4]]), completions([[5, 6]])], PAD)
+        assert joined.tokens.tolist() == [[1, 2, 3], [4, PAD, PAD], [5, 6, PAD]]
+        assert joined.lengths.tolist() == [3, 1, 2] and len(joined.finish_reasons) == 3
+        assert joined.log_probs is not None
+        assert joined.log_probs.tolist() == [[-1, -2, -3], [-4, 0, 0], [-5, -6, 0]]
+
+    def test_log_probs_that_one_part_lacks_are_lacking(self):
+        assert join_completions([completions([[1]]), completions([[2]], with_log_probs=False)], PAD).log_probs is None
+
+    def test_of_nothing(self):
+        joined = join_completions([], PAD)
+        assert joined.tokens.shape == (0, 0) and joined.lengths.shape == (0,) and joined.log_probs is None
+        assert joined.tokens.dtype == joined.lengths.dtype == torch.int64
+
+    def test_behind_their_prompts(self):
+        prompts = [Prompt(0, "", (7, 8)), Prompt(1, "", (9,))]
+        drawn = completions([[1, 2, 3], [], [4], [5, 6]])
+        repeated = drawn.repeat_to_samples(prompts)
+        assert [prompt.id for prompt in repeated] == [0, 0, 1, 1]
+        sequences, lengths = join_prompts_and_responses(repeated, drawn, PAD)
+        assert lengths.tolist() == [2, 2, 1, 1]
+        expected = [[7, 8, 1, 2, 3], [7, 8], [9, 4], [9, 5, 6]]
+        assert sequences.tolist() == [row + [PAD] * (5 - len(row)) for row in expected]
+
+    def test_no_prompts_have_no_samples(self):
+        assert join_completions([], PAD).repeat_to_samples([]) == []
+        sequences, lengths = join_prompts_and_responses([], join_completions([], PAD), PAD)
+        assert sequences.shape == (0, 0) and lengths.shape == (0,)
+
+
+def test_a_mask():
+    assert length_mask(torch.tensor([2, 0, 3]), 3).tolist() == [[True, True, False], [False] * 3, [True] * 3]
+    assert length_mask(torch.tensor([0, 0]), 0).shape == (2, 0)

@@ -1,0 +1,156 @@
+"""Attributes from a head of several scores to the client, by name; and a served classifier against transformers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.classifiers import HELPSTEER, classifier_folder, sequences_to_score, transformers_scores
+from helpers.fake_reward_server import FakeRewardServer, answer, describe
+from helpers.serve_toy_scorer import TOKEN_NAN, TOKEN_RAISE, VOCAB_SIZE, ToyScorer, toy_score
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+from helpers.toy_server import ToyServer
+
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import RewardServerError
+from reinforce_rl.reward_server.scoring import RequestScorer
+from reinforce_rl.rewards import base, protocol
+from reinforce_rl.rewards.base import AttributeScores, RewardRequest, Rewards
+from reinforce_rl.rewards.client import RemoteGPTRMClient
+from reinforce_rl.rewards.combined import CombinedRewards, WeightedSource
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("sum", "length", "odd")
+TOKEN_ODD_NAN = 104  # one attribute is not finite, the reward is
+WEIGHTS = {"helpfulness": 0.65, "correctness": 0.8, "verbosity": -0.4}
+
+
+class AttributeToy(ToyScorer):
+    """The toy's score, the length, and whether it is odd; the reward is the first one."""
+
+    attributes = NAMES
+
+    def score_attributes(self, sequences: list[list[int]]) -> AttributeScores:
+        rewards = self.score(sequences)
+        rows = [
+            [reward, float(len(s)), float("inf") if TOKEN_ODD_NAN in s else len(s) % 2]
+            for reward, s in zip(rewards, sequences, strict=True)
+        ]
+        return AttributeScores(rewards, rows)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE))
+
+
+def arrays_of(sequences: list[list[int]]) -> dict[str, np.ndarray]:
+    tokens = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = sequence
+    return {"tokens": tokens, "sequence_lengths": np.array([[len(s)] for s in sequences], np.int64)}
+
+
+def request_of(sequences: list[list[int]]) -> RewardRequest:
+    arrays = arrays_of(sequences)
+    lengths = torch.from_numpy(arrays["sequence_lengths"])[:, 0]
+    return RewardRequest(torch.from_numpy(arrays["tokens"]), lengths, ("",) * len(lengths), ("",) * len(lengths))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_each_request_gets_its_own_attributes(tokenizer, deterministic):
+    scorer = RequestScorer(AttributeToy(0.0, 0.0), tokenizer, deterministic=deterministic)
+    first, second = scorer([arrays_of([[1, 2, 3], [4, 5]]), arrays_of([[6], [TOKEN_NAN], [TOKEN_ODD_NAN, 7]])])
+    assert first["attributes"].dtype == np.float32
+    np.testing.assert_allclose(first["attributes"], [[toy_score([1, 2, 3]), 3, 1], [toy_score([4, 5]), 2, 0]])
+    assert second["status"][:, 0].tolist() == [base.STATUS_OK, base.STATUS_NOT_FINITE, base.STATUS_NOT_FINITE]
+    np.testing.assert_allclose(second["attributes"][0], [toy_score([6]), 1, 1])
+    assert np.isnan(second["attributes"][1:]).all() and np.isnan(second["rewards"][1:]).all()
+
+
+def test_a_model_that_raises_gives_no_attributes(tokenizer):
+    (found,) = RequestScorer(AttributeToy(0.0, 0.0), tokenizer)([arrays_of([[TOKEN_RAISE]])])
+    assert np.isnan(found["attributes"]).all() and found["status"].tolist() == [[base.STATUS_INTERNAL]]
+
+
+def test_without_attributes_the_answer_is_as_before(tokenizer):
+    (found,) = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)([arrays_of([[1, 2]])])
+    assert set(found) == {"rewards", "status"}
+
+
+def attribute_answer(values: list[float], count: int, columns: int) -> tuple[int, dict]:
+    code, body = answer([1.0, 2.0], [0, base.STATUS_INTERNAL])
+    extra = {"name": "attributes", "datatype": "FP32", "shape": [count, columns], "data": values}
+    return code, {**body, "outputs": [*body["outputs"], extra]}
+
+
+def test_the_client_hands_on_attributes_by_name():
+    with FakeRewardServer([attribute_answer([1.0, 2.0, 3.0, 4.0], 2, 2)]) as fake:
+        fake.info = describe(attributes=["kind", "brief"])
+        client = RemoteGPTRMClient(port=fake.port, deadline_seconds=20)
+        found = client.infer_rm(request_of([[1], [2]])).result()
+        client.close()
+    assert list(found.by_source) == ["kind", "brief"]
+    torch.testing.assert_close(found.by_source["brief"], torch.tensor([2.0, torch.nan]), equal_nan=True)
+
+
+def test_attributes_of_another_shape_are_no_answer():
+    with FakeRewardServer([attribute_answer([1.0] * 6, 2, 3)]) as fake:
+        fake.info = describe(attributes=["kind", "brief"])
+        client = RemoteGPTRMClient(port=fake.port, deadline_seconds=20, first_backoff_seconds=0.02)
+        with pytest.raises(RewardServerError, match=r"'attributes' is float32 \[2, 3\]; expected float32 \[2, 2\]"):
+            client.infer_rm(request_of([[1], [2]])).result()
+        client.close()
+
+
+def test_several_sources_keep_their_attributes_apart():
+    class Source:
+        def infer_rm(self, request):
+            return self
+
+        def result(self):
+            return Rewards(torch.ones(1), torch.zeros(1).int(), {"kind": torch.tensor([0.5])})
+
+        def close(self):
+            pass
+
+    sources = [WeightedSource(name, Source(), 1.0) for name in ("a", "b")]
+    found = CombinedRewards(sources).infer_rm(request_of([[1]])).result()
+    assert set(found.by_source) == {"a", "a/kind", "b", "b/kind"}
+
+
+class ServedModel(ToyServer):
+    """`examples/serve_reward_model.py` itself."""
+
+    def command(self) -> list[str]:
+        places = [f"inference.port={self.port}", f"inference.ready_file={self.ready_file}"]
+        return [sys.executable, str(ROOT / "examples/serve_reward_model.py"), *places, *self.options]
+
+
+def test_a_served_classifier_equals_transformers(tmp_path):
+    pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+    folder = classifier_folder(tmp_path / "model", "qwen3", 5)
+    sequences = sequences_to_score()
+    expected = transformers_scores(folder, sequences, padded=True)
+    weights = ",".join(f"{name}:{weight}" for name, weight in WEIGHTS.items())
+    merging = [f"reward_model.attribute_weights={{{weights}}}", "reward_model.mean=0.25", "reward_model.deviation=2"]
+    server = ServedModel(tmp_path, f"reward_model.restore_from_path={folder}", *merging).start()
+    try:
+        client = RemoteGPTRMClient(port=server.port, deadline_seconds=60)
+        info = client.wait_until_ready()
+        found = client.infer_rm(request_of(sequences)).result()
+        client.close()
+    finally:
+        server.close()
+    assert tuple(info.attributes) == HELPSTEER == tuple(found.by_source)
+    assert info.details["mean"] == 0.25 and info.details["attribute_weights"]["correctness"] == 0.8
+    for column, values in enumerate(found.by_source.values()):
+        torch.testing.assert_close(values, expected[:, column], atol=1e-5, rtol=0)
+    merged = sum(weight * expected[:, HELPSTEER.index(name)] for name, weight in WEIGHTS.items())
+    torch.testing.assert_close(found.values, (merged - 0.25) / 2, atol=1e-5, rtol=0)
+    assert json.loads(info.to_json())["attributes"] == list(HELPSTEER)
+    assert protocol.ServerInfo.from_json(info.to_json()) == info

@@ -1,0 +1,99 @@
+"""How a call is cut into forward passes and dealt to copies of the model."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from helpers.models import tiny_llama_folder
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.model.reward_head import RewardHead
+from reinforce_rl.reward_model.batching import Batching, pack, share, unpack
+from reinforce_rl.reward_model.scorer import MegatronRewardModel, load_trunk
+
+CUTS = [Batching(1), Batching(5), Batching(64), Batching(8, 100), Batching(8, 100, 16), Batching(3, None, 7)]
+
+
+def some_sequences(count: int, longest: int = 40) -> list[list[int]]:
+    rng = np.random.default_rng(count)
+    return [rng.integers(1, 60, length).tolist() for length in rng.integers(1, longest, count)]
+
+
+@pytest.mark.parametrize("batching", CUTS)
+@pytest.mark.parametrize("count", [0, 1, 30])
+def test_every_sequence_is_in_one_pass_unchanged(batching, count):
+    sequences = some_sequences(count)
+    found: dict[int, list[int]] = {}
+    for one in batching.plan(sequences):
+        assert one.tokens.dtype == one.lengths.dtype == one.rows.dtype == np.int64
+        assert one.tokens.shape[1] % batching.pad_to_multiple == 0
+        assert one.tokens.shape[1] - one.lengths.max() < batching.pad_to_multiple
+        if batching.tokens_per_micro_batch is None:
+            assert len(one.rows) <= batching.micro_batch_size
+        else:
+            assert len(one.rows) == 1 or one.tokens.size <= batching.tokens_per_micro_batch
+        for row, tokens, length in zip(one.rows.tolist(), one.tokens.tolist(), one.lengths.tolist(), strict=True):
+            assert row not in found
+            found[row] = tokens[:length]
+            assert not any(tokens[length:])
+    assert [found[row] for row in range(count)] == sequences
+
+
+def test_passes_hold_sequences_of_like_length():
+    widths = [(one.lengths.min(), one.lengths.max()) for one in Batching(4).plan(some_sequences(30))]
+    assert all(this[0] >= following[1] for this, following in itertools.pairwise(widths))
+
+
+@pytest.mark.parametrize("batching", CUTS)
+def test_packing_survives_the_wire(batching):
+    passes = batching.plan(some_sequences(30))
+    for sent, received in zip(passes, unpack(np.frombuffer(pack(passes).tobytes(), np.int64)), strict=True):
+        np.testing.assert_array_equal(sent.tokens, received.tokens)
+        np.testing.assert_array_equal(sent.lengths, received.lengths)
+    assert unpack(pack([])) == []
+
+
+def test_a_damaged_message_is_refused():
+    values = pack(Batching(4).plan(some_sequences(10)))
+    for damaged in (values[:-1], np.append(values, 0), np.array([1, -5, 3])):
+        with pytest.raises(ValueError, match="a message of"):
+            unpack(damaged)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 8])
+def test_passes_are_dealt_once_and_evenly(blocks):
+    passes = Batching(8, 64).plan(some_sequences(60))
+    dealt = share(passes, blocks)
+    assert sorted(index for own in dealt for index in own) == list(range(len(passes)))
+    loads = [sum(passes[index].tokens.size for index in own) for own in dealt]
+    fair = max(sum(loads) / blocks, max(one.tokens.size for one in passes))
+    assert max(loads) <= 4 / 3 * fair
+
+
+def test_impossible_bounds_are_named_together(tmp_path, mesh):
+    faults = Batching(0, -1, 0).faults()
+    assert [fault.split(" is ")[0] for fault in faults] == [
+        "inference.micro_batch_size",
+        "inference.tokens_per_micro_batch",
+        "inference.pad_to_multiple",
+    ]
+    lm = load_trunk(tiny_llama_folder(tmp_path), mesh)
+    with pytest.raises(ConfigError, match=r"inference\.pad_to_multiple is 0"):
+        MegatronRewardModel(lm, RewardHead(torch.zeros(32), torch.tensor(0.0), "mean"), batching=Batching(1, 1, 0))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_scores_do_not_depend_on_the_batching(pooling, tmp_path, mesh: Mesh):
+    lm = load_trunk(tiny_llama_folder(tmp_path), mesh)
+    head = RewardHead(torch.randn(32, generator=torch.Generator().manual_seed(0)), torch.tensor(0.5), pooling)
+    sequences = some_sequences(30)
+    expected = MegatronRewardModel(lm, head, batching=Batching(1)).score(sequences)
+    assert np.std(expected) > 0.1
+    for batching in CUTS[1:]:
+        found = MegatronRewardModel(lm, head, batching=batching).score(sequences)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert MegatronRewardModel(lm, head, batching=batching).score(sequences) == found

@@ -1,0 +1,127 @@
+"""Losses and measures of reward models against formulas written out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from reinforce_rl.reward_model.evaluation import attribute_fit, calibration, correlation, ranks
+from reinforce_rl.reward_model.losses import bradley_terry, squared_error
+from reinforce_rl.reward_model.objectives import Ranking, Regression
+from reinforce_rl.reward_model.pairs import EncodedPair
+from reinforce_rl.reward_model.ratings import EncodedRating
+
+NAN = math.nan
+
+
+def doubles(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_bradley_terry_is_a_sum_over_pairs():
+    chosen, rejected = 3 * doubles(50, 0), 3 * doubles(50, 1)
+    expected = sum(
+        -math.log(1 / (1 + math.exp(-(c - r)))) for c, r in zip(chosen.tolist(), rejected.tolist(), strict=True)
+    )
+    assert float(bradley_terry(chosen, rejected)) == pytest.approx(expected, rel=1e-12)
+    parts = bradley_terry(chosen[:13], rejected[:13]) + bradley_terry(chosen[13:], rejected[13:])
+    assert float(parts) == pytest.approx(expected, rel=1e-12)
+    far = bradley_terry(torch.tensor([-800.0]), torch.tensor([800.0]))
+    assert float(far) == 1600.0  # no overflow
+
+
+def test_missing_targets_give_neither_loss_nor_gradient():
+    predicted = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
+    loss = squared_error(predicted, torch.tensor([[0.5, NAN], [NAN, 7.0]]))
+    assert loss.item() == pytest.approx(0.25 + 9)
+    (gradient,) = torch.autograd.grad(loss, predicted)
+    assert gradient.tolist() == [[1.0, 0.0], [0.0, -6.0]]
+
+
+def test_calibration_bin_by_bin():
+    generator = random.Random(0)
+    pairs = [(generator.gauss(0, 2), generator.gauss(0, 2)) for _ in range(400)] + [(1.0, 1.0)] * 5
+    found = calibration(*(torch.tensor(side) for side in zip(*pairs, strict=True)), num_bins=7)
+    buckets: dict[int, list[tuple[float, float]]] = {}
+    for chosen, rejected in pairs:
+        confidence = 1 / (1 + math.exp(-abs(chosen - rejected)))
+        right = 1.0 if chosen > rejected else 0.0 if chosen < rejected else 0.5
+        buckets.setdefault(min(int((confidence - 0.5) / 0.5 * 7), 6), []).append((confidence, right))
+    assert [one.count for one in found.bins] == [len(buckets[i]) for i in sorted(buckets)]
+    error = 0.0
+    for i, one in zip(sorted(buckets), found.bins, strict=True):
+        predicted, observed = (sum(values) / len(values) for values in zip(*buckets[i], strict=True))
+        assert (one.predicted, one.observed) == pytest.approx((predicted, observed))
+        assert one.low <= one.predicted <= one.high and one.high - one.low == pytest.approx(0.5 / 7)
+        error += len(buckets[i]) / len(pairs) * abs(predicted - observed)
+    assert found.error == pytest.approx(error)
+
+
+def test_a_calibrated_model_has_little_calibration_error():
+    margins = 2 * doubles(20_000, 3)
+    chosen_first = torch.rand(20_000, generator=torch.Generator().manual_seed(4)) < torch.sigmoid(margins)
+    chosen, rejected = torch.where(chosen_first, margins, 0), torch.where(chosen_first, 0, margins)
+    assert calibration(chosen, rejected).error < 0.01
+    assert calibration(3 * chosen, 3 * rejected).error > 0.05  # overconfident
+
+
+def test_ranks_share_ties():
+    values = torch.tensor([3.0, 1.0, 3.0, -2.0, 3.0, 1.0])
+    expected = [sum(other < v for other in values) + (sum(other == v for other in values) + 1) / 2 for v in values]
+    assert ranks(values).tolist() == [float(rank) for rank in expected]
+
+
+def test_correlations():
+    x, y = doubles(40, 5), doubles(40, 6)
+    pairs = list(zip(x.tolist(), y.tolist(), strict=True))
+    mean_x, mean_y = sum(a for a, _ in pairs) / 40, sum(b for _, b in pairs) / 40
+    covariance = sum((a - mean_x) * (b - mean_y) for a, b in pairs)
+    spread = math.sqrt(sum((a - mean_x) ** 2 for a, _ in pairs) * sum((b - mean_y) ** 2 for _, b in pairs))
+    assert correlation(x, y) == pytest.approx(covariance / spread)
+    # Without ties Spearman's is 1 - 6 sum d^2 / (n (n^2 - 1)).
+    differences = sum((a - b) ** 2 for a, b in zip(ranks(x).tolist(), ranks(y).tolist(), strict=True))
+    fit = attribute_fit(torch.cat((x, torch.ones(2))), torch.cat((y, torch.tensor([NAN, NAN]))))
+    assert fit.spearman == pytest.approx(1 - 6 * differences / (40 * (40**2 - 1)))
+    assert fit.pearson == pytest.approx(covariance / spread)
+    assert fit.mse == pytest.approx(sum((a - b) ** 2 for a, b in pairs) / 40)
+    assert fit.count == 40
+    assert math.isnan(attribute_fit(torch.ones(3), torch.arange(3.0)).pearson)
+    assert math.isnan(attribute_fit(torch.ones(3), torch.full((3,), NAN)).mse)
+
+
+def test_the_objectives_agree_with_their_parts():
+    examples = [EncodedPair(str(i), (1,), (2,) * (i + 1), (3,) * 2) for i in range(4)]
+    scores = torch.tensor([[[1.0], [0.0]], [[0.0], [2.0]], [[1.0], [1.0]], [[3.0], [0.0]]])
+    loss, sums = Ranking().loss(scores, examples)
+    found = Ranking().evaluate(scores, examples)
+    assert found.loss == pytest.approx(loss.item() / 4)
+    assert found.metrics["accuracy"] == sums["accuracy"] / 4 == 0.625
+    assert found.metrics["accuracy_of_longer_wins"] == 0.625  # lengths 1, 2, 3, 4 against 2
+    assert found.metrics["margin"] == pytest.approx(sums["margin"] / 4) == 0.5
+    assert sum(one.count for one in found.reliability) == 4
+    assert Ranking().sequences_of(examples[1]) == ((1, 2, 2), (1, 3, 3))
+
+    rated = [EncodedRating("", (1,), (0.0, NAN)), EncodedRating("", (1,), (2.0, 1.0))]
+    objective = Regression(["a", "b"])
+    predicted = torch.tensor([[[1.0, 5.0]], [[2.0, 3.0]]])
+    loss, _ = objective.loss(predicted, rated)
+    assert objective.count(rated) == 3
+    assert objective.evaluate(predicted, rated).loss == pytest.approx(loss.item() / 3) == 5 / 3
+    assert objective.evaluate(predicted, rated).metrics["mse_b"] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("cut", list(itertools.pairwise((0, 3, 7))))
+def test_a_loss_is_the_sum_of_its_cuts(cut):
+    examples = [EncodedRating("", (1,), (float(i), NAN if i % 2 else 1.0)) for i in range(7)]
+    predicted = doubles(14, 8).view(7, 1, 2)
+    objective = Regression(["a", "b"])
+    whole, _ = objective.loss(predicted, examples)
+    inside = slice(*cut)
+    rest = [i for i in range(7) if not cut[0] <= i < cut[1]]
+    parts = objective.loss(predicted[inside], examples[inside])[0]
+    parts = parts + objective.loss(predicted[rest], [examples[i] for i in rest])[0]
+    torch.testing.assert_close(parts, whole)

@@ -1,0 +1,254 @@
+"""Whole runs that train all weights of a tiny reward model: they learn, stop, go on after a kill, and are served."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_reward_run import NAMES, run, tiny_config, tiny_overrides, write_pairs, write_ratings
+from safetensors.torch import load_file
+
+from reinforce_rl.config.reading import resolve_defaults
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.monitoring.jsonl import read_metrics
+from reinforce_rl.reward_model.config import DataConfig, ModelConfig, TrainRewardModelConfig
+from reinforce_rl.reward_model.full.job import read_data
+from reinforce_rl.reward_model.full.report import EVALUATION_FILE, read_best, write_full_report
+from reinforce_rl.reward_model.objectives import Objective, Ranking, Regression
+from reinforce_rl.reward_model.scorer import load_reward_model
+
+ROOT = Path(__file__).parents[2]
+DRIVER = Path(__file__).parents[1] / "helpers/tiny_reward_run.py"
+STEPS = 30
+
+
+def ranking_overrides(folder: Path, *, noise: float = 0.0) -> list[str]:
+    pairs = write_pairs(folder / "pairs.jsonl", 320, noise=noise)
+    return [*tiny_overrides(folder), f"data.pairs_path={pairs}", "full.max_epochs=6", "num_threads=1"]
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory):
+    """The folder of a run of 30 steps, with an evaluation every 10."""
+    folder = tmp_path_factory.mktemp("ranked")
+    run(*ranking_overrides(folder), f"full.max_steps={STEPS}")
+    return folder
+
+
+def held_out_groups(overrides: list[str]) -> tuple[list[Any], list[tuple[int, ...]]]:
+    """The held-out examples of a run, and their sequences."""
+    cfg = tiny_config(*overrides)
+    objective: Objective[Any] = Ranking() if cfg.full.objective == "ranking" else Regression(cfg.full.attributes)
+    examples = read_data(cfg, load_tokenizer(cfg.model.restore_from_path)).held_out
+    return examples, [s for example in examples for s in objective.sequences_of(example)]
+
+
+@torch.no_grad()
+def transformers_scores(folder: Path, sequences: list[tuple[int, ...]]) -> torch.Tensor:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    batch: Any = AutoTokenizer.from_pretrained(folder).pad({"input_ids": [list(s) for s in sequences]})
+    rows = {name: torch.tensor(batch[name]) for name in ("input_ids", "attention_mask")}
+    return model(**rows).logits
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """Metrics without times."""
+    lines = read_metrics(folder / "out/metrics.jsonl")
+    return [{k: v for k, v in line.items() if k != "time" and not k.startswith("timers/")} for line in lines]
+
+
+def test_held_out_pairs_are_learnt(ranked):
+    lines = lines_of(ranked)
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    values = {line["step"]: line for line in lines if "val/accuracy" in line}
+    assert list(values) == [0, 10, 20, 30]
+    assert values[0]["val/accuracy"] < 0.65
+    assert values[30]["val/accuracy"] > 0.9 > 0.6 > values[30]["val/accuracy_of_longer_wins"]
+    assert values[30]["val/loss"] < 0.3 < values[0]["val/loss"]
+    assert all(line["train/grad_norm"] > 0 and line["train/skipped_step"] == 0 for line in lines[1:])
+
+
+def test_the_exported_folder_is_the_best_model_for_transformers_and_for_the_server(ranked):
+    best = read_best(ranked / "out" / EVALUATION_FILE)
+    assert best is not None and best.step in (10, 20, 30)
+    examples, sequences = held_out_groups(ranking_overrides(ranked))
+    scores = transformers_scores(ranked / "out/model", sequences)
+    found = Ranking().evaluate(scores.view(-1, 2, 1), examples)
+    assert found.loss == pytest.approx(best.evaluation.loss, rel=1e-4)
+    with parallel_mesh() as mesh:
+        served = load_reward_model(ranked / "out/model", None, mesh).score([list(s) for s in sequences])
+    torch.testing.assert_close(torch.tensor(served), scores[:, 0], atol=1e-5, rtol=0)
+    config = json.loads((ranked / "out/model/config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"] and config["id2label"] == {"0": "reward"}
+
+
+def test_report_and_card(ranked):
+    page = (ranked / "out/report.html").read_text()
+    best = read_best(ranked / "out" / EVALUATION_FILE)
+    assert best is not None
+    assert "Calibration" in page and "Predicted and observed" in page and "the longer answer wins" in page
+    assert f"{best.evaluation.loss:.4f}" in page and "<script" not in page and "http" not in page.split("<pre>")[0]
+    card = (ranked / "out/model/README.md").read_text()
+    assert f"reward_model.mean={best.evaluation.metrics['score_mean']:.4f}" in card
+    (ranked / "out" / EVALUATION_FILE).rename(ranked / "kept.json")
+    assert "No evaluation has been made" in write_full_report(ranked / "out").read_text()
+    (ranked / "kept.json").rename(ranked / "out" / EVALUATION_FILE)
+    write_full_report(ranked / "out")
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
+    overrides = [*ranking_overrides(tmp_path), f"full.max_steps={STEPS}"]
+    killed = subprocess.run(
+        [sys.executable, str(DRIVER), "--die-before", "step_00000020", *overrides],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (tmp_path / "out/checkpoints/step_00000020").exists()
+    assert [line["step"] for line in lines_of(tmp_path)] == list(range(21))
+    run(*overrides)
+    assert lines_of(tmp_path) == lines_of(ranked)
+    weights, others = (load_file(f / "out/model/model.safetensors") for f in (tmp_path, ranked))
+    assert all(torch.equal(weights[name], others[name]) for name in others) and weights.keys() == others.keys()
+    assert (tmp_path / "out" / EVALUATION_FILE).read_text() == (ranked / "out" / EVALUATION_FILE).read_text()
+
+    again = run(*overrides)  # it is over: nothing is made again
+    assert again.step == STEPS and lines_of(tmp_path) == lines_of(ranked)
+    with pytest.raises(ConfigError, match=r"data\.max_pairs: null -> 300; full\.global_batch_size: 32 -> 16\. "):
+        run(*overrides, "data.max_pairs=300", "full.global_batch_size=16", "model.optim.lr=1e-5")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[:300]))
+    with pytest.raises(CheckpointError, match="other data"):
+        run(*overrides)
+
+
+def test_it_stops_early_and_keeps_the_best(tmp_path):
+    """Half of the pairs are turned around, so that what is learnt beyond that is learnt by heart."""
+    overrides = [*ranking_overrides(tmp_path, noise=0.5), "full.val_check_interval=4", "full.patience=2"]
+    trainer = run(*overrides, "full.keep_last=1")
+    losses = {line["step"]: line["val/loss"] for line in lines_of(tmp_path) if "val/loss" in line and line["step"]}
+    best_step = min(losses, key=lambda step: losses[step])
+    assert trainer.best is not None and trainer.best.step == best_step
+    assert trainer.stopped_early and trainer.step == best_step + 8 < 48
+    names = {path.name for path in (tmp_path / "out/checkpoints").glob("step_*")}
+    assert names == {f"step_{best_step:08d}", f"step_{trainer.step:08d}"}
+    examples, sequences = held_out_groups(overrides)
+    scores = transformers_scores(tmp_path / "out/model", sequences).view(-1, 2, 1)
+    assert Ranking().evaluate(scores, examples).loss == pytest.approx(losses[best_step], rel=1e-4)
+    again = run(*overrides, "full.keep_last=1")
+    assert again.step == trainer.step
+
+
+def test_regression_recovers_planted_attributes(tmp_path):
+    ratings = write_ratings(tmp_path / "ratings.jsonl", 400)
+    overrides = [
+        *tiny_overrides(tmp_path, layers=1),
+        f"data.ratings_path={ratings}",
+        "full.objective=regression",
+        f"full.attributes=[{','.join(NAMES)}]",
+        "full.max_epochs=8",
+        "full.val_check_interval=36",
+        "num_threads=1",
+    ]
+    trainer = run(*overrides)
+    assert trainer.best is not None
+    metrics = trainer.best.evaluation.metrics
+    for name in NAMES:
+        assert metrics[f"pearson_{name}"] > 0.95 and metrics[f"spearman_{name}"] > 0.9
+    assert trainer.best.evaluation.loss < 0.1
+    examples, sequences = held_out_groups(overrides)
+    scores = transformers_scores(tmp_path / "out/model", sequences)
+    found = Regression(NAMES).evaluate(scores.view(len(examples), 1, 2), examples)
+    assert found.loss == pytest.approx(trainer.best.evaluation.loss, rel=1e-3)
+    with parallel_mesh() as mesh:
+        assert load_reward_model(tmp_path / "out/model", None, mesh).attributes == NAMES
+    page = (tmp_path / "out/report.html").read_text()
+    assert "Correlation with held-out ratings" in page and "Calibration" not in page
+
+
+def test_all_faults_are_told_at_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        tiny_config(
+            *tiny_overrides(tmp_path),
+            "full.objective=regression",
+            "full.attributes=[a,a]",
+            "data.pairs_path=some.jsonl",
+            "full.pooling=max",
+            "full.patience=0",
+            "full.max_steps=0",
+            "data.max_length=1000",
+            "model.optim.lr=0",
+            "model.tensor_model_parallel_size=2",
+            "trainer.precision=16",
+        )
+    text = str(caught.value)
+    for part in (
+        "data.ratings_path is not set",
+        "data.pairs_path is given",
+        "full.attributes is ['a', 'a']",
+        "full.pooling is 'max'",
+        "full.patience is 0",
+        "full.max_steps is 0",
+        "data.max_length is 1000, above the 64 positions",
+        "model.optim.lr is 0",
+        "model.tensor_model_parallel_size is 2, which does not divide the 1 ranks",
+        "trainer.precision is '16'",
+    ):
+        assert part in text, part
+
+
+def test_the_shipped_settings_are_the_defaults_of_the_code(tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 2)
+    shipped = tiny_config(f"model.restore_from_path={tmp_path}", f"data.pairs_path={pairs}")
+    code = TrainRewardModelConfig(ModelConfig(str(tmp_path)), DataConfig(str(pairs)))
+    resolve_defaults(code.trainer, code.model.optim, 1)
+    assert dataclasses.asdict(shipped) == dataclasses.asdict(code)
+
+
+def test_faults_of_the_modes(tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 2)
+    overrides = [*tiny_overrides(tmp_path), f"data.pairs_path={pairs}"]
+    with pytest.raises(ConfigError, match=r"micro_batch_size is 1.*both answers"):
+        tiny_config(*overrides, "micro_batch_size=1")
+    with pytest.raises(ConfigError, match=r"full\.objective is 'sorting'"):
+        tiny_config(*overrides, "full.objective=sorting")
+    with pytest.raises(ConfigError, match=r"mode is 'all'"):
+        tiny_config(*overrides, "mode=all")
+    with pytest.raises(ConfigError, match=r"mode is head, which runs in one process"):
+        tiny_config(*overrides, "mode=head", "trainer.devices=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [[], ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"], ["model.optim.distributed=true"]],
+    ids=["DP2", "TP2 SP", "DP2 distributed optimizer"],
+)
+def test_the_script_on_two_ranks(layout, ranked, tmp_path):
+    overrides = [*ranking_overrides(tmp_path), f"full.max_steps={STEPS}", "trainer.devices=2", *layout]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/train_reward_model.py"), *overrides],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    for line, other in zip(lines_of(tmp_path)[:6], lines_of(ranked)[:6], strict=True):  # rounding grows from then on
+        for key, value in other.items():
+            assert line[key] == pytest.approx(value, rel=1e-2, abs=1e-3), (line["step"], key)
+    assert lines_of(tmp_path)[-1]["val/accuracy"] > 0.9

@@ -1,0 +1,350 @@
+"""The front door as a process, before a stand-in for Triton: who is let in, how many, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers.fake_triton import FrontBeforeFake, infer_body
+from helpers.http_call import call
+from helpers.toy_server import wait_for
+
+from reinforce_rl.reward_server.front.app import FAILED
+from reinforce_rl.reward_server.front.metrics import STATUS_LABELS
+from reinforce_rl.rewards import base, protocol
+from reinforce_rl.rewards.retrying import FailedAttempt
+
+TOKEN = "a-token-of-24-characters"
+BODY = infer_body([1, 2, 3])
+INFO = f"/v2/models/{protocol.INFO_MODEL}/infer"
+
+
+@pytest.fixture
+def start(tmp_path):
+    fronts = []
+
+    def start_one(**options) -> FrontBeforeFake:
+        fronts.append(FrontBeforeFake(tmp_path, **options))
+        return fronts[-1]
+
+    yield start_one
+    for front in fronts:
+        front.close()
+
+
+def error_of(answer) -> str:
+    return json.loads(answer.body)["error"]
+
+
+def test_only_the_token_lets_in_and_health_is_open(start):
+    front = start(token=TOKEN)
+    right = {"Authorization": f"Bearer {TOKEN}"}
+    for headers in ({}, {"Authorization": "Bearer wrong-wrong-wrong"}, {"Authorization": TOKEN}):
+        refused = [front.infer(BODY, **headers), front.get("/v2", **headers), front.get("/metrics", **headers)]
+        refused += [front.get("/v2/models/rm/ready", **headers)]
+        assert [answer.code for answer in refused] == [401] * 4
+        assert "Authorization: Bearer" in error_of(refused[0])
+        assert refused[0].headers["www-authenticate"] == "Bearer"
+    assert front.backend.seen == []
+    assert front.health()[0] == 200
+    assert front.infer(BODY, **right).code == 200
+    assert front.get("/v2/models/rm/ready", **right).code == 200
+    assert b'reward_server_requests_total{code="401"} 3.0' in front.get("/metrics", **right).body
+
+
+def test_what_is_not_served_does_not_reach_triton(start):
+    front = start()
+    for path in (
+        "/v2/repository/index",
+        "/v2/repository/models/rm/unload",
+        "/v2/systemsharedmemory/status",
+        "/v2/logging",
+        "/v2/trace/setting",
+        "/v2/models/stats",
+        "/v2/models/rm/stats",
+        "/v2/models/rm/../../repository/index",
+        "/v2/models/rm/%2e%2e/%2e%2e/repository/index",
+        "/v2/models/other",
+        "/",
+        "//v2",
+    ):
+        for body in (None, b"{}"):
+            assert call("127.0.0.1", front.port, path, 10.0, body=body).code in (404, 405), path
+    assert call("127.0.0.1", front.port, "/v2/models/other/infer", 10.0, body=BODY).code == 404
+    assert front.get("/v2/models/rm/infer").code == 405
+    assert front.backend.seen == []
+
+
+def test_sizes_are_capped_before_and_while_reading(start):
+    front = start()
+    answer = front.infer(infer_body([1] * 65))
+    assert (answer.code, "max_sequence_length" in error_of(answer)) == (400, True)
+    answer = front.infer(infer_body(*[[1]] * 9))
+    assert (answer.code, "<= 8" in error_of(answer)) == (400, True)
+    answer = front.infer(BODY, Content_Encoding="gzip")
+    assert answer.code == 415
+    answer = front.infer(b" " * 10_001)
+    assert (answer.code, "10001 bytes" in error_of(answer)) == (413, True)
+    head = "POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\n"
+    for headers, sent in (
+        ("Content-Length: 1000000000\r\n", b""),  # a claim is enough
+        ("Content-Length: 1000000000\r\nExpect: 100-continue\r\n", b""),
+        ("Transfer-Encoding: chunked\r\n", b"4000\r\n" + b" " * 0x4000 + b"\r\n"),  # an endless one ends here
+    ):
+        with socket.create_connection(("127.0.0.1", front.port), timeout=10) as connection:
+            connection.sendall((head + headers + "\r\n").encode() + sent)
+            assert b" 413 " in connection.recv(1000).split(b"\r\n")[0]
+    assert front.backend.seen == []
+    assert front.infer(BODY).code == 200
+
+
+def health_from(port: int, source: str) -> bytes:
+    """The first line of the answer to somebody of another address."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10, source_address=(source, 0)) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        return connection.recv(1000).split(b"\r\n")[0]
+
+
+def test_half_sent_headers_of_one_address_shut_nobody_out(start):
+    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, most))  # as systemd sets it
+    try:
+        front = start(idle_seconds=5.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(usual, 2048), most))
+    connections = [socket.create_connection(("127.0.0.1", front.port), timeout=20) for _ in range(1100)]
+    try:
+        for connection in connections:
+            connection.sendall(b"POST /v2/models/rm/infer HTTP/1.1\r\nHost: ")
+        assert health_from(front.port, "127.0.0.2") == b"HTTP/1.1 200 OK"
+        answer = connections[-1].recv(1000)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"Retry-After" in answer
+        assert connections[0].recv(1000) == b""  # the header did not come in time
+        assert wait_for(lambda: health_from(front.port, "127.0.0.1") == b"HTTP/1.1 200 OK", 20)
+    finally:
+        for connection in connections:
+            connection.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
+
+
+def test_a_body_that_pauses_frees_its_place(start):
+    front = start(max_in_flight=1, max_queue=0, idle_seconds=2.0)
+    with socket.create_connection(("127.0.0.1", front.port), timeout=20) as connection:
+        connection.sendall(b"POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert wait_for(lambda: front.health()[1]["queued"] == 1, 10)
+        assert front.infer(BODY).code == 503
+        assert b" 408 " in connection.recv(1000).split(b"\r\n")[0]
+    assert wait_for(lambda: front.infer(BODY).code == 200, 10)
+
+
+def test_others_are_answered_while_a_long_json_is_read(start):
+    front = start(max_request_bytes=1 << 25, max_sequence_length=1 << 22)
+    width = 2_000_000
+    body = infer_body([1] * width, [1] * width)
+    before = front.backend.inferences
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(call, "127.0.0.1", front.port, "/v2/models/rm/infer", 200.0, body=body)
+        assert wait_for(lambda: front.health()[1]["queued"] == 1, 20)
+        waits = []
+        while front.health()[1]["in_flight"] == 0 and not answer.done():
+            started = time.monotonic()
+            health_from(front.port, "127.0.0.1")
+            waits.append(time.monotonic() - started)
+        assert answer.result().code == 200
+    assert front.backend.inferences > before
+    assert len(waits) > 5, waits
+
+
+def test_a_full_queue_is_busy_and_frees_itself(start):
+    front = start(max_in_flight=1, max_queue=2)
+    front.backend.go.clear()
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(front.infer, BODY) for _ in range(3)]
+        assert wait_for(lambda: front.health()[1]["in_flight"] + front.health()[1]["queued"] == 3, 10)
+        answer = front.infer(BODY)
+        assert (answer.code, "busy" in error_of(answer)) == (503, True)
+        assert answer.retry_after is not None and 1 <= answer.retry_after <= 60
+        assert front.backend.inferences - canaries_of(front) == 1
+        front.backend.go.set()
+        assert [call.result().code for call in calls] == [200] * 3
+    assert front.infer(BODY).code == 200
+
+
+def canaries_of(front) -> int:
+    return sum(path.endswith("/infer") and b'"data": [0]' in body for path, body in front.backend.seen)
+
+
+def test_a_client_that_hangs_up_frees_its_place(start):
+    front = start(max_in_flight=1, max_queue=0)
+    front.backend.go.clear()
+    request = b"POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+    with socket.create_connection(("127.0.0.1", front.port)) as connection:
+        connection.sendall(request)
+        assert wait_for(lambda: front.health()[1]["in_flight"] == 1, 10)
+        assert front.infer(BODY).code == 503
+    assert wait_for(lambda: front.health()[1]["in_flight"] == 0, 10)
+    front.backend.go.set()
+    assert front.infer(BODY).code == 200
+
+
+def test_health_tells_busy_from_stuck_and_from_dead(start):
+    front = start(stuck_seconds=0.6)
+    code, values = front.health()
+    assert (code, values["healthy"], values["state"]) == (200, True, "ready")
+    before = front.backend.inferences
+    for _ in range(50):  # within the second that an answer is kept for
+        front.health()
+    assert front.backend.inferences - before <= 5
+
+    front.progress.begin()  # a long call, with something finished now and then
+    for _ in range(5):
+        time.sleep(0.3)
+        front.progress.beat()
+        code, values = front.health()
+        assert code == 200, values
+    assert "busy" in values["text"]
+    assert wait_for(lambda: front.health()[0] == 503, 10)  # nothing was finished any more
+    assert "stuck" in front.health()[1]["text"]
+    front.progress.end()
+    assert wait_for(lambda: front.health()[0] == 200, 10)
+
+    front.backend.go.clear()  # idle, and yet no answer
+    assert wait_for(lambda: front.health()[0] == 503, 10)
+    assert "no answer within 0.5 s" in front.health()[1]["text"]
+    front.backend.go.set()
+    assert wait_for(lambda: front.health()[0] == 200, 10)
+    front.backend.status = 7
+    assert wait_for(lambda: "raised an error" in front.health()[1]["text"], 10)
+    front.backend.dead = True
+    assert wait_for(lambda: "does not answer" in front.health()[1]["text"], 10)
+    assert front.infer(BODY).code == 502
+
+
+def test_health_is_not_held_up_by_other_work(start):
+    """The canary waits behind what Triton has; the scorer's progress says that this is all right."""
+    front = start(stuck_seconds=30.0)
+    front.backend.go.clear()
+    canary = threading.Thread(target=front.health)
+    canary.start()
+    assert wait_for(lambda: front.backend.inferences == 1, 10)
+    front.progress.begin()
+    front.progress.count(1, {0: 1}, 3, 0.1)
+    front.progress.end()
+    canary.join(10)
+    code, values = front.health()
+    assert (code, values["healthy"]) == (200, True)
+
+
+def test_states(start):
+    front = start(ready=False)
+    assert front.health() == (503, {**front.health()[1], "state": "starting", "healthy": False})
+    answer = front.infer(BODY)
+    assert (answer.code, "starting" in error_of(answer), answer.retry_after) == (503, True, 5.0)
+    assert front.get("/v2/health/live").code == 200
+    assert front.get("/v2/health/ready").code == 503
+    front.process.set_state(FAILED, "tritonserver died")
+    assert wait_for(lambda: front.health()[1]["state"] == "failed", 10)
+    assert front.health()[1]["text"] == "tritonserver died"
+
+
+def test_a_drain_finishes_what_is_in_flight_and_refuses_the_rest(start):
+    front = start(max_in_flight=1)
+    front.backend.go.clear()
+    with ThreadPoolExecutor(3) as pool:
+        served = pool.submit(front.infer, BODY)
+        assert wait_for(lambda: front.health()[1]["in_flight"] == 1, 10)
+        waiting = pool.submit(front.infer, BODY)
+        assert wait_for(lambda: front.health()[1]["queued"] == 1, 10)
+        drained = pool.submit(front.process.drain, 30.0)
+        assert waiting.result(20).code == 503
+        assert front.infer(BODY).retry_after is not None
+        assert front.health()[1]["state"] == "draining"
+        assert not served.done() and not drained.done()
+        front.backend.go.set()
+        assert served.result(20).code == 200
+        assert drained.result(20)
+
+
+def test_requests_have_ids_and_metrics(start, caplog, capfd):
+    caplog.set_level(logging.INFO)
+    front = start()
+    assert front.infer(infer_body([1, 2], [3, 4]), X_Request_ID="run-rank3-call7").headers["x-request-id"] == (
+        "run-rank3-call7"
+    )
+    made = [front.infer(BODY, **{"X-Request-ID": bad}).headers["x-request-id"] for bad in ("", "a b", "x" * 129)]
+    assert len(set(made)) == 3 and all(len(one) == 16 for one in made)
+    front.infer(b"{")
+    front.progress.count(4, {0: 5, 3: 2, 8: 3, 9: 4}, 11, 0.02)
+    text = front.get("/metrics").body.decode()
+    for line in (
+        'reward_server_requests_total{code="200"} 4.0',
+        'reward_server_requests_total{code="400"} 1.0',
+        "reward_server_samples_total 5.0",
+        "reward_server_request_seconds_count 4.0",
+        "reward_server_model_tokens_total 11.0",
+        'reward_server_model_samples_total{status="bad_token"} 2.0',
+        'reward_server_model_samples_total{status="timed_out"} 3.0',
+        'reward_server_model_samples_total{status="bad_prompt"} 4.0',
+        'reward_server_model_seconds_bucket{le="0.01"} 0.0',
+        'reward_server_model_seconds_bucket{le="0.025"} 1.0',
+        "reward_server_in_flight 0.0",
+        "reward_server_ready 1.0",
+    ):
+        assert line in text, text
+    front.close()
+    log = capfd.readouterr().err
+    assert "event=request id=run-rank3-call7 path=/v2/models/rm/infer code=200" in log
+    assert "samples=2" in log
+
+
+def test_nothing_of_a_request_is_logged(start, caplog, capfd):
+    caplog.set_level(logging.INFO)
+    secret = "xylophone"
+    front = start()
+    front.infer(infer_body([1]).replace(b'"tokens"', b'"%s"' % secret.encode()))
+    for body in (secret.encode(), b'{"%s": ' % secret.encode(), b'{"inputs": [{"name": "%s"}]}' % secret.encode()):
+        front.infer(body, X_Request_ID=f"{secret} {secret}")
+    front.get(f"/{secret}")
+    for raw in (
+        f"{secret} / {secret}\r\n\r\n",
+        f"GET / HTTP/1.1\r\n{secret}\r\n\r\n",
+        f"POST /{secret} HTTP/9.9\r\n\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", front.port), timeout=10) as connection:
+            connection.sendall(raw.encode())
+            assert b"400" in connection.recv(1000)
+    front.close()
+    log = capfd.readouterr().err
+    assert log.count("event=request") >= 4
+    assert secret not in log
+
+
+def test_every_status_has_a_label_in_the_metrics():
+    assert set(STATUS_LABELS) == set(base.STATUS_TEXT)
+    assert STATUS_LABELS[base.STATUS_TOO_LONG] == "too_long"
+
+
+def test_nothing_of_an_error_inside_is_shown(start):
+    """PyTriton answers with a traceback, which may quote a sample."""
+    front = start()
+    front.backend.code = 500
+    for answer in (front.infer(BODY), call("127.0.0.1", front.port, INFO, 30.0, body=b'{"inputs": []}')):
+        assert (answer.code, answer.body) == (
+            500,
+            b'{"error": "the model\'s side failed; the reward server\'s log says why"}',
+        )
+
+
+def test_the_front_ends_with_its_server(start):
+    front = start()
+    assert front.process.exit_code is None
+    front.process.close()
+    assert front.process.exit_code == 0
+    with pytest.raises(FailedAttempt, match="connection refused"):
+        front.get("/health")

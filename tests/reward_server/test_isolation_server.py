@@ -1,0 +1,178 @@
+"""Whatever one request holds, the others that Triton merges with it get their right scores, from a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import struct
+from collections import Counter
+
+import numpy as np
+import pytest
+from aiohttp import ClientSession, ClientTimeout
+from helpers.fuzz_batches import BatchFuzzer, Draft, WireRequest, int_tensor, text_tensor
+from helpers.http_call import call
+from helpers.serve_toy_scorer import VOCAB_SIZE
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+from helpers.toy_server import ToyServer
+
+from reinforce_rl.data.tokenizer import load_tokenizer
+
+pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+
+DELAY = "0.03"  # seconds in which eight requests come, to be merged
+
+
+@pytest.fixture(scope="module")
+def encode(tmp_path_factory):
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE))
+    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """All requests of a batch share one call of the model: the mode in which a bad one is the nearest to others."""
+    options = ["--merge", "--max-queue-delay", DELAY, "--max-batch-size", "64"]
+    server = ToyServer(tmp_path_factory.mktemp("server"), *options).start()
+    yield server
+    server.close()
+
+
+async def send(session: ClientSession, port: int, request: WireRequest) -> tuple[int, bytes]:
+    url = f"http://127.0.0.1:{port}/v2/models/reward_model/infer"
+    async with session.post(url, data=request.body, headers=request.headers) as answer:
+        return answer.status, await answer.read()
+
+
+async def send_batches(port: int, batches: list[list[WireRequest]]) -> list[list[tuple[int, bytes]]]:
+    async with ClientSession(timeout=ClientTimeout(120)) as session:
+        return [await asyncio.gather(*(send(session, port, one) for one in batch)) for batch in batches]
+
+
+def outputs_of(body: bytes) -> dict[str, list]:
+    return {output["name"]: output["data"] for output in json.loads(body)["outputs"]}
+
+
+def check_right(request: WireRequest, answer: tuple[int, bytes], bad: WireRequest) -> None:
+    code, body = answer
+    assert code == 200, (bad, code, body)
+    outputs = outputs_of(body)
+    assert outputs["status"] == [0] * len(request.scores), (bad, outputs)
+    np.testing.assert_allclose(outputs["rewards"], request.scores, rtol=1e-5, err_msg=str(bad))
+
+
+def merged_requests(server: ToyServer) -> tuple[float, float]:
+    """Requests that were answered 200, and the batches that they came in."""
+    text = call("127.0.0.1", server.port, "/metrics", 30.0).body.decode()
+    found = [re.search(rf"^{name} (\S+)$", text, re.M) for name in REQUESTS_AND_BATCHES]
+    return tuple(float(one.group(1)) if one else 0.0 for one in found)
+
+
+REQUESTS_AND_BATCHES = (r'reward_server_requests_total\{code="200"\}', "reward_server_model_batches_total")
+
+
+def texts(**columns: list[bytes]) -> list[dict]:
+    return [text_tensor(name, column) for name, column in columns.items()]
+
+
+def lie(texts: list[dict], raw: bytes) -> list[dict]:
+    return [{**texts[0], "raw": raw}, *texts[1:]]
+
+
+HI = texts(prompts=[b"hi"], responses=[b"a"])
+SPOKEN = texts(prompts=[b"hi"], responses=[b"a"], messages=[b""])
+LONG = struct.pack("<I", 999) + b"hi"
+SHORT = struct.pack("<I", 1) + b"hi"
+ROW = [int_tensor("tokens", [[5, 6]]), int_tensor("sequence_lengths", [[2]])]
+
+
+def said(**message: object) -> list[dict]:
+    return [*HI, *texts(messages=[json.dumps([{"role": "user", "content": "hi", **message}]).encode()])]
+
+
+KNOWN = {
+    "a text's length beyond the tensor": (Draft(lie(HI, LONG), True), 400),
+    "a text's length below the tensor's": (Draft(lie(HI, SHORT), True), 400),
+    "a sentence's length": (Draft(lie(texts(sentences=[b"hi"]), LONG), True), 400),
+    "half a surrogate pair": (Draft(said(content="\ud800"), True), [9]),
+    "tool_calls": (Draft(said(tool_calls=5), True), [0]),
+    "half a pair, plainly": (Draft([{**texts(sentences=[b""])[0], "data": ["\ud800"]}], False), [5]),
+    "no width": (Draft([int_tensor("tokens", [[]]), ROW[1]], True), 400),
+    "no width in JSON": (Draft([int_tensor("tokens", [[]]), ROW[1]], False), 400),
+    "no samples": (Draft([{**one, "shape": [0, 1], "data": []} for one in ROW], False), 400),
+    "two forms": (Draft([*HI, *ROW], True), 400),
+    "two other forms": (Draft([*texts(sentences=[b"a"]), *ROW], False), 400),
+    "a float": (Draft([{**ROW[0], "data": [5, 6.5]}, ROW[1]], False), 400),
+    "a whole float": (Draft([{**ROW[0], "data": [5, 6.0]}, ROW[1]], False), 400),
+    "2^63": (Draft([{**ROW[0], "data": [5, 2**63]}, ROW[1]], False), 400),
+    "a huge number": (Draft([{**ROW[0], "data": [5, 10**400]}, ROW[1]], False), 400),
+    "an overflowing float": (Draft([{**ROW[0], "data": [5, "HUGE"]}, ROW[1]], False), 400),
+    "null": (Draft([{**ROW[0], "data": [5, None]}, ROW[1]], False), 400),
+    "true": (Draft([{**ROW[0], "data": [5, True]}, ROW[1]], False), 400),
+    "a text for a number": (Draft([{**ROW[0], "data": [5, "6"]}, ROW[1]], False), 400),
+    "a number for a text": (Draft([{**texts(sentences=[b""])[0], "data": [6]}], False), 400),
+    "classes for scores": (
+        Draft(ROW, True, {"outputs": [{"name": "rewards", "parameters": {"classification": 1}}]}),
+        400,
+    ),
+    "an unknown output": (Draft(ROW, True, {"outputs": [{"name": "none"}]}), 400),
+    "a time limit": (Draft(ROW, True, {"parameters": {"timeout": -1}}), None),
+    "numbers of 4 bytes": (Draft([{**ROW[0], "datatype": "INT32"}, ROW[1]], False), 400),
+    "an unknown input": (Draft([*ROW, *texts(unknown=[b"a"])], True), 400),
+    "an input that is missing": (Draft(ROW[:1], True), 400),
+    "an input twice": (Draft([*ROW, ROW[0]], True), 400),
+    "other numbers of samples": (Draft([int_tensor("tokens", [[5, 6]] * 2), ROW[1]], True), 400),
+}
+
+
+@pytest.mark.parametrize(("draft", "expected"), KNOWN.values(), ids=KNOWN)
+def test_a_bad_request_is_refused_and_its_neighbours_are_scored(server, encode, draft, expected):
+    bad = draft.write()
+    bad = WireRequest(bad.body.replace(b'"HUGE"', b"1e999"), bad.headers)
+    form = "sentences" if b"sentences" in bad.body else "text" if b"prompts" in bad.body else "tokens"
+    optional = ["messages"] if b"messages" in bad.body else []
+    fuzzer = BatchFuzzer(1, encode)
+    good = [fuzzer._right(form, 2, optional) for _ in range(7)]
+    for _ in range(2):  # in the second round, connections are open
+        ((first, *others),) = asyncio.run(send_batches(server.port, [[bad, *good]]))
+        for request, answer in zip(good, others, strict=True):
+            check_right(request, answer, bad)
+        code, body = first
+        assert b"Traceback" not in body and b'File "' not in body, body
+        if isinstance(expected, int):
+            assert code == expected, body
+            assert json.loads(body)["error"]
+        elif expected is not None:
+            assert code == 200, body
+            assert outputs_of(body)["status"] == expected
+
+
+def fuzz(server: ToyServer, encode, rounds: int, seed: int) -> None:
+    fuzzer = BatchFuzzer(seed, encode)
+    codes, kinds = Counter(), Counter()
+    before = merged_requests(server)
+    for _ in range(rounds):
+        batch = fuzzer.batch()
+        (answers,) = asyncio.run(send_batches(server.port, [batch]))
+        code, body = answers[0]
+        codes[code] += 1
+        kinds[batch[0].what] += 1
+        assert code in (200, 400, 413), (batch[0], code, body)
+        assert b"Traceback" not in body and b'File "' not in body, (batch[0], body)
+        for request, answer in zip(batch[1:], answers[1:], strict=True):
+            check_right(request, answer, batch[0])
+    requests, batches = np.subtract(merged_requests(server), before)
+    print(f"seed {seed}: bad answers by code {dict(codes)}, {requests / batches:.1f} requests in a batch")
+    assert codes[400] > rounds / 10 and codes[200] > rounds / 10
+    assert requests / batches > 3  # they were merged indeed
+
+
+def test_one_bad_request_among_seven_good(server, encode):
+    fuzz(server, encode, 100, seed=18)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_one_bad_request_among_seven_good_a_thousand_times(server, encode):
+    fuzz(server, encode, 1500, seed=1800)

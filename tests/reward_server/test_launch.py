@@ -1,0 +1,203 @@
+"""The launcher as a process of its own: with the real toy server once, and with quick stand-ins for each fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.fake_reward_server import FakeRewardServer
+from helpers.toy_server import free_port, is_alive, wait_for
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.launch.local import make_plan, override_of, split_arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = ROOT / "examples" / "launch_local.py"
+TOY_SERVER = ROOT / "tests" / "helpers" / "serve_toy_scorer.py"
+FAKE_SERVER = ROOT / "tests" / "helpers" / "fake_reward_server.py"
+
+# Scores one sample over the address that the launcher chose, and ends with a code of its own.
+SCORING_ACTOR = """
+import sys, torch
+from reinforce_rl.rewards.base import RewardRequest
+from reinforce_rl.rewards.client import RemoteGPTRMClient
+options = dict(argument.split("=", 1) for argument in sys.argv[1:])
+client = RemoteGPTRMClient(
+    options["remote_rm.reward_model.ip"],
+    int(options["remote_rm.reward_model.port"]),
+    options["remote_rm.reward_model.name"],
+    deadline_seconds=20,
+)
+request = RewardRequest(torch.tensor([[10, 20]]), torch.tensor([2]), ("",), ("",))
+print("the actor got", client.infer_rm(request).result().values.tolist(), options["extra"], flush=True)
+sys.exit(7)
+"""
+
+# Starts a rank of its own, writes both process ids, and waits. SIGTERM ends it with code 5, SIGUSR1 with 6.
+WAITING_ACTOR = """
+import os, signal, subprocess, sys, time
+options = dict(argument.split("=", 1) for argument in sys.argv[1:])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(6))
+rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+with open(options["pids"] + ".tmp", "w") as file:
+    file.write(f"{os.getpid()} {rank.pid}")
+os.replace(options["pids"] + ".tmp", options["pids"])
+time.sleep(120)
+"""
+
+
+class Launched:
+    """A launcher process, and the processes below it that were seen."""
+
+    def __init__(self, folder: Path, server: Path, actor_code: str, *arguments: str):
+        actor = folder / "actor.py"
+        actor.write_text(actor_code)
+        self.run_dir = folder / "run"
+        self.pids = folder / "pids"
+        own = ["--run-dir", str(self.run_dir), "--server-script", str(server), "--actor-script", str(actor)]
+        command = [sys.executable, str(LAUNCHER), *own, "--grace-seconds", "15", *arguments]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+    @property
+    def log(self) -> Path:
+        return self.run_dir / "logs" / "server.log"
+
+    def descendants_once_running(self) -> list[psutil.Process]:
+        assert wait_for(self.pids.exists, 40), "the actor did not start"
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        ids = {int(text) for text in self.pids.read_text().split()}
+        assert ids <= {process.pid for process in found}
+        return found
+
+    def finish(self, seconds: float = 60.0) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def start_one(server: Path, actor_code: str, *arguments: str) -> Launched:
+        started.append(Launched(tmp_path, server, actor_code, *arguments))
+        return started[-1]
+
+    yield start_one
+    for launched in started:
+        if launched.process.poll() is None:
+            launched.process.kill()  # its guard ends the rest
+        launched.process.communicate(timeout=30)
+
+
+def gone(processes: list[psutil.Process], seconds: float = 20.0) -> list[psutil.Process]:
+    """Those of the processes that are still alive after a while; none is right."""
+    wait_for(lambda: not any(map(is_alive, processes)), seconds)
+    return [process for process in processes if is_alive(process)]
+
+
+@pytest.mark.slow
+def test_the_real_server_and_an_actor_that_scores(start):
+    pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+    launched = start(TOY_SERVER, SCORING_ACTOR, "--server-args", "--max-batch-size", "4", "--actor-args", "extra=yes")
+    assert wait_for(lambda: launched.log.exists() and "ready at http" in launched.log.read_text(), 90)
+    seen = psutil.Process(launched.process.pid).children(recursive=True)
+    code, output = launched.finish()
+    assert code == 7, output
+    assert "the actor got [0.5] yes" in output
+    assert "ready at http" in output  # the launcher's own line; the server's lines go to its log
+    assert "tritonserver" not in output
+    assert "event=stopped signal=SIGTERM" in launched.log.read_text()
+    assert gone(seen) == []
+
+
+def test_a_server_that_dies_at_the_start_is_shown_with_its_last_lines(start):
+    began = time.monotonic()
+    launched = start(FAKE_SERVER, WAITING_ACTOR, "--server-args", "fail", "--actor-args", "pids=unused")
+    code, output = launched.finish()
+    assert code == 1
+    assert time.monotonic() - began < 30
+    assert "ended before it was ready, with exit code 3" in output
+    assert "| the fake reward server was told to fail" in output
+
+
+def test_a_server_that_dies_later_stops_the_actor(start, tmp_path):
+    launched = start(FAKE_SERVER, WAITING_ACTOR, "--actor-args", f"pids={tmp_path / 'pids'}")
+    processes = launched.descendants_once_running()
+    server = next(process for process in processes if str(FAKE_SERVER) in process.cmdline())
+    server.kill()
+    code, output = launched.finish()
+    assert code == 1
+    assert "ended while the actor was running, with exit code -9" in output
+    assert "| fake reward server is starting" in output
+    assert gone(processes) == []
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 5), (signal.SIGUSR1, 6)])
+def test_a_signal_reaches_the_actor_and_its_exit_code_comes_back(start, tmp_path, number, expected):
+    launched = start(FAKE_SERVER, WAITING_ACTOR, "--actor-args", f"pids={tmp_path / 'pids'}")
+    processes = launched.descendants_once_running()
+    launched.process.send_signal(number)
+    code, output = launched.finish()
+    assert code == expected, output
+    assert gone(processes) == []
+
+
+def test_a_killed_launcher_leaves_nothing(start, tmp_path):
+    launched = start(FAKE_SERVER, WAITING_ACTOR, "--actor-args", f"pids={tmp_path / 'pids'}")
+    processes = launched.descendants_once_running()
+    os.kill(launched.process.pid, signal.SIGKILL)
+    launched.process.wait(10)
+    assert gone(processes) == []
+
+
+def test_a_server_of_somebody_else_on_the_port_does_not_pass_for_ours(start):
+    with FakeRewardServer() as other:
+        arguments = ["--server-args", f"inference.port={other.port}", "--actor-args", "pids=unused"]
+        launched = start(FAKE_SERVER, WAITING_ACTOR, *arguments)
+        code, output = launched.finish()
+    assert code == 1
+    assert f"port {other.port} of 127.0.0.1 is in use" in output
+    assert not launched.log.exists()
+
+
+def test_port_and_token_go_to_both_sides_unless_the_user_chose(tmp_path):
+    plan = make_plan(["s"], ["a"], run_dir=".", server_args=["x=1"], actor_args=["y=2"])
+    assert plan.server == ("s", "x=1", "inference.host=127.0.0.1", f"inference.port={plan.port}")
+    assert plan.actor == (
+        "a",
+        "y=2",
+        "remote_rm.reward_model.ip=127.0.0.1",
+        f"remote_rm.reward_model.port={plan.port}",
+        "remote_rm.reward_model.name=reward_model",
+    )
+    port = free_port()
+    chosen = make_plan(["s"], ["a"], run_dir=".", server_args=[f"inference.port={port}", "inference.name=rm"])
+    assert chosen.port == port
+    assert chosen.server == ("s", f"inference.port={port}", "inference.name=rm", "inference.host=127.0.0.1")
+    assert f"remote_rm.reward_model.port={port}" in chosen.actor
+    assert "remote_rm.reward_model.name=rm" in chosen.actor
+    token_file = tmp_path / "token"
+    token_file.write_text("0123456789abcdef")
+    token_file.chmod(0o600)
+    guarded = make_plan(["s"], ["a"], run_dir=".", server_args=[f"inference.token_file={token_file}"])
+    assert f"remote_rm.reward_model.token_file={token_file}" in guarded.actor
+    assert guarded.token == "0123456789abcdef"
+    assert guarded.token not in repr(guarded)
+    with pytest.raises(ConfigError, match="'many'; expected a number"):
+        make_plan(["s"], ["a"], run_dir=".", server_args=["inference.port=many"])
+
+
+def test_arguments_are_split_in_any_order():
+    argv = ["--run-dir", "r", "--actor-args", "a=1", "-m", "--server-args", "b=2", "+c=3"]
+    assert split_arguments(argv) == (["--run-dir", "r"], ["b=2", "+c=3"], ["a=1", "-m"])
+    assert override_of(["a=1", "+a=2"], "a") == "2"
+    assert override_of(["ab=1"], "a") is None

@@ -1,0 +1,220 @@
+"""The real server under load, with one rank and with several, and the end of one of its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.http_call import call
+from helpers.models import smollm2_folder
+from helpers.real_run import RealServer
+from helpers.server_load import CLIENTS, ModelFiles, RankedServer, check_scores, mixed_requests, score_all
+from helpers.toy_server import ToyServer, is_alive, wait_for
+from omegaconf import OmegaConf
+
+from reinforce_rl.errors import EXIT_FINISHED, EXIT_LOST_RANK
+from reinforce_rl.launch.cli import CONF_FOLDER
+from reinforce_rl.megatron.model.reward_head import RewardHead
+from reinforce_rl.reward_server.checks import model_faults
+from reinforce_rl.rewards.base import Rewards
+from reinforce_rl.rewards.retrying import FailedAttempt
+
+pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+
+pytestmark = pytest.mark.timeout(1500)  # on a busy machine; everything that is waited for has a deadline of its own
+
+QUICK_REQUESTS = 300
+LOAD_SECONDS = 240.0
+SMOLLM2_SECONDS = 900.0
+TENSOR_PARALLEL = ["devices=2", "reward_model.tensor_model_parallel_size=2"]
+DATA_PARALLEL = ["devices=2"]
+PIPELINE = ["devices=2", "reward_model.pipeline_model_parallel_size=2"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> ModelFiles:
+    return ModelFiles.make(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def start(files, tmp_path) -> Iterator[Callable[..., ToyServer]]:
+    started: list[ToyServer] = []
+
+    def start_one(*overrides: str, port: int | None = None) -> ToyServer:
+        kind = RankedServer if any(override.startswith("devices=") for override in overrides) else RealServer
+        folder = tmp_path / f"server{len(started)}"
+        folder.mkdir()
+        started.append(kind(folder, *files.overrides, *overrides, port=port).start())
+        return started[-1]
+
+    yield start_one
+    for server in started:
+        server.close()
+
+
+def check_end(server: ToyServer, seconds: float) -> str:
+    """It ends by itself, says by its exit code that a rank was lost, and leaves nothing; its log."""
+    assert server.process.wait(seconds) == EXIT_LOST_RANK
+    assert wait_for(lambda: not server.left_behind(), 10), server.left_behind()
+    return server.log.read_text()
+
+
+def health_until_the_end(server: ToyServer, seconds: float) -> list[dict[str, Any]]:
+    """What /health answers until nobody does."""
+    answers = []
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(FailedAttempt):
+        while time.monotonic() < deadline:
+            answers.append(json.loads(call("127.0.0.1", server.port, "/health", 30.0).body))
+            time.sleep(0.1)
+    return answers
+
+
+def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_next_server(start, files, mesh):
+    server = start(*TENSOR_PARALLEL, "inference.rank_timeout_seconds=20")
+    requests = mixed_requests(QUICK_REQUESTS)
+    expected = files.scores(mesh, requests)
+    answers: list[Rewards] = []
+    progress = threading.Semaphore(0)
+    load = threading.Thread(
+        daemon=True,
+        target=lambda: answers.extend(
+            score_all(server.port, requests, clients=CLIENTS, seconds=LOAD_SECONDS, on_answer=progress.release)
+        ),
+    )
+    load.start()
+    for _ in range(QUICK_REQUESTS // 2):
+        assert progress.acquire(timeout=LOAD_SECONDS)
+    _, follower = server.ranks()
+    follower.kill()
+    health = health_until_the_end(server, 60)
+    log = check_end(server, 60)
+    assert [(one["state"], one["healthy"]) for one in health[-1:]] == [("failed", False)]
+    assert health[-1]["text"].startswith(f"rank 1 (host {os.uname().nodename}, process {follower.pid}) died")
+    assert f"event=rank_lost reason=rank 1 (host {os.uname().nodename}, process {follower.pid}) died" in log
+    assert f"error: rank 1 (host {os.uname().nodename}, process {follower.pid}) died" in log
+    # On one rank now; to its clients it is the same server.
+    after = start("inference.max_queue_delay_ms=5", "inference.tokens_per_micro_batch=128", port=server.port)
+    load.join(LOAD_SECONDS)
+    check_scores(answers, expected)
+    some = requests[:64]
+    alone = score_all(after.port, some, clients=1, seconds=LOAD_SECONDS)
+    together = score_all(after.port, some, clients=8, seconds=LOAD_SECONDS)
+    assert [answer.values.tolist() for answer in together] == [answer.values.tolist() for answer in alone]
+    os.kill(after.process.pid, signal.SIGTERM)
+    assert after.process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "faults"),
+    [
+        (["devices=0"], ["devices is 0; expected at least 1"]),
+        (["devices=3", "reward_model.tensor_model_parallel_size=2"], ["reward_model.tensor_model_parallel_size is 2"]),
+        (["reward_model.sequence_parallel=true"], ["reward_model.sequence_parallel is true"]),
+        (["devices=4"], ["2 ranks were started (WORLD_SIZE), but num_nodes x devices = 1 x 4 = 4"]),
+        (["reward_model.precision=fp16"], ["reward_model.precision is 'fp16'; expected one of auto, 32, bf16"]),
+        (["inference.rank_timeout_seconds=0", "num_nodes=-1"], ["num_nodes is -1", "rank_timeout_seconds is 0"]),
+    ],
+)
+def test_impossible_settings_are_named(files, monkeypatch, overrides, faults):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plain = OmegaConf.load(CONF_FOLDER / "serve_reward_model.yaml")
+    cfg = OmegaConf.merge(plain, OmegaConf.from_dotlist([*files.overrides, *overrides]))
+    found = "\n".join(model_faults(cfg))
+    assert all(fault in found for fault in faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [TENSOR_PARALLEL, PIPELINE, DATA_PARALLEL], ids=["tp2", "pp2", "dp2"])
+def test_deterministic_scores_of_several_ranks_do_not_depend_on_other_clients(start, files, mesh, layout):
+    server = start(*layout, "inference.max_queue_delay_ms=5")
+    requests = mixed_requests(200, most=20)
+    alone = score_all(server.port, requests, clients=1, seconds=LOAD_SECONDS)
+    together = score_all(server.port, requests, clients=8, seconds=LOAD_SECONDS)
+    assert [answer.values.tolist() for answer in together] == [answer.values.tolist() for answer in alone]
+    check_scores(alone, files.scores(mesh, requests))
+    server.process.terminate()  # the launcher, which passes it on to the ranks
+    assert server.process.wait(60) == EXIT_FINISHED
+    assert "event=stopped signal=SIGTERM" in server.log.read_text()
+    assert "rank_lost" not in server.log.read_text()
+    assert wait_for(lambda: not server.left_behind(), 10), server.left_behind()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "deterministic", "count"),
+    [
+        ([], "true", 5000),
+        (TENSOR_PARALLEL, "true", 1000),
+        (DATA_PARALLEL, "true", 1000),
+        ([], "false", 1000),
+        (TENSOR_PARALLEL, "false", 1000),
+        (DATA_PARALLEL, "false", 5000),
+    ],
+    ids=["one", "tp2", "dp2", "one-merged", "tp2-merged", "dp2-merged"],
+)
+def test_thousands_of_requests(start, files, mesh, options, deterministic, count):
+    merging = ["inference.max_queue_delay_ms=2", "inference.preferred_batch_sizes=[16,32]"]
+    server = start(*options, *merging, f"inference.deterministic={deterministic}")
+    requests = mixed_requests(count)
+    answers = score_all(server.port, requests, clients=CLIENTS, seconds=LOAD_SECONDS)
+    check_scores(answers, files.scores(mesh, requests))
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_of_smollm2(mesh, tmp_path):
+    """64 clients share one server of a real model, whose queue is short enough that some are told to come back."""
+    files = ModelFiles(tmp_path, smollm2_folder())
+    weight = torch.randn(576, generator=torch.Generator().manual_seed(0)) / 24
+    RewardHead(weight, torch.tensor(0.5), "mean").save(files.head)
+    server = RealServer(tmp_path, *files.overrides, "inference.max_in_flight=8", "inference.max_queue=40").start()
+    try:
+        requests = mixed_requests(200, most=4)
+        answers = score_all(server.port, requests, clients=CLIENTS, seconds=SMOLLM2_SECONDS)
+        refused = server.log.read_text().count("code=503")
+    finally:
+        server.close()
+    assert refused > 0
+    check_scores(answers, files.scores(mesh, requests))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [TENSOR_PARALLEL, PIPELINE, DATA_PARALLEL], ids=["tp2", "pp2", "dp2"])
+def test_a_stopped_rank_is_named_and_ended(start, layout):
+    server = start(*layout, "inference.rank_timeout_seconds=10")
+    _, follower = server.ranks()
+    follower.suspend()
+    log = check_end(server, 90)  # torchrun gives a rank 30 s between SIGTERM and SIGKILL
+    assert f"rank 1 (host {os.uname().nodename}, process {follower.pid}) hangs: it gave no sign of life" in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "suspend"])
+def test_a_lost_rank_0_takes_the_others_along(start, files, mesh, how):
+    server = start(*TENSOR_PARALLEL, "inference.rank_timeout_seconds=10")
+    leader, follower = server.ranks()
+    getattr(leader, how)()
+    log = check_end(server, 90)
+    reason = "died" if how == "kill" else "hangs"
+    assert f"rank 0 (host {os.uname().nodename}, process {leader.pid}) {reason}" in log
+    assert not is_alive(follower)
+    server.start()
+    requests = mixed_requests(10)
+    check_scores(score_all(server.port, requests, clients=4, seconds=60), files.scores(mesh, requests))
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_the_ranks_along(start):
+    server = start(*TENSOR_PARALLEL)
+    server.process.kill()
+    server.process.wait(10)
+    assert wait_for(lambda: not server.left_behind(), 60), server.left_behind()
+    assert "event=stopped signal=SIGTERM" in server.log.read_text()

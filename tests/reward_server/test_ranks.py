@@ -1,0 +1,288 @@
+"""A reward model on several ranks: the numbers of one rank, and what happens when a rank fails, dies or hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.models import tiny_llama_folder
+from helpers.ranks import run_ranks
+
+from reinforce_rl.errors import RankLostError, RewardServerError
+from reinforce_rl.megatron.model.reward_head import POOLINGS, RewardHead
+from reinforce_rl.reward_model.batching import Batching, MicroBatch
+from reinforce_rl.reward_model.merging import Merging
+from reinforce_rl.reward_model.scorer import load_reward_model
+from reinforce_rl.reward_server import ranks
+from reinforce_rl.reward_server.rank_links import Listener, Member, connect
+from reinforce_rl.reward_server.ranks import DistributedScorer, follow
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "reward_ranks.py"
+FAIL, HANG, MISCOUNT = 101, 102, 103
+
+
+class SumModel:
+    """Scores are sums of tokens; `only` is the rank on which a token does harm."""
+
+    max_length, vocab_size = 32, 128
+    batching = Batching(micro_batch_size=2)
+
+    def __init__(self, me: Member, only: int = -1, columns: int = 0):
+        self._me, self._only, self._columns = me, only, max(columns, 1)
+        self.attributes = tuple(f"a{column}" for column in range(columns))
+        self.merging = Merging.of(self.attributes, None)
+        self.seen: list[list[int]] = []
+        self.hang = threading.Event()
+
+    def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
+        tokens = [row[:n].tolist() for one in micro_batches for row, n in zip(one.tokens, one.lengths, strict=True)]
+        self.seen += tokens
+        if self._me.rank == self._only or self._only < 0:
+            if any(FAIL in row for row in tokens):
+                raise MemoryError("no room")
+            if any(HANG in row for row in tokens):
+                self.hang.wait(60)
+            if any(MISCOUNT in row for row in tokens):
+                return np.zeros((len(tokens) + 1, self._columns))
+        elif any(FAIL in row for row in tokens):
+            self.hang.wait(60)  # in a collective, for the rank that failed
+        sums = np.array([float(sum(row)) for row in tokens])
+        return np.stack([sums * (1 + column) for column in range(self._columns)], axis=1)
+
+
+class Group:
+    """Ranks as threads of this process."""
+
+    def __init__(self, blocks: Sequence[int], rank_timeout: float = 2.0, call_timeout: float = 30.0, **model: Any):
+        members = [Member(r, b, b not in blocks[r + 1 :], f"host{r}", 1000 + r) for r, b in enumerate(blocks)]
+        self.models = [SumModel(member, **model) for member in members]
+        self.ends: dict[int, str] = {}
+        self.connections: dict[int, socket.socket] = {}
+        listener = Listener()
+        self.threads = [
+            threading.Thread(target=self._follow, args=(listener, members[0], member, rank_timeout), daemon=True)
+            for member in members[1:]
+        ]
+        for thread in self.threads:
+            thread.start()
+        accepted = listener.accept(len(blocks) - 1, 10)
+        listener.close()
+        self.scorer = DistributedScorer(
+            members[0], accepted, lambda: self.models[0], rank_timeout=rank_timeout, call_timeout=call_timeout
+        )
+
+    def _follow(self, listener: Listener, leader: Member, me: Member, rank_timeout: float) -> None:
+        connection = self.connections[me.rank] = connect(listener.address, me, 10)
+        end = self.ends.setdefault
+        follow(
+            me,
+            connection,
+            leader,
+            lambda: self.models[me.rank],
+            rank_timeout=rank_timeout,
+            end=lambda reason: end(me.rank, reason),
+        )
+
+    def close(self) -> None:
+        for model in self.models:
+            model.hang.set()
+        with contextlib.suppress(RankLostError):
+            self.scorer.check()
+            self.scorer.close()
+            for thread in self.threads:
+                thread.join(10)
+                assert not thread.is_alive()
+
+
+@pytest.fixture
+def group_of() -> Iterator[Callable[..., Group]]:
+    groups: list[Group] = []
+
+    def make(*blocks: int, **options: Any) -> Group:
+        groups.append(Group(blocks, **options))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.close()
+
+
+def some_sequences(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(count)
+    return [rng.integers(0, 100, length).tolist() for length in rng.integers(1, 30, count)]
+
+
+@pytest.mark.parametrize("blocks", [(0, 0), (0, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)])
+def test_every_sequence_goes_to_one_block_and_comes_back_in_its_place(group_of, blocks):
+    group = group_of(*blocks)
+    for count in (1, 3, 40):
+        for model in group.models:
+            model.seen.clear()
+        sequences = some_sequences(count)
+        assert group.scorer.score(sequences) == [sum(sequence) for sequence in sequences]
+        of_block = {block: group.models[rank].seen for rank, block in enumerate(blocks)}
+        assert all(group.models[rank].seen == of_block[block] for rank, block in enumerate(blocks))
+        assert sorted(itertools.chain(*of_block.values())) == sorted(sequences)
+        if count == 40:
+            tokens = [sum(map(len, seen)) for seen in of_block.values()]
+            assert max(tokens) - min(tokens) <= 2 * 2 * 29, "about even, up to a micro-batch"
+
+
+def test_scores_of_several_columns_come_back_whole(group_of):
+    sequences = some_sequences(9)
+    found = group_of(0, 1, 0, 1, columns=3).scorer.score_attributes(sequences)
+    assert found.attributes == [[sum(sequence) * (1 + column) for column in range(3)] for sequence in sequences]
+    assert found.rewards == pytest.approx([2 * sum(sequence) for sequence in sequences])
+
+
+def test_calls_from_many_threads_do_not_mix(group_of):
+    scorer = group_of(0, 1).scorer
+    wrong = []
+
+    def ask(seed: int) -> None:
+        for count in (seed + 1, seed + 5):
+            sequences = some_sequences(count)
+            if scorer.score(sequences) != [sum(sequence) for sequence in sequences]:
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong
+
+
+@pytest.mark.parametrize("only", [-1, 0, 1])
+def test_a_block_that_raises_fails_the_call_and_not_the_next(group_of, only):
+    """A block waits for nobody outside, so another may go on for longer than silence is suffered."""
+    group = group_of(0, 1, only=only, rank_timeout=0.5)
+    scorer, sequences = group.scorer, [[FAIL, 1], [FAIL, 2], [FAIL, 3], [FAIL, 4]]  # for both blocks
+    if only < 0:
+        with pytest.raises(RewardServerError, match=r"rank 0 \(host host0, .*MemoryError: no room.*rank 1"):
+            scorer.score(sequences)
+    else:
+        timer = threading.Timer(1.5, group.models[1 - only].hang.set)
+        timer.start()
+        with pytest.raises(RewardServerError, match=rf"rank {only} .*MemoryError: no room") as caught:
+            scorer.score(sequences)
+        timer.join()
+        assert not isinstance(caught.value, RankLostError)
+    assert scorer.score([[1, 2], [3], [4], [5]]) == [3, 3, 4, 5]
+
+
+def test_a_rank_that_waits_for_one_that_failed_ends_the_server(group_of):
+    """The ranks are out of step then: the next call of one would meet this call of the other."""
+    scorer = group_of(0, 0, only=1, rank_timeout=1.0).scorer
+    with pytest.raises(RankLostError, match=r"rank 1 .*MemoryError: no room.*rank 0 .* out of step"):
+        scorer.score([[FAIL]])
+    with pytest.raises(RankLostError):
+        scorer.score([[1]])
+
+
+def test_a_rank_that_does_not_answer_a_call_is_named(group_of):
+    scorer = group_of(0, 1, only=1, call_timeout=1.0).scorer
+    with pytest.raises(RankLostError, match=r"rank 1 \(host host1, process 1001\) hangs: no scores within 1 s"):
+        scorer.score([[HANG, 1], [HANG, 2], [HANG, 3], [HANG, 4]])
+
+
+def test_a_wrong_number_of_scores_is_an_error(group_of):
+    scorer = group_of(0, 1, only=1).scorer
+    with pytest.raises(RewardServerError, match="block 1 gave 3 scores for 2"):
+        scorer.score([[MISCOUNT, 1], [MISCOUNT, 2], [MISCOUNT, 3], [MISCOUNT, 4]])
+
+
+def test_a_rank_that_dies_fails_the_call_under_way_at_once(group_of):
+    group = group_of(0, 1, only=1, rank_timeout=60.0)
+    timer = threading.Timer(0.3, lambda: group.connections[1].shutdown(socket.SHUT_RDWR))
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(RankLostError, match=r"rank 1 \(host host1, process 1001\) died"):
+        group.scorer.score([[HANG, 1], [HANG, 2], [HANG, 3], [HANG, 4]])
+    assert time.monotonic() - began < 30, "by its connection, not by its silence"
+    timer.join()
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_an_idle_rank_that_falls_silent_is_found(group_of, monkeypatch, silent):
+    """Its process is alive and its connection open, but nothing comes any more."""
+    muted: list[socket.socket] = []
+    real = socket.socket.sendall
+    monkeypatch.setattr(socket.socket, "sendall", lambda self, data: None if self in muted else real(self, data))
+    group = group_of(0, 1, rank_timeout=0.5)
+    time.sleep(1.5)
+    group.scorer.check()  # signs of life go to and fro
+    muted.append(group.connections[1] if silent == 1 else group.scorer._links[0]._connection)
+    deadline = time.monotonic() + 20
+    with pytest.raises(RankLostError) as caught:
+        while time.monotonic() < deadline:
+            group.scorer.check()
+            time.sleep(0.05)
+    if silent == 1:
+        assert "rank 1 (host host1, process 1001) hangs: it gave no sign of life" in str(caught.value)
+    else:
+        assert "rank 0 (host host0, process 1000) hangs: it gave no sign of life" in group.ends[1]
+
+
+def test_leaving_with_a_lost_rank_ends_the_process(group_of, monkeypatch):
+    ended = []
+    monkeypatch.setattr(ranks, "end_process", ended.append)
+    group = group_of(0, 1)
+    with group.scorer:
+        group.connections[1].shutdown(socket.SHUT_RDWR)
+        group.scorer._changed.acquire()
+        group.scorer._changed.wait_for(lambda: group.scorer._lost is not None, 20)
+        group.scorer._changed.release()
+    assert len(ended) == 1
+    assert "rank 1" in ended[0]
+    assert "start it again" in ended[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama_folder(folder / "trunk", vocab_size=64)
+    weight = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    for pooling in POOLINGS:
+        RewardHead(weight, torch.tensor(0.5), pooling).save(folder / f"{pooling}.safetensors")
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 63, length).tolist() for length in rng.integers(1, 40, 30)]
+    (folder / "sequences.json").write_text(json.dumps(sequences))
+    return folder
+
+
+def check_layouts(folder: Path, mesh, num_ranks: int, *layouts: str) -> None:
+    sequences = json.loads((folder / "sequences.json").read_text())
+    run_ranks(SCRIPT, num_ranks, folder, *layouts, timeout=240)
+    for pooling in POOLINGS:
+        one_by_one = load_reward_model(
+            folder / "trunk", folder / f"{pooling}.safetensors", mesh, batching=Batching(micro_batch_size=1)
+        )
+        expected = one_by_one.score(sequences)
+        assert np.std(expected) > 0.1
+        for layout in layouts:
+            found = json.loads((folder / f"scores_{layout.replace(' ', '_')}_{pooling}.json").read_text())
+            np.testing.assert_allclose(found["first"], expected, atol=1e-5, err_msg=layout)
+            assert found["second"] == found["first"]
+            # All ranks raise; whose word comes first is chance.
+            assert re.search(r"rank \d \(host .*failed \(MemoryError: no memory for this one\)", found["error"])
+
+
+def test_two_ranks_score_as_one_does_and_survive_a_failed_call(folder, mesh):
+    check_layouts(folder, mesh, 2, "2 1 0", "2 1 1", "1 2 0", "1 1 0")
+
+
+@pytest.mark.slow
+def test_four_ranks_score_as_one_does(folder, mesh):
+    check_layouts(folder, mesh, 4, "2 1 0", "2 2 1", "1 2 0", "4 1 0", "1 1 0")

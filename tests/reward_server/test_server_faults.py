@@ -1,0 +1,298 @@
+"""A real reward server with an access token: bad requests of every kind, its log, and the death of each process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.fuzz_requests import FuzzedRequest, fuzzed_requests
+from helpers.http_call import call
+from helpers.serve_toy_scorer import MAX_LENGTH, TOKEN_SLOW, VOCAB_SIZE, toy_score
+from helpers.toy_server import ToyServer, free_port, wait_for
+
+from reinforce_rl.errors import RewardServerError
+from reinforce_rl.rewards.base import RewardRequest
+from reinforce_rl.rewards.client import RemoteGPTRMClient
+
+pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+triton = pytest.importorskip("tritonclient.http")
+
+TOKEN = "a-token-of-24-characters"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+MAX_SAMPLES = 8
+CHECK_SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "check_reward_server.py"
+SECRET_IDS = [76, 65, 76, 65, 76]
+SECRET = ", ".join(map(str, SECRET_IDS))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = ToyServer(tmp_path_factory.mktemp("server"), "--token", TOKEN, "--front", '{"max_request_bytes": 100000}')
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(server):
+    client = RemoteGPTRMClient(port=server.port, token=TOKEN, caller="run-rank2", deadline_seconds=60.0)
+    yield client
+    client.close()
+
+
+def request_of(*rows: list[int]) -> RewardRequest:
+    texts = tuple("" for _ in rows)
+    return RewardRequest(torch.tensor(rows), torch.tensor([len(row) for row in rows]), texts, texts)
+
+
+def check(port: int, token: str | None, folder: Path) -> tuple[int, str]:
+    arguments = []
+    if token is not None:
+        path = folder / "token"
+        path.write_text(token)
+        path.chmod(0o600)
+        arguments = ["--token-file", str(path)]
+    command = [sys.executable, str(CHECK_SCRIPT), f"http://127.0.0.1:{port}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def test_tritonclient_and_our_client_get_in_with_the_token(server, client):
+    assert client.infer_rm(request_of([1, 2], [3, 4])).result().values.tolist() == [
+        np.float32(toy_score([1, 2])),
+        np.float32(toy_score([3, 4])),
+    ]
+    with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as other:
+        assert other.is_server_live() and other.is_server_ready()
+        headers = dict(BEARER)  # the client adds to what it gets
+        assert other.is_model_ready("reward_model", headers=headers)
+        assert not other.is_model_ready("reward_model")
+        assert other.get_model_metadata("reward_model", headers=headers)["name"] == "reward_model"
+        inputs = [triton.InferInput("tokens", [1, 2], "INT64"), triton.InferInput("sequence_lengths", [1, 1], "INT64")]
+        for one, array in zip(inputs, ([[1, 2]], [[2]]), strict=True):
+            one.set_data_from_numpy(np.array(array, np.int64))
+        answer = other.infer("reward_model", inputs, headers=headers)
+        assert answer.as_numpy("rewards").tolist() == [[np.float32(toy_score([1, 2]))]]
+
+
+@pytest.mark.parametrize(("token", "text"), [(None, "no token was sent"), ("w" * 20, "does not know the token")])
+def test_a_wrong_token_is_an_error_at_once(server, token, text):
+    client = RemoteGPTRMClient(port=server.port, token=token, deadline_seconds=60.0)
+    start = time.monotonic()
+    with pytest.raises(RewardServerError, match=rf"{text}.*remote_rm\.reward_model\.token_file"):
+        client.infer_rm(request_of([1])).result()
+    assert time.monotonic() - start < 30  # far from the deadline
+    client.close()
+
+
+def test_the_check_tells_a_person(server, tmp_path):
+    code, text = check(server.port, TOKEN, tmp_path)
+    assert code == 0, text
+    for part in (
+        "its state is 'ready'",
+        "a small sample was scored",
+        "serves: 'reward_model'",
+        f"limits: {MAX_SAMPLES} samples a request, {MAX_LENGTH} tokens a sample",
+        f"tokenizer: {VOCAB_SIZE} tokens",
+        "scored by itself",
+        "samples/s",
+        "OK: it can be used",
+    ):
+        assert part in text, text
+    code, text = check(server.port, "w" * 20, tmp_path)
+    assert (code, "--token-file" in text.splitlines()[-1]) == (1, True)
+    code, text = check(free_port(), None, tmp_path)
+    assert (code, "nothing listens" in text) == (1, True)
+
+
+def test_a_request_of_a_gigabyte_is_refused_before_it_is_read(server, client):
+    with pytest.raises(
+        RewardServerError, match=r"refused a request \(id run-rank2-call0.*HTTP 413: .*max_request_bytes"
+    ):
+        client.infer_rm(request_of([1] * 20_000)).result()
+    answer = call("127.0.0.1", server.port, "/v2/models/reward_model/infer", 60.0, body=bytes(10**9), headers=BEARER)
+    assert answer.code == 413
+
+
+def test_nothing_of_a_request_is_in_the_logs_and_ids_are(server, client, caplog):
+    caplog.set_level(logging.INFO)
+    client.infer_rm(request_of(SECRET_IDS)).result()
+    body = json.dumps(
+        {
+            "inputs": [
+                {"name": "sentences", "datatype": "BYTES", "shape": [2, 1], "data": ["xylophone", "xylophone" * 9]}
+            ]
+        }
+    )
+    headers = {**BEARER, "X-Request-ID": "mine"}
+    path = "/v2/models/reward_model/infer"
+    assert call("127.0.0.1", server.port, path, 60.0, body=body.encode(), headers=headers).code == 200
+    for wrong in (body.replace("sentences", "xylophone"), body[:-9], body.replace('"BYTES"', '"xylophone"')):
+        assert call("127.0.0.1", server.port, path, 60.0, body=wrong.encode(), headers=headers).code >= 400
+    assert wait_for(lambda: server.log.read_text().count("id=mine ") == 4, 10)
+    log = server.log.read_text()
+    assert "id=run-rank2-call0-" in log
+    for text in (log, caplog.text):
+        assert "xylophone" not in text
+        assert SECRET not in text
+        assert TOKEN not in text
+
+
+class Fuzzer:
+    """Sends fuzzed requests over one connection, which it opens again where the server closes it."""
+
+    def __init__(self, port: int):
+        self.port = port
+        self.codes: Counter[int] = Counter()
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+
+    def send(self, request: FuzzedRequest) -> None:
+        if request.claimed is not None:
+            self._send_a_part(request)
+            return
+        headers = {**BEARER, **request.headers}
+        self._connection.request("POST", "/v2/models/reward_model/infer", request.body, headers)
+        answer = self._connection.getresponse()
+        body = answer.read()
+        self.codes[answer.status] += 1
+        assert answer.status not in (502, 504), request  # of a back end that has died or hangs
+        if request.sequences is not None:
+            assert answer.status == 200, (request, body)
+            outputs = {output["name"]: output["data"] for output in self._json_of(answer, body)}
+            expected = np.asarray([toy_score(sequence) for sequence in request.sequences], np.float32)
+            assert outputs["status"] == [0] * len(expected)
+            np.testing.assert_allclose(outputs["rewards"], expected, rtol=1e-6)
+
+    def _json_of(self, answer: http.client.HTTPResponse, body: bytes) -> list[dict]:
+        length = answer.headers.get("Inference-Header-Content-Length")
+        assert length is None  # binary outputs are given only where they are asked for
+        return json.loads(body)["outputs"]
+
+    def _send_a_part(self, request: FuzzedRequest) -> None:
+        head = f"POST /v2/models/reward_model/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {request.claimed}\r\n"
+        headers = {**BEARER, **request.headers}
+        head += "".join(f"{key}: {value}\r\n" for key, value in headers.items())
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+            connection.sendall(head.encode() + b"\r\n" + request.body)
+            if request.claimed is not None and request.claimed >= 10**9:
+                assert b" 413 " in connection.recv(4096)
+                self.codes[413] += 1
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def fuzz(server: ToyServer, count: int, seed: int) -> Counter[int]:
+    fuzzer = Fuzzer(server.port)
+    limits = {"vocab_size": VOCAB_SIZE, "max_samples": MAX_SAMPLES, "max_length": MAX_LENGTH}
+    for request in fuzzed_requests(count, seed, **limits):
+        fuzzer.send(request)
+    fuzzer.close()
+    return fuzzer.codes
+
+
+def assert_well(server: ToyServer, pids: set[int]) -> None:
+    assert server.process.poll() is None
+    assert {process.pid for process in server.descendants if process.is_running()} == pids
+    assert wait_for(lambda: json.loads(call("127.0.0.1", server.port, "/health", 60.0).body)["in_flight"] == 0, 30)
+    answer = call("127.0.0.1", server.port, "/health", 60.0)
+    assert answer.code == 200, answer.body
+
+
+def test_fuzzed_requests_leave_the_server_well(server):
+    pids = {process.pid for process in server.descendants}
+    codes = fuzz(server, 500, seed=1)
+    assert codes[200] >= 125
+    assert codes[400] > 100
+    assert codes[413] > 5
+    assert_well(server, pids)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_fuzzed_requests_of_four_clients_leave_the_server_well(server):
+    pids = {process.pid for process in server.descendants}
+    with ThreadPoolExecutor(4) as pool:
+        codes = sum(pool.map(lambda seed: fuzz(server, 2600, seed), range(100, 104)), Counter())
+    assert codes[200] >= 2600
+    print(f"answers by code: {dict(codes)}")
+    assert_well(server, pids)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("ab") is None, reason="Debian's apache2-utils are not installed")
+def test_apache_bench_is_a_client(server, tmp_path):
+    body = tmp_path / "body.json"
+    tensors = [
+        {"name": "tokens", "datatype": "INT64", "shape": [1, 3], "data": [1, 2, 3]},
+        {"name": "sequence_lengths", "datatype": "INT64", "shape": [1, 1], "data": [3]},
+    ]
+    body.write_text(json.dumps({"inputs": tensors}))
+    url = f"http://127.0.0.1:{server.port}/v2/models/reward_model/infer"
+    command = ["ab", "-n", "2000", "-c", "16", "-k", "-s", "60", "-H", f"Authorization: Bearer {TOKEN}"]
+    command += ["-T", "application/json", "-p", str(body), url]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    print(output)
+    assert "Complete requests:      2000" in output
+    assert "Failed requests:        0" in output
+    assert "Non-2xx" not in output
+
+
+def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
+    server = ToyServer(tmp_path, "--slow", "1000", "--front", '{"stuck_seconds": 2.0}').start()
+    try:
+        client = RemoteGPTRMClient(port=server.port, deadline_seconds=4.0, on_wait=lambda _: None)
+        with pytest.raises(RewardServerError):  # and no reward
+            client.infer_rm(request_of([1, TOKEN_SLOW])).result()
+        client.close()
+        assert server.process.wait(60) == 1
+        assert wait_for(lambda: not server.left_behind(), 10), server.left_behind()
+        said = re.search(r"error: the model has been in one call for (\d+) s (.*)", server.log.read_text())
+        assert said and int(said.group(1)) in range(4, 60)
+        assert said.group(2).startswith("(inference.stuck_seconds is 2)")
+    finally:
+        server.close()
+
+
+def test_a_dead_front_door_ends_the_server_and_leaves_nothing(server):
+    server.front.kill()
+    assert server.process.wait(60) == 1
+    assert "the front door" in server.log.read_text()
+    assert wait_for(lambda: not server.left_behind(), 10), server.left_behind()
+
+
+def test_a_killed_server_takes_its_front_door_along(server):
+    """Only the server's own process is killed; its guard and the end of a pipe do the rest."""
+    server.start()
+    front = server.front
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait(30)
+    assert wait_for(lambda: not server.left_behind(), 20), server.left_behind()
+    assert front in server.descendants
+
+
+@pytest.mark.slow
+def test_a_front_door_that_hangs_is_ended_with_its_server(server):
+    """The last one: it ends the server. A stopped process reads no pipe and ignores no signal."""
+    if server.process.poll() is not None:  # the tests before this one end it, where they are run
+        server.start()
+    server.front.suspend()
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait(30)
+    assert wait_for(lambda: not server.left_behind(), 20), server.left_behind()

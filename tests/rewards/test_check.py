@@ -1,0 +1,64 @@
+"""What a person is told of a server that cannot be used. One that can is in test_server_faults.py."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from helpers.fake_triton import FrontBeforeFake
+from helpers.toy_server import free_port, wait_for
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.reward_server.front.app import FAILED
+from reinforce_rl.rewards.check import Unwell, check_server
+
+
+def told(port: int, token: str | None = None) -> str:
+    with pytest.raises(Unwell) as caught:
+        check_server(f"http://127.0.0.1:{port}", token, lambda line: None)
+    return str(caught.value)
+
+
+def test_each_state_is_told_with_what_to_do(tmp_path):
+    front = FrontBeforeFake(tmp_path, ready=False, canary_seconds=5.0)
+    try:
+        assert "it is starting; ask again in a minute" in told(front.port)
+        front.process.set_state("ready")
+        front.backend.status = 7
+        assert wait_for(lambda: front.get("/v2/health/ready").code == 200, 10)
+        assert "does not score them: a small sample failed" in told(front.port)
+        front.process.set_state(FAILED, "tritonserver died")
+        assert wait_for(lambda: front.health()[1]["state"] == "failed", 10)
+        assert "it has failed and is ending: tritonserver died" in told(front.port)
+        front.process.set_state("draining")
+        assert wait_for(lambda: front.health()[1]["state"] == "draining", 10)
+        assert "it was told to stop" in told(front.port)
+    finally:
+        front.close()
+
+
+def test_nobody_and_somebody_else():
+    assert "nothing listens" in told(free_port())
+
+    class Hello(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"hello")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Hello) as foreign:
+        threading.Thread(target=foreign.serve_forever, args=(0.05,), daemon=True).start()
+        assert "another program listens" in told(foreign.server_address[1])
+        foreign.shutdown()
+    with pytest.raises(Unwell, match="cannot be reached"):
+        check_server("http://no-such-host.invalid:5555", None, lambda line: None)
+
+
+@pytest.mark.parametrize("url", ["https://a:1", "http://", "http://a:99999", "http://a:1/path", "ftp://a"])
+def test_what_is_no_address(url):
+    with pytest.raises(ConfigError, match="expected http://HOST:PORT"):
+        check_server(url, None, lambda line: None)

@@ -1,0 +1,399 @@
+"""The client against a real PyTriton server that is killed and restarted, and against one that misbehaves."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.fake_reward_server import FakeRewardServer, answer, describe
+from helpers.faulty_proxy import ALL, REPLAY, FaultyProxy
+from helpers.serve_toy_scorer import TOKEN_NAN, TOKEN_SLOW, VOCAB_SIZE, toy_score
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+from helpers.toy_server import ToyServer, free_port, wait_for
+
+from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
+from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.rewards import base, protocol
+from reinforce_rl.rewards.base import RewardRequest
+from reinforce_rl.rewards.client import RemoteGPTRMClient
+
+pytest.importorskip("tritonclient.http")
+
+SLOW_SECONDS = 2.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+    server = ToyServer(tmp_path_factory.mktemp("server"), "--slow", str(SLOW_SECONDS)).start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def make_client():
+    clients = []
+
+    def make(port: int, **options) -> RemoteGPTRMClient:
+        options = {"first_backoff_seconds": 0.02, "max_backoff_seconds": 0.3, "deadline_seconds": 30.0, **options}
+        clients.append(RemoteGPTRMClient(port=port, **options))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def request_of(sequences: list[list[int]]) -> RewardRequest:
+    width = max((len(sequence) for sequence in sequences), default=0)
+    tokens = torch.zeros((len(sequences), width), dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
+    lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long)
+    texts = tuple("" for _ in sequences)
+    return RewardRequest(tokens, lengths, texts, texts)
+
+
+def expected(sequences: list[list[int]]) -> list[float]:
+    return np.asarray([toy_score(sequence) for sequence in sequences], np.float32).tolist()
+
+
+# With a real server.
+
+
+@pytest.mark.parametrize("options", [{}, {"pad_to_length": 24, "pad_id": 99}], ids=["plain", "padded"])
+def test_large_batches_are_split_and_joined_in_order(server, make_client, options):
+    rng = random.Random(1)
+    sequences = [
+        [rng.randrange(4, 100) for _ in range(rng.randrange(1, 12))] for _ in range(19)
+    ]  # three requests of <= 8
+    rewards = make_client(server.port, **options).infer_rm(request_of(sequences)).result()
+    assert rewards.values.dtype == torch.float32
+    assert rewards.status.dtype == torch.int32
+    assert rewards.status.tolist() == [0] * 19
+    assert rewards.values.tolist() == expected(sequences)
+
+
+@pytest.mark.parametrize("fault", ALL)
+def test_a_fault_of_the_network_between_is_borne(server, make_client, fault):
+    sequences = [[row + 4, 2 * row + 4] for row in range(19)]
+    with FaultyProxy(server.port, [fault] * 2) as proxy:
+        rewards = make_client(proxy.port, attempt_timeout_seconds=1.0).infer_rm(request_of(sequences)).result()
+        assert proxy.happened == [fault] * 2
+    assert rewards.status.tolist() == [0] * 19
+    assert rewards.values.tolist() == expected(sequences)
+
+
+def test_an_answer_to_another_request_is_not_taken(server, make_client):
+    """The server's own, as a proxy keeps it: as many samples, scored and delivered before."""
+    with FaultyProxy(server.port, [None, REPLAY]) as proxy:
+        client = make_client(proxy.port)
+        assert client.infer_rm(request_of([[5], [6]])).result().values.tolist() == expected([[5], [6]])
+        assert client.infer_rm(request_of([[7], [8]])).result().values.tolist() == expected([[7], [8]])
+        assert proxy.happened == [REPLAY]
+
+
+def test_failed_samples_are_nan_and_keep_their_status(server, make_client):
+    rewards = make_client(server.port).infer_rm(request_of([[1, 2], [], [TOKEN_NAN], [VOCAB_SIZE], [3]])).result()
+    assert rewards.status.tolist() == [
+        base.STATUS_OK,
+        base.STATUS_EMPTY,
+        base.STATUS_NOT_FINITE,
+        base.STATUS_BAD_TOKEN,
+        base.STATUS_OK,
+    ]
+    assert torch.isnan(rewards.values).tolist() == [False, True, True, True, False]
+    assert [rewards.values[0].item(), rewards.values[4].item()] == expected([[1, 2], [3]])
+
+
+def test_requests_without_samples_or_tokens(server, make_client):
+    client = make_client(server.port)
+    assert client.infer_rm(request_of([])).result().values.shape == (0,)
+    assert client.infer_rm(request_of([[], []])).result().status.tolist() == [base.STATUS_EMPTY] * 2
+
+
+def test_infer_rm_returns_at_once_and_several_can_be_under_way(server, make_client):
+    client = make_client(server.port)
+    start = time.monotonic()
+    futures = [client.infer_rm(request_of([[TOKEN_SLOW, i]])) for i in range(2)]
+    assert time.monotonic() - start < SLOW_SECONDS / 2
+    assert not futures[0].done()
+    assert [f.result().values.tolist() for f in futures] == [expected([[TOKEN_SLOW, i]]) for i in range(2)]
+
+
+def test_the_handshake_accepts_the_same_tokenizer_and_names_every_difference(server, make_client, tmp_path):
+    same = TokenizerInfo.of(load_tokenizer(write_tiny_tokenizer(tmp_path / "same", vocab_size=VOCAB_SIZE)))
+    other = TokenizerInfo.of(load_tokenizer(write_tiny_tokenizer(tmp_path / "other", vocab_size=VOCAB_SIZE - 30)))
+    client = make_client(server.port)
+    assert client.check_compatible(same, VOCAB_SIZE) == "tokens"
+    assert client.check_compatible(other, VOCAB_SIZE + 1) == "text"  # by the server's own template
+    with pytest.raises(ConfigError) as caught:
+        client.check_compatible(other, VOCAB_SIZE + 1, "tokens")
+    text = str(caught.value)
+    assert f"127.0.0.1:{server.port}" in text
+    assert "vocabulary size 98 here, 128 there" in text
+    assert "vocabulary hash" in text
+    assert "can produce 129 token ids, the reward model knows 128" in text
+
+
+def test_a_wrong_model_name_is_told_the_right_one(server, make_client):
+    start = time.monotonic()
+    with pytest.raises(RewardServerError, match="serves the model 'reward_model', and 'other' was asked for"):
+        make_client(server.port, name="other").wait_until_ready()
+    assert time.monotonic() - start < 5
+
+
+def test_a_kill_during_a_call_and_a_restart_give_the_right_scores(server, make_client):
+    said = []
+    client = make_client(server.port, deadline_seconds=400.0, on_wait=said.append, wait_report_seconds=0.5)
+    client.wait_until_ready()
+    sequences = [[TOKEN_SLOW, 5], [7, 8, 9]]
+    future = client.infer_rm(request_of(sequences))
+    time.sleep(SLOW_SECONDS / 4)
+    assert not future.done()
+    server.kill_group()
+    assert wait_for(lambda: not server.left_behind(), 5), server.left_behind()
+    assert wait_for(lambda: any("connection refused" in text for text in said), 5), said
+    server.start()
+    assert future.result().values.tolist() == expected(sequences)
+    assert any(f"127.0.0.1:{server.port}" in text and "s of 400 s" in text for text in said)
+
+
+def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(server, make_client):
+    """The last one with the real server: it ends it."""
+    client = make_client(server.port, deadline_seconds=3.0)
+    client.wait_until_ready()
+    future = client.infer_rm(request_of([[TOKEN_SLOW, 1]]))
+    time.sleep(SLOW_SECONDS / 4)
+    server.tritonserver.kill()
+    with pytest.raises(
+        RewardServerError, match=f"127.0.0.1:{server.port}.* within 3 s; the last error: .*(refused|HTTP 502)"
+    ):
+        future.result()
+    assert server.process.wait(30) == 1
+    assert "died" in server.log.read_text()  # not as its last line: an interpreter that ends may warn after it
+    assert wait_for(lambda: not server.left_behind(), 5), server.left_behind()
+
+
+@pytest.mark.slow
+def test_five_thousand_requests_leave_nothing_behind(tmp_path):
+    """Memory, threads, tasks and open files of a process that asks and asks."""
+    pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+    script = """
+import asyncio, sys, threading
+import psutil
+from reward.test_client import expected, request_of
+from reinforce_rl.rewards import transport
+from reinforce_rl.rewards.client import RemoteGPTRMClient
+
+async def tasks():
+    return len(asyncio.all_tasks())
+
+sequences = [[row + 4, 2 * row + 4] for row in range(8)]
+me, found = psutil.Process(), []
+client = RemoteGPTRMClient(port=int(sys.argv[1]))
+for number in range(1, 5001):
+    assert client.infer_rm(request_of(sequences)).result().values.tolist() == expected(sequences)
+    if number % 1000 == 0:
+        found.append((me.memory_info().rss, threading.active_count(), transport.wait_for(tasks()), me.num_fds()))
+client.close()
+for row in found:
+    print(*row)
+"""
+    server = ToyServer(tmp_path).start()
+    try:
+        command = [sys.executable, "-c", script, str(server.port)]
+        paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+        output = subprocess.check_output(command, env={**os.environ, "PYTHONPATH": paths}, timeout=900, text=True)
+    finally:
+        server.close()
+    memory, threads, tasks, files = zip(*([int(n) for n in line.split()] for line in output.splitlines()), strict=True)
+    assert memory[-1] - memory[0] < 4e6, memory
+    assert max(threads) - threads[0] <= 0, threads
+    assert max(tasks) == 1, tasks
+    assert max(files) - files[0] <= 1, files
+
+
+# Without a real server.
+
+
+def test_past_the_deadline_is_an_error_that_says_what_to_check(make_client):
+    said = []
+    port = free_port()
+    client = make_client(port, deadline_seconds=1.0, on_wait=said.append, wait_report_seconds=0.3)
+    start = time.monotonic()
+    with pytest.raises(RewardServerError) as caught:
+        client.infer_rm(request_of([[1]])).result()
+    assert 0.9 < time.monotonic() - start < 4
+    text = str(caught.value)
+    assert f"127.0.0.1:{port}" in text
+    assert "connection refused" in text
+    assert f"curl http://127.0.0.1:{port}/v2/health/ready" in text
+    assert said[0] == f"reward server 127.0.0.1:{port} does not answer (connection refused); retrying, 0 s of 1 s"
+    assert 2 <= len(said) <= 5  # at most every 0.3 s
+
+
+def test_a_silent_server_is_given_up_at_the_deadline(make_client):
+    """It accepts connections and never answers."""
+    import socket
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(16)
+        start = time.monotonic()
+        with pytest.raises(RewardServerError, match=r"timed out|not answered"):
+            make_client(silent.getsockname()[1], deadline_seconds=1.0).infer_rm(request_of([[1]])).result()
+        assert time.monotonic() - start < 5
+
+
+def test_an_answer_that_takes_longer_than_one_attempt_may_comes_in_the_end(make_client):
+    """The server begins anew with each attempt and takes 1 s, so attempts of 0.3 and 0.6 s are in vain."""
+    with FakeRewardServer(score=lambda _: (time.sleep(1.0), 1.5)[1]) as fake:
+        client = make_client(fake.port, attempt_timeout_seconds=0.3, deadline_seconds=12.0)
+        for number in (1, 2):
+            before = len(fake.requests)
+            assert client.infer_rm(request_of([[number]])).result().values.tolist() == [1.5]
+            attempts = fake.requests[before:]
+            assert attempts == [[[number]]] * len(attempts), "each asks for the same"
+            assert len(attempts) >= 3, "the next request begins with a short attempt again"
+
+
+def test_a_foreign_program_on_the_port_is_named(make_client):
+    class Hello(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"hello")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Hello) as foreign:
+        threading.Thread(target=foreign.serve_forever, args=(0.05,), daemon=True).start()
+        port = foreign.server_address[1]
+        with pytest.raises(RewardServerError, match=f"another program listens on 127.0.0.1:{port}"):
+            make_client(port).wait_until_ready()
+        foreign.shutdown()
+
+
+def test_server_errors_are_retried_and_refusals_are_not(make_client):
+    with FakeRewardServer([(500, {"error": "ouch"}), (503, {}), answer([1.5], [0])]) as fake:
+        assert make_client(fake.port).infer_rm(request_of([[1]])).result().values.tolist() == [1.5]
+        assert fake.calls == 3
+    with FakeRewardServer([(400, {"error": "such requests are refused"})]) as fake:
+        with pytest.raises(RewardServerError, match="HTTP 400: such requests are refused"):
+            make_client(fake.port).infer_rm(request_of([[1]])).result()
+        assert fake.calls == 1
+
+
+def test_a_busy_server_says_when_to_come_back(make_client):
+    """The client waits as long as that, longer than its own pause would be, and keeps the request's id."""
+    busy = (503, {"error": "busy"}, {"Retry-After": "1"})
+    with FakeRewardServer([busy, answer([1.5], [0])]) as fake:
+        client = make_client(fake.port, token="t" * 20, caller="run-rank1", max_backoff_seconds=0.05)
+        start = time.monotonic()
+        assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.5]
+        assert time.monotonic() - start >= 1.0
+        first, second = fake.headers
+    assert first["X-Request-ID"] == second["X-Request-ID"]
+    assert first["X-Request-ID"].startswith("run-rank1-call0-")
+    assert first["Authorization"] == f"Bearer {'t' * 20}"
+
+
+def test_a_time_to_come_back_beyond_the_deadline_ends_at_the_deadline(make_client):
+    text = "within 1 s; the last error: answers HTTP 503: busy"
+    busy = (503, {"error": "busy"}, {"Retry-After": "3600"})
+    with FakeRewardServer([busy]) as fake, pytest.raises(RewardServerError, match=text):
+        make_client(fake.port, deadline_seconds=1.0).infer_rm(request_of([[1]])).result()
+
+
+def test_a_refused_token_is_not_tried_again(make_client):
+    with FakeRewardServer([(401, {"error": "no"})]) as fake:
+        with pytest.raises(RewardServerError, match=r"asks for an access token.*REINFORCE_REWARD_TOKEN"):
+            make_client(fake.port).infer_rm(request_of([[1]])).result()
+        assert fake.calls == 1
+
+
+def test_wrong_answers_are_an_error_and_never_a_reward(make_client):
+    with FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as fake:
+        with pytest.raises(RewardServerError, match=r"'rewards' is float32 \[2, 1\]; expected float32 \[1, 1\]"):
+            make_client(fake.port).infer_rm(request_of([[1]])).result()
+        assert fake.calls == 3
+
+
+@pytest.mark.parametrize(
+    ("rewards", "status", "values", "codes"),
+    [
+        ([1.0, 2.0], [0, 7], [1.0, None], [0, 7]),
+        ([np.inf, np.nan], [0, 0], [None, None], [base.STATUS_NOT_FINITE] * 2),
+        ([0.0, 3.0], [1, 0], [None, 3.0], [1, 0]),
+    ],
+)
+def test_whatever_failed_is_nan(rewards, status, values, codes):
+    found, found_codes = protocol.check_answer(
+        np.array(rewards, np.float32)[:, None], np.array(status, np.int32)[:, None], 2
+    )
+    assert [None if np.isnan(value) else value for value in found.tolist()] == values
+    assert found_codes.tolist() == codes
+
+
+@pytest.mark.parametrize(
+    ("rewards", "status"),
+    [
+        (None, np.zeros((1, 1), np.int32)),
+        (np.zeros((1, 1)), np.zeros((1, 1), np.int32)),
+        (np.zeros((1,), np.float32), np.zeros((1, 1), np.int32)),
+        (np.zeros((1, 1), np.float32), np.full((1, 1), 99, np.int32)),
+    ],
+    ids=["missing", "float64", "shape", "status"],
+)
+def test_answers_outside_the_protocol_are_refused(rewards, status):
+    with pytest.raises(ValueError, match=r"rewards|status"):
+        protocol.check_answer(rewards, status, 1)
+
+
+def test_another_model_behind_the_same_address_is_noticed_after_an_outage(make_client):
+    with FakeRewardServer([answer([1.0], [0]), (503, {}), answer([2.0], [0])]) as fake:
+        client = make_client(fake.port)
+        assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.0]
+        fake.info = describe(details={"head_path": "another"})
+        with pytest.raises(RewardServerError, match=r"replaced by another one during the run .*head_path"):
+            client.infer_rm(request_of([[1]])).result()
+
+
+def test_jitter_leaves_the_random_state_of_the_trainer_alone(make_client):
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    with pytest.raises(RewardServerError):
+        make_client(free_port(), deadline_seconds=0.3).infer_rm(request_of([[1]])).result()
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_close_fails_what_is_under_way_and_can_be_repeated(make_client):
+    client = make_client(free_port(), deadline_seconds=60.0, max_backoff_seconds=30.0, first_backoff_seconds=20.0)
+    future = client.infer_rm(request_of([[1]]))
+    time.sleep(0.2)
+    client.close()
+    client.close()
+    with pytest.raises(RewardServerError, match="closed"):
+        future.result()
+    with pytest.raises(RewardServerError, match="closed"):
+        client.infer_rm(request_of([[1]]))
+
+
+def test_a_request_whose_shapes_do_not_fit_is_refused(make_client):
+    with pytest.raises(ValueError, match=r"expected \[N, S\] and \[N\]"):
+        make_client(1).infer_rm(RewardRequest(torch.zeros(2, 3, dtype=torch.long), torch.zeros(3), ("",), ("",)))

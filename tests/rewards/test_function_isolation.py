@@ -1,0 +1,262 @@
+"""What a hostile sample can do to the others of its batch, to later ones and to the machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.toy_server import is_alive, wait_for
+
+from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
+from reinforce_rl.rewards import base
+from reinforce_rl.rewards.base import TextSample
+from reinforce_rl.rewards.function_process import pool as function_pool
+from reinforce_rl.rewards.function_process.loading import FunctionSpec
+from reinforce_rl.rewards.function_process.pool import FunctionPool
+from reinforce_rl.rewards.function_process.sandbox import bubblewrap
+
+NAME = "helpers.reward_functions."
+
+
+def sample(response: str, value: object = 1.0, **record: object) -> TextSample:
+    return TextSample("prompt", response, {"value": value, **record})
+
+
+def started(function: str, **options) -> FunctionPool:
+    pool = FunctionPool({"f": FunctionSpec("reward_function", NAME + function)}, **options)
+    pool.start()
+    return pool
+
+
+def bubblewrap_or_host(pool: FunctionPool) -> psutil.Process:
+    """What the pool has started."""
+    (found,) = [p for p in psutil.Process().children() if pool._host and p.pid == pool._host.process.pid]
+    return found
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Of one worker, so that each sample comes where the one before it was."""
+    pool = started("hostile", num_workers=1, sample_timeout_seconds=20.0)
+    yield pool
+    pool.close()
+
+
+STATE = ["code", "float", "isfinite", "worker", "modules", "alarm"]
+ERRORS = ["KeyboardInterrupt", "GeneratorExit", "SystemExit", "MemoryError", "NoText"]
+ENDS = {"exit 0": "exit code 0", "exit 7": "exit code 7", "segfault": "signal 11", "group": "signal 9"}
+
+
+@pytest.mark.parametrize("bad", [*STATE, *ERRORS, *ENDS, "memory", "close all", "garbage", "fork", "child"])
+def test_whatever_one_sample_does_the_others_have_their_scores(pool, bad):
+    scores = pool.submit("f", [sample("", 0.5), sample(bad), *(sample("", 2.0 + i) for i in range(6))]).result()
+    assert scores.values[[0, *range(2, 8)]].tolist() == [0.5, *(2.0 + i for i in range(6))]
+    assert scores.status[[0, *range(2, 8)]].tolist() == [base.STATUS_OK] * 7
+    assert (scores.status[1] == base.STATUS_OK) != (scores.values[1] != scores.values[1]), "failed samples have NaN"
+    if bad in (*ERRORS, *ENDS, "memory"):
+        assert scores.status[1] == base.STATUS_INTERNAL
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_that_ended_is_no_time_out(pool, end, caplog):
+    assert pool.submit("f", [sample(end)]).result().status.tolist() == [base.STATUS_INTERNAL]
+    assert ENDS[end] in caplog.text
+
+
+def test_a_file_cannot_fill_the_disk(pool, tmp_path):
+    assert pool.submit("f", [sample("file", folder=str(tmp_path))]).result().status[0] == base.STATUS_INTERNAL
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
+
+
+def test_what_a_sample_started_ends_with_it(pool):
+    pool.submit("f", [sample("child")]).result()
+    time.sleep(0.1)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "6543"]]
+
+
+def test_a_record_that_is_nested_too_deeply_fails_alone(pool):
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    scores = pool.submit("f", [sample("", 1.0), sample("", 2.0, deep=deep), sample("", 3.0)]).result()
+    assert scores.status.tolist() == [base.STATUS_OK, base.STATUS_BAD_PROMPT, base.STATUS_OK]
+    assert scores.values[[0, 2]].tolist() == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("odd", ["\ud800", "\x00", "\n", '"}\n{"', "é" * 3_000_000])
+def test_odd_texts_are_scored(pool, odd):
+    scores = pool.submit("f", [sample(odd, 1.0), sample("", 2.0)]).result()
+    assert scores.values.tolist() == [1.0, 2.0]
+
+
+def test_secrets_are_not_in_the_functions_environment(monkeypatch):
+    monkeypatch.setenv("REINFORCE_REWARD_TOKEN", "secret")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    pool = started("sees")
+    try:
+        names = ["REINFORCE_REWARD_TOKEN", "WANDB_API_KEY", "PATH", "PYTHONPATH"]
+        scores = pool.submit("f", [sample(f"variable {name}") for name in names]).result()
+    finally:
+        pool.close()
+    assert scores.values.tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def bubblewrap_fault() -> str:
+    try:
+        bubblewrap([])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+needs_bubblewrap = pytest.mark.skipif(bool(bubblewrap_fault()), reason=bubblewrap_fault() or "-")
+
+
+@needs_bubblewrap
+class TestSandbox:
+    @pytest.fixture
+    def sandboxed(self):
+        pool = started("sees", sandbox=True, sample_timeout_seconds=10.0)
+        yield pool
+        pool.close()
+
+    def test_what_a_function_reaches(self, sandboxed, tmp_path):
+        (tmp_path / "secret").write_text("token")
+        here = str(Path(__file__).parent)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            kinds = {
+                f"port {port}": 0.0,
+                f"process {os.getpid()}/cmdline": 0.0,
+                f"path {tmp_path}/secret": 0.0,
+                "path /etc/passwd": 0.0,
+                "path /run": 0.0,
+                f"writes {here}/written": 0.0,
+                f"writes {sys.prefix}/written": 0.0,
+                "writes /written": 0.0,
+                "writes /tmp/written": 1.0,
+                "writes /dev/shm/written": 1.0,
+                f"path {__file__}": 1.0,
+            }
+            scores = sandboxed.submit("f", [sample(kind) for kind in kinds]).result()
+        assert dict(zip(kinds, scores.values.tolist(), strict=True)) == kinds
+
+    def test_the_same_without_a_sandbox_is_reached(self, tmp_path):
+        """So that the other test can fail."""
+        pool = started("sees")
+        try:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                kinds = [f"port {server.getsockname()[1]}", f"process {os.getpid()}", f"writes {tmp_path}/written"]
+                assert pool.submit("f", [sample(kind) for kind in kinds]).result().values.tolist() == [1.0] * 3
+        finally:
+            pool.close()
+
+    def test_scores_and_failures_are_those_without_it(self):
+        pool = started("hostile", sandbox=True, num_workers=1, sample_timeout_seconds=5.0)
+        try:
+            kinds = ["", "code", "", "exit 7", "segfault", "memory", "KeyboardInterrupt", "host", ""]
+            scores = pool.submit("f", [sample(kind) for kind in kinds]).result()
+        finally:
+            pool.close()
+        assert scores.values[[0, 2, 8]].tolist() == [1.0, 1.0, 1.0]
+        assert scores.status[3:7].tolist() == [base.STATUS_INTERNAL] * 4
+
+    def test_the_provided_functions_work_in_it(self):
+        pool = FunctionPool(
+            {"f": FunctionSpec("reward_function", "reinforce_rl.rewards.functions.gsm8k")}, sandbox=True
+        )
+        pool.start()
+        try:
+            samples = [TextSample("", "the answer is 72", {"answer": text}) for text in ("72", "73")]
+            assert pool.submit("f", samples).result().values.tolist() == [1.0, 0.0]
+        finally:
+            pool.close()
+
+    def test_what_samples_started_is_reaped(self):
+        pool = started("hostile", sandbox=True)
+        try:
+            pool.submit("f", [sample("child")] * 8).result()
+            pool.submit("f", [sample("")]).result()
+            assert len(bubblewrap_or_host(pool).children(recursive=True)) == 1
+        finally:
+            pool.close()
+
+    def test_nothing_is_left_of_it_when_its_owner_is_killed(self, tmp_path):
+        code = (
+            "import sys; sys.path.insert(0, sys.argv[1])\n"
+            "from reward.test_function_isolation import sample, started\n"
+            "pool = started('told', sandbox=True, sample_timeout_seconds=600.0)\n"
+            "pending = pool.submit('f', [sample('loop')] * 2)\n"
+            "print('ready', flush=True)\n"
+            "pending.result()\n"
+        )
+        owner = subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parents[1])], stdout=subprocess.PIPE)
+        try:
+            assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
+            running = psutil.Process(owner.pid)
+            assert wait_for(lambda: len(running.children(recursive=True)) == 4, 60), "bubblewrap, host, two samples"
+            processes = running.children(recursive=True)
+        finally:
+            owner.kill()
+            owner.wait()
+        assert wait_for(lambda: not any(map(is_alive, processes)), 20), processes
+
+
+def test_a_sandbox_that_cannot_be_made_ends_the_start(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"reward_function\.sandbox is true, but there is no 'bwrap'; install"):
+        started("sees", sandbox=True)
+    program = tmp_path / "bwrap"
+    program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('bwrap: No permissions to create new namespace')\n")
+    program.chmod(0o755)
+    with pytest.raises(ConfigError, match="cannot work here: bwrap: No permissions to create"):
+        started("sees", sandbox=True)
+
+
+def test_a_host_that_hangs_fails_its_batch_and_the_next_has_another(monkeypatch):
+    monkeypatch.setattr(function_pool, "SLACK_SECONDS", 1.0)
+    pool = started("hostile", sample_timeout_seconds=1.0)
+    try:
+        host = bubblewrap_or_host(pool)
+        host.suspend()
+        with pytest.raises(RewardServerError, match="have not answered within the time"):
+            pool.submit("f", [sample("")]).result()
+        assert wait_for(lambda: not is_alive(host), 10)
+        time.sleep(0.2)
+        assert pool.submit("f", [sample("", 3.0)]).result().values.tolist() == [3.0]
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("how", ["os._exit(9)", "raise KeyboardInterrupt", "raise SystemExit(3)"])
+def test_a_module_that_ends_its_import_is_named(how, tmp_path, monkeypatch):
+    (tmp_path / "ends_when_imported.py").write_text(f"import os\n{how}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    pool = FunctionPool({"f": FunctionSpec("reward_function", "ends_when_imported.reward")})
+    with pytest.raises(ReinforceError, match="ends_when_imported"):
+        pool.start()
+
+
+def test_what_functions_print_does_not_count_as_their_files(tmp_path):
+    """A log may be longer than what a function may write."""
+    log = tmp_path / "log"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from reward.test_function_isolation import sample, started\n"
+        "pool = started('told')\n"
+        "assert pool.submit('f', [sample('print', 2.0)]).result().values.tolist() == [2.0]\n"
+        "pool.close()\n"
+    )
+    with log.open("ab") as file:
+        file.truncate((64 << 20) + 1)
+        command = [sys.executable, "-c", code, str(Path(__file__).parents[1])]
+        assert subprocess.run(command, stdout=file, stderr=file, timeout=60, check=False).returncode == 0
+    with log.open("rb") as file:
+        file.seek(64 << 20)
+        assert b"this must not get between the answers" in file.read()

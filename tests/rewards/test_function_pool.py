@@ -1,0 +1,188 @@
+"""Reward functions in their processes: each kind of misbehaviour fails its own sample and no other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from helpers.toy_server import is_alive, wait_for
+
+from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.rewards import base
+from reinforce_rl.rewards.base import TextSample
+from reinforce_rl.rewards.function_process.loading import FunctionSpec
+from reinforce_rl.rewards.function_process.pool import PING, FunctionPool
+
+TOLD = "helpers.reward_functions.told"
+TESTS = Path(__file__).parents[1]
+
+
+def sample(response: str, value: object = 1.0) -> TextSample:
+    return TextSample("prompt", response, {"value": value})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("pool")
+
+
+@pytest.fixture(scope="module")
+def pool(folder):
+    pool = FunctionPool(
+        {"told": FunctionSpec("reward_function", TOLD, {"folder": str(folder)})},
+        num_workers=2,
+        sample_timeout_seconds=2.0,
+    )
+    pool.start()
+    yield pool
+    pool.close()
+
+
+def processes() -> list[psutil.Process]:
+    """Hosts of this process, and their workers."""
+    hosts = [p for p in psutil.Process().children() if "reinforce_rl.rewards.function_process.host" in p.cmdline()]
+    return [*hosts, *(child for host in hosts for child in host.children(recursive=True))]
+
+
+def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog):
+    kinds = {
+        "sleep": base.STATUS_TIMED_OUT,
+        "loop": base.STATUS_TIMED_OUT,
+        "backtrack": base.STATUS_TIMED_OUT,
+        "exit": base.STATUS_INTERNAL,
+        "sys.exit": base.STATUS_INTERNAL,
+        "secret": base.STATUS_INTERNAL,
+    }
+    values = {
+        float("nan"): base.STATUS_NOT_FINITE,
+        1e300: base.STATUS_NOT_FINITE,  # float32 cannot hold it
+        None: base.STATUS_INTERNAL,
+        "1.0": base.STATUS_INTERNAL,
+        True: base.STATUS_OK,
+    }
+    bad = [sample(kind) for kind in kinds] + [sample("", value) for value in values]
+    good = [sample("print", 0.5 + i) for i in range(len(bad))]
+    mixed = [one for pair in zip(bad, good, strict=True) for one in pair]
+    with caplog.at_level(logging.INFO):
+        scores = pool.submit("told", mixed).result()
+    expected = [*kinds.values(), *values.values()]
+    assert scores.status[0::2].tolist() == expected
+    assert np.isnan(scores.values[0::2]).tolist() == [code != base.STATUS_OK for code in scores.status[0::2]]
+    assert scores.status[1::2].tolist() == [base.STATUS_OK] * len(good)
+    assert scores.values[1::2].tolist() == [0.5 + i for i in range(len(good))]
+    assert re.search(r"reward_functions\.told: ValueError at /.*/reward_functions\.py:\d+'", caplog.text)
+    assert "told: returned a NoneType; expected a number" in caplog.text
+    assert "secret" not in caplog.text  # of a sample's text nothing, above DEBUG
+
+
+def test_workers_are_light_have_one_thread_and_are_replaced(pool, folder):
+    scores = pool.submit("told", [sample("heavy"), sample("threads")] + [sample("pid")] * 50).result()
+    assert scores.values[:2].tolist() == [0.0, 1.0]
+    before = {int(path.name) for path in folder.iterdir()}
+    pool.submit("told", [sample("loop")] * 2).result()
+    for path in folder.iterdir():
+        path.unlink()
+    pool.submit("told", [sample("pid")] * 50).result()
+    assert before.isdisjoint(int(path.name) for path in folder.iterdir())
+    assert not any(psutil.pid_exists(pid) for pid in before)
+
+
+def test_several_batches_at_once_and_none_at_all(pool):
+    start = time.monotonic()
+    pending = [pool.submit("told", [sample("", i)] * i) for i in (0, 3, 1)]
+    assert time.monotonic() - start < 1
+    assert [scores.result().values.tolist() for scores in pending] == [[], [3.0] * 3, [1.0]]
+
+
+def test_a_ping_calls_no_function(pool):
+    scores = pool.submit(PING, [sample("exit")]).result()
+    assert (scores.status.tolist(), scores.values.tolist()) == ([base.STATUS_OK], [0.0])
+
+
+def test_workers_that_were_killed_while_idle_are_replaced(pool):
+    host, *workers = processes()
+    for worker in workers:
+        if "spawn_main" in str(worker.cmdline()):
+            worker.kill()
+    for value in (1.0, 2.0, 3.0):
+        assert pool.submit("told", [sample("", value)] * 4).result().values.tolist() == [value] * 4
+    assert host.is_running() and processes()[0] == host
+
+
+def test_the_hosts_death_fails_what_is_under_way_and_the_next_request_has_another(pool):
+    pending = pool.submit("told", [sample("sleep")])
+    processes()[0].kill()
+    with pytest.raises(RewardServerError, match=r"ended with 1 samples under way .exit code -9"):
+        pending.result()
+    assert pool.submit("told", [sample("", 4.0)]).result().values.tolist() == [4.0]
+
+
+def test_faults_come_at_the_start_and_leave_no_process():
+    before = {process.pid for process in processes()}
+    pool = FunctionPool(
+        {
+            "a": FunctionSpec("reward_function", "helpers.reward_functions.tld"),
+            "b": FunctionSpec("reward_function.more_functions.b", TOLD, {"foldr": ""}),
+        }
+    )
+    with pytest.raises(ConfigError) as caught:
+        pool.start()
+    assert len(caught.value.faults) == 2
+    assert "did you mean helpers.reward_functions.told?" in caught.value.faults[0]
+    assert "more_functions.b.kwargs" in caught.value.faults[1] and "did you mean folder?" in caught.value.faults[1]
+    assert {process.pid for process in processes()} == before
+    with pytest.raises(RewardServerError, match="not started"):
+        pool.submit("a", [sample("")]).result()
+
+
+OWNER = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+from reinforce_rl.rewards.base import TextSample
+from reinforce_rl.rewards.function_process.loading import FunctionSpec
+from reinforce_rl.rewards.function_process.pool import FunctionPool
+spec = FunctionSpec("reward_function", {TOLD!r}, {{"folder": sys.argv[1]}})
+pool = FunctionPool({{"f": spec}}, num_workers=2, sample_timeout_seconds=600.0)
+pool.start()
+pool.submit("f", [TextSample("", "pid and loop")] * 2).result()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_workers_die_with_their_owner_however_it_ends(number, tmp_path):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)])
+    try:
+        assert wait_for(lambda: len(list(tmp_path.iterdir())) == 2, 90)
+        started = psutil.Process(owner.pid).children(recursive=True)
+        assert len(started) >= 3
+        os.kill(owner.pid, number)
+        owner.wait(20)
+        assert wait_for(lambda: not any(map(is_alive, started)), 20), started
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+def test_workers_die_with_a_killed_host(tmp_path):
+    spec = FunctionSpec("reward_function", TOLD, {"folder": str(tmp_path)})
+    pool = FunctionPool({"f": spec}, num_workers=1, sample_timeout_seconds=600.0)
+    before = {process.pid for process in processes()}
+    pool.start()
+    try:
+        pool.submit("f", [sample("pid and loop")])
+        assert wait_for(lambda: list(tmp_path.iterdir()), 90)
+        host, *workers = [process for process in processes() if process.pid not in before]
+        assert workers
+        host.kill()
+        assert wait_for(lambda: not any(map(is_alive, workers)), 20), workers
+    finally:
+        pool.close()

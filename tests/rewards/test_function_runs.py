@@ -1,0 +1,230 @@
+"""Runs with a reward function: in the trainer, and behind the server; both are the same run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import reward_functions
+from helpers.real_run import RealServer
+from helpers.tiny_run import compose, rollouts_of, three_letters, tiny_overrides, tiny_trainer, weights
+
+from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import ConfigError, RewardServerError, TooManyFailedRewardsError
+from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.rewards import base, health, protocol
+from reinforce_rl.rewards.base import RewardRequest, RewardSource
+from reinforce_rl.rewards.client import RemoteGPTRMClient
+from reinforce_rl.rewards.combined import CombinedRewards
+from reinforce_rl.rewards.function_process.source import FunctionRewards
+from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.rewards.text_form import text_arrays
+
+SHARE = "helpers.reward_functions.share_of_letters"
+TESTS = Path(__file__).parents[1]
+TOLD = "helpers.reward_functions.told"
+LETTERS = ("etaoi", "nshrd", "lucmf", "wygpb")
+FUNCTION = ["reward=function", f"reward_function.name={SHARE}", "+reward_function.kwargs.scale=2.0"]
+
+
+def function_config(folder: Path, *overrides: str) -> TrainConfig:
+    """Of two steps; each prompt's line has the letters that the function asks for, and is rendered as messages."""
+    options = tiny_overrides(folder)
+    lines = [
+        {"messages": [{"role": "user", "content": text[:1]}], "letters": LETTERS[i % len(LETTERS)], "number": i}
+        for i, text in enumerate(three_letters(8))
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options += ["trainer.reinforce.max_steps=2", "model.data.data_prefix.validation=null"]
+    return load_config(compose(*options, *overrides))
+
+
+class Remembering:
+    """A reward source that keeps the requests."""
+
+    def __init__(self, source: RewardSource):
+        self.source = source
+        self.requests: list[RewardRequest] = []
+
+    def infer_rm(self, request: RewardRequest):
+        self.requests.append(request)
+        return self.source.infer_rm(request)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+def connect(cfg: TrainConfig, mesh) -> RewardSource:
+    tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
+    return connect_to_reward_servers(cfg, mesh, tokenizer, SilentMonitor(cfg.exp_manager.explicit_log_dir))
+
+
+def run(folder: Path, mesh, *overrides: str) -> tuple[list[float], list[torch.Tensor], list[RewardRequest]]:
+    """Rewards of both steps, the weights at the end, and what was asked."""
+    folder.mkdir()
+    cfg = function_config(folder, *overrides)
+    source = connect(cfg, mesh)
+    remembering = Remembering(source)
+    try:
+        with tiny_trainer(cfg, mesh, remembering) as trainer:
+            trainer.fit()
+            final = weights(trainer)
+    finally:
+        source.close()
+    rows = [row for step in (1, 2) for row in rollouts_of(folder, step)]
+    return [row["reward"] for row in rows], final, remembering.requests
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+    options = [f"reward_function.name={SHARE}", "+reward_function.kwargs.scale=2.0"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+        server = RealServer(tmp_path_factory.mktemp("server"), *options).start()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def in_trainer(tmp_path_factory, mesh):
+    folder = tmp_path_factory.mktemp("in_trainer") / "run"
+    return run(folder, mesh, *FUNCTION), folder
+
+
+def test_a_run_asks_the_function_with_the_prompts_own_fields(in_trainer):
+    (rewards, _, requests), folder = in_trainer
+    samples = [sample for request in requests for sample in request.samples]
+    assert len(rewards) == len(samples) == 2 * 4 * 4
+    expected = [
+        2.0 * sum(s.response.count(x) for x in s.record["letters"]) / max(len(s.response), 1) + len(s.prompt) / 1000
+        for s in samples
+    ]
+    assert rewards == pytest.approx(expected, abs=1e-6)
+    assert len(set(rewards)) > 3
+    rows = [row for step in (1, 2) for row in rollouts_of(folder, step)]
+    for sample, row in zip(samples, rows, strict=True):
+        assert sample.messages == ({"role": "user", "content": sample.prompt[3]},)
+        assert sample.prompt == row["prompt"] and sample.response == row["response"]
+        assert sample.finished == (row["finish_reason"] == "stop")
+        assert set(sample.record) == {"letters", "number"}
+    assert {sample.finished for sample in samples} == {True, False}
+
+
+def test_the_served_function_makes_the_same_run(in_trainer, server, tmp_path, mesh):
+    rewards, final, _ = run(tmp_path / "run", mesh, f"remote_rm.reward_model.port={server.port}")
+    (expected, expected_final, _), _ = in_trainer
+    assert rewards == expected
+    assert all(torch.equal(left, right) for left, right in zip(final, expected_final, strict=True))
+
+
+def test_the_served_functions_answers(server):
+    info = health.check_once("127.0.0.1", server.port, "reward_model", 10.0)
+    assert info.input_forms == (protocol.TEXT_FORM,)
+    assert (info.tokenizer, info.max_length, info.vocab_size) == (None, None, None)
+    assert info.details["function"] == SHARE and info.details["kwargs"] == {"scale": 2.0}
+    assert len(info.details["source_sha256"]) == 64
+
+    def ask(*columns: tuple[str, list[str]]) -> dict:
+        inputs = [{"name": n, "datatype": "BYTES", "shape": [len(data), 1], "data": data} for n, data in columns]
+        return health.infer_json("127.0.0.1", server.port, "reward_model", inputs, 30.0)
+
+    metadata = [json.dumps({"letters": "e"}), "{}", "{", json.dumps({"letters": "e"})]
+    answer = ask(("prompts", ["abc"] * 4), ("responses", ["eeoo"] * 3 + [""]), ("metadata", metadata))
+    assert answer["status"] == [base.STATUS_OK, base.STATUS_INTERNAL, base.STATUS_BAD_PROMPT, base.STATUS_OK]
+    assert [answer["rewards"][0], answer["rewards"][3]] == pytest.approx([2 * 0.5 + 0.003, 0.003])
+    assert all(math.isnan(answer["rewards"][row]) for row in (1, 2))
+    with pytest.raises(RewardServerError, match="HTTP 400"):
+        ask(("sentences", ["abc"]))
+
+
+def test_a_request_larger_than_the_servers_limit_is_split(server):
+    request = request_of([f"p{i}" for i in range(300)], ["e"] * 300, [{"letters": "e"}] * 300)
+    client = RemoteGPTRMClient(port=server.port)
+    try:
+        values = client.infer_rm(request).result().values
+    finally:
+        client.close()
+    assert values.tolist() == pytest.approx([2.0 + len(f"p{i}") / 1000 for i in range(300)])
+
+
+def request_of(prompts: list[str], responses: list[str], records: list[dict]) -> RewardRequest:
+    tokens = torch.zeros((len(prompts), 1), dtype=torch.long)
+    return RewardRequest(
+        tokens, torch.ones(len(prompts), dtype=torch.long), tuple(prompts), tuple(responses), metadata=tuple(records)
+    )
+
+
+def test_several_functions_are_a_weighted_sum(tmp_path, mesh):
+    more = "+reward_function.more_functions.told"
+    cfg = function_config(
+        tmp_path, *FUNCTION, "reward_function.weight=0.5", f"{more}.name={TOLD}", f"{more}.weight=-3"
+    )
+    source = connect(cfg, mesh)
+    try:
+        assert isinstance(source, CombinedRewards)
+        records = [{"letters": "e", "value": 1.0}, {"letters": "e"}, {"letters": "x", "value": 0.5}]
+        found = source.infer_rm(request_of(["", "", ""], ["ee", "ee", "ee"], records)).result()
+    finally:
+        source.close()
+    assert found.status.tolist() == [base.STATUS_OK, base.STATUS_INTERNAL, base.STATUS_OK]
+    assert found.values[[0, 2]].tolist() == [0.5 * 2.0 - 3.0, 0.5 * 0.0 - 1.5]
+    assert found.values[1].isnan()
+    assert found.by_source["share_of_letters"].tolist() == [2.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("more", [[], [f"+reward_function.more_functions.told.name={TOLD}"]], ids=["one", "several"])
+def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, more):
+    name = "helpers.reward_functions.share_of_letters"
+    cfg = function_config(tmp_path, *FUNCTION, *more)
+    lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["letters"]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = connect(cfg, mesh)
+    line = next(
+        i
+        for i, text in enumerate(Path(reward_functions.__file__).read_text().splitlines(), 1)
+        if '["letters"]' in text
+    )
+    try:
+        with tiny_trainer(cfg, mesh, source) as trainer, pytest.raises(TooManyFailedRewardsError) as caught:
+            trainer.fit()
+    finally:
+        source.close()
+    assert f"{name}: KeyError at {reward_functions.__file__}:{line} (16)" in str(caught.value)
+
+
+class OtherRank:
+    """A mesh whose rank is not the one that asks for rewards."""
+
+    is_block_leader = False
+
+    def check_together(self, error: Exception | None) -> None:
+        assert error is None
+
+
+def test_only_the_rank_that_asks_starts_processes(tmp_path):
+    source = connect(function_config(tmp_path, *FUNCTION), OtherRank())
+    assert isinstance(source, FunctionRewards)
+    future = source.infer_rm(request_of([""], [""], [{}]))
+    with pytest.raises(RewardServerError, match="not started"):
+        future.result()
+    source.close()
+
+
+def test_an_unknown_function_ends_the_start(tmp_path, mesh):
+    cfg = function_config(tmp_path, "reward=function", f"reward_function.name={SHARE}s")
+    with pytest.raises(ConfigError, match=rf"reward_function\.name is .* did you mean {SHARE}\?"):
+        connect(cfg, mesh)
+
+
+def test_arrays_of_a_request_need_no_metadata():
+    request = request_of(["a"], ["b"], [])
+    assert text_arrays(request.samples)[protocol.METADATA].tolist() == [[b"{}"]]

@@ -1,0 +1,317 @@
+"""What bad networks do to requests for rewards, one by one, and to a whole run, which must not notice."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import faulty_proxy
+from helpers.fake_reward_server import FakeRewardServer, describe
+from helpers.faulty_proxy import FaultyProxy
+from helpers.tiny_run import PROMPT_TOKENS, metrics_of, odd_share, rollouts_of, run, tiny_overrides, without_times
+
+from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
+from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.rewards.base import RewardRequest
+from reinforce_rl.rewards.client import RemoteGPTRMClient, RemoteRewardFuture
+from reinforce_rl.utils.addresses import Address
+
+pytest.importorskip("tritonclient.http")
+
+QUICK: Any = {"first_backoff_seconds": 0.02, "max_backoff_seconds": 0.2, "attempt_timeout_seconds": 0.5}
+INFO = b"/models/reward_server_info"
+REQUEST = RewardRequest(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 2]), ("", ""), ("", ""))
+LASTING = {
+    faulty_proxy.DROP: "does not answer",
+    faulty_proxy.SILENCE: "timed out",
+    faulty_proxy.TRICKLE: "timed out",
+    faulty_proxy.TRUNCATE_REQUEST: "does not answer",
+    faulty_proxy.TRUNCATE: "does not answer",
+    faulty_proxy.DUPLICATE_BYTES: "does not answer|wrong answer",
+    faulty_proxy.GARBAGE: "does not answer",
+    faulty_proxy.CUT_BODY: "does not answer",
+    faulty_proxy.UNDELIMITED: "does not answer",
+    faulty_proxy.CHANGE_REQUEST: "3 wrong answers.*digest",
+    faulty_proxy.WRONG_ID: "3 wrong answers.*id",
+    faulty_proxy.WRONG_DIGEST: "3 wrong answers.*digest",
+    faulty_proxy.NO_DIGEST: "3 wrong answers.*digest",
+    faulty_proxy.LONG_HEADER: "does not answer",
+    faulty_proxy.NEGATIVE_LENGTH: "does not answer",
+    faulty_proxy.HUGE_LENGTH: "does not answer",
+    faulty_proxy.NO_JSON_LENGTH: "3 wrong answers",
+    faulty_proxy.NEGATIVE_JSON: "3 wrong answers",
+    faulty_proxy.GZIP_BOMB: "does not answer",
+    faulty_proxy.CONTINUES: "timed out",
+    faulty_proxy.REDIRECT: "3 wrong answers.*HTTP 307",
+    faulty_proxy.OTHERS_REFUSAL: "3 wrong answers.*HTTP 400",
+    faulty_proxy.FAR_AWAY: "HTTP 503",
+}
+
+
+def share_of_response(row: list[int]) -> float:
+    return odd_share(row[PROMPT_TOKENS:])
+
+
+@pytest.mark.parametrize("fault", LASTING)
+def test_a_fault_that_lasts_is_a_named_error_within_the_deadline(fault):
+    start = time.monotonic()
+    said: list[str] = []
+    with (
+        FakeRewardServer(score=sum) as server,
+        FaultyProxy(server.port, itertools.repeat(fault), late_seconds=60.0) as proxy,
+    ):
+        seconds = 60.0 if LASTING[fault].startswith("3 wrong answers") else 3.0
+        client = RemoteGPTRMClient(
+            port=proxy.port, deadline_seconds=seconds, on_wait=said.append, wait_report_seconds=0.01, **QUICK
+        )
+        with pytest.raises(RewardServerError) as caught:
+            client.infer_rm(REQUEST).result()
+        client.close()
+        assert f"127.0.0.1:{proxy.port}" in str(caught.value)
+        assert re.search(LASTING[fault], "\n".join([*said, str(caught.value)])), (said, caught.value)
+        assert fault in proxy.happened
+    assert time.monotonic() - start < 20
+
+
+def test_every_fault_has_its_test():
+    assert {*LASTING, *faulty_proxy.HARMLESS} == set(faulty_proxy.ALL)
+
+
+def test_late_doubled_and_compressed_answers_are_answers():
+    with FakeRewardServer(score=sum) as server:
+        for fault in faulty_proxy.HARMLESS:
+            with FaultyProxy(server.port, itertools.repeat(fault), late_seconds=0.2) as proxy:
+                client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=30.0, **QUICK)
+                assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
+                assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
+                client.close()
+                assert proxy.happened == [fault] * 2
+        assert server.calls == 2 + 4 + 2 + 2
+
+
+def test_the_answer_to_another_request_is_never_a_reward():
+    """Two requests of as many samples; the second gets the answer to the first, for a while or for ever."""
+    other = RewardRequest(torch.tensor([[50, 60], [70, 80]]), torch.tensor([2, 2]), ("", ""), ("", ""))
+    with FakeRewardServer(score=sum) as server:
+        for faults in ([None] + [faulty_proxy.REPLAY] * 2, [None, *[faulty_proxy.REPLAY] * 9]):
+            with FaultyProxy(server.port, faults) as proxy:
+                client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=30.0, **QUICK)
+                assert client.infer_rm(other).result().values.tolist() == [110.0, 150.0]
+                start = time.monotonic()
+                if len(faults) == 3:
+                    assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
+                else:
+                    with pytest.raises(RewardServerError, match=r"3 wrong answers.*digest"):
+                        client.infer_rm(REQUEST).result()
+                assert time.monotonic() - start < 10
+                client.close()
+
+
+@pytest.mark.parametrize("fault", [faulty_proxy.CUT_BODY, faulty_proxy.UNDELIMITED])
+def test_a_cut_answer_is_a_lost_connection_however_often(fault):
+    with FakeRewardServer(score=sum) as server, FaultyProxy(server.port, [fault] * 5) as proxy:
+        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=30.0, **QUICK)
+        assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
+        client.close()
+        assert len(proxy.happened) == 5
+
+
+def test_an_answer_that_drips_is_given_up_with_its_attempt():
+    """Each byte comes long before the time-out, the whole answer long after it."""
+    start = time.monotonic()
+    with (
+        FakeRewardServer(score=sum) as server,
+        FaultyProxy(server.port, [faulty_proxy.TRICKLE, faulty_proxy.CONTINUES], late_seconds=30.0) as proxy,
+    ):
+        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=60.0, **QUICK)
+        assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
+        client.close()
+    assert time.monotonic() - start < 10
+
+
+def test_an_absurd_time_to_come_back_is_not_believed():
+    start = time.monotonic()
+    with FakeRewardServer(score=sum) as server, FaultyProxy(server.port, [faulty_proxy.FAR_AWAY] * 2) as proxy:
+        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=60.0, **QUICK)
+        assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
+        client.close()
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(faulty_proxy.DROP, faulty_proxy.SILENCE, faulty_proxy.TRICKLE, faulty_proxy.TRUNCATE_REQUEST),
+        *(faulty_proxy.CUT_BODY, faulty_proxy.HUGE_LENGTH, faulty_proxy.FAR_AWAY),
+        *(faulty_proxy.CHANGE_REQUEST, faulty_proxy.WRONG_DIGEST, faulty_proxy.NO_DIGEST, *faulty_proxy.HARMLESS),
+    ],
+)
+def test_the_question_who_the_server_is_bears_the_same(fault, monkeypatch):
+    monkeypatch.setattr("reinforce_rl.rewards.replicas.PROBE_SECONDS", 0.5)
+    start = time.monotonic()
+    with (
+        FakeRewardServer(score=sum) as server,
+        FaultyProxy(server.port, [fault] * 2, 30.0 if fault == faulty_proxy.TRICKLE else 0.2, INFO) as proxy,
+    ):
+        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=60.0, **QUICK)
+        assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
+        client.close()
+        assert proxy.happened[0] == fault
+    assert time.monotonic() - start < 10
+
+
+def test_another_servers_description_is_not_believed():
+    """A proxy gives the description of a server that was there before."""
+    with FakeRewardServer(score=sum) as server, FaultyProxy(server.port, path=INFO) as proxy:
+        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=30.0, **QUICK)
+        client.wait_until_ready()
+        client.close()
+        server.info = describe(name="the_new_one")
+        proxy.faults = itertools.repeat(faulty_proxy.REPLAY)
+        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=1.0, **QUICK)
+        with pytest.raises(RewardServerError, match=r"within 1 s; the last error: .*another request"):
+            client.wait_until_ready()
+        client.close()
+
+
+def test_a_server_of_the_protocol_before_digests_is_refused_by_name():
+    with FakeRewardServer(score=sum) as server:
+        server.info = describe(protocol=1)
+        client = RemoteGPTRMClient(port=server.port, deadline_seconds=30.0, **QUICK)
+        with pytest.raises(RewardServerError, match=r"speaks version 1 of the protocol, this client version 2"):
+            client.wait_until_ready()
+        client.close()
+        assert server.calls == 0
+
+
+def test_the_network_is_cut_during_a_call_and_restored():
+    said: list[str] = []
+    with FakeRewardServer(score=sum) as server, FaultyProxy(server.port) as proxy:
+        client = RemoteGPTRMClient(
+            port=proxy.port, deadline_seconds=30.0, on_wait=said.append, wait_report_seconds=0.05, **QUICK
+        )
+        client.wait_until_ready()
+        server.gate.clear()
+        future = client.infer_rm(REQUEST)
+        while server.calls == 0:
+            time.sleep(0.01)
+        proxy.cut()
+        server.gate.set()
+        while not any("connection refused" in text for text in said):
+            time.sleep(0.01)
+        assert not future.done()
+        proxy.restore()
+        assert future.result().values.tolist() == [18.0, 17.0]
+        client.close()
+
+
+class Disturbed:
+    """A reward source that cuts networks with certain requests, and restores them a little later."""
+
+    def __init__(self, client: RemoteGPTRMClient, cuts: dict[int, list[FaultyProxy]]):
+        self._client = client
+        self._cuts = cuts
+        self._calls = 0
+
+    def infer_rm(self, request: RewardRequest) -> RemoteRewardFuture:
+        for proxy in self._cuts.get(self._calls, []):
+            proxy.cut()
+            threading.Timer(0.5, proxy.restore).start()
+        self._calls += 1
+        return self._client.infer_rm(request)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def rows_of(folder: Path, steps: int) -> list[list[dict]]:
+    return [rollouts_of(folder, step) for step in range(1, steps + 1)]
+
+
+def test_a_run_through_bad_networks_and_two_servers_equals_the_one_through_a_good_one(tmp_path, mesh):
+    """Each step makes two requests, the first of two parts. Both networks fail in each way, and are cut."""
+    steps, options = 6, ["trainer.reinforce.max_epochs=3"]
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+    with FakeRewardServer(score=share_of_response) as first, FakeRewardServer(score=share_of_response) as second:
+        client = RemoteGPTRMClient(port=first.port, deadline_seconds=60.0)
+        try:
+            run(tmp_path / "good", mesh, *options, rm=client)
+        finally:
+            client.close()
+        asked = first.requests
+        first.requests = []
+        # Of wrong answers one request may have two, so that no chance gives it three.
+        lost = [fault for fault in faulty_proxy.ALL if "wrong answer" not in LASTING.get(fault, "")]
+        faults = {
+            first: [faulty_proxy.CHANGE_REQUEST, *lost],
+            second: [*reversed(lost), faulty_proxy.WRONG_DIGEST],
+        }
+        with (
+            FaultyProxy(first.port, faults[first], late_seconds=0.1) as left,
+            FaultyProxy(second.port, faults[second], late_seconds=0.1) as right,
+        ):
+            client = RemoteGPTRMClient(
+                port=left.port, replicas=[Address("127.0.0.1", right.port)], deadline_seconds=60.0, **QUICK
+            )
+            rm = Disturbed(client, {3: [left], 5: [right], 8: [left, right]})
+            try:
+                run(tmp_path / "bad", mesh, *options, rm=rm)
+            finally:
+                client.close()
+            assert len({*left.happened, *right.happened}) >= 5, (left.happened, right.happened)
+    found = [list(map(without_times, metrics_of(tmp_path / name))) for name in ("good", "bad")]
+    assert len(found[0]) == steps
+    assert found[0] == found[1]
+    assert rows_of(tmp_path / "good", steps) == rows_of(tmp_path / "bad", steps)
+    # Whoever was asked, and however often, it was for the same parts.
+    assert first.requests and second.requests
+    assert {str(part) for part in asked} == {str(part) for part in first.requests + second.requests}
+
+
+def test_a_sample_that_the_server_could_not_score_leaves_its_group(tmp_path, mesh):
+    """From HTTP to advantages: the baseline of its three neighbours is the mean of two, not of three."""
+
+    def score(row: list[int]) -> float:
+        scored.append(row)
+        return math.nan if len(scored) == 7 else float(sum(row) % 11)
+
+    scored: list[list[int]] = []
+    with FakeRewardServer(score=score) as server:
+        client = RemoteGPTRMClient(port=server.port, max_in_flight=1)
+        try:
+            options = ["trainer.reinforce.max_steps=1", "trainer.reinforce.initial_policy_kl_penalty=0"]
+            run(tmp_path, mesh, *options, rm=client)
+        finally:
+            client.close()
+    rows = rollouts_of(tmp_path, 1)
+    assert [i for i, row in enumerate(rows) if row["reward"] is None] == [6]
+    assert (rows[6]["valid"], rows[6]["advantage"]) == (False, 0.0)
+    for start in range(0, 16, 4):
+        group = [row for row in rows[start : start + 4] if row["valid"]]
+        assert len(group) == (3 if start == 4 else 4)
+        for row in group:
+            others = [other["reward"] for other in group if other is not row]
+            assert row["baseline"] == pytest.approx(sum(others) / len(others))
+            assert row["advantage"] == pytest.approx(row["reward"] - row["baseline"], abs=1e-6)
+
+
+def test_too_many_such_samples_save_and_end_the_run(tmp_path, mesh):
+    tiny_overrides(tmp_path)
+    calls = itertools.count()
+    with FakeRewardServer(score=lambda row: 1.0 if next(calls) < 16 else math.nan) as server:
+        client = RemoteGPTRMClient(port=server.port)
+        try:
+            with pytest.raises(TooManyFailedRewardsError, match=r"100\.0%.*step 2"):
+                run(tmp_path, mesh, rm=client)
+        finally:
+            client.close()
+    checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert checkpoint is not None and checkpoint.trainer_state["step"] == 1

@@ -1,0 +1,297 @@
+"""Several servers of one reward model: who is asked, what becomes of one that fails, and who is refused."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+from helpers.fake_reward_server import FakeRewardServer, answer, describe
+from helpers.serve_toy_scorer import toy_score
+from helpers.toy_server import free_port, wait_for
+
+from reinforce_rl.errors import RewardServerError
+from reinforce_rl.rewards.base import RewardRequest
+from reinforce_rl.rewards.client import RemoteGPTRMClient
+from reinforce_rl.rewards.request_parts import ENVELOPE_BYTES, arrays_of, cut
+from reinforce_rl.rewards.text_form import text_arrays
+from reinforce_rl.utils.addresses import Address
+
+pytest.importorskip("tritonclient.http")
+
+SEQUENCES = [[row % 50 + 4, row % 7 + 4, row % 3 + 4][: 1 + row % 3] for row in range(60)]
+
+
+def request_of(sequences: list[list[int]]) -> RewardRequest:
+    tokens = torch.zeros((len(sequences), max(map(len, sequences))), dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = torch.tensor(sequence)
+    texts = tuple("" for _ in sequences)
+    return RewardRequest(tokens, torch.tensor([len(sequence) for sequence in sequences]), texts, texts)
+
+
+def expected(sequences: list[list[int]]) -> list[float]:
+    return np.asarray([toy_score(sequence) for sequence in sequences], np.float32).tolist()
+
+
+@pytest.fixture
+def world():
+    """Makes servers that score, and a client of ports; all end with the test."""
+    with ExitStack() as stack:
+
+        def serve(port: int = 0, **options) -> FakeRewardServer:
+            return stack.enter_context(FakeRewardServer(port=port, **{"score": toy_score, **options}))
+
+        def connect(*ports: int, **options) -> RemoteGPTRMClient:
+            options = {"first_backoff_seconds": 0.02, "max_backoff_seconds": 0.2, "deadline_seconds": 30.0, **options}
+            places = [Address("127.0.0.1", port) for port in ports[1:]]
+            client = RemoteGPTRMClient(port=ports[0], replicas=places, **options)
+            stack.callback(client.close)
+            return client
+
+        yield serve, connect
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", "host:", ":5555", "host:0", "host:65536", "host:x", "http://host:1", "a@h:1"]
+)
+def test_addresses_that_are_none(text):
+    with pytest.raises(ValueError, match="no HOST:PORT"):
+        Address.parse(text)
+
+
+def test_addresses():
+    assert Address.parse("rm-2.cluster:5555") == Address("rm-2.cluster", 5555)
+    assert (Address.parse("[::1]:80"), str(Address("::1", 80))) == (Address("::1", 80), "[::1]:80")
+
+
+def test_the_parts_of_a_request_are_spread_and_joined_in_order(world):
+    serve, connect = world
+    servers = [serve(), serve(), serve()]
+    client = connect(*(server.port for server in servers))
+    client.wait_until_ready()
+    for server in servers:
+        server.gate.clear()
+    future = client.infer_rm(request_of(SEQUENCES))  # eight parts of at most eight
+    # Six threads for three servers: each server has two parts before any has answered.
+    assert wait_for(lambda: [server.calls for server in servers] == [2, 2, 2], 20)
+    for server in servers:
+        server.gate.set()
+    assert future.result().values.tolist() == expected(SEQUENCES)
+    parts = [part for server in servers for part in server.requests]
+    assert sorted(parts) == sorted(SEQUENCES[start : start + 8] for start in range(0, 60, 8))
+
+
+def test_the_least_busy_server_is_asked(world):
+    """By samples, not by requests."""
+    serve, connect = world
+    servers = [serve(), serve()]
+    client = connect(*(server.port for server in servers), max_in_flight=4)
+    client.wait_until_ready()
+    for server in servers:
+        server.gate.clear()
+    futures = [client.infer_rm(request_of(SEQUENCES[:8]))]
+    assert wait_for(lambda: sum(server.calls for server in servers) == 1, 20)
+    busy, idle = sorted(servers, key=lambda server: -server.calls)
+    for number in range(1, 5):
+        futures.append(client.infer_rm(request_of(SEQUENCES[:1])))
+        assert wait_for(lambda number=number: idle.calls == number, 20)
+    assert busy.calls == 1
+    for server in servers:
+        server.gate.set()
+    assert [future.result().values.tolist() for future in futures] == [expected(SEQUENCES[:8])] + [
+        expected(SEQUENCES[:1])
+    ] * 4
+
+
+def test_the_first_request_of_many_clients_does_not_go_to_one_server(world):
+    serve, connect = world
+    servers = [serve(), serve()]
+    for _ in range(12):
+        connect(*(server.port for server in servers)).infer_rm(request_of([[5]])).result()
+    assert sum(server.calls for server in servers) == 12
+    assert min(server.calls for server in servers) > 0  # by chance 0 once in 2,048 times
+
+
+def test_a_run_goes_on_while_one_lives_and_the_other_is_taken_back(world):
+    serve, connect = world
+    first = serve()
+    port = free_port()
+    with FakeRewardServer(port=port, score=toy_score) as second:
+        client = connect(first.port, port)
+        client.wait_until_ready()
+        while not (first.calls and second.calls):
+            client.infer_rm(request_of(SEQUENCES[:8])).result()
+    start = time.monotonic()
+    for _ in range(5):
+        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == expected(SEQUENCES)
+    assert time.monotonic() - start < 15  # far from the deadline
+    assert any(f"127.0.0.1:{port} does not answer" in text for text in client.missing())
+    again = serve(port)
+    assert wait_for(lambda: client.infer_rm(request_of([[5]])).result() and again.calls > 0, 20)
+    assert client.missing() == []
+
+
+def test_a_busy_server_leaves_its_requests_to_the_other(world):
+    """It wants a minute; nobody waits for it."""
+    serve, connect = world
+    busy = serve(score=None, answers=[(503, {"error": "busy"}, {"Retry-After": "60"})])
+    other = serve()
+    client = connect(busy.port, other.port)
+    client.wait_until_ready()
+    for _ in range(4):
+        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == expected(SEQUENCES)
+    assert 1 <= busy.calls <= 4  # once for each part that was under way at the time
+
+
+def test_the_pause_of_a_server_that_never_scores_grows(world):
+    serve, connect = world
+    broken = serve(score=None, answers=[(500, {"error": "ouch"})])
+    other = serve()
+    client = connect(broken.port, other.port, first_backoff_seconds=0.2, max_backoff_seconds=60.0)
+    client.wait_until_ready()
+    times: list[float] = []
+    while len(times) < 4:
+        client.infer_rm(request_of([[5]])).result()
+        times += [time.monotonic()] * (broken.calls - len(times))
+        time.sleep(0.02)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert all(gap > 0.4 * pause for gap, pause in zip(gaps, (0.2, 0.4, 0.8), strict=True)), gaps
+
+
+def test_without_any_server_the_deadline_names_all(world):
+    _, connect = world
+    ports = free_port(), free_port()
+    said: list[str] = []
+    client = connect(*ports, deadline_seconds=1.0, on_wait=said.append, wait_report_seconds=0.2)
+    with pytest.raises(RewardServerError, match="within 1 s") as caught:
+        client.infer_rm(request_of([[5]])).result()
+    for port in ports:
+        assert f"127.0.0.1:{port} does not answer (connection refused)" in str(caught.value)
+        assert any(f"127.0.0.1:{port} does not answer (connection refused)" in text for text in said)
+    assert said[-1].startswith("reward servers: ") and "; retrying, " in said[-1]
+
+
+def test_a_wait_for_all_of_them_ends_when_one_comes(world):
+    serve, connect = world
+    ports = free_port(), free_port()
+    future = connect(*ports).infer_rm(request_of(SEQUENCES))
+    time.sleep(0.3)
+    assert not future.done()
+    serve(ports[1])
+    assert future.result().values.tolist() == expected(SEQUENCES)
+
+
+def test_one_may_be_down_at_the_start_and_is_checked_when_it_comes(world):
+    serve, connect = world
+    up, port = serve(), free_port()
+    client = connect(port, up.port)
+    assert client.wait_until_ready().name == "reward_model"
+    assert client.missing() == [f"The reward server at 127.0.0.1:{port} does not answer (connection refused)."]
+    late = serve(port)
+    late.info = describe(details={"head_sha256": "other"})
+    text = rf"127.0.0.1:{up.port} and 127.0.0.1:{port} do not serve the same model .*head_sha256"
+    with pytest.raises(RewardServerError, match=text):
+        while True:
+            client.infer_rm(request_of([[5]])).result()
+    assert late.calls == 0
+
+
+def test_two_different_models_at_the_start(world):
+    serve, connect = world
+    servers = [serve(), serve()]
+    servers[1].info = describe(max_batch_size=4)
+    with pytest.raises(
+        RewardServerError, match=r"do not serve the same model .*max_batch_size: \d at 127.0.0.1:\d+"
+    ) as e:
+        connect(*(server.port for server in servers)).wait_until_ready()
+    for server in servers:
+        assert f"127.0.0.1:{server.port}" in str(e.value)
+
+
+def test_a_replica_that_becomes_another_model_ends_the_run(world):
+    serve, connect = world
+    first, second = serve(), serve()
+    client = connect(first.port, second.port)
+    client.wait_until_ready()
+    second.info = describe(details={"head_sha256": "new"})
+    second.score, second.answers = None, [(503, {})]
+    with pytest.raises(RewardServerError, match=rf"127.0.0.1:{second.port} was replaced by another one"):
+        for _ in range(1000):
+            client.infer_rm(request_of(SEQUENCES)).result()
+
+
+def test_a_wrong_token_at_one_of_two_is_an_error_at_the_start_and_not_later(world):
+    """A server that is no good any more is like one that is down, as long as the other lives."""
+    serve, connect = world
+    first, second = serve(), serve()
+    client = connect(first.port, second.port)
+    client.wait_until_ready()
+    second.score, second.answers = None, [(401, {"error": "no"})]
+    second.info = describe(name="other")
+    for _ in range(4):
+        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == expected(SEQUENCES)
+    assert second.calls >= 1
+    with pytest.raises(RewardServerError, match="serves the model 'other', and 'reward_model' was asked for"):
+        connect(first.port, second.port).wait_until_ready()
+
+
+def test_a_refused_request_fails_as_a_whole_and_alone(world):
+    serve, connect = world
+    server = serve(score=None, answers=[(400, {"error": "no such input"}), answer([1.5], [0])])
+    client = connect(server.port, max_in_flight=1)
+    first, second = client.infer_rm(request_of(SEQUENCES)), client.infer_rm(request_of([[5]]))
+    with pytest.raises(RewardServerError, match="HTTP 400: no such input"):
+        first.result()
+    assert second.result().values.tolist() == [1.5]
+    assert server.calls == 2  # its other parts were not sent
+
+
+def test_close_ends_what_waits_and_what_is_under_way(world):
+    serve, connect = world
+    server = serve()
+    server.gate.clear()
+    client = connect(server.port, free_port())
+    futures = [client.infer_rm(request_of(SEQUENCES)) for _ in range(3)]
+    assert wait_for(lambda: server.calls > 0, 20)
+    client.close()
+    for future in futures:
+        with pytest.raises(RewardServerError, match="closed"):
+            future.result()
+    server.gate.set()
+    left = [thread.name for thread in threading.enumerate() if str(server.port) in thread.name]
+    assert wait_for(lambda: not left, 1), left
+
+
+class TestCutting:
+    def test_by_count_and_by_bytes(self):
+        arrays = arrays_of(request_of(SEQUENCES), "tokens", None, 0)  # 3 tokens and a length: 32 bytes a sample
+        for info, sizes in (
+            (describe(), [8] * 7 + [4]),
+            (describe(max_request_bytes=ENVELOPE_BYTES + 5 * 32), [5] * 12),
+            (describe(max_request_bytes=ENVELOPE_BYTES + 6 * 32 - 1), [5] * 12),
+            (describe(max_request_bytes=10), [1] * 60),
+        ):
+            parts = cut(arrays, info)
+            assert [len(part["tokens"]) for part in parts] == sizes
+            for name, array in arrays.items():
+                assert np.array_equal(np.concatenate([part[name] for part in parts]), array)
+
+    def test_texts_by_their_own_lengths(self):
+        texts = ("a" * 3000, "b", "c", "d" * 3000, "e" * 9000, "f")
+        request = RewardRequest(torch.zeros((6, 1)).long(), torch.ones(6).long(), texts, texts)
+        parts = cut(text_arrays(request.samples), describe(max_request_bytes=ENVELOPE_BYTES + 6200))
+        assert [len(part["prompts"]) for part in parts] == [3, 1, 1, 1]
+
+    def test_what_is_sent_stays_within_the_servers_limit(self, world):
+        """The estimate of a request's size is not below its real one."""
+        serve, connect = world
+        server = serve()
+        server.info = describe(max_batch_size=256, max_request_bytes=ENVELOPE_BYTES + 10 * 32)
+        assert connect(server.port).infer_rm(request_of(SEQUENCES)).result().values.tolist() == expected(SEQUENCES)
+        assert [len(part) for part in server.requests] == [10] * 6
+        assert max(int(headers["Content-Length"]) for headers in server.headers) <= ENVELOPE_BYTES + 10 * 32

@@ -1,0 +1,149 @@
+"""The connection to reward servers: one or several, with weights; and what becomes of one if another fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.fake_reward_server import FakeRewardServer, answer, describe
+from helpers.tiny_run import compose, tiny_config, tiny_overrides
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+from helpers.toy_server import free_port
+
+from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
+from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.rewards.base import STATUS_BAD_TOKEN, STATUS_OK, RewardRequest, RewardSource
+from reinforce_rl.rewards.client import RemoteGPTRMClient
+from reinforce_rl.rewards.sources import connect_to_reward_servers
+
+pytest.importorskip("tritonclient.http")
+
+RM = "remote_rm"
+VOCAB_SIZE = 32  # of the tiny model
+MORE = f"+{RM}.more_reward_models.safety"
+REQUEST = RewardRequest(torch.full((2, 3), 5), torch.tensor([3, 2]), ("", ""), ("", ""))
+
+
+@pytest.fixture
+def closed(monkeypatch) -> list[int]:
+    """The ports of the clients that were closed, in order."""
+    ports: list[int] = []
+    close = RemoteGPTRMClient.close
+
+    def remember(client: RemoteGPTRMClient) -> None:
+        ports.append(client.port)
+        close(client)
+
+    monkeypatch.setattr(RemoteGPTRMClient, "close", remember)
+    return ports
+
+
+@pytest.fixture
+def servers(tmp_path):
+    """Two that score two samples each, for the tiny model's tokenizer."""
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer", VOCAB_SIZE))
+    with (
+        FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as first,
+        FakeRewardServer([answer([10.0, 20.0], [0, 0])]) as second,
+    ):
+        first.info = second.info = describe(tokenizer=TokenizerInfo.of(tokenizer), vocab_size=VOCAB_SIZE)
+        yield first, second
+
+
+def connect(cfg: TrainConfig, mesh) -> RewardSource:
+    tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
+    return connect_to_reward_servers(cfg, mesh, tokenizer, SilentMonitor(cfg.exp_manager.explicit_log_dir))
+
+
+def test_the_weighted_sum_of_two(tmp_path, mesh, servers, closed):
+    first, second = servers
+    own = [f"{RM}.reward_model.port={first.port}", f"{RM}.reward_model.name=helpful", f"{RM}.reward_model.weight=0.5"]
+    first.info = describe(name="helpful", tokenizer=first.info.tokenizer, vocab_size=VOCAB_SIZE)
+    cfg = tiny_config(tmp_path, *own, f"{MORE}.port={second.port}", f"{MORE}.weight=-2")
+    rm = connect(cfg, mesh)
+    found = rm.infer_rm(REQUEST).result()
+    assert found.values.tolist() == [0.5 - 20.0, 1.0 - 40.0]
+    assert {name: values.tolist() for name, values in found.by_source.items()} == {
+        "helpful": [1.0, 2.0],
+        "safety": [10.0, 20.0],
+    }
+    second.answers = [answer([10.0, float("nan")], [STATUS_OK, STATUS_BAD_TOKEN])]
+    second.calls = 0
+    found = rm.infer_rm(REQUEST).result()
+    assert found.status.tolist() == [STATUS_OK, STATUS_BAD_TOKEN]
+    assert found.values[0] == 0.5 - 20.0 and found.values.isnan().tolist() == [False, True]
+    rm.close()
+    assert sorted(closed) == sorted([first.port, second.port])
+
+
+def test_a_single_one(tmp_path, mesh, servers, closed):
+    first, _ = servers
+    port = f"{RM}.reward_model.port={first.port}"
+    for options, values in (([], [1.0, 2.0]), ([f"{RM}.reward_model.weight=3"], [3.0, 6.0])):
+        rm = connect(tiny_config(tmp_path, port, *options), mesh)
+        found = rm.infer_rm(REQUEST).result()
+        assert found.values.tolist() == values
+        assert list(found.by_source) == (["reward_model"] if options else [])
+        rm.close()
+    assert closed == [first.port] * 2
+
+
+def test_a_second_one_with_another_tokenizer(tmp_path, mesh, servers, closed):
+    first, second = servers
+    second.info = describe(vocab_size=VOCAB_SIZE)
+    cfg = tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}", f"{MORE}.port={second.port}")
+    with pytest.raises(ConfigError, match=f":{second.port} reads other tokens"):
+        connect(cfg, mesh)
+    assert sorted(closed) == sorted([first.port, second.port])
+
+
+def test_a_second_one_that_does_not_answer(tmp_path, mesh, servers, closed):
+    first, _ = servers
+    port = free_port()
+    cfg = tiny_config(
+        tmp_path, f"{RM}.reward_model.port={first.port}", f"{MORE}.port={port}", f"{RM}.ready_timeout_seconds=0.2"
+    )
+    with pytest.raises(RewardServerError, match=str(port)):
+        connect(cfg, mesh)
+    assert sorted(closed) == sorted([first.port, port])
+
+
+def test_a_replica_that_is_down_is_noted_and_the_run_starts(tmp_path, mesh, servers, closed, monkeypatch):
+    first, second = servers
+    second.answers = first.answers
+    down = free_port()
+    told: list[str] = []
+    monkeypatch.setattr(SilentMonitor, "note", lambda self, text, **_: told.append(text))
+    replicas = f"{RM}.reward_model.replicas=['127.0.0.1:{down}','127.0.0.1:{second.port}']"
+    rm = connect(tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}", replicas), mesh)
+    while not (first.calls and second.calls):
+        assert rm.infer_rm(REQUEST).result().values.tolist() == [1.0, 2.0]
+    rm.close()
+    assert any(f"The reward server at 127.0.0.1:{down} does not answer (connection refused)" in text for text in told)
+    assert sum("goes on with the others" in text for text in told) == 1
+
+
+@pytest.mark.parametrize("name", ["reward_model", "other"])
+def test_two_of_one_name_are_refused_before_anything_is_asked(tmp_path, name):
+    names = [f"{RM}.reward_model.name={name}", f"+{RM}.more_reward_models.{name}.port=1"]
+    with pytest.raises(ConfigError, match=rf"more_reward_models\.{name} is named as"):
+        load_config(compose(*tiny_overrides(tmp_path), *names))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"+{RM}.more_reward_models.with_kl.port=1"],
+        [f"{RM}.reward_model.name=with_kl", f"{RM}.reward_model.weight=2"],
+    ],
+    ids=["second", "weighted"],
+)
+def test_a_name_that_would_log_over_a_metric_is_refused(tmp_path, names):
+    with pytest.raises(ConfigError, match=r"is named 'with_kl'.*logged as rewards_with_kl, which is a metric already"):
+        load_config(compose(*tiny_overrides(tmp_path), *names))
+
+
+def test_a_single_one_is_not_logged_under_its_name_and_may_have_any(tmp_path):
+    load_config(compose(*tiny_overrides(tmp_path), f"{RM}.reward_model.name=with_kl"))

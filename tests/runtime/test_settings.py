@@ -1,0 +1,239 @@
+"""Going on with other settings, and starting what has finished: what is refused, shown and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.tiny_run import compose, metrics_of, run, three_letters, tiny_config, tiny_overrides, write_prompts
+from helpers.trainer_processes import TrainerProcesses
+from omegaconf import OmegaConf
+
+from reinforce_rl.config.reading import load_config, required_keys
+from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.monitoring.report import write_report
+from reinforce_rl.runtime import settings as run_settings
+from reinforce_rl.runtime.settings import check_changes, compare, may_start, record
+from reinforce_rl.runtime.status import Status, read_status
+
+RL = "trainer.reinforce"
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_reinforce_actor.py"
+TWO_STEPS = f"{RL}.max_steps=2"
+MORE = (f"{RL}.max_epochs=3", f"{RL}.max_steps=4")
+
+
+@pytest.fixture
+def begun(tmp_path, mesh) -> Path:
+    """A run of two steps of six."""
+    run(tmp_path, mesh, f"{RL}.max_epochs=3", TWO_STEPS)
+    return tmp_path
+
+
+def history(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run" / "config_history.jsonl").read_text().splitlines()]
+
+
+def config_yaml(folder: Path):
+    return OmegaConf.load(folder / "run" / "config.yaml")
+
+
+class TestOtherSettings:
+    @pytest.mark.parametrize(
+        ("override", "said"),
+        [
+            ("algorithm=grpo", 'advantage_estimator: "rloo" -> "grpo"'),
+            (f"{RL}.num_rollouts_per_prompt=2", "num_rollouts_per_prompt: 4 -> 2"),
+            (f"{RL}.initial_policy_kl_penalty=0.7", "initial_policy_kl_penalty: 0.1 -> 0.7"),
+            (f"{RL}.reward_shaping.scale=2", "reward_shaping.scale: 1.0 -> 2.0"),
+            ("model.reinforce.num_rollout_samples=2", "num_rollout_samples: 4 -> 2"),
+            ("model.reinforce.sampling_params.temperature=2.0", "temperature: 1.0 -> 2.0"),
+            ("model.reinforce.length_params.max_length=4", "max_length: 5 -> 4"),
+            ("model.seed=7", "model.seed: 1234 -> 7"),
+        ],
+    )
+    def test_what_changes_the_meaning_is_refused_and_nothing_is_overwritten(self, begun, mesh, override, said):
+        files = [begun / "run" / name for name in ("config.yaml", "metrics.jsonl", "config_history.jsonl")]
+        before = [path.read_bytes() for path in files]
+        with pytest.raises(ConfigError, match=re.escape(said)) as raised:
+            run(begun, mesh, *MORE, override)
+        assert "resume_with_changes=true" in str(raised.value) and "after step 2" in str(raised.value)
+        assert [path.read_bytes() for path in files] == before
+
+    def test_other_data_and_another_model_are_refused(self, begun, mesh):
+        other = write_prompts(begun / "other.jsonl", three_letters(8))
+        with pytest.raises(ConfigError, match=r"data_prefix\.train"):
+            run(begun, mesh, *MORE, f"model.data.data_prefix.train={other}")
+        (begun / "model").rename(begun / "elsewhere")
+        with pytest.raises(ConfigError, match="restore_from_path"):
+            run(begun, mesh, *MORE, f"pretrained_checkpoint.restore_from_path={begun / 'elsewhere'}")
+
+    def test_with_leave_it_goes_on_and_the_history_and_the_report_say_so(self, begun, mesh, capfd):
+        lines = run(begun, mesh, *MORE, f"{RL}.num_rollouts_per_prompt=2", "resume_with_changes=true")
+        assert [line["step"] for line in lines] == [1, 2, 3, 4]
+        assert "num_rollouts_per_prompt: 4 -> 2" in capfd.readouterr().out
+        found = [(line["step"], OmegaConf.create(line["config"]).trainer.reinforce) for line in history(begun)]
+        assert [(step, rl.num_rollouts_per_prompt) for step, rl in found] == [(0, 4), (2, 2)]
+        page = write_report(begun / "run").read_text()
+        assert "after step 2" in page and "num_rollouts_per_prompt: 4 -&gt; 2" in page
+        # Now these are the run's settings: the same command needs no leave, and the first ones would.
+        raised = f"{RL}.max_steps=5"
+        check_changes(tiny_config(begun, *MORE, raised, f"{RL}.num_rollouts_per_prompt=2"))
+        with pytest.raises(ConfigError, match="num_rollouts_per_prompt: 2 -> 4"):
+            check_changes(tiny_config(begun, *MORE, raised))
+
+    def test_what_changes_how_it_is_done_is_shown(self, begun, mesh, capfd):
+        lines = run(begun, mesh, *MORE, "model.optim.lr=0.5", "model.micro_batch_size=4")
+        assert len(lines) == 4
+        said = capfd.readouterr().out
+        assert "model.optim.lr: 0.01 -> 0.5" in said and "model.micro_batch_size: 5 -> 4" in said
+        assert "max_steps: 2 -> 4" in said
+        assert [line["step"] for line in history(begun)] == [0, 2]
+        assert config_yaml(begun).model.optim.lr == 0.5
+
+    def test_nothing_is_said_of_the_same_settings_and_of_where_the_server_is(self, begun, mesh, capfd):
+        run(begun, mesh, f"{RL}.max_epochs=3", TWO_STEPS, "remote_rm.reward_model.port=5999")
+        said = capfd.readouterr().out
+        assert "->" not in said
+        assert len(history(begun)) == 1
+
+    def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_what_it_lacks(self, begun, mesh):
+        (begun / "run" / "config_history.jsonl").unlink()
+        old = config_yaml(begun)
+        del old.trainer.reinforce["credit_assignment"]
+        del old["resume_with_changes"]
+        old["removed_key"] = 1
+        OmegaConf.save(old, begun / "run" / "config.yaml")
+        with pytest.raises(ConfigError, match='credit_assignment: "sequence" -> "token"'):
+            run(begun, mesh, *MORE, f"{RL}.credit_assignment=token")
+        assert len(run(begun, mesh, *MORE)) == 4
+        assert [line["step"] for line in history(begun)] == [0, 2]
+        assert "removed_key" in history(begun)[0]["config"]
+
+    def test_what_a_start_did_that_made_no_step_is_forgotten(self, begun):
+        """And a rank that asks after the first one has recorded gets the same answer as before."""
+        changed = tiny_config(begun, *MORE, f"{RL}.num_rollouts_per_prompt=2", "resume_with_changes=true")
+        expected = check_changes(changed)
+        record(changed)
+        assert check_changes(changed) == expected != {}
+        plain = tiny_config(begun, *MORE)
+        assert check_changes(plain) == {f"{RL}.max_steps": "2 -> 4"}
+        record(plain)
+        assert [line["step"] for line in history(begun)] == [0, 2]
+        assert "num_rollouts_per_prompt: 4" in history(begun)[1]["config"]
+
+    def test_going_back_to_an_older_checkpoint_goes_back_to_its_settings(self, begun, mesh):
+        run(begun, mesh, *MORE, "model.optim.lr=0.5")
+        (begun / "run" / "checkpoints" / "latest").write_text("step_00000002")
+        assert check_changes(tiny_config(begun, "model.optim.lr=0.5"))["model.optim.lr"] == "0.01 -> 0.5"
+
+    def test_a_new_run_in_the_same_folder_is_refused_without_a_trace(self, begun, mesh):
+        before = (begun / "run" / "config.yaml").read_bytes()
+        with pytest.raises(Exception, match="already holds metrics"):
+            run(begun, mesh, "exp_manager.resume_if_exists=false", "model.optim.lr=0.5")
+        assert (begun / "run" / "config.yaml").read_bytes() == before
+
+    def test_values_of_every_type_survive_the_file(self, tmp_path):
+        given = [
+            "reward=function",
+            "reward_function.name=reinforce_rl.rewards.functions.gsm8k",
+            "+reward_function.kwargs.numbers=[1,2.5,1e-7,null,true]",
+            "+remote_rm.more_reward_models.safety.port=5556",
+            'model.reinforce.sampling_params.end_strings=["Human:"]',
+            "model.optim.lr=1e-6",
+        ]
+        config = load_config(compose(*tiny_overrides(tmp_path), *given))
+        text = run_settings._text(config)
+        assert compare(text, text) == {}
+        assert compare(text, text.replace("port: 5556", "port: 7")) == {}
+        assert list(compare(text, text.replace("1.0e-07", "2.0e-07"))) == ["reward_function.kwargs"]
+
+    def test_every_pattern_names_keys_that_there_are(self):
+        keys = dict(run_settings.flatten(dataclasses.asdict(TrainConfig(**required_keys(TrainConfig)))))
+        alternatives = re.findall(r"[a-z_]{4,}", run_settings.MEANING.pattern + run_settings.SILENT.pattern)
+        parts = {part for key in keys for part in key.split(".")}
+        assert set(alternatives) - parts == set()
+
+
+class TestFinished:
+    @pytest.fixture(scope="class")
+    def finished(self, tmp_path_factory) -> Path:
+        folder = tmp_path_factory.mktemp("finished")
+        processes = TrainerProcesses()
+        try:
+            settings = [f"{RL}.max_steps=2", "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true"]
+            processes.start(folder, *settings)
+            assert processes.wait() == 0, (folder / "log").read_text()
+        finally:
+            processes.close()
+        return folder
+
+    def again(self, folder: Path, *overrides: str) -> tuple[int, str, float]:
+        export = "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true"
+        command = [*tiny_overrides(folder, num_prompts=10), export, "remote_rm.ready_timeout_seconds=1", *overrides]
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, str(SCRIPT), *command], capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout + done.stderr, time.monotonic() - began
+
+    @pytest.mark.parametrize("overrides", [[TWO_STEPS], [f"{RL}.max_steps=1"], [TWO_STEPS, "trainer.devices=2"]])
+    def test_it_says_so_and_touches_nothing(self, finished, overrides):
+        files = {path: path.stat().st_mtime_ns for path in (finished / "run").rglob("*") if path.is_file()}
+        code, said, seconds = self.again(finished, *overrides)
+        assert (code, said.count("\n")) == (0, 1), said
+        assert "has finished, at step 2; raise trainer.reinforce.max_steps" in said
+        assert seconds < 30, "imports of a busy machine; torch alone takes longer there"
+        assert {p: p.stat().st_mtime_ns for p in (finished / "run").rglob("*") if p.is_file()} == files
+        status = read_status(finished / "run")
+        assert status is not None and (status.state, status.step, status.max_steps) == ("finished", 2, 2)
+
+    def test_without_torch(self, finished):
+        overrides = [*tiny_overrides(finished, num_prompts=10), TWO_STEPS]
+        code = (
+            "import sys\n"
+            "from reinforce_rl.launch.cli import compose\nfrom reinforce_rl.config.reading import load_config\n"
+            "from reinforce_rl.runtime.settings import may_start\n"
+            f"assert not may_start(load_config(compose('train_reinforce_actor', {overrides!r})))\n"
+            "assert 'torch' not in sys.modules or sys.modules['torch'].cuda.is_available()"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+    def test_what_is_left_to_do_is_done(self, finished, tmp_path):
+        def starts(*overrides: str) -> bool:
+            given = [*tiny_overrides(finished, num_prompts=10), *overrides]
+            return may_start(load_config(compose(*given)))
+
+        export = "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true"
+        assert not starts(TWO_STEPS, export)
+        assert not starts(TWO_STEPS, export, "model.optim.lr=0.3"), "no step would have it"
+        assert starts(f"{RL}.max_steps=3", export)
+        assert starts(f"{RL}.max_epochs=3", f"{RL}.max_steps=-1", export)
+        (finished / "run" / "hf").rename(tmp_path / "hf")
+        assert starts(TWO_STEPS, export)
+        assert not starts(TWO_STEPS)
+        (tmp_path / "hf").rename(finished / "run" / "hf")
+
+    def test_an_older_checkpoint_goes_on(self, finished, tmp_path):
+        latest = finished / "run" / "checkpoints" / "latest"
+        name = latest.read_text()
+        latest.write_text("step_00000001")
+        try:
+            assert may_start(load_config(compose(*tiny_overrides(finished, num_prompts=10), TWO_STEPS)))
+        finally:
+            latest.write_text(name)
+
+
+def test_a_start_that_fails_leaves_the_step_in_the_status(begun, mesh):
+    from reinforce_rl.runtime.status import StatusFile
+
+    status = StatusFile(begun / "run", enabled=True)
+    status._write(Status(state="stopped", step=2, max_steps=6))
+    StatusFile(begun / "run", enabled=True).begin()
+    found = read_status(begun / "run")
+    assert found is not None and (found.state, found.step, found.max_steps) == ("running", 2, 6)
+    assert metrics_of(begun)[-1]["step"] == 2

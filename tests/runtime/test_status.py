@@ -1,0 +1,43 @@
+"""What launchers read of a run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from reinforce_rl.errors import EXIT_STOPPED
+from reinforce_rl.runtime.status import STATUS_FILE, StatusFile, read_status
+
+
+def test_a_restarted_run_knows_how_long_a_save_took(tmp_path):
+    first = StatusFile(tmp_path, enabled=True)
+    first.begin()
+    assert first.save_seconds is None
+    first.saved(12.5)
+    first.progress(3, 9)
+    first.end(EXIT_STOPPED, "the time is used up")
+    found = read_status(tmp_path)
+    assert found is not None and (found.state, found.step, found.save_seconds) == ("stopped", 3, 12.5)
+
+    again = StatusFile(tmp_path, enabled=True)
+    again.begin()
+    found = read_status(tmp_path)
+    assert found is not None and (found.state, found.step, found.reason) == ("running", 3, "")
+    assert again.save_seconds == found.save_seconds == 12.5
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "finished", "unheard_of": 1}'])
+def test_what_is_not_understood_is_replaced(tmp_path, text):
+    (tmp_path / STATUS_FILE).write_text(text)
+    status = StatusFile(tmp_path, enabled=True)
+    status.begin()
+    assert status.save_seconds is None
+    assert json.loads((tmp_path / STATUS_FILE).read_text())["save_seconds"] is None
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    status = StatusFile(tmp_path, enabled=False)
+    status.begin()
+    status.saved(1.0)
+    assert list(tmp_path.iterdir()) == []

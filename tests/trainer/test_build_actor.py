@@ -1,0 +1,70 @@
+"""What an actor is made with where the configuration leaves it open."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+
+import pytest
+import torch
+from helpers.tiny_run import tiny_config
+
+from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.trainer.build_actor import build_actor, logits_chunk_tokens, stop_token_ids
+
+
+def actor_of(cfg: TrainConfig, mesh):
+    return build_actor(cfg, mesh, load_tokenizer(cfg.pretrained_checkpoint.restore_from_path))
+
+
+def test_the_logits_of_fewer_tokens_at_a_time_on_a_cpu(tmp_path):
+    model = tiny_config(tmp_path).model
+    assert model.logits_chunk_tokens is None, "as shipped"
+    assert (logits_chunk_tokens(model, gpu=False), logits_chunk_tokens(model, gpu=True)) == (128, 1024)
+    own = dataclasses.replace(model, logits_chunk_tokens=7)
+    assert {logits_chunk_tokens(own, gpu=gpu) for gpu in (False, True)} == {7}
+
+
+def test_the_actor_has_them(tmp_path, mesh):
+    assert actor_of(tiny_config(tmp_path), mesh).settings.logits_chunk_tokens == 128
+    assert actor_of(tiny_config(tmp_path, "model.logits_chunk_tokens=7"), mesh).settings.logits_chunk_tokens == 7
+
+
+def test_transformer_engine_wants_a_gpu(tmp_path, mesh):
+    with pytest.raises(ConfigError, match=r"model.transformer_engine is true, but this rank computes on a CPU"):
+        actor_of(tiny_config(tmp_path, "model.transformer_engine=true"), mesh)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shared"),
+    [
+        ([], True),
+        (["model.shared_prefix=false"], False),
+        (["trainer.reinforce.rollout_batch_seq_length=12"], False),
+    ],
+)
+def test_groups_share_their_prompt_unless_rows_are_padded(tmp_path, mesh, overrides, shared):
+    assert actor_of(tiny_config(tmp_path, *overrides), mesh).settings.shared_prefix is shared
+
+
+@pytest.mark.parametrize(("beta", "has_reference"), [(0.0, False), (0.05, True)])
+def test_a_reference_only_where_a_penalty_asks_for_it(tmp_path, mesh, beta, has_reference):
+    actor = actor_of(tiny_config(tmp_path, f"trainer.reinforce.initial_policy_kl_penalty={beta}"), mesh)
+    row = (torch.tensor([[5, 6, 7, 8]]), torch.tensor([2]), torch.tensor([2]))
+    with contextlib.nullcontext() if has_reference else pytest.raises(RuntimeError, match="without a reference"):
+        assert actor.get_init_policy_logprobs(*row).shape == (1, 2)
+
+
+def test_every_end_of_the_model_and_its_tokenizer_ends_a_response(tmp_path):
+    folder = tiny_config(tmp_path).pretrained_checkpoint.restore_from_path
+    tokenizer = load_tokenizer(folder)
+    own = tokenizer.eos_token_id
+    path = tmp_path / "model" / "config.json"
+    values = json.loads(path.read_text())
+    for configured, expected in ((None, {own}), (9, {own, 9}), ([9, 11, own], {own, 9, 11})):
+        path.write_text(json.dumps(values | {"eos_token_id": configured}))
+        assert stop_token_ids(Architecture.from_folder(folder), tokenizer) == tuple(sorted(expected))

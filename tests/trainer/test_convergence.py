@@ -1,0 +1,114 @@
+"""The real trainer on a policy that can be enumerated ends at the optimum that theory gives."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.models import tiny_llama_folder
+from helpers.policies import transformers_logits, transformers_model
+from helpers.rewards import FunctionReward
+from helpers.tiny_run import compose, write_prompts
+from torch import Tensor
+
+from reinforce_rl.config.reading import load_config
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.run import build_trainer
+from reinforce_rl.trainer.build_data import build_datasets
+from reinforce_rl.trainer.reinforce import ReinforceTrainer
+
+VOCABULARY, LENGTH, BETA, STEPS = 8, 2, 0.5, 160
+# With their token ids. Of different lengths, and no token repeated: attention over equal tokens gives what it gives
+# over one, so a policy cannot tell the contexts "a" and "aa" apart, and the optimum would be out of its reach.
+PROMPTS = {"at": (7, 6), "tea": (6, 5, 7)}
+RESPONSES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
+
+
+def forget_stop_tokens(model: Path) -> None:
+    """Without them every response has exactly `LENGTH` tokens, drawn from the whole vocabulary."""
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        values = json.loads((model / name).read_text())
+        values.pop("eos_token", None)
+        values.pop("eos_token_id", None)
+        (model / name).write_text(json.dumps(values))
+
+
+def log_distribution(model: Path, prompt: tuple[int, ...], temperature: float) -> Tensor:
+    """log pi of every response, by transformers: float64 [64]."""
+    sequences = torch.cat([torch.tensor([prompt]).expand(len(RESPONSES), -1), RESPONSES], dim=1)
+    logits = transformers_logits(transformers_model(model), sequences).double() / temperature
+    predicted = logits[:, len(prompt) - 1 : -1].log_softmax(dim=-1)
+    return predicted.gather(2, RESPONSES[:, :, None])[..., 0].sum(dim=1)
+
+
+def kl(left: Tensor, right: Tensor) -> float:
+    return float((left.exp() * (left - right)).sum())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.6])
+def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, temperature):
+    """pi_ref * exp(r / beta) / Z, which a wrong sign, beta, temperature or mask would miss."""
+    model = tiny_llama_folder(
+        tmp_path / "model", vocab_size=VOCABULARY, tied=False, layers=1, max_positions=8, logit_scale=0.6
+    )
+    forget_stop_tokens(model)
+    generator = torch.Generator().manual_seed(1)
+    rewards = {ids: torch.rand(len(RESPONSES), generator=generator) * 2 - 1 for ids in PROMPTS.values()}
+
+    def score(sequence: list[int]) -> float:
+        first, second = sequence[-LENGTH:]
+        return float(rewards[tuple(sequence[:-LENGTH])][first * VOCABULARY + second])
+
+    config = load_config(
+        compose(
+            f"pretrained_checkpoint.restore_from_path={model}",
+            f"model.data.data_prefix.train={write_prompts(tmp_path / 'prompts.jsonl', [*PROMPTS] * 24)}",
+            f"exp_manager.explicit_log_dir={tmp_path / 'run'}",
+            "model.encoder_seq_length=8",
+            f"model.reinforce.length_params.max_length={LENGTH}",
+            "model.reinforce.num_rollout_samples=48",
+            "model.reinforce.rollout_micro_batch_size=48",
+            "model.micro_batch_size=384",
+            f"model.reinforce.sampling_params.temperature={temperature}",
+            f"trainer.reinforce.max_epochs={STEPS}",
+            "trainer.reinforce.num_rollouts_per_prompt=8",
+            "trainer.reinforce.val_check_interval=0",
+            f"trainer.reinforce.initial_policy_kl_penalty={BETA}",
+            "model.optim.lr=0.01",
+            "model.optim.weight_decay=0",
+            "model.optim.sched.name=linear",
+        )
+    )
+    trainer = train(config, mesh, score)
+    assert trainer.step == STEPS
+    trained = trainer.model.export(model, tmp_path / "trained")
+
+    for ids, table in rewards.items():
+        reference = log_distribution(model, ids, temperature)
+        policy = log_distribution(trained, ids, temperature)
+
+        def optimum(sign: float = 1.0, beta: float = BETA, *, at=reference, table=table) -> Tensor:
+            return (at + sign * table.double() / beta).log_softmax(dim=0)
+
+        distance = kl(policy, optimum())
+        assert distance < 0.01, f"{distance} from the optimum; the reference is {kl(reference, optimum())} from it"
+        assert kl(optimum(), policy) < 0.01
+        # What would pass must be able to fail: other optima are farther away than the bound.
+        assert kl(reference, optimum()) > 0.1
+        assert kl(policy, optimum(-1.0)) > 0.1
+        assert kl(policy, optimum(beta=BETA / 1.5)) > 0.015 < kl(policy, optimum(beta=BETA * 1.5))
+
+
+def train(config, mesh: Mesh, score) -> ReinforceTrainer:
+    tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
+    silent = SilentMonitor(config.exp_manager.explicit_log_dir)
+    trainer = build_trainer(
+        config, mesh, tokenizer, build_datasets(config, tokenizer), FunctionReward(score, 0), silent
+    )
+    trainer.fit()
+    return trainer

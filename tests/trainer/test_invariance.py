@@ -1,0 +1,320 @@
+"""What must not matter: order, a constant in a group, padding, micro-batches and the ranks' layout.
+
+The whole chain from rewards to the gradient of each token's log-prob, in float64, for every estimator, credit,
+whitening, aggregation and ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from reinforce_rl.algorithm.advantages import MAX_REWARD, RewardGroups, estimator_of, leave_one_out
+from reinforce_rl.algorithm.choices import (
+    ADVANTAGE_ESTIMATORS,
+    ADVANTAGE_WHITENINGS,
+    CREDIT_ASSIGNMENTS,
+    GENERATOR_CORRECTIONS,
+    IMPORTANCE_RATIOS,
+    LOSS_AGGREGATIONS,
+)
+from reinforce_rl.algorithm.credit import assign_credit, whiten
+from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
+
+BETA = 0.1
+FIXED_LENGTH = 7.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N samples with everything that a loss may read."""
+
+    rewards: Tensor
+    group_ids: Tensor
+    valid: Tensor
+    lengths: Tensor
+    log_probs: Tensor
+    old: Tensor
+    generator: Tensor
+    reference: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        return torch.arange(self.log_probs.shape[1])[None, :] < self.lengths[:, None]
+
+    def select(self, rows: Tensor) -> Batch:
+        return Batch(*(values[rows] for values in vars(self).values()))
+
+    def wider(self, columns: int, garbage: float) -> Batch:
+        names = ("log_probs", "old", "generator", "reference")
+        pad = torch.nn.functional.pad
+        return replace(self, **{name: pad(getattr(self, name), (0, columns), value=garbage) for name in names})
+
+
+@dataclass(frozen=True)
+class Choice:
+    estimator: str = "rloo"
+    credit: str = "sequence"
+    whitening: str = "none"
+    loss: LossSettings = field(default_factory=LossSettings)
+
+    def __str__(self) -> str:
+        loss = self.loss
+        named = (self.estimator, self.credit, self.whitening, loss.aggregation, loss.ratio, loss.generator_correction)
+        return "-".join(named)
+
+    @property
+    def placement(self) -> str:
+        # The configuration refuses the KL of single tokens in the reward of an estimator that divides or chooses.
+        return "reward" if ADVANTAGE_ESTIMATORS[self.estimator].only_subtracts else "advantage"
+
+
+@st.composite
+def batches(draw: st.DrawFn, largest: float = 0.99 * MAX_REWARD) -> Batch:
+    count, width = draw(st.integers(2, 10)), 4
+    numbers = st.floats(-largest, largest, allow_nan=False)
+    rewards = torch.tensor(draw(st.lists(numbers, min_size=count, max_size=count)), dtype=torch.float64)
+    groups = torch.tensor(draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
+    valid = torch.tensor(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+    lengths = torch.tensor(draw(st.lists(st.integers(1, width), min_size=count, max_size=count)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    tables = -3 * torch.rand(4, count, width, generator=generator, dtype=torch.float64)
+    log_probs, noise = tables[0], 0.3 * (tables[1:] + 1.5)
+    return Batch(rewards, groups, valid, lengths, log_probs, *(log_probs + n for n in noise))
+
+
+def chain(batch: Batch, choice: Choice, parts: list[Tensor] | None = None, micro: int = 100) -> Tensor:
+    """The gradient [N, T] by each log-prob.
+
+    Args:
+        parts: rows of each data-parallel rank; None for one rank.
+        micro: sequences in a micro-batch.
+    """
+    everything = torch.arange(len(batch.rewards))
+    parts = [everything] if parts is None else parts
+    rewards = torch.where(batch.valid, batch.rewards, math.nan)
+    kl_tokens = torch.where(batch.mask, batch.log_probs - batch.reference, 0.0)
+    kl = kl_tokens.sum(1)
+    in_reward = BETA if choice.placement == "reward" else 0.0
+    # Advantages are taken of the global batch, gathered in rank order.
+    order = torch.cat(parts)
+    found = estimator_of(choice.estimator)(
+        RewardGroups.of((rewards - in_reward * kl)[order], batch.group_ids[order], batch.valid[order], 0.3)
+    )
+    counted = batch.mask[order] & found.trains[:, None]
+    advantages = assign_credit(
+        found,
+        rewards[order],
+        kl[order],
+        kl_tokens[order],
+        counted,
+        beta=BETA,
+        kl_placement=choice.placement,
+        assignment=choice.credit,
+    )
+    cuts = list(torch.arange(len(order)).split([len(part) for part in parts]))
+    if choice.whitening != "none":
+        advantages = whiten_over_ranks(advantages, counted, choice.whitening, cuts)
+    lengths = torch.where(found.trains, batch.lengths[order], 0)
+    denominators = Denominators(float(found.trains.sum()), float(lengths.sum()), FIXED_LENGTH)
+    leaf = batch.log_probs[order].clone().requires_grad_()
+    for cut in cuts:
+        for rows in cut.split(micro):
+            inputs = LossInputs(
+                batch.mask[order][rows],
+                advantages[rows],
+                found.trains[rows],
+                batch.old[order][rows],
+                batch.generator[order][rows],
+                batch.reference[order][rows],
+            )
+            policy_loss(leaf[rows], None, inputs, denominators, choice.loss, 0.2)[0].backward()
+    assert leaf.grad is not None
+    gradient = torch.zeros_like(leaf.grad)
+    gradient[order] = leaf.grad
+    return gradient
+
+
+def whiten_over_ranks(advantages: Tensor, mask: Tensor, unit: str, cuts: list[Tensor]) -> Tensor:
+    """As each rank would call it: a first round finds the totals over ranks, as an all-reduce would."""
+    totals: list[list[Tensor]] = [[], []]
+
+    def record(call: list[int]):
+        def total(sums: Tensor) -> Tensor:
+            totals[call[0]].append(sums)
+            call[0] += 1
+            return known[call[0] - 1] if len(known) >= call[0] else sums
+
+        return total
+
+    known: list[Tensor] = []
+    for round_number in range(2):  # the second sum needs the first one's total
+        for values in totals[round_number:]:
+            values.clear()
+        for rows in cuts:
+            whiten(advantages[rows], mask[rows], unit=unit, total=record([0]))
+        known.append(torch.stack(totals[round_number]).sum(0))
+        for values in totals:
+            values.clear()
+    return torch.cat([whiten(advantages[rows], mask[rows], unit=unit, total=record([0])) for rows in cuts])
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    assert torch.isfinite(found).all()
+    assert (found - expected).abs().max() <= 1e-9 * max(1.0, float(expected.abs().max()))
+
+
+CHOICES = (
+    [Choice(estimator=name) for name in ADVANTAGE_ESTIMATORS]
+    + [Choice(credit=credit, whitening=w) for credit in CREDIT_ASSIGNMENTS for w in ADVANTAGE_WHITENINGS]
+    + [Choice(loss=LossSettings(aggregation=name)) for name in LOSS_AGGREGATIONS]
+    + [Choice(loss=LossSettings(ratio=name)) for name in IMPORTANCE_RATIOS]
+    + [Choice(loss=LossSettings(generator_correction=name)) for name in GENERATOR_CORRECTIONS]
+)
+every_choice = pytest.mark.parametrize("choice", list(dict.fromkeys(CHOICES)), ids=str)
+a_few = settings(deadline=None, max_examples=12)
+
+
+@every_choice
+@a_few
+@given(batch=batches(), seed=st.integers(0, 99))
+def test_order_does_not_matter(choice, batch, seed):
+    if choice.estimator == "raft":  # of equally good ones it takes the first
+        batch = replace(batch, rewards=batch.rewards + torch.arange(len(batch.rewards)) * 1e-3)
+        batch = replace(batch, rewards=batch.rewards.clamp(-MAX_REWARD / 2, MAX_REWARD / 2))
+        if len(set(batch.rewards.tolist())) < len(batch.rewards):
+            return
+    order = torch.randperm(len(batch.rewards), generator=torch.Generator().manual_seed(seed))
+    assert_equal(chain(batch.select(order), choice), chain(batch, choice)[order])
+
+
+@every_choice
+@a_few
+@given(batch=batches(), columns=st.integers(1, 3), garbage=st.sampled_from([0.0, math.nan, math.inf, -math.inf]))
+def test_padding_does_not_matter(choice, batch, columns, garbage):
+    found = chain(batch.wider(columns, garbage), choice)
+    assert not found[:, -columns:].any()
+    assert_equal(found[:, :-columns], chain(batch, choice))
+
+
+@every_choice
+@a_few
+@given(batch=batches(), ranks=st.integers(1, 4), micro=st.integers(1, 4))
+def test_micro_batches_and_ranks_do_not_matter(choice, batch, ranks, micro):
+    """Groups lie whole on one rank; a rank may have none."""
+    owner = batch.group_ids % ranks
+    parts = [(owner == rank).nonzero()[:, 0] for rank in range(ranks)]
+    by_group = torch.argsort(batch.group_ids % ranks, stable=True)
+    if choice.estimator == "raft":  # its choice among equals follows the order, which the ranks' is
+        batch, parts = batch.select(by_group), list(torch.arange(len(by_group)).split([len(p) for p in parts]))
+    assert_equal(chain(batch, choice, parts, micro), chain(batch, choice))
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "prompt_mean", "grpo", "raft"])
+@a_few
+@given(batch=batches(1e3), constants=st.lists(st.floats(-1e3, 1e3), min_size=4, max_size=4))
+def test_a_constant_added_to_a_groups_rewards_does_not_matter(estimator, batch, constants):
+    rounded = replace(batch, rewards=batch.rewards.round(decimals=3))
+    shifts = torch.tensor(constants, dtype=torch.float64).round(decimals=3)
+    shifted = replace(rounded, rewards=rounded.rewards + shifts[batch.group_ids])
+    choice = Choice(estimator=estimator)
+    found, expected = chain(shifted, choice), chain(rounded, choice)
+    # GRPO divides by a deviation that a shift changes in its last digits.
+    assert (found - expected).abs().max() <= 1e-7 * max(1.0, float(expected.abs().max()))
+
+
+@a_few
+@given(batch=batches(1e3), constant=st.floats(-1e3, 1e3))
+def test_a_constant_added_to_all_rewards_does_not_matter_to_the_batch_mean(batch, constant):
+    choice = Choice(estimator="batch_mean")
+    found = chain(replace(batch, rewards=batch.rewards + constant), choice)
+    expected = chain(batch, choice)
+    assert (found - expected).abs().max() <= 1e-7 * max(1.0, float(expected.abs().max()))
+
+
+@a_few
+@given(batch=batches())
+def test_leave_one_out_is_the_mean_of_the_group_stretched(batch):
+    groups = RewardGroups.of(batch.rewards, batch.group_ids, batch.valid)
+    count = groups.count_by_group()
+    stretch = torch.where(count > 1, count / (count - 1).clamp(min=1), 0.0)
+    expected = torch.where(batch.valid, stretch * (groups.rewards - groups.mean_by_group()), 0.0)
+    assert (leave_one_out(groups).values - expected).abs().max() <= 1e-9 * MAX_REWARD
+
+
+@every_choice
+@a_few
+@given(batch=batches())
+def test_invalid_samples_have_no_gradient_and_change_nobody_elses(choice, batch):
+    found = chain(batch, choice)
+    assert not found[~batch.valid].any()
+    kept = batch.valid.nonzero()[:, 0]
+    if len(kept):
+        assert_equal(chain(batch.select(kept), choice), found[kept])
+
+
+def test_equal_rewards_with_one_invalid_teach_nothing():
+    """Counted in the divisor, the invalid one would give -0.5 here."""
+    groups = RewardGroups.of(torch.ones(4), torch.zeros(4).long(), torch.tensor([True, True, True, False]))
+    assert leave_one_out(groups).values.tolist() == [0.0] * 4
+
+
+def test_nearly_equal_others_do_not_blow_up():
+    """Divided by the deviation of the others, [0, 0.95 x 7] gave an advantage of -2075 to users of a peer."""
+    rewards = torch.tensor([0.0] + [0.95] * 7)
+    for estimator in ADVANTAGE_ESTIMATORS:
+        found = estimator_of(estimator)(RewardGroups.of(rewards, torch.zeros(8).long()))
+        assert found.values.abs().max() < 3
+
+
+def hard_batches() -> dict[str, Batch]:
+    """In float32, as in a run: what has made peers divide by zero or exceed the range of a float."""
+    groups = torch.arange(7).repeat_interleave(2)
+    generator = torch.Generator().manual_seed(0)
+    log_probs = -3 * torch.rand(len(groups), 4, generator=generator)
+    largest = 0.99 * MAX_REWARD
+    far = torch.where(torch.arange(len(groups))[:, None] % 2 == 0, 150.0, -150.0)
+    near = (groups < 4)[:, None]
+    easy = Batch(
+        rewards=torch.randn(len(groups), generator=generator),
+        group_ids=groups,
+        valid=torch.ones(len(groups), dtype=torch.bool),
+        lengths=torch.tensor([4, 1, 2, 3, 4, 1, 2] * 2),
+        log_probs=log_probs,
+        old=torch.where(near, log_probs + 0.1, log_probs - far),
+        generator=torch.where(near, log_probs - 0.1, log_probs - far.roll(1, 0)),
+        reference=log_probs - 0.2,
+    )
+    one = torch.arange(len(groups)) == 4
+    rewards = torch.tensor([1 / 3, 1 / 3, largest, -largest, largest - 1 / 3, largest - 1 / 3] + [0.5, -0.5] * 4)
+    lengths = torch.where(torch.arange(len(groups)) % 4 == 1, 0, easy.lengths)
+    return {
+        "everything": replace(easy, rewards=rewards, lengths=lengths, valid=torch.arange(len(groups)) != 7),
+        "equal rewards": replace(easy, rewards=torch.full((len(groups),), 1 / 3), reference=log_probs),
+        "one valid token": replace(easy, valid=one, lengths=torch.ones_like(groups)),
+        "nothing valid": replace(easy, valid=~one & one),
+    }
+
+
+HARD = hard_batches()
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("whitening", ADVANTAGE_WHITENINGS)
+@pytest.mark.parametrize("name", HARD)
+def test_no_choice_gives_a_nan_or_an_infinity(estimator, whitening, name):
+    """For every credit, aggregation and ratio that the configuration lets through."""
+    for credit in CREDIT_ASSIGNMENTS:
+        for aggregation in LOSS_AGGREGATIONS:
+            for ratio in IMPORTANCE_RATIOS:
+                if credit == "sequence" or not ratio.startswith("sequence"):
+                    loss = LossSettings(aggregation, ratio, generator_correction="sequence")
+                    choice = Choice(estimator, credit, whitening, loss)
+                    found = chain(HARD[name], choice)
+                    assert found.dtype == torch.float32 and torch.isfinite(found).all(), str(choice)

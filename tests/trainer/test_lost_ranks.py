@@ -1,0 +1,90 @@
+"""One of two ranks dies or hangs: the other ends within a bound and says who it was, and the run goes on exactly."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.trainer_processes import SETTINGS, TrainerProcesses, assert_equal_runs
+
+from reinforce_rl.errors import EXIT_LOST_RANK
+from reinforce_rl.runtime.status import read_status
+
+SLOW = pytest.mark.slow
+LIMITS = ["trainer.heartbeat_timeout_seconds=6", "trainer.collective_timeout_seconds=6"]
+NOTHING = 0  # the rank does nothing any more
+BUSY = -1  # the rank does something else for ever
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[TrainerProcesses]:
+    processes = TrainerProcesses()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(processes, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    processes.start(folder, *SETTINGS, ranks=2)
+    assert processes.wait() == 0, (folder / "log").read_text()
+    return folder
+
+
+def lose(
+    processes: TrainerProcesses, folder: Path, lost: int, phase: str, step: int, number: int, **options: object
+) -> str:
+    """Start a run in which a rank is lost; what is said of it by the other, which nobody ends."""
+    act = {"rank": lost, "phase": phase, "step": step, "signal": number}
+    # A stopped process cannot end itself.
+    patience = 1 if number == signal.SIGSTOP else 40
+    limits = [] if number == BUSY else LIMITS
+    processes.start(folder, *SETTINGS, *limits, ranks=2, patience=patience, act=act, **options)
+    processes.wait()
+    said = (folder / "log").read_text()
+    assert processes.statuses[1 - lost] == EXIT_LOST_RANK, said
+    assert processes.statuses[lost] == (EXIT_LOST_RANK if number in (NOTHING, BUSY) else -signal.SIGKILL), said
+    status = read_status(folder / "run")
+    assert status is not None and (status.state, status.exit_code) == ("failed", EXIT_LOST_RANK)
+    assert f"error: {status.reason}" in said
+    where = f"phase {phase} of step {step}" if step else f"phase {phase}, before the first step"
+    assert f"rank {lost} (host " in status.reason and where in status.reason
+    return status.reason
+
+
+@pytest.mark.parametrize(
+    ("lost", "phase", "number", "words"),
+    [
+        (1, "generate", signal.SIGKILL, "died in"),
+        pytest.param(0, "train_time", signal.SIGKILL, "died in", marks=SLOW),
+        pytest.param(0, "generate", signal.SIGKILL, "died in", marks=SLOW),
+        pytest.param(1, "train_time", signal.SIGKILL, "died in", marks=SLOW),
+        pytest.param(1, "generate", signal.SIGSTOP, "was last heard of", marks=SLOW),
+        pytest.param(0, "train_time", signal.SIGSTOP, "was last heard of", marks=SLOW),
+        (1, "generate", NOTHING, "hangs in"),
+        pytest.param(0, "train_time", NOTHING, "hangs in", marks=SLOW),
+    ],
+)
+def test_it_is_named_and_the_run_goes_on(processes, uninterrupted, tmp_path, lost, phase, number, words):
+    assert words in lose(processes, tmp_path, lost, phase, 5, number)
+    processes.start(tmp_path, *SETTINGS, ranks=2)
+    assert processes.wait() == 0, (tmp_path / "log").read_text()
+    assert_equal_runs(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("phase", "step"),
+    [("loading the model", 0), pytest.param("checkpoint", 3, marks=SLOW), pytest.param("export", 12, marks=SLOW)],
+)
+def test_outside_of_steps(processes, tmp_path, phase, step):
+    assert "died in" in lose(processes, tmp_path, 1, phase, step, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=SLOW), 1])
+def test_torchs_own_limit_of_a_collective(processes, tmp_path, lost):
+    """It is busy, not still, so that nobody finds it hanging until gloo gives up waiting for it."""
+    reason = lose(processes, tmp_path, lost, "generate", 5, BUSY, torch_timeout=20)
+    assert "hangs in" in reason and "longer than torch's own limit (" in reason and "imed out waiting" in reason
+    assert "Traceback" not in (tmp_path / "log").read_text()

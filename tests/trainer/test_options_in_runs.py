@@ -1,0 +1,273 @@
+"""Options of KL, credit, rewards and truncation on whole runs: what stands in the files is what the page says."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.rewards import FunctionReward
+from helpers.tiny_run import (
+    MAX_LENGTH,
+    PROMPT_TOKENS,
+    largest_difference,
+    metrics_of,
+    odd_share,
+    rollouts_of,
+    run,
+    tiny_config,
+    tiny_trainer,
+    without_times,
+)
+
+from reinforce_rl.algorithm.kl import token_kl
+from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.rewards.base import STATUS_BAD_TEXT, RewardRequest, Rewards
+from reinforce_rl.rewards.combined import CombinedRewards, WeightedSource
+
+RL = "trainer.reinforce"
+BETA = 0.1  # of `tiny_overrides`
+
+
+def of_others(rows: list[dict], row: dict, key: str) -> float:
+    """The mean over the other valid samples of the row's prompt."""
+    others = [r[key] for r in rows if r["prompt_id"] == row["prompt_id"] and r is not row and r["valid"]]
+    return sum(others) / len(others)
+
+
+class TestAdaptiveKL:
+    @pytest.mark.parametrize("target, direction", [(1e-4, 1), (1e4, -1)])
+    def test_beta_moves_against_the_error(self, target, direction, tmp_path, mesh):
+        """By the most that it may, 20 % a horizon, since the KL is far off."""
+        lines = run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.kl_target={target}", f"{RL}.kl_horizon=64")
+        found = [line["train/kl_coefficient"] for line in lines]
+        # The first step's KL is exactly 0, below any target.
+        factors = [1 - 0.2 * 16 / 64] + [1 + direction * 0.2 * 16 / 64] * 2
+        expected = [BETA, BETA * factors[0], BETA * factors[0] * factors[1], BETA * math.prod(factors)]
+        assert all(line["train/init_policy_kl"] > 0 for line in lines[1:])
+        assert found == pytest.approx(expected)
+        checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
+        assert checkpoint is not None
+        last = 1 + direction * 0.2 * 16 / 64
+        assert checkpoint.trainer_state["kl_coefficient"] == pytest.approx(expected[-1] * last)
+        for step, beta in enumerate(found, 1):
+            for row in rollouts_of(tmp_path, step):
+                assert row["reward_with_kl"] == pytest.approx(row["reward"] - beta * row["kl"], abs=1e-6)
+
+    def test_without_a_target_a_resumed_run_has_the_beta_of_its_configuration(self, tmp_path, mesh):
+        assert [line["train/kl_coefficient"] for line in run(tmp_path, mesh)] == [BETA] * 2
+        changed = [f"{RL}.initial_policy_kl_penalty=0.3", "resume_with_changes=true"]
+        lines = run(tmp_path, mesh, f"{RL}.max_epochs=2", *changed)
+        assert [line["train/kl_coefficient"] for line in lines] == [BETA] * 2 + [0.3] * 2
+
+
+class TestPlacementOfTheKL:
+    @pytest.mark.parametrize("placement", ["reward", "advantage", "loss"])
+    def test_rows(self, placement, tmp_path, mesh):
+        lines = run(tmp_path, mesh, f"{RL}.kl_placement={placement}")
+        rows = rollouts_of(tmp_path, 2)
+        assert any(abs(row["kl"]) > 0.01 for row in rows)
+        in_reward, in_advantage = (BETA * (placement == name) for name in ("reward", "advantage"))
+        for row in rows:
+            assert row["reward_with_kl"] == pytest.approx(row["reward"] - in_reward * row["kl"], abs=1e-6)
+            assert row["baseline"] == pytest.approx(of_others(rows, row, "reward_with_kl"), abs=1e-6)
+            expected = row["reward_with_kl"] - row["baseline"] - in_advantage * row["kl"]
+            assert row["advantage"] == pytest.approx(expected, abs=1e-6)
+        for line in lines:
+            assert line["train/kl_coefficient"] == BETA
+            assert line["train/grad_norm"] > 0
+
+    def test_in_the_loss_it_pulls_back_to_the_reference(self, tmp_path, mesh):
+        """Moved away from the reference first; then there is no reward to earn, and the KL alone acts."""
+        options = [f"{RL}.kl_placement=loss", f"{RL}.num_rollouts_per_prompt=8"]
+        away = run(tmp_path, mesh, *options, f"{RL}.max_epochs=4", "model.optim.lr=0.02")
+        lines = run(tmp_path, mesh, *options, f"{RL}.max_epochs=12", rm=lambda ids: 0.5)
+        assert away == lines[:8]
+        found = [line["train/kl_k3"] for line in lines[8:]]
+        assert sum(found[8:]) / 8 < 0.75 * sum(found[:3]) / 3
+
+
+class TestTokenCredit:
+    @pytest.mark.parametrize("discount", [1.0, 0.9])
+    def test_each_token_has_what_is_still_to_come(self, discount, tmp_path, mesh):
+        options = [f"{RL}.credit_assignment=token", f"{RL}.discount_factor={discount}"]
+        with tiny_trainer(tiny_config(tmp_path, *options), mesh) as trainer:
+            rollouts, _, _ = trainer.generate_rollouts()
+            trainer.run_training(trainer.generate_reinforce_data(rollouts)[0])
+            rollouts, _, _ = trainer.generate_rollouts()
+            data, _ = trainer.generate_reinforce_data(rollouts)
+            assert rollouts.log_probs is not None and rollouts.init_log_probs is not None
+            kl = token_kl(rollouts.log_probs, rollouts.init_log_probs, rollouts.response_mask)
+            assert kl.abs().max() > 0.01
+            for i, length in enumerate(rollouts.response_lengths.tolist()):
+                for t in range(length):
+                    expected = float(rollouts.rewards[i]) * discount ** (length - 1 - t) - float(data.baseline[i])
+                    expected -= BETA * sum(discount ** (s - t) * float(kl[i, s]) for s in range(t, length))
+                    assert float(data.advantages[i, t]) == pytest.approx(expected, abs=1e-5)
+                assert not data.advantages[i, length:].any()
+
+    def test_a_run(self, tmp_path, mesh):
+        """On-policy at step 1 the KL is 0, so that credit by token is credit by sequence; then they differ."""
+        lines, other = (run(tmp_path / name, mesh, f"{RL}.credit_assignment={name}") for name in ("token", "sequence"))
+        assert largest_difference(without_times(lines[0]), without_times(other[0])) < 1e-5
+        assert lines[1]["train/grad_norm"] != pytest.approx(other[1]["train/grad_norm"], rel=1e-3)
+
+
+def test_an_entropy_bonus_is_all_that_acts_where_no_reward_differs(tmp_path, mesh):
+    options = [f"{RL}.initial_policy_kl_penalty=0", f"{RL}.max_epochs=4", "model.optim.weight_decay=0"]
+    found = {}
+    for bonus in (0.0, 1.0):
+        lines = run(tmp_path / str(bonus), mesh, *options, f"{RL}.entropy_bonus={bonus}", rm=lambda ids: 0.5)
+        found[bonus] = [line["train/entropy"] for line in lines]
+        assert all((line["train/grad_norm"] > 0) == (bonus > 0) for line in lines)
+    assert 0 < found[0.0][0] == pytest.approx(found[1.0][0], rel=1e-5)
+    assert found[1.0][-1] > found[0.0][-1] + 0.1
+    assert found[1.0][-1] < math.log(32)
+
+
+class TestTruncatedSamples:
+    def test_mask(self, tmp_path, mesh):
+        """Out of the loss, but in the baseline of the others."""
+        lines = run(tmp_path, mesh, f"{RL}.truncated_samples=mask")
+        for step, line in enumerate(lines, 1):
+            rows = rollouts_of(tmp_path, step)
+            cut = [row for row in rows if row["finish_reason"] == "length"]
+            assert 0 < len(cut) < len(rows)
+            assert line["train/fraction_of_samples_valid"] == 1.0
+            assert line["train/fraction_of_samples_trained"] == 1 - len(cut) / len(rows)
+            for row in rows:
+                assert row["valid"]
+                baseline = of_others(rows, row, "reward_with_kl")
+                assert row["baseline"] == pytest.approx(baseline, abs=1e-6)
+                expected = 0.0 if row in cut else row["reward_with_kl"] - baseline
+                assert row["advantage"] == pytest.approx(expected, abs=1e-6)
+
+    def test_masked_samples_are_not_in_the_denominator(self, tmp_path, mesh):
+        with tiny_trainer(tiny_config(tmp_path, f"{RL}.truncated_samples=mask"), mesh) as trainer:
+            rollouts, _, _ = trainer.generate_rollouts()
+            data, _ = trainer.generate_reinforce_data(rollouts)
+            assert torch.equal(data.trains, rollouts.is_end) and rollouts.log_probs is not None
+            terms = (data.sequence_advantages * rollouts.log_probs.sum(dim=1))[rollouts.is_end]
+            assert trainer.run_training(data)["actor_loss"] == pytest.approx(-float(terms.mean()), rel=1e-4)
+
+    @pytest.mark.parametrize("buffer", [0, 3])
+    def test_penalise(self, buffer, tmp_path, mesh):
+        options = [
+            f"{RL}.truncated_samples=penalise",
+            f"{RL}.truncation_penalty=0.8",
+            f"{RL}.overlong_buffer={buffer}",
+        ]
+        lines = run(tmp_path, mesh, *options)
+        partly = 0
+        for step, line in enumerate(lines, 1):
+            rows = rollouts_of(tmp_path, step)
+            for row in rows:
+                cut = row["finish_reason"] == "length"
+                into = min(max(row["response_length"] - (MAX_LENGTH - buffer), 0) / buffer, 1.0) if buffer else 0.0
+                penalty = 0.8 * (1.0 if cut else into)
+                partly += 0 < penalty < 0.8
+                assert row["valid"]
+                assert row["reward_with_kl"] == pytest.approx(row["reward"] - penalty - BETA * row["kl"], abs=1e-6)
+                baseline = of_others(rows, row, "reward_with_kl")
+                assert row["baseline"] == pytest.approx(baseline, abs=1e-6)
+                assert row["advantage"] == pytest.approx(row["reward_with_kl"] - baseline, abs=1e-6)
+            assert line["train/rewards"] == pytest.approx(sum(r["reward"] for r in rows) / len(rows), abs=1e-6)
+        assert (partly > 0) == (buffer > 0)
+
+
+class TestRewardShaping:
+    def test_running_standardisation_is_that_of_past_steps(self, tmp_path, mesh):
+        """The first step has its own moments."""
+        run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.reward_shaping.standardisation=running")
+        past: list[float] = []
+        for step in range(1, 5):
+            rows = rollouts_of(tmp_path, step)
+            scores = [row["reward"] for row in rows]
+            known = torch.tensor(past or scores, dtype=torch.float64)
+            for row in rows:
+                shaped = (row["reward"] - float(known.mean())) / float(known.std())
+                assert row["reward_with_kl"] == pytest.approx(shaped - BETA * row["kl"], abs=1e-5)
+            past += scores
+
+
+class TestGeneratorCorrection:
+    @pytest.mark.parametrize("correction", ["none", "token", "sequence"])
+    def test_the_native_generator_needs_none(self, correction, tmp_path, mesh):
+        temperature = "model.reinforce.sampling_params.temperature=1.3"
+        lines = run(tmp_path, mesh, f"{RL}.generator_correction={correction}", temperature)
+        for line in lines:
+            assert 0 <= line["train/generator_gap"] < 1e-4
+            assert abs(line["train/generator_kl"]) < 1e-4
+            assert line["train/generator_capped"] == 0
+            assert line["train/effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
+
+    def test_another_generator_is_corrected_and_seen(self, tmp_path, mesh):
+        """One that thinks each of its tokens half as likely as the actor does: every weight is 2, or at the cap."""
+        gradients = {}
+        for correction, cap in (("none", 2.5), ("token", 2.5), ("token", 1.5)):
+            options = [f"{RL}.generator_correction={correction}", f"{RL}.generator_ratio_cap={cap}"]
+            with tiny_trainer(tiny_config(tmp_path / f"{correction}{cap}", *options), mesh) as trainer:
+                rollouts, _, _ = trainer.generate_rollouts()
+                assert rollouts.generator_log_probs is not None
+                rollouts.generator_log_probs[rollouts.response_mask] -= math.log(2)
+                data, _ = trainer.generate_reinforce_data(rollouts)
+                found = trainer.run_training(data)
+            gradients[correction, cap] = found["grad_norm"]
+            assert found["generator_gap"] == pytest.approx(math.log(2), abs=1e-4)
+            assert found["generator_kl"] == pytest.approx(2 - 1 - math.log(2), abs=1e-4)
+            assert found["generator_capped"] == (cap < 2)
+        assert gradients["token", 2.5] == pytest.approx(2 * gradients["none", 2.5], rel=1e-4)
+        assert gradients["token", 1.5] == pytest.approx(1.5 * gradients["none", 2.5], rel=1e-4)
+
+
+class FailsOnFirst(FunctionReward):
+    """Cannot score the first sample of each request."""
+
+    def infer_rm(self, request: RewardRequest):
+        answer = super().infer_rm(request)
+        values, status = answer.rewards.values.clone(), answer.rewards.status.clone()
+        values[0], status[0] = math.nan, STATUS_BAD_TEXT
+        return type(answer)(Rewards(values, status))
+
+
+class TestSeveralSources:
+    @staticmethod
+    def both(first: FunctionReward) -> CombinedRewards:
+        length = FunctionReward(lambda ids: float(len(ids)), PROMPT_TOKENS)
+        return CombinedRewards([WeightedSource("odd", first, 2.0), WeightedSource("length", length, -0.25)])
+
+    def test_the_reward_is_the_weighted_sum(self, tmp_path, mesh):
+        lines = run(tmp_path, mesh, rm=self.both(FunctionReward(odd_share, PROMPT_TOKENS)))
+        for step, line in enumerate(lines, 1):
+            rows = rollouts_of(tmp_path, step)
+            lengths = [row["response_length"] for row in rows]
+            assert line["train/rewards_length"] == pytest.approx(sum(lengths) / len(rows))
+            expected = 2.0 * line["train/rewards_odd"] - 0.25 * line["train/rewards_length"]
+            assert line["train/rewards"] == pytest.approx(expected, abs=1e-6)
+            odd = [(row["reward"] + 0.25 * row["response_length"]) / 2.0 for row in rows]
+            assert all(0 <= share <= 1 + 1e-6 for share in odd) and len(set(odd)) > 2
+            assert line["train/rewards_odd"] == pytest.approx(sum(odd) / len(rows), abs=1e-6)
+
+    def test_a_sample_that_one_of_them_cannot_score_has_failed(self, tmp_path, mesh):
+        """The first of each of the two requests of a step; the other source's own mean knows its scores."""
+        rm = self.both(FailsOnFirst(odd_share, PROMPT_TOKENS))
+        lines = run(tmp_path, mesh, f"{RL}.max_failed_fraction=0.2", rm=rm)
+        for step, line in enumerate(lines, 1):
+            rows = rollouts_of(tmp_path, step)
+            assert [i for i, row in enumerate(rows) if row["reward"] is None] == [0, 12]
+            assert [row["valid"] for row in rows] == [row["reward"] is not None for row in rows]
+            assert line["train/fraction_of_samples_scored"] == 14 / 16
+            lengths = [row["response_length"] for row in rows]
+            assert line["train/rewards_length"] == pytest.approx(sum(lengths) / 16)
+            scored = [row for row in rows if row["valid"]]
+            odd = [(row["reward"] + 0.25 * row["response_length"]) / 2.0 for row in scored]
+            assert line["train/rewards_odd"] == pytest.approx(sum(odd) / 14, abs=1e-6)
+
+    def test_with_dynamic_filtering_and_in_validation(self, tmp_path: Path, mesh):
+        rm = self.both(FunctionReward(odd_share, PROMPT_TOKENS))
+        run(tmp_path, mesh, f"{RL}.dynamic_filtering=true", f"{RL}.val_check_interval=1", rm=rm)
+        for line in metrics_of(tmp_path):
+            for kind in ("val", "train") if line["step"] else ("val",):
+                expected = 2.0 * line[f"{kind}/rewards_odd"] - 0.25 * line[f"{kind}/rewards_length"]
+                assert line[f"{kind}/rewards"] == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,66 @@
+"""What a reward source is asked: texts without the token that ended them, and the prompt's own fields."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.rewards import FunctionReward
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+
+from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.rewards.base import RewardRequest
+from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.rollouts import RolloutMaker
+
+MESSAGES = ({"role": "user", "content": "tea"},)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), 48))
+
+
+class Asked(FunctionReward):
+    def __init__(self):
+        super().__init__(lambda ids: 0.0, 0)
+        self.requests: list[RewardRequest] = []
+
+    def infer_rm(self, request: RewardRequest):
+        self.requests.append(request)
+        return super().infer_rm(request)
+
+
+def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
+    dot = tokenizer.convert_tokens_to_ids(".")  # ends a response here, and is no special token
+    rows = [("ab.", "stop"), ("ab.a", "length"), (".", "stop"), ("", "length"), ("ab", "stop"), ("a<eos>", "stop")]
+    ids = [tokenizer(text)["input_ids"] for text, _ in rows]
+    tokens = torch.zeros((len(rows), 4), dtype=torch.long)
+    for row, sequence in enumerate(ids):
+        tokens[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
+    completions = Completions(tokens, torch.tensor([len(x) for x in ids]), tuple(reason for _, reason in rows))
+    model: Any = SimpleNamespace(
+        tokenizer=tokenizer,
+        pad_id=0,
+        mesh=SimpleNamespace(
+            is_block_leader=True, dp_size=1, world_size=1, any_rank=bool, check_together=lambda failure: None
+        ),
+        generator=SimpleNamespace(awake=contextlib.nullcontext),
+        settings=SimpleNamespace(sampling=SimpleNamespace(stop_token_ids=(2, dot))),
+        infer=lambda *_, **__: completions,
+    )
+    prompts = [Prompt(0, "plain", (5,), {"answer": "1"}), Prompt(1, "U: tea<eos>A:", (6, 7), {}, MESSAGES)]
+    rm = Asked()
+    options: Any = {"drop_truncated": False, "max_failed_fraction": 0.1, "stop": StopRequest()}
+    maker = RolloutMaker(model, rm, lambda prompts, _: [prompts], **options)
+    maker.sample(prompts, 3, seed=0)
+    samples = rm.requests[0].samples
+    assert [sample.response for sample in samples] == ["ab", "ab.a", "", "", "ab", "a"]
+    assert [sample.finished for sample in samples] == [True, False, True, False, True, True]
+    assert [sample.messages for sample in samples] == [()] * 3 + [MESSAGES] * 3
+    assert [sample.record for sample in samples] == [{"answer": "1"}] * 3 + [{}] * 3
+    assert rm.requests[0].lengths.tolist() == [1 + 3, 1 + 4, 1 + 1, 2 + 0, 2 + 2, 2 + 2]  # tokens are all there

@@ -1,0 +1,147 @@
+"""Baselines of past steps against brute force in float64, on every rank and through JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from reinforce_rl.algorithm.kl import KLCoefficient
+from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
+from reinforce_rl.trainer.state import PastSteps
+
+ESTIMATORS = ["running_mean", "moving_average", "exponential_moving_average"]
+WINDOW, DECAY = 3, 0.8
+Rewards = list[list[float]]  # of each step; NaN where a sample is not valid
+
+
+def new_past() -> PastSteps:
+    return PastSteps(KLCoefficient(0.1, None, 100.0), WINDOW, DECAY)
+
+
+def batch_of(rewards: list[float], kl: float = 0.0) -> ReinforceBatch:
+    """Responses of one token; `rewards` without the KL, NaN where a sample is not valid."""
+    count, scores = len(rewards), torch.tensor(rewards, dtype=torch.float64)
+    ids, valid, each = torch.arange(count), ~scores.isnan(), torch.full((count,), kl, dtype=torch.float64)
+    rollouts = RolloutBatch(
+        sequences=torch.zeros(count, 2, dtype=torch.long),
+        prompt_lengths=torch.ones(count, dtype=torch.long),
+        response_lengths=torch.ones(count, dtype=torch.long),
+        group_ids=ids,
+        sample_ids=ids,
+        finish_reasons=("stop",) * count,
+        rewards=scores,
+        valid=valid,
+    )
+    return ReinforceBatch(rollouts, each, scores - 0.1 * each, each, scores[:, None], valid)
+
+
+def alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def brute_force(steps: Rewards, estimator: str) -> float:
+    """The weighted mean of all valid rewards, each with the weight of its step."""
+    weighted = []
+    for age, rewards in enumerate(reversed(steps)):
+        weights = {"running_mean": 1.0, "moving_average": float(age < WINDOW)}
+        weight = weights.get(estimator, DECAY**age)
+        weighted += [(weight, reward) for reward in rewards if not math.isnan(reward)]
+    total = math.fsum(weight for weight, _ in weighted)
+    return math.fsum(weight * reward for weight, reward in weighted) / total if total else 0.0
+
+
+def random_steps(seed: int, count: int = 12) -> Rewards:
+    """Unequal numbers of samples, whose level moves; some are not valid, and of the sixth step none is."""
+    draw = random.Random(seed)
+    steps = [[draw.gauss(5.0 * step, 1.0) for _ in range(draw.randint(1, 9))] for step in range(count)]
+    steps = [[reward if draw.random() < 0.8 else math.nan for reward in step] for step in steps]
+    steps[5] = [math.nan] * 4
+    return steps
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("seed", range(5))
+def test_each_is_the_weighted_mean_of_all_past_rewards(estimator, seed):
+    past, steps = new_past(), random_steps(seed)
+    for step, rewards in enumerate(steps):
+        assert past.reward_mean(estimator) == pytest.approx(brute_force(steps[:step], estimator), rel=1e-13, abs=1e-13)
+        past.add(batch_of(rewards), alone)
+    assert past.reward_mean(estimator) == pytest.approx(brute_force(steps, estimator), rel=1e-13)
+
+
+def test_the_three_differ_where_rewards_move():
+    past = new_past()
+    for rewards in random_steps(0):
+        past.add(batch_of(rewards), alone)
+    running, moving, exponential = (past.reward_mean(name) for name in ESTIMATORS)
+    assert running < exponential < moving, "the less of the past is remembered, the nearer to the newest rewards"
+
+
+def test_before_the_first_step_and_after_steps_without_a_valid_sample_they_are_0():
+    past = new_past()
+    for _ in range(WINDOW + 1):
+        assert [past.reward_mean(name) for name in ESTIMATORS] == [0.0] * 3
+        past.add(batch_of([math.nan] * 2), alone)
+
+
+@pytest.mark.parametrize("saved_after", [1, 6, 11])
+def test_a_state_through_json_goes_on_bit_for_bit(saved_after):
+    whole, parts, steps = new_past(), new_past(), random_steps(1)
+    for step, rewards in enumerate(steps):
+        for past in (whole, parts):
+            past.add(batch_of(rewards), alone)
+        if step == saved_after:
+            state = json.loads(json.dumps(parts.state_dict()))
+            parts = new_past()
+            parts.load_state_dict(state)
+        assert [parts.reward_mean(name) for name in ESTIMATORS] == [whole.reward_mean(name) for name in ESTIMATORS]
+    assert parts.state_dict() == whole.state_dict()
+
+
+def test_a_state_from_before_these_baselines_can_be_loaded():
+    old, past = new_past(), new_past()
+    old.add(batch_of([1.0, 3.0]), alone)
+    state = {key: old.state_dict()[key] for key in ("past_scores", "past_rewards", "kl_coefficient")}
+    past.load_state_dict(state)
+    assert [past.reward_mean(name) for name in ESTIMATORS] == [2.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_have_the_same_bit_for_bit(ranks):
+    """Ranks are threads, and each has its own share of a step's samples, which may be none."""
+    steps = random_steps(2)
+    parts: list[Any] = [None] * ranks
+    barrier = threading.Barrier(ranks, timeout=60)
+
+    def run(rank: int) -> dict[str, Any]:
+        def gather(value: Any) -> list[Any]:
+            parts[rank] = value
+            barrier.wait()
+            found = list(parts)
+            barrier.wait()
+            return found
+
+        past = new_past()
+        for rewards in steps:
+            past.add(batch_of(rewards[rank::ranks]), gather)
+        return {**past.state_dict(), **{name: past.reward_mean(name) for name in ESTIMATORS}}
+
+    with ThreadPoolExecutor(ranks) as pool:
+        first, *others = list(pool.map(run, range(ranks)))
+    assert all(other == first for other in others)
+    for name in ESTIMATORS:
+        assert first[name] == pytest.approx(brute_force(steps, name), rel=1e-13)
+
+
+def test_rewards_are_those_less_their_kl_and_scores_are_not():
+    past = new_past()
+    past.add(batch_of([1.0, 3.0], kl=0.5), alone)
+    assert past.scores.mean == 2.0
+    assert [past.reward_mean(name) for name in ESTIMATORS] == pytest.approx([1.95] * 3, rel=1e-14)

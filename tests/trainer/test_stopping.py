@@ -1,0 +1,180 @@
+"""SIGTERM and SIGUSR1 in every phase: the run saves, ends with its own exit code, and goes on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.ranks import kill_tree
+from helpers.tiny_run import metrics_of, tiny_overrides
+from helpers.trainer_processes import (
+    DRIVER,
+    NUM_PROMPTS,
+    RUN_SECONDS,
+    SETTINGS,
+    STEPS,
+    TrainerProcesses,
+    assert_equal_runs,
+)
+
+from reinforce_rl.errors import EXIT_STOPPED
+from reinforce_rl.runtime.control import EXIT_INTERRUPTED
+from reinforce_rl.runtime.status import Status, read_status
+from reinforce_rl.runtime.timer import LAUNCHER_SECONDS
+
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[TrainerProcesses]:
+    processes = TrainerProcesses()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(processes: TrainerProcesses, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    finish(processes, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_on_two(processes: TrainerProcesses, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("on_two")
+    finish(processes, folder, ranks=2)
+    return folder
+
+
+def finish(processes: TrainerProcesses, folder: Path, ranks: int = 1) -> None:
+    processes.start(folder, *SETTINGS, ranks=ranks)
+    assert processes.wait() == 0, log(folder)
+    assert status(folder).state == "finished"
+
+
+def stop(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int = 1, **options: Any) -> None:
+    processes.start(folder, *SETTINGS, *overrides, ranks=ranks, patience=30, **options)
+    assert processes.wait() == EXIT_STOPPED, log(folder)
+    assert processes.statuses == [EXIT_STOPPED] * ranks
+    assert "Traceback" not in log(folder)
+    assert not (folder / "run" / "hf").exists()
+
+
+def log(folder: Path) -> str:
+    return (folder / "log").read_text()
+
+
+def status(folder: Path) -> Status:
+    found = read_status(folder / "run")
+    assert found is not None
+    return found
+
+
+def saved_step(folder: Path) -> int:
+    checkpoints = folder / "run" / "checkpoints"
+    newest = checkpoints / (checkpoints / "latest").read_text().strip()
+    return json.loads((newest / "trainer_state.json").read_text())["step"]
+
+
+def act(phase: str, step: int, number: int, rank: int = 0) -> dict[str, object]:
+    return {"phase": phase, "step": step, "signal": number, "rank": rank}
+
+
+@pytest.mark.parametrize(
+    ("phase", "step", "number", "saved"),
+    [
+        ("generate", 5, signal.SIGTERM, 4),
+        ("train_time", 5, signal.SIGUSR1, 5),
+        ("validation", 5, signal.SIGTERM, 5),
+        ("reward_wait", 5, signal.SIGUSR1, 4),
+        pytest.param("logprobs", 5, signal.SIGUSR1, 4, marks=SLOW),
+        pytest.param("init_logprobs", 5, signal.SIGTERM, 4, marks=SLOW),
+        pytest.param("validation: reward_wait", 10, signal.SIGUSR1, 10, marks=SLOW),
+        pytest.param("checkpoint", 6, signal.SIGTERM, 6, marks=SLOW),
+        pytest.param("checkpoint", STEPS, signal.SIGUSR1, STEPS, marks=SLOW),
+    ],
+)
+def test_in_every_phase(processes, uninterrupted, tmp_path, phase, step, number, saved):
+    stop(processes, tmp_path, act=act(phase, step, number))
+    assert saved_step(tmp_path) == saved
+    found = status(tmp_path)
+    assert (found.state, found.step, found.max_steps, found.exit_code) == ("stopped", saved, STEPS, EXIT_STOPPED)
+    if saved < STEPS:
+        assert f"stopped by {signal.Signals(number).name} after step {saved} of {STEPS}" in found.reason
+    finish(processes, tmp_path)
+    assert_equal_runs(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize(("phase", "step"), [("checkpoint", 6), pytest.param("validation", 5, marks=SLOW)])
+def test_ctrl_c(processes, uninterrupted, tmp_path, phase, step):
+    """Nothing is saved, and what was saved before is whole."""
+    processes.start(tmp_path, *SETTINGS, act=act(phase, step, signal.SIGINT))
+    assert processes.wait() == EXIT_INTERRUPTED, log(tmp_path)
+    assert "Traceback" not in log(tmp_path)
+    assert (status(tmp_path).state, status(tmp_path).exit_code) == ("failed", EXIT_INTERRUPTED)
+    assert saved_step(tmp_path) == 3
+    finish(processes, tmp_path)
+    assert_equal_runs(tmp_path, uninterrupted)
+
+
+def test_while_loading(processes, tmp_path):
+    """There is nothing to save, and nothing is waited for."""
+    stop(processes, tmp_path, act=act("loading the model", 0, signal.SIGTERM))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert status(tmp_path).reason == "stopped by SIGTERM before the first step; nothing was to be saved"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or metrics_of(tmp_path) == []
+
+
+def test_one_of_two_ranks_is_told(processes, uninterrupted_on_two, tmp_path):
+    stop(processes, tmp_path, ranks=2, act=act("generate", 5, signal.SIGTERM, rank=1))
+    assert saved_step(tmp_path) == 4
+    assert "stopped by" in status(tmp_path).reason
+    stop(processes, tmp_path, ranks=2, act=act("train_time", 8, signal.SIGUSR1))
+    assert saved_step(tmp_path) == 8
+    finish(processes, tmp_path, ranks=2)
+    assert_equal_runs(tmp_path, uninterrupted_on_two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_two_ranks_of_a_plain_python(processes, uninterrupted_on_two, tmp_path, number):
+    """The process that starts the ranks passes the signal on, waits for them, and has their exit code."""
+    command = [*tiny_overrides(tmp_path, num_prompts=NUM_PROMPTS), *SETTINGS, "trainer.devices=2"]
+    process = subprocess.Popen([sys.executable, str(DRIVER), *command], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 4 * RUN_SECONDS
+        while not ((tmp_path / "run" / "metrics.jsonl").exists() and len(metrics_of(tmp_path)) > 2):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(RUN_SECONDS) == EXIT_STOPPED
+    finally:
+        kill_tree(process.pid)
+    assert 2 <= saved_step(tmp_path) == status(tmp_path).step < STEPS
+    finish(processes, tmp_path, ranks=2)
+    assert_equal_runs(tmp_path, uninterrupted_on_two)
+
+
+def test_it_ends_by_itself_before_the_allocation_does(processes, tmp_path):
+    """Steps of two seconds; the allocation ends in 50 s, besides what is the launcher's."""
+    steps = ["trainer.reinforce.max_epochs=400", "exp_manager.max_time_per_run='02:30:00'"]
+    stop(processes, tmp_path, *steps, allocation=round(LAUNCHER_SECONDS) + 50, step_seconds=2.0)
+    end = int(next(line for line in log(tmp_path).splitlines() if "allocation ends" in line).split()[-1])
+    found = status(tmp_path)
+    assert "the time of this run is used up (" in found.reason and "s are left by SLURM_JOB_END_TIME" in found.reason
+    assert found.reason.endswith(f"after step {found.step} of 1200; the same command goes on from there")
+    assert found.step == saved_step(tmp_path) == metrics_of(tmp_path)[-1]["step"] > 0
+    assert found.time < end - LAUNCHER_SECONDS, "with room"
+    assert found.save_seconds is not None and found.save_seconds > 0
+
+
+def test_one_of_two_ranks_is_told_while_they_load(processes, tmp_path):
+    stop(processes, tmp_path, ranks=2, act=act("loading the model", 0, signal.SIGTERM, rank=1))
+    assert status(tmp_path).state == "stopped"

@@ -1,0 +1,283 @@
+"""A policy, rewards or responses that cannot be trained on: what the run says, how it ends, and what it saves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny_run import metrics_of, odd_share, run, tiny_config, tiny_trainer, weights
+from helpers.trainer_processes import TrainerProcesses
+from safetensors.torch import load_file
+
+from reinforce_rl.data.batches import FINISH_STOP, Completions
+from reinforce_rl.errors import EXIT_DIVERGED, DivergedError, RewardServerError, TooManyFailedRewardsError
+from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.runtime.status import read_status
+
+RL = "trainer.reinforce"
+NO_KL = f"{RL}.initial_policy_kl_penalty=0"
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "run" / "checkpoints").glob("step_*"))
+
+
+class Score:
+    """The task's reward, but for the calls (from 1) that `is_odd` names."""
+
+    def __init__(self, is_odd: Callable[[int], bool], value: float = math.nan):
+        self.calls = 0
+        self._is_odd = is_odd
+        self._value = value
+
+    def __call__(self, ids: list[int]) -> float:
+        self.calls += 1
+        return self._value if self._is_odd(self.calls) else odd_share(ids)
+
+
+def spoil(at_step: int, value: float) -> Callable[..., None]:
+    """Weights of this value once so many steps are done, as an overflow or a broken device leaves them."""
+
+    def install(trainer) -> None:
+        train = trainer.run_training
+
+        def train_and_spoil(batch):
+            metrics = train(batch)
+            if trainer.step + 1 == at_step:
+                for parameter in trainer.model.lm.parameters():
+                    parameter.data.fill_(value)
+            return metrics
+
+        trainer.run_training = train_and_spoil
+
+    return install
+
+
+class TestAPolicyThatIsNotANumber:
+    @pytest.mark.parametrize("beta", ["0", "0.1"])
+    def test_a_learning_rate_far_too_high_ends_the_run_and_is_never_saved(self, tmp_path, mesh, beta):
+        options = [f"{RL}.initial_policy_kl_penalty={beta}", f"{RL}.max_epochs=5", f"{RL}.save_interval=1"]
+        config = tiny_config(tmp_path, "model.optim.lr=1e38", *options)
+        with pytest.raises(DivergedError, match="not finite") as raised, tiny_trainer(config, mesh) as trainer:
+            trainer.fit()
+        assert "model.optim.lr" in str(raised.value) and "reward" not in str(raised.value)
+        assert saved_steps(tmp_path) == []
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, 1e15])
+    def test_the_last_good_checkpoint_stays(self, tmp_path, mesh, value):
+        """1e15 is finite, and its square in float32 too, but no forward pass is."""
+        config = tiny_config(tmp_path, NO_KL, f"{RL}.max_epochs=6", f"{RL}.save_interval=2")
+        good = []
+        with pytest.raises(DivergedError), tiny_trainer(config, mesh) as trainer:
+            spoil(5, value)(trainer)
+            save = trainer.ckpt_callback.save
+            trainer.ckpt_callback.save = lambda *args, **kwargs: (good.append(weights(trainer)), save(*args, **kwargs))
+            trainer.fit()
+        assert saved_steps(tmp_path) == [2, 4]
+        with tiny_trainer(config, mesh) as trainer:
+            assert trainer.step == 4
+            assert all(map(torch.equal, weights(trainer), good[-1]))
+
+    @pytest.mark.parametrize("value", [math.nan, 1e15])
+    def test_found_at_the_very_end(self, tmp_path, mesh, value):
+        """The step before the last one spoils the weights: a single skipped step is no success either."""
+        config = tiny_config(tmp_path, NO_KL, f"{RL}.max_epochs=2", f"{RL}.save_interval=0")
+        with pytest.raises(DivergedError), tiny_trainer(config, mesh) as trainer:
+            spoil(3, value)(trainer)
+            trainer.fit()
+        assert saved_steps(tmp_path) == []
+
+    def test_spoilt_by_the_last_step(self, tmp_path, mesh):
+        config = tiny_config(tmp_path, NO_KL)
+        with pytest.raises(DivergedError, match="step_00000002"), tiny_trainer(config, mesh) as trainer:
+            spoil(2, math.inf)(trainer)
+            trainer.fit()
+        assert saved_steps(tmp_path) == []
+
+    def test_a_stop_does_not_save_it(self, tmp_path, mesh):
+        config = tiny_config(tmp_path, NO_KL, f"{RL}.max_epochs=6", f"{RL}.save_interval=2")
+        score = Score(lambda call: call > 4 * 16)  # the server fails in the fifth step
+
+        with pytest.raises(RewardServerError), tiny_trainer(config, mesh, score) as trainer:
+            spoil(3, 1e15)(trainer)
+            trainer.fit()
+        assert saved_steps(tmp_path) == [2]
+
+    @pytest.mark.parametrize("most", [2, 4])
+    def test_gradients_that_are_not_finite_end_the_run_after_so_many_in_a_row(self, tmp_path, mesh, most, capfd):
+        config = tiny_config(tmp_path, NO_KL, f"{RL}.max_epochs=8", f"{RL}.max_skipped_steps={most}")
+        bad = [2, 4, 5, *range(7, 20)] if most > 2 else [2, *range(4, 20)]
+        with pytest.raises(DivergedError, match=f"{most} optimizer steps in a row"), tiny_trainer(config, mesh) as t:
+            get, steps = t.model.get_loss_and_metrics, []
+
+            def spoilt(*args, **kwargs):
+                share = get(*args, **kwargs)
+                steps.append(t.step + 1)
+                if steps[-1] in bad:
+                    next(iter(t.model.lm.parameters())).main_grad.fill_(math.inf)
+                return share
+
+            t.model.get_loss_and_metrics = spoilt
+            t.fit()
+        assert steps[-1] == (10 if most > 2 else 5)
+        lines = metrics_of(tmp_path)
+        assert [line["step"] for line in lines if line["train/skipped_step"]] == [s for s in bad if s < steps[-1]]
+        said = capfd.readouterr().out
+        assert f"1 of at most {most} in a row" in said
+        assert "1 steps skipped" in said and f"{len([s for s in bad if s < steps[-1]])} steps skipped" in said
+
+    def test_a_single_skipped_step_is_no_end(self, tmp_path, mesh):
+        with tiny_trainer(tiny_config(tmp_path, NO_KL), mesh) as trainer:
+            get = trainer.model.get_loss_and_metrics
+
+            def spoilt(*args, **kwargs):
+                share = get(*args, **kwargs)
+                if trainer.step == 1:
+                    next(iter(trainer.model.lm.parameters())).main_grad.fill_(math.inf)
+                return share
+
+            trainer.model.get_loss_and_metrics = spoilt
+            trainer.fit()
+        assert saved_steps(tmp_path) == [2]
+
+    def test_weights_that_come_as_nan(self, tmp_path, mesh):
+        config = tiny_config(tmp_path, NO_KL)
+        path = tmp_path / "model" / "model.safetensors"
+        from safetensors.torch import save_file
+
+        tensors = load_file(path)
+        next(iter(tensors.values()))[0] = math.nan
+        save_file(tensors, path, metadata={"format": "pt"})
+        with pytest.raises(DivergedError, match="not finite when step 1 was"), tiny_trainer(config, mesh) as trainer:
+            trainer.fit()
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_exit_code_and_status(self, tmp_path, ranks):
+        processes = TrainerProcesses()
+        try:
+            layout = ["model.tensor_model_parallel_size=2"] if ranks > 1 else []
+            processes.start(tmp_path, "model.optim.lr=1e38", NO_KL, *layout, ranks=ranks, patience=30)
+            code = processes.wait()
+        finally:
+            processes.close()
+        said = (tmp_path / "log").read_text()
+        assert (code, processes.statuses) == (EXIT_DIVERGED, [EXIT_DIVERGED] * ranks), said
+        assert "Traceback" not in said
+        status = read_status(tmp_path / "run")
+        assert status is not None and (status.state, status.exit_code) == ("failed", EXIT_DIVERGED)
+        assert "not finite" in status.reason
+        assert not (tmp_path / "run" / "hf").exists()
+
+
+class TestRewardsOutOfRange:
+    def fails(self, folder: Path, mesh, score, *overrides: str, match: str) -> str:
+        config = tiny_config(folder, f"{RL}.max_epochs=3", f"{RL}.save_interval=0", *overrides)
+        with pytest.raises(RewardServerError, match=match) as raised, tiny_trainer(config, mesh, score) as trainer:
+            trainer.fit()
+        return str(raised.value)
+
+    def test_a_reward_above_the_bound_saves_and_says_what_to_do(self, tmp_path, mesh):
+        score = Score(lambda call: call == 40, 3e6)
+
+        said = self.fails(tmp_path, mesh, score, match=r"1 of 16 rewards of step 3.*1e\+06.*3e\+06")
+        assert "trainer.reinforce.reward_shaping" in said
+        assert saved_steps(tmp_path) == [2]
+        assert latest_checkpoint(tmp_path / "run" / "checkpoints").trainer_state["step"] == 2
+
+    def test_shaping_that_makes_it_too_large(self, tmp_path, mesh):
+        self.fails(tmp_path, mesh, odd_share, f"{RL}.reward_shaping.scale=1e9", match="reward_shaping")
+
+    def test_shaping_that_brings_it_back(self, tmp_path, mesh):
+        shaping = [f"{RL}.reward_shaping.scale=1e-7"]
+        lines = run(tmp_path, mesh, *shaping, rm=lambda ids: 1e7 * odd_share(ids))
+        assert [line["step"] for line in lines] == [1, 2]
+
+    def test_a_kl_that_makes_it_too_large_is_not_the_rewards_fault(self, tmp_path, mesh):
+        said = self.fails(tmp_path, mesh, odd_share, f"{RL}.initial_policy_kl_penalty=1e12", match="KL")
+        assert "initial_policy_kl_penalty" in said
+
+
+class EmptyResponses:
+    """Answers some prompts with nothing at all."""
+
+    def __init__(self, generator, empty: Callable[[int], bool]):
+        self._generator, self._empty = generator, empty
+
+    def __getattr__(self, name: str):
+        return getattr(self._generator, name)
+
+    def generate(self, prompts, num_samples, params, seed) -> Completions:
+        found = self._generator.generate(prompts, num_samples, params, seed)
+        none = torch.tensor([self._empty(p.id) for p in prompts for _ in range(num_samples)])
+        lengths = torch.where(none, 0, found.lengths)
+        width = int(lengths.max())
+        log_probs = None if found.log_probs is None else torch.where(none[:, None], 0.0, found.log_probs)[:, :width]
+        reasons = tuple(FINISH_STOP if e else r for e, r in zip(none.tolist(), found.finish_reasons, strict=True))
+        return Completions(torch.where(none[:, None], 0, found.tokens)[:, :width], lengths, reasons, log_probs)
+
+
+class TestEmptyResponses:
+    @pytest.mark.parametrize("options", [[], [NO_KL], [f"{RL}.dynamic_filtering=true"], ["model.shared_prefix=true"]])
+    def test_all_of_them(self, tmp_path, mesh, options):
+        config = tiny_config(tmp_path, f"{RL}.val_check_interval=1", "model.optim.weight_decay=0", *options)
+        with tiny_trainer(config, mesh) as trainer:
+            trainer.model.generator = EmptyResponses(trainer.model.generator, lambda prompt: True)
+            before = weights(trainer)
+            trainer.fit()
+            assert all(map(torch.equal, weights(trainer), before)), "nothing was learnt from nothing"
+        lines = metrics_of(tmp_path)
+        assert len(lines) == (2 if "dynamic" in str(options) else 3)  # which draws all prompts in the first step
+        assert lines[1]["train/response_lengths"] == 0 and lines[1]["train/fraction_of_samples_valid"] == 0
+        assert not any(line.get("train/skipped_step") for line in lines)
+
+    @pytest.mark.parametrize("options", [[], ["model.shared_prefix=true"]])
+    def test_those_of_some_micro_batches(self, tmp_path, mesh, options):
+        config = tiny_config(tmp_path, *options)
+        with tiny_trainer(config, mesh) as trainer:
+            trainer.model.generator = EmptyResponses(trainer.model.generator, lambda prompt: prompt != 5)
+            trainer.fit()
+        valid = [line["train/fraction_of_samples_valid"] for line in metrics_of(tmp_path)]
+        assert sorted(valid) == [0.0, 0.25]
+
+
+class TestAnEvaluationThatFails:
+    def test_no_step_is_begun_after_a_validation_that_failed_altogether(self, tmp_path, mesh):
+        score = Score(lambda call: call <= 3)  # three validation prompts
+        config = tiny_config(tmp_path, f"{RL}.val_check_interval=1")
+        with (
+            pytest.raises(TooManyFailedRewardsError, match=r"100\.0% .*validation.*raised an error \(3\)"),
+            tiny_trainer(config, mesh, score) as trainer,
+        ):
+            trainer.fit()
+        assert score.calls == 3
+        assert not (tmp_path / "run" / "metrics.jsonl").exists() or "val/rewards" not in json.dumps(
+            metrics_of(tmp_path)
+        )
+        lines = run(tmp_path, mesh, f"{RL}.val_check_interval=1")  # made up for
+        assert [line["step"] for line in lines if "val/rewards" in line] == [0, 1, 2]
+
+    def test_a_later_one_saves_its_step(self, tmp_path, mesh):
+        score = Score(lambda call: call > 3 + 16)
+        config = tiny_config(tmp_path, f"{RL}.val_check_interval=1")
+        with (
+            pytest.raises(TooManyFailedRewardsError, match="validation"),
+            tiny_trainer(config, mesh, score) as trainer,
+        ):
+            trainer.fit()
+        assert saved_steps(tmp_path) == [1]
+
+    def test_the_test_set_too(self, tmp_path, mesh):
+        score = Score(lambda call: call > 2 * 16)
+        config = tiny_config(tmp_path, f"model.data.data_prefix.test={tmp_path / 'validation.jsonl'}")
+        with pytest.raises(TooManyFailedRewardsError, match="test"), tiny_trainer(config, mesh, score) as trainer:
+            trainer.fit()
+        assert saved_steps(tmp_path) == [2]
+
+    def test_as_much_as_a_step_may_lack_is_left_out(self, tmp_path, mesh):
+        score = Score(lambda call: call == 2)
+        lines = run(tmp_path, mesh, f"{RL}.val_check_interval=2", f"{RL}.max_failed_fraction=0.5", rm=score)
+        assert lines[0]["val/fraction_of_samples_scored"] == pytest.approx(2 / 3)

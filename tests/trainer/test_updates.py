@@ -1,0 +1,95 @@
+"""How a rollout batch is cut into optimizer steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reinforce_rl.config.schema import ReinforceConfig
+from reinforce_rl.data.sampler import shard
+from reinforce_rl.trainer.updates import mini_batches, total_steps, total_updates
+
+
+def steps(groups: list[int], samples: int, ranks: int, size: int | None, epochs: int, seed: int) -> list[Counter[int]]:
+    """How often each group comes in each optimizer step, over all ranks."""
+    ids = [torch.tensor(shard(groups, rank, ranks)).long().repeat_interleave(samples) for rank in range(ranks)]
+    of_ranks = [list(mini_batches(ids, rank, size, epochs, seed)) for rank in range(ranks)]
+    assert len({len(batches) for batches in of_ranks}) == 1, "or a rank would wait for the others forever"
+    found = [Counter[int]() for _ in of_ranks[0]]
+    for own, batches in zip(ids, of_ranks, strict=True):
+        for counter, rows in zip(found, batches, strict=True):
+            assert rows.dtype == torch.int64 and len(set(rows.tolist())) == len(rows)
+            counter.update(own[rows].tolist())
+    return found
+
+
+group_lists = st.lists(st.integers(-(2**62), 2**62), min_size=1, max_size=9, unique=True)
+
+
+@settings(deadline=None, max_examples=50)
+@given(group_lists, st.integers(1, 3), st.integers(1, 10), st.integers(1, 3), st.integers(0, 10**9))
+def test_whole_groups_once_an_epoch_and_the_same_on_any_number_of_ranks(groups, samples, size, epochs, seed):
+    alone = steps(groups, samples, 1, size, epochs, seed)
+    an_epoch = -(-len(groups) // size)
+    assert len(alone) == epochs * an_epoch
+    for start in range(0, len(alone), an_epoch):
+        parts = alone[start : start + an_epoch]
+        assert sum(parts, Counter()) == dict.fromkeys(groups, samples)
+        assert [len(part) for part in parts[:-1]] == [size] * (an_epoch - 1)
+    for ranks in (2, 3, 4):
+        assert steps(groups, samples, ranks, size, epochs, seed) == alone
+
+
+@settings(deadline=None, max_examples=20)
+@given(group_lists, st.integers(1, 4), st.integers(1, 3))
+def test_without_a_size_a_step_takes_the_whole_batch(groups, ranks, epochs):
+    assert steps(groups, 2, ranks, None, epochs, 0) == [Counter(dict.fromkeys(groups, 2))] * epochs
+
+
+def test_the_order_differs_by_epoch_and_by_seed():
+    groups = list(range(20))
+    first, second = (steps(groups, 1, 1, 20 // 5, 2, seed) for seed in (1, 2))
+    assert first[:5] != first[5:] and first[:5] != second[:5]
+    assert first == steps(groups, 1, 1, 20 // 5, 2, 1)
+
+
+def test_rows_stay_in_the_order_of_the_batch():
+    ids = torch.tensor([5, 5, 3, 3, 4, 4])
+    for rows in mini_batches([ids], 0, 2, 3, seed=0):
+        assert rows.tolist() == sorted(rows.tolist())
+
+
+def test_samples_of_a_group_need_not_lie_together():
+    ids = torch.tensor([5, 3, 5, 3])
+    assert sorted(rows.tolist() for rows in mini_batches([ids], 0, 1, 1, seed=0)) == [[0, 2], [1, 3]]
+
+
+class TestCounts:
+    def test_total_steps(self):
+        assert total_steps(ReinforceConfig(max_epochs=3), 4) == 12
+        assert total_steps(ReinforceConfig(max_epochs=3, max_steps=7), 4) == 7
+        assert total_steps(ReinforceConfig(max_epochs=3, max_steps=50), 4) == 12
+
+    @settings(deadline=None, max_examples=50)
+    @given(
+        st.lists(st.integers(1, 9), min_size=1, max_size=5),
+        st.one_of(st.none(), st.integers(1, 10)),
+        st.integers(1, 3),
+        st.integers(1, 3),
+        st.one_of(st.just(-1), st.integers(1, 20)),
+    )
+    def test_total_updates_counts_what_mini_batches_gives(self, sizes, size, passes, max_epochs, max_steps):
+        cfg = ReinforceConfig(reinforce_epochs=passes, max_epochs=max_epochs, max_steps=max_steps)
+        batches = [sizes[step % len(sizes)] for step in range(total_steps(cfg, len(sizes)))]
+        made = sum(len(list(mini_batches([torch.arange(b)], 0, size, passes, 0))) for b in batches)
+        assert total_updates(cfg, size, sizes) == made
+
+    @pytest.mark.parametrize(("size", "expected"), [(None, 2 * 5), (2, 2 * (2 + 2 + 1 + 2 + 2))])
+    def test_by_hand(self, size, expected):
+        """An epoch of 4, 4 and 1 prompts; five steps; two passes over each."""
+        cfg = ReinforceConfig(reinforce_epochs=2, max_epochs=9, max_steps=5)
+        assert total_updates(cfg, size, [4, 4, 1]) == expected

@@ -1,0 +1,369 @@
+"""The work queue: what each rank takes may vary, and nothing else does, also where a rank stops or fails."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.rewards import FunctionReward
+from helpers.tiny_run import metrics_of
+from helpers.trainer_processes import TrainerProcesses, assert_equal_runs
+
+from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
+from reinforce_rl.errors import EXIT_STOPPED, GenerationError, ReinforceError, RewardServerError, StoppedEarly
+from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.rollouts import RolloutMaker
+
+RANKS, SAMPLES, DEADLINE = 4, 2, 60.0
+SHARES = [5, 4, 0, 3]  # prompts of each rank, two a micro-batch: 3 + 2 + 0 + 2
+MICRO_BATCHES = 7
+QUEUE = "trainer.reinforce.generation_work_queue=true"
+TRTLLM = "generation=tensorrt_llm"
+
+
+class Threads:
+    """What ranks that are threads share."""
+
+    def __init__(self):
+        self.barrier = threading.Barrier(RANKS, timeout=DEADLINE)
+        self.lock = threading.Lock()
+        self.values: list[Any] = [None] * RANKS
+        self.counts: dict[str, int] = {}
+
+
+class ThreadMesh:
+    """As much of a `Mesh` as rollouts need."""
+
+    is_block_leader = True
+    world_size = dp_size = RANKS
+
+    def __init__(self, rank: int, threads: Threads):
+        self.rank = self.dp_rank = rank
+        self.is_main = rank == 0
+        self._threads = threads
+
+    def gather_over_dp(self, value: Any) -> list[Any]:
+        self._threads.values[self.rank] = value
+        self._threads.barrier.wait()
+        found = list(self._threads.values)
+        self._threads.barrier.wait()
+        return found
+
+    def sum_over_dp(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.gather_over_dp(values)).sum(dim=0)
+
+    def any_rank(self, flag: bool) -> bool:
+        return any(self.gather_over_dp(flag))
+
+    def from_block_leader(self, value: Any) -> Any:
+        return value
+
+    def check_together(self, error: Exception | None) -> None:
+        for failure in self.gather_over_dp(error):
+            if failure is not None:
+                raise error or type(failure)("another rank failed")
+
+    def reset_count(self, name: str) -> None:
+        self._threads.counts.pop(name, None)
+
+    def count(self, name: str, by: int = 1) -> int:
+        with self._threads.lock:
+            self._threads.counts[name] = self._threads.counts.get(name, 0) + by
+            return self._threads.counts[name]
+
+    count_by_block = count
+
+
+class FakeModel:
+    """Answers follow from prompt, sample and seed; `before` is called with the number of the call.
+
+    Log-probs say who generated, so that they show where a sample was made.
+    """
+
+    pad_id = 0
+    settings = SimpleNamespace(sampling=SimpleNamespace(stop_token_ids=()))
+    tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: [str(row) for row in rows])
+
+    def __init__(self, mesh: ThreadMesh, before: Callable[[int], None]):
+        self.mesh = mesh
+        self.calls = 0
+        self._before = before
+        self.generator = SimpleNamespace(awake=threading.Lock)
+
+    def infer(self, prompts: list[Prompt], samples: int, seed: int, *, validation: bool = False) -> Completions:
+        self.calls += 1
+        self._before(self.calls)
+        rows = [[seed + p.id] * (1 + (p.id + i) % 3) for p in prompts for i in range(samples)]
+        width = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        made_by = torch.full(tokens.shape, float(self.mesh.rank))
+        return Completions(tokens, torch.tensor([len(row) for row in rows]), ("stop",) * len(rows), made_by)
+
+
+class FailingReward(FunctionReward):
+    """Fails once the score of the prompt with this id is asked for."""
+
+    def __init__(self, of: int | None):
+        super().__init__(lambda ids: ids[0] + len(ids) / 10, 1)
+        self._of = of
+
+    def infer_rm(self, request: Any) -> Any:
+        if self._of is not None and self._of in request.tokens[:, 0].tolist():
+            return SimpleNamespace(result=self._fail)
+        return super().infer_rm(request)
+
+    def _fail(self) -> None:
+        raise RewardServerError("no answer")
+
+
+def two_by_two(prompts: list[Prompt], validation: bool) -> Iterator[list[Prompt]]:
+    yield from (prompts[i : i + 2] for i in range(0, len(prompts), 2))
+
+
+Outcome = tuple[RolloutBatch | None, int, Exception | None]
+
+
+class Phases:
+    """Generation phases, one after the other, on ranks that are threads.
+
+    Attributes:
+        threads: what they share.
+    """
+
+    def __init__(self):
+        self.threads = Threads()
+        self._stops = [StopRequest() for _ in range(RANKS)]
+
+    def run(
+        self,
+        *,
+        queue: bool = True,
+        before: Callable[[int, int, StopRequest], None] = lambda *_: None,
+        failing_reward: int | None = None,
+    ) -> list[Outcome]:
+        """The batch, the micro-batches taken and the error of each rank; `before` gets rank and number of the call."""
+
+        def of_rank(rank: int) -> Outcome:
+            mesh, stop = ThreadMesh(rank, self.threads), self._stops[rank]
+            model: Any = FakeModel(mesh, lambda call: before(rank, call, stop))
+            first = 10 + sum(SHARES[:rank])
+            prompts = [Prompt(i, str(i), (i,)) for i in range(first, first + SHARES[rank])]
+            rm, cut = FailingReward(failing_reward), two_by_two
+            options: Any = {"drop_truncated": False, "max_failed_fraction": 0.1, "stop": stop, "work_queue": queue}
+            maker = RolloutMaker(model, rm, cut, **options)  # type: ignore[arg-type]
+            try:
+                batch = maker.score(maker.sample(prompts, SAMPLES, seed=7), "step 1")
+                return batch, model.calls, None
+            except ReinforceError as error:
+                return None, model.calls, error
+            except BaseException:
+                self.threads.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(RANKS) as pool:
+            return list(pool.map(of_rank, range(RANKS)))
+
+    def all_taken(self) -> None:
+        """Wait until nothing is left to take."""
+        deadline = time.monotonic() + DEADLINE
+        while max(self.threads.counts.values(), default=0) <= MICRO_BATCHES:
+            assert time.monotonic() < deadline, "nobody takes what is left"
+            time.sleep(0.002)
+
+
+def assert_equal_batches(found: list[Outcome], expected: list[Outcome]) -> None:
+    for rank, ((batch, _, _), (other, _, _)) in enumerate(zip(found, expected, strict=True)):
+        assert batch is not None and other is not None
+        assert len(batch.rewards) == SAMPLES * SHARES[rank]
+        assert batch.finish_reasons == other.finish_reasons
+        for name in ("sequences", "prompt_lengths", "response_lengths", "group_ids", "sample_ids", "rewards", "valid"):
+            assert torch.equal(getattr(batch, name), getattr(other, name)), name
+
+
+@pytest.fixture(scope="module")
+def fixed() -> list[Outcome]:
+    found = Phases().run(queue=False)
+    assert [calls for _, calls, _ in found] == [3, 2, 0, 2]
+    return found
+
+
+@pytest.mark.parametrize("slow", range(RANKS))
+def test_the_others_take_what_a_slow_rank_leaves_and_it_comes_back(slow, fixed):
+    phases = Phases()
+    for _ in range(2):  # the second phase begins anew
+        found = phases.run(before=lambda rank, *_: phases.all_taken() if rank == slow else None)
+        calls = [calls for _, calls, _ in found]
+        assert calls[slow] <= 1 and sum(calls) == MICRO_BATCHES
+        assert_equal_batches(found, fixed)
+
+
+def test_samples_were_made_elsewhere_and_scores_were_asked_for_there(fixed):
+    """Rank 2 has no prompts and does nearly everything."""
+    phases = Phases()
+    found = phases.run(before=lambda rank, *_: None if rank == 2 else phases.all_taken())
+    assert found[2][1] >= MICRO_BATCHES - RANKS + 1
+    makers = [set(batch.generator_log_probs.unique().tolist()) for batch, _, _ in found if len(batch.rewards)]  # type: ignore
+    assert all(2.0 in made_by for made_by in makers if len(made_by) > 1) and 2.0 in set.union(*makers)
+    assert_equal_batches(found, fixed)
+
+
+def test_a_rank_that_stops_leaves_no_work_to_the_others():
+    """It is asked in its first call, while the others are in theirs."""
+
+    def ask(rank: int, call: int, stop: StopRequest) -> None:
+        if rank == 0:
+            stop.reason = "SIGTERM"
+        else:
+            phases.all_taken()  # which comes of the stop
+
+    phases = Phases()
+    found = phases.run(before=ask)
+    assert [type(error) for _, _, error in found] == [StoppedEarly] * RANKS
+    assert all(calls <= 1 for _, calls, _ in found)
+
+
+def test_an_engine_that_fails_ends_the_phase_on_all_ranks(fixed):
+    def fail(rank: int, call: int, stop: StopRequest) -> None:
+        if rank == 1:
+            raise GenerationError("the engine is dead")
+        phases.all_taken()
+
+    phases = Phases()
+    found = phases.run(before=fail)
+    assert [type(error) for _, _, error in found] == [GenerationError] * RANKS
+    assert all(calls <= 1 for _, calls, _ in found)
+    assert_equal_batches(phases.run(), fixed)  # what the failed phase left behind does not count
+
+
+@pytest.mark.parametrize("prompt", [10, 21])
+def test_scores_that_fail_end_the_phase_on_all_ranks(prompt, fixed):
+    """Whoever asked for them."""
+    phases = Phases()
+    found = phases.run(failing_reward=prompt)
+    assert [type(error) for _, _, error in found] == [RewardServerError] * RANKS
+    assert sum(calls for _, calls, _ in found) == MICRO_BATCHES
+    assert_equal_batches(phases.run(), fixed)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[TrainerProcesses]:
+    processes = TrainerProcesses()
+    yield processes
+    processes.close()
+
+
+ONE_BY_ONE = ("model.reinforce.rollout_micro_batch_size=1", "model.reinforce.val_rollout_micro_batch_size=1")
+# Ten prompts. Of two ranks a step's shares are 3 and 4, in micro-batches of two, and the last step's 1 and 2.
+TWO = (2, ("model.reinforce.num_rollout_samples=7", "model.reinforce.rollout_micro_batch_size=2"))
+# Of four ranks 2, 2, 2, 3, and the last step has one prompt.
+FOUR = (4, ("model.reinforce.num_rollout_samples=9", "trainer.reinforce.max_epochs=1", *ONE_BY_ONE))
+TP2 = (4, ("model.reinforce.num_rollout_samples=7", "model.tensor_model_parallel_size=2", *ONE_BY_ONE))
+FILTERING = (
+    2,
+    ("trainer.reinforce.dynamic_filtering=true", "trainer.reinforce.max_resampling_rounds=2", *ONE_BY_ONE),
+)
+SETTINGS = (
+    "trainer.reinforce.max_epochs=2",
+    "trainer.reinforce.val_check_interval=2",
+    "trainer.reinforce.save_interval=1",
+    "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
+)
+
+
+def finish(processes: TrainerProcesses, folder: Path, ranks: int, *overrides: str, **options: Any) -> None:
+    processes.start(folder, *SETTINGS, *overrides, ranks=ranks, **options)
+    assert processes.wait() == 0, (folder / "log").read_text()
+
+
+def taken(folder: Path) -> Iterator[tuple[int, int, int, int]]:
+    """Of each phase and rank: the rank, the micro-batches that it took, of how many, and its own."""
+    pattern = re.compile(r"queue: rank (\d) took (\d+) of (\d+), its own (\d+)")
+    for match in pattern.finditer((folder / "log").read_text()):
+        yield tuple(map(int, match.groups()))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("case", "slow"),
+    [
+        pytest.param(TWO, 1, id="two ranks"),
+        pytest.param(FOUR, 3, id="four ranks"),
+        pytest.param(FILTERING, 0, id="dynamic filtering"),
+        pytest.param(TP2, 2, id="two blocks of two", marks=pytest.mark.slow),
+    ],
+)
+def test_runs_are_those_of_the_fixed_split(case, slow, processes, tmp_path):
+    """One rank takes a single micro-batch of a phase. Metrics, samples, weights and checkpoints are the same."""
+    ranks, overrides = case
+    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    finish(processes, fixed, ranks, *overrides)
+    finish(processes, queued, ranks, *overrides, QUEUE, slow_rank=slow)
+    assert_equal_runs(queued, fixed)
+    assert_the_slow_rank_took_one_each(queued, ranks, slow, block=2 if case is TP2 else 1)
+
+
+def assert_the_slow_rank_took_one_each(queued: Path, ranks: int, slow: int, *, block: int = 1) -> None:
+    found = list(taken(queued))
+    of_slow = [phase for phase in found if phase[0] == slow]
+    leaders = len({rank for rank, *_ in found})
+    assert leaders == ranks and len(found) == ranks * len(of_slow) > len(metrics_of(queued))
+    assert all(number <= 1 for _, number, _, _ in of_slow)
+    assert any(own > 1 for _, _, _, own in of_slow), "which the others took"
+    assert sum(number for _, number, _, _ in found) == block * sum(total for _, _, total, _ in of_slow)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # eight engines
+def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
+    """Four ranks on the fake TensorRT-LLM, an engine each."""
+    (ranks, overrides), slow = FOUR, 3
+    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))
+    finish(processes, queued, ranks, *overrides, TRTLLM, QUEUE, slow_rank=slow, engine=str(queued / "engines"))
+    assert_equal_runs(queued, fixed)
+    assert_the_slow_rank_took_one_each(queued, ranks, slow)
+    split, asked = calls_of(fixed, "BaseLLM.generate_async"), calls_of(queued, "BaseLLM.generate_async")
+    assert sum(asked) == sum(split) and asked[slow] < split[slow]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # five engines
+def test_an_engine_that_dies_is_started_anew_while_the_other_rank_generates(processes, tmp_path):
+    """After the first step, so that it needs the trained weights, and makes the same samples with them."""
+    ranks, overrides = TWO
+    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))
+    # Rank 1 answers nearly all requests: up to 31 until the first update, and at least 48 altogether.
+    fault = [1, {"fault": "die", "after": 31}]
+    more = {"slow_rank": 0, "engine": str(queued / "engines"), "engine_fault": fault}
+    finish(processes, queued, ranks, *overrides, TRTLLM, QUEUE, **more)
+    assert_equal_runs(queued, fixed)
+    assert calls_of(queued, "AsyncLLM.setup_async") == [1, 2]
+
+
+def calls_of(folder: Path, name: str) -> list[int]:
+    """How often the fake engine of each rank was called so."""
+    texts = [path.read_text() for path in sorted((folder / "engines").glob("*/calls.txt"))]
+    return [sum(line.startswith(f"{name} ") for line in text.splitlines()) for text in texts]
+
+
+def test_a_run_that_was_stopped_in_generation_goes_on(processes, tmp_path):
+    """Rank 1 is told, saves with the other, and a run without the queue has the same steps."""
+    ranks, overrides = TWO
+    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    finish(processes, fixed, ranks, *overrides)
+    act = {"phase": "generate", "step": 3, "signal": signal.SIGTERM, "rank": 1}
+    processes.start(queued, *SETTINGS, *overrides, QUEUE, ranks=ranks, patience=30, act=act)
+    assert processes.wait() == EXIT_STOPPED, (queued / "log").read_text()
+    assert processes.statuses == [EXIT_STOPPED] * ranks
+    assert metrics_of(queued)[-1]["step"] == 2
+    finish(processes, queued, ranks, *overrides, QUEUE, slow_rank=0)
+    assert_equal_runs(queued, fixed)

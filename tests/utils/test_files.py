@@ -1,0 +1,98 @@
+"""Files that are whole or absent, and JSON that any reader takes."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.utils.files import (
+    json_line,
+    plain_number,
+    read_json_lines,
+    replace_folder,
+    write_atomically,
+    write_json_lines,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (3, 3),
+        (True, 1),
+        (0.5, 0.5),
+        (np.float32(0.5), 0.5),
+        (torch.tensor([2.0]), 2.0),
+        (math.nan, None),
+        (-math.inf, None),
+    ],
+)
+def test_numbers_of_any_kind(value, plain):
+    assert plain_number(value) == plain
+    assert type(plain_number(value)) is type(plain)
+
+
+def test_a_line_is_strict_json_and_keeps_floats_exactly():
+    line = json_line({"a": 0.1 + 0.2, "b": math.nan, "c": "é\u2028"})
+    assert line.endswith("\n") and "NaN" not in line
+    assert json.loads(line) == {"a": 0.1 + 0.2, "b": None, "c": "é\u2028"}
+
+
+def test_lines_read_back_and_a_torn_last_one_is_left_out(tmp_path):
+    path = tmp_path / "deep" / "lines.jsonl"
+    records = [{"text": "a\u2028b\x85c"}, {"text": "line\nend"}]
+    write_json_lines(path, records)
+    assert read_json_lines(path) == records
+    with path.open("ab") as file:
+        file.write(b'{"text": "to')
+    assert read_json_lines(path) == records
+
+
+@pytest.mark.parametrize(("line", "reason"), [("{broken", "not valid JSON"), ("[1]", "found a JSON list")])
+def test_a_bad_line_is_named(tmp_path, line, reason):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n' + line + "\n")
+    with pytest.raises(DataError, match=rf"lines\.jsonl, line 2: .*{reason}"):
+        read_json_lines(path)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    assert path.stat().st_mode & 0o777 == 0o644
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"] and path.read_text() == "old"
+
+
+def test_a_lone_surrogate_can_be_written(tmp_path):
+    write_atomically(tmp_path / "file", "a\ud800b")
+    assert (tmp_path / "file").read_text() == "a?b"
+
+
+def test_a_folder_is_replaced_whole(tmp_path):
+    folder, new = tmp_path / "folder", tmp_path / "new"
+    for text in ("first", "second"):
+        new.mkdir()
+        (new / text).write_text(text)
+        replace_folder(new, folder)
+        assert [file.name for file in folder.iterdir()] == [text]
+        assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_the_old_folder_stays_where_the_new_one_is_missing(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "nowhere", folder)
+    assert list(tmp_path.iterdir()) == [folder]
