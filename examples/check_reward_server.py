@@ -12,8 +12,8 @@ import argparse
 import sys
 
 from reinforce_rl.errors import ReinforceError
+from reinforce_rl.launch.doctor import check_server
 from reinforce_rl.rewards.access import read_token
-from reinforce_rl.rewards.check import check_server
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,28 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "reinforce_rl"
+
+# From the ground up: a folder imports only from those before it.
+FLOORS = (
+    "errors",
+    "algorithm",
+    "utils",
+    "data",
+    "config",
+    "megatron",
+    "runtime",
+    "generation",
+    "actor",
+    "monitoring",
+    "rewards",
+    "trainer",
+    "reward_model",
+    "reward_server",
+    "preflight",
+    "run",
+    "launch",
+    "tools",
+)
 
 OPTIONAL = (
     "pytriton",
@@ -78,6 +101,42 @@ def test_every_module_imports_without_the_optional_parts() -> None:
     assert {*done.stdout.split(), "reinforce_rl"} == expected, "a folder without __init__.py is not walked"
 
 
+def floor_of(name: str) -> str | None:
+    """The floor of a module of this package; None for the package itself, whose root every module loads."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "reinforce_rl" and len(parts) > 1 else None
+
+
+def test_folders_import_downwards_only() -> None:
+    """Annotations and imports inside functions count too."""
+    upwards = []
+    for path in source_files(PACKAGE):
+        floor = floor_of(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"))
+        for line, name in imported_names(path):
+            other = floor_of(name)
+            if floor in FLOORS and other in FLOORS and FLOORS.index(other) > FLOORS.index(floor):
+                upwards.append(f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}")
+    assert upwards == []
+
+
+def test_every_folder_has_a_floor() -> None:
+    found = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in source_files(PACKAGE)}
+    assert found == {*FLOORS, "__init__", "aliases"}
+
+
+def test_no_folder_is_a_heap() -> None:
+    folders = {path.parent for path in source_files(PACKAGE)}
+    sizes = {str(folder.relative_to(PACKAGE)): len(list(folder.glob("*.py"))) - 1 for folder in folders}
+    assert sizes["."] == 3
+    assert {folder: size for folder, size in sizes.items() if size > 16} == {}
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in source_files(PACKAGE)}
+    edges = {name: {other for _, other in imported_names(path) if other in names} for name, path in names.items()}
+    graphlib.TopologicalSorter(edges).prepare()  # CycleError names the circle
+
+
 def test_importing_the_package_loads_no_heavy_library() -> None:
     code = "import sys, reinforce_rl; print(*(m for m in ('torch', 'transformers', 'megatron') if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -91,8 +150,8 @@ def test_only_the_megatron_folder_imports_megatron() -> None:
     assert uses_of(source_files(PACKAGE / "megatron"), "megatron"), "the scan finds no import where there must be some"
 
 
-def test_algorithms_know_neither_processes_nor_configurations() -> None:
-    assert uses_of(source_files(PACKAGE / "algorithms"), "torch.distributed", "omegaconf", "hydra") == []
+def test_the_algorithm_knows_neither_processes_nor_configurations() -> None:
+    assert uses_of(source_files(PACKAGE / "algorithm"), "torch.distributed", "omegaconf", "hydra") == []
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from helpers.fake_triton import FrontBeforeFake
 from helpers.toy_server import free_port, wait_for
 
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.launch.doctor import Unwell, check_server
 from reinforce_rl.reward_server.front.app import FAILED
-from reinforce_rl.rewards.check import Unwell, check_server
 
 
 def told(port: int, token: str | None = None) -> str:
