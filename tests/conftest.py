@@ -21,6 +21,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers that each take every core wou
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; programs under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Files that take minutes. They go first, so that no worker is left with one of them when the others have ended.
 LONG_FILES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,8 +128,8 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
         ("model.optim.eps", optim.eps),
     ]
     for key, value in above_zero:
-        if value is not None and not value > 0:
-            yield f"{key} is {value}; expected above 0"
+        if value is not None and not 0 < value < math.inf:
+            yield f"{key} is {value}; expected above 0, and a finite number"
     choices: list[tuple[str, str, tuple[str, ...]]] = [
         ("trainer.precision", cfg.trainer.precision, PRECISIONS),
         ("trainer.reinforce.advantage_estimator", rl.advantage_estimator, tuple(ADVANTAGE_ESTIMATORS)),
@@ -288,13 +289,13 @@ def _sampling(cfg: TrainConfig) -> Iterator[str]:
 
 
 def _sampling_ranges(key: str, sampling: SamplingConfig) -> Iterator[str]:
-    if not sampling.temperature > 0:
+    if not 0 < sampling.temperature < math.inf:
         yield f"{key}.temperature is {sampling.temperature}; expected above 0 (use_greedy=true takes the likeliest)"
     if sampling.top_k < 0:
         yield f"{key}.top_k is {sampling.top_k}; expected at least 0 (0 for all tokens)"
     if not 0 < sampling.top_p <= 1:
         yield f"{key}.top_p is {sampling.top_p}; expected above 0 and at most 1"
-    if not sampling.repetition_penalty > 0:
+    if not 0 < sampling.repetition_penalty < math.inf:
         yield f"{key}.repetition_penalty is {sampling.repetition_penalty}; expected above 0 (1 for none)"
 
 

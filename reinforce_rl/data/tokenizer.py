@@ -92,5 +92,5 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             if "TokenizersBackend" not in str(error):  # version 5's name for the class below
                 raise
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers reads config.json too, and raises whatever comes of it
         raise ConfigError([f"{folder} holds no tokenizer that transformers can load: {error}"]) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import errno
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from reinforce_rl.config.renamed_keys import renamed
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ConfigError, ReinforceError
 from reinforce_rl.runtime.stop import StopNow
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 CONF_FOLDER = Path(__file__).resolve().parents[2] / "conf"
 
 
@@ -34,6 +36,11 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 main(cfg)
             except ReinforceError as error:
                 _fail(str(error), error.exit_code)
+            except OSError as error:
+                if error.errno not in UNWRITABLE:
+                    raise
+                what = error.filename or "a file of the run"
+                _fail(f"{what} cannot be written: {error.strerror}. Free some space, and start the same command again")
             except StopNow:
                 _fail("stopped by a signal before the run began", EXIT_STOPPED)
             except KeyboardInterrupt:
@@ -42,6 +49,10 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 os._exit(130)  # a thread that is writing a checkpoint would abort while Python shuts down
 
         def program() -> None:
+            try:
+                os.getcwd()
+            except OSError:
+                _fail("the folder in which this was started does not exist any more; change to another one")
             # Hydra would print its own errors; raised, they can be told in the same way as all others.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             try:

@@ -21,10 +21,9 @@ from reinforce_rl.rewards.access import read_token
 from reinforce_rl.rewards.health import check_once
 from reinforce_rl.rewards.protocol import DEFAULT_NAME
 from reinforce_rl.rewards.retrying import FailedAttempt
-from reinforce_rl.runtime.stop import STOP_SIGNALS
 from reinforce_rl.utils.guard import Guard
 from reinforce_rl.utils.ports import check_port, free_port
-from reinforce_rl.utils.process import die_with_parent
+from reinforce_rl.utils.process import STOP_SIGNALS, die_with_parent, heard_signals
 
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 10.0
@@ -268,7 +267,7 @@ class _Stop:
         def remember(number: int, frame: FrameType | None) -> None:
             stop.signal = stop.signal or number
 
-        previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, *STOP_SIGNALS)}
+        previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, *heard_signals())}
         try:
             yield stop
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -139,7 +140,8 @@ class TrainingProgress:
 
     def _print(self, text: str) -> None:
         # Not console.print: that wraps at 80 columns where there is no terminal.
-        print(text, file=self.console.file, flush=True)
+        with contextlib.suppress(OSError):  # a terminal that is gone, or a full log: the files have all of it
+            print(text, file=self.console.file, flush=True)
 
     def _seconds_a_step(self) -> float:
         return self._timings.get("step_time", self._durations[-1] if self._durations else math.nan)

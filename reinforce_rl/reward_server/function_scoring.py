@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +42,7 @@ class FunctionRequestScorer(RequestScorer):
     def __init__(self, scorer: FunctionScorer):
         super().__init__(None, None)
         self._function = scorer
+        self._canary = {"canary": secrets.token_hex(16)}  # no client's sample is answered without the function
 
     @property
     def input_forms(self) -> tuple[str, ...]:
@@ -50,7 +53,11 @@ class FunctionRequestScorer(RequestScorer):
         """A sample that a worker process answers without calling the function, which need not like made-up ones."""
         return [
             {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]}
-            for name, text in ((protocol.PROMPTS, ""), (protocol.RESPONSES, ""), (protocol.METADATA, protocol.CANARY))
+            for name, text in (
+                (protocol.PROMPTS, ""),
+                (protocol.RESPONSES, ""),
+                (protocol.METADATA, json.dumps(self._canary)),
+            )
         ]
 
     def _read(self, request: Mapping[str, np.ndarray]) -> Samples:
@@ -63,7 +70,7 @@ class FunctionRequestScorer(RequestScorer):
         for one in samples:
             good = np.flatnonzero(one.status == base.STATUS_OK)
             texts = [text for text in one.texts if text is not None]
-            is_canary = all(dict(text.record) == protocol.CANARY_RECORD for text in texts)
+            is_canary = all(dict(text.record) == self._canary for text in texts)
             function = PING if is_canary else self._function.function
             pending.append((one, good, self._function.pool.submit(function, texts, self._beat)))
         answers = []

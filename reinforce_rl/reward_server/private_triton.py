@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 
@@ -116,7 +117,7 @@ class PrivateTriton:
         """Keep other users from the requests in /dev/shm, where Triton lets all read, whatever the umask is."""
         for segment in Path("/dev/shm").glob(f"pytrtion{os.getpid()}-*"):
             with contextlib.suppress(OSError):
-                segment.chmod(0o600)
+                keep_private(segment)
 
     def _is_ready(self) -> bool:
         try:
@@ -130,3 +131,11 @@ class PrivateTriton:
         for whole in lines:
             if whole and not any(noise in whole for noise in NOISE):
                 print(whole.decode(errors="replace"), flush=True)
+
+
+def keep_private(path: Path) -> None:
+    """Take a file's rights from all but its owner; not through a link, which anyone can put into /dev/shm."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if stat.S_ISREG(found.st_mode) and (found.st_uid, found.st_nlink) == (os.geteuid(), 1):
+            os.fchmod(file.fileno(), 0o600)

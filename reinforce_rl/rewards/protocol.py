@@ -59,10 +59,6 @@ INPUTS |= {TOKENS: ("INT64", -1), SEQUENCE_LENGTHS: ("INT64", 1), FINISHED: ("IN
 TEXT_REQUIRED = frozenset({PROMPTS, RESPONSES})
 TEXT_OPTIONAL = frozenset({MESSAGES, METADATA, FINISHED})
 
-# The metadata of a sample that a function's server answers without calling the function.
-CANARY_RECORD = {"reinforce_rl_canary": True}
-CANARY = json.dumps(CANARY_RECORD)
-
 INFO_MODEL = "reward_server_info"
 INFO_OUTPUT = "info"
 

@@ -18,12 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # they ask for a stop in good order
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # they ask for a stop in good order
 PR_SET_PDEATHSIG = 1
 MOST_BETWEEN = 2.0
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
 Message = dict[str, Any]
+
+
+def heard_signals() -> list[signal.Signals]:
+    """STOP_SIGNALS, less those that this process was started to ignore, as `nohup` does with SIGHUP."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Silence:

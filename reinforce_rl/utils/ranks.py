@@ -20,10 +20,10 @@ from types import FrameType
 import psutil
 
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_LOST_RANK, EXIT_STOPPED
-from reinforce_rl.utils.process import STOP_SIGNALS
+from reinforce_rl.utils.process import heard_signals
 
 # What torchrun handles in its own way: it passes the signal on, and kills the ranks after a while.
-TORCHRUN_SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
+TORCHRUN_SIGNALS = "SIGINT,SIGQUIT"
 ONE_MACHINE = "one_machine"
 STORE_VARIABLE = "REINFORCE_STORE"  # the file through which the ranks of one machine find each other
 
@@ -47,7 +47,7 @@ def run(arguments: list[str]) -> int:
             with contextlib.suppress(psutil.Error):
                 os.kill(rank.pid, number)
 
-    for number in STOP_SIGNALS:
+    for number in heard_signals():
         signal.signal(number, pass_on)
     options = torchrun.parse_args(["--signals-to-handle", TORCHRUN_SIGNALS, *arguments])
     if options.nnodes in ("1", "1:1"):

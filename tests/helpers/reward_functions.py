@@ -50,6 +50,15 @@ def hostile(prompt: str, response: str, record: Mapping[str, Any]) -> float:
         from reinforce_rl.rewards.function_process import worker as function_worker
 
         function_worker.score = None  # type: ignore[assignment]
+    if response == "nonblocking":
+        os.set_blocking(1, False)
+    if response == "is blocking":
+        return float(os.get_blocking(1))
+    if response.startswith("write "):
+        for fd in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(fd, response[6:].encode() + b"\n")
+        os._exit(0)
     if response == "modules":
         sys.modules.clear()
     if response == "alarm":
@@ -144,3 +153,9 @@ def counted(prompt: str, response: str, record: Mapping[str, Any]) -> float:
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
     return float(len(response))
+
+
+def prints(prompt: str, response: str, record: Mapping[str, Any]) -> float:
+    """Prints more than a pipe holds."""
+    print("x" * 200_000, flush=True)
+    return 1.0

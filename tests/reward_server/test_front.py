@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import resource
@@ -133,14 +134,18 @@ def test_half_sent_headers_of_one_address_shut_nobody_out(start):
         resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
 
 
-def test_a_body_that_pauses_frees_its_place(start):
-    front = start(max_in_flight=1, max_queue=0, idle_seconds=2.0)
-    with socket.create_connection(("127.0.0.1", front.port), timeout=20) as connection:
-        connection.sendall(b"POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        assert wait_for(lambda: front.health()[1]["queued"] == 1, 10)
-        assert front.infer(BODY).code == 503
-        assert b" 408 " in connection.recv(1000).split(b"\r\n")[0]
-    assert wait_for(lambda: front.infer(BODY).code == 200, 10)
+def test_bodies_that_pause_take_no_place_and_no_memory(start):
+    """Each says that it will be as long as may be, and is one byte so far."""
+    front = start(max_in_flight=1, max_queue=0, max_request_bytes=1 << 20, idle_seconds=5.0)
+    head = f"POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 20}\r\n\r\n{{"
+    with contextlib.ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", front.port), timeout=20)) for _ in range(300)
+        ]
+        for connection in connections:
+            connection.sendall(head.encode())
+        assert front.infer(BODY).code == 200
+        assert b" 408 " in connections[0].recv(1000).split(b"\r\n")[0]
 
 
 def test_others_are_answered_while_a_long_json_is_read(start):

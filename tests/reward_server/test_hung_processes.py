@@ -25,12 +25,22 @@ def with_argument(text: str) -> Callable[[ToyServer], psutil.Process]:
     )
 
 
+def manager_of(stub: str) -> Callable[[ToyServer], psutil.Process]:
+    """The process of a stub that keeps its shared memory."""
+    return lambda server: next(
+        p
+        for p in server.descendants
+        if is_alive(p) and "multiprocessing.spawn" in str(p.cmdline()) and stub in str(p.parents()[0].cmdline())
+    )
+
+
 VICTIMS: dict[str, Callable[[ToyServer], psutil.Process]] = {
     "tritonserver": lambda server: server.tritonserver,
     "front": lambda server: server.front,
     "stub": with_argument("reward_model_0_0"),
     "stub of the description": with_argument("reward_server_info_0_0"),
-    "manager of the shared memory": with_argument("multiprocessing.spawn"),
+    "shared memory": manager_of("reward_model_0_0"),
+    "shared memory of the description": manager_of("reward_server_info_0_0"),
     "main": lambda server: psutil.Process(server.server_pid),
 }
 find_guard = with_argument("reinforce_rl.utils.guard")

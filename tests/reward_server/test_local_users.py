@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -10,6 +11,8 @@ import psutil
 import pytest
 from helpers.other_user import as_nobody, load_model
 from helpers.toy_server import ToyServer
+
+from reinforce_rl.reward_server.private_triton import keep_private
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
@@ -67,3 +70,16 @@ def test_another_user_cannot_read_requests(server):
 def test_a_healthy_server_logs_no_error(server):
     assert [line for line in server.log.read_text().splitlines() if line.startswith(("E1", "E0", "W1", "W0"))] == []
     assert "\x1b[" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_link_in_place_of_a_segment_changes_no_file_of_the_user(tmp_path, link):
+    (tmp_path / "tool").touch(0o755)
+    (tmp_path / "tool").chmod(0o755)
+    link(tmp_path / "tool", tmp_path / "segment")
+    with contextlib.suppress(OSError):
+        keep_private(tmp_path / "segment")
+    assert (tmp_path / "tool").stat().st_mode & 0o777 == 0o755
+    (tmp_path / "own").touch(0o644)
+    keep_private(tmp_path / "own")
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o600

@@ -63,6 +63,61 @@ def test_whatever_one_sample_does_the_others_have_their_scores(pool, bad):
         assert scores.status[1] == base.STATUS_INTERNAL
 
 
+def test_flags_of_the_output_are_not_those_of_later_samples(pool):
+    assert pool.submit("f", [sample("nonblocking"), sample("is blocking")]).result().values[1] == 1.0
+
+
+@pytest.mark.parametrize("key", ["status", "value"])
+@pytest.mark.parametrize("number", ["999", "1" + 30 * "0", "1" + 400 * "0", "-1"])
+def test_an_answer_that_a_function_writes_itself_stays_with_its_sample(pool, key, number):
+    """It may fake its own score, and nothing else."""
+    answer = {"status": "0", "value": "1.0", key: number}
+    said = f'write {{"status": {answer["status"]}, "value": {answer["value"]}, "fault": "", "message": ""}}'
+    scores = pool.submit("f", [sample("", 0.5), sample(said), sample("", 1.5)]).result()
+    assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
+    assert scores.status[[0, 2]].tolist() == [base.STATUS_OK] * 2
+    assert int(scores.status[1]) in base.STATUS_TEXT or scores.status[1] == base.STATUS_OK
+    assert pool.submit("f", [sample("", 2.5)]).result().values.tolist() == [2.5]
+
+
+def test_a_module_that_keeps_a_file_open_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "table.txt").write_text("letters")
+    code = "HANDLE = open({!r})\ndef f(prompt, response, record):\n    return float(len(HANDLE.read()))\n"
+    (tmp_path / "keeps_a_file.py").write_text(code.format(str(tmp_path / "table.txt")))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool = FunctionPool({"f": FunctionSpec("reward_function", "keeps_a_file.f", {})}, num_workers=1)
+    with pytest.raises(ConfigError, match=r"keeps .*table.txt open.*read it whole"):
+        pool.start()
+    pool.close()
+
+
+def test_a_log_that_is_full_holds_up_nobody(tmp_path):
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from helpers.reward_functions import *
+from reinforce_rl.rewards.base import TextSample
+from reinforce_rl.rewards.function_process.loading import FunctionSpec
+from reinforce_rl.rewards.function_process.pool import FunctionPool
+spec = FunctionSpec("reward_function", "helpers.reward_functions.prints", {{}})
+pool = FunctionPool({{"f": spec}}, num_workers=1, sample_timeout_seconds=20.0)
+pool.start()
+sys.stdout.write(str(pool.submit("f", [TextSample("", "") for _ in range(5)]).result().values.tolist()))
+pool.close()
+"""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": path},
+            text=True,
+        )
+    assert done.stdout == "[1.0, 1.0, 1.0, 1.0, 1.0]"
+
+
 @pytest.mark.parametrize("end", ENDS)
 def test_a_process_that_ended_is_no_time_out(pool, end, caplog):
     assert pool.submit("f", [sample(end)]).result().status.tolist() == [base.STATUS_INTERNAL]

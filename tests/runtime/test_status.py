@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from reinforce_rl.errors import EXIT_STOPPED
+from reinforce_rl.errors import EXIT_STOPPED, ConfigError
 from reinforce_rl.runtime.status import STATUS_FILE, StatusFile, read_status
 
 
@@ -41,3 +43,21 @@ def test_other_ranks_write_nothing(tmp_path):
     status.begin()
     status.saved(1.0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_still_going_on_is_left_alone(tmp_path):
+    code = f"""
+import sys
+from pathlib import Path
+from reinforce_rl.runtime.status import StatusFile
+StatusFile(Path({str(tmp_path)!r}), enabled=True).begin()
+print(flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        with pytest.raises(ConfigError, match=rf"still going on \(process {other.pid} of this machine\)"):
+            StatusFile(tmp_path, enabled=True).begin()
+        other.kill()
+        other.wait()
+    StatusFile(tmp_path, enabled=True).begin()

@@ -19,7 +19,7 @@ BUFFERED_REQUESTS = 8  # bodies of the largest size that may be in memory at the
 
 
 class Gate:
-    """Counts requests from their headers to their answers; for one event loop."""
+    """Counts requests from the end of their bodies to their answers; for one event loop."""
 
     def __init__(self, limits: FrontLimits):
         self._limits = limits
@@ -37,7 +37,7 @@ class Gate:
 
     @property
     def queued(self) -> int:
-        """Requests that wait for their turn, or are still being read."""
+        """Requests that wait for their turn."""
         return self._inside - self._in_flight
 
     def retry_after(self) -> int:
@@ -48,6 +48,13 @@ class Gate:
         rounds = max(1.0, self.queued / self._limits.max_in_flight)
         return min(MAX_RETRY_SECONDS, max(1, math.ceil(rounds * mean)))
 
+    def check_room(self) -> None:
+        """Raises Refusal (503) where there are too many already, or the server is stopping."""
+        self._refuse_while_draining()
+        most = self._limits.max_in_flight + self._limits.max_queue
+        if self._inside >= most:
+            raise self._busy(f"{most} requests are here already")
+
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
         """Be one of those that the server holds.
@@ -55,10 +62,7 @@ class Gate:
         Raises:
             Refusal: 503, there are too many, or the server is stopping.
         """
-        self._refuse_while_draining()
-        most = self._limits.max_in_flight + self._limits.max_queue
-        if self._inside >= most:
-            raise self._busy(f"{most} requests are here already")
+        self.check_room()
         self._inside += 1
         try:
             yield

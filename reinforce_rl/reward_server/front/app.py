@@ -92,7 +92,10 @@ class Front:
         self._progress = progress
         self._gate = Gate(settings.limits)
         self._metrics = FrontMetrics(self._gate, progress)
-        self._health = Health(self._ask_model, settings.canary.encode(), progress, settings.limits)
+        self._answers = 0
+        self._health = Health(
+            self._ask_model, settings.canary.encode(), lambda: self._answers, progress, settings.limits
+        )
         self._state = STARTING
         self._reason = ""
         self._empty = asyncio.Event()
@@ -240,8 +243,8 @@ class Front:
         self._authorise(request)
         self._check_ready()
         self._check_body(request)
-        with self._gate.admitted(), self._gate.memory() as memory:
-            memory.grow_to(request.content_length or 0)
+        self._gate.check_room()
+        with self._gate.memory() as memory:
             parts = []
             async for part in _parts_of(request, BODY_SECONDS, self._limits.idle_seconds):
                 record.size += len(part)
@@ -253,8 +256,11 @@ class Front:
             wanted = await self._read(request, body, self._settings.input_forms)
             del body
             record.samples = wanted.samples
-            async with self._gate.slot():
-                return await self._pass_on(request, wanted, self._limits.request_seconds)
+            with self._gate.admitted():  # only now: a place is not for who sends slowly
+                async with self._gate.slot():
+                    answer = await self._pass_on(request, wanted, self._limits.request_seconds)
+                    self._answers += 1
+                    return answer
 
     async def _read(self, request: web.Request, body: bytes, input_forms: Sequence[str]) -> TritonRequest:
         """Long JSON in a thread, since it takes a while; one at a time, since it takes tens of times its memory."""

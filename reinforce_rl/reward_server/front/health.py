@@ -34,6 +34,7 @@ class Health:
     Args:
         ask: sends a JSON body to the model, past the queue, and gives the HTTP status and the answer's body.
         canary: the body that it sends.
+        answers: how many requests for scores have been answered so far.
         progress: the scorer's.
         limits: for `stuck_seconds` and `canary_seconds`.
     """
@@ -42,11 +43,13 @@ class Health:
         self,
         ask: Callable[[bytes], Awaitable[tuple[int, bytes]]],
         canary: bytes,
+        answers: Callable[[], int],
         progress: Progress,
         limits: FrontLimits,
     ):
         self._ask = ask
         self._canary = canary
+        self._answers = answers
         self._progress = progress
         self._limits = limits
         self._canary_seconds: float | None = None
@@ -72,15 +75,15 @@ class Health:
         before = self._progress.read()
         if before.busy:
             return self._judge_busy(before)
-        started = time.monotonic()
+        started, answers = time.monotonic(), self._answers()
         try:
             code, body = await asyncio.wait_for(self._ask(self._canary), self._limits.canary_seconds)
         except (asyncio.TimeoutError, TimeoutError):
             now = self._progress.read()
             if now.busy:
                 return self._judge_busy(now)
-            if now.batches > before.batches:
-                return False, "busy: it scored other requests meanwhile"
+            if self._answers() > answers:  # not `now.batches`: the sample itself may be scored and its answer lost
+                return False, "busy: it answered other requests meanwhile"
             return True, f"a small sample had no answer within {self._limits.canary_seconds:g} s"
         except OSError as error:
             return True, f"the model's side does not answer ({type(error).__name__})"

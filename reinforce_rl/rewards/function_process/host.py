@@ -15,11 +15,13 @@ From it:  JSON: first {"faults": [...], "sources": {NAME: sha256}}, then {"id", 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
 import resource
 import signal
+import stat
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -35,6 +37,9 @@ from reinforce_rl.rewards.function_process.worker import Outcome
 ANSWER_BYTES = 1 << 16  # at most
 MEBIBYTE = 1 << 20
 FILE_MEBIBYTES = 64  # of each file that a function writes
+MOST_SECONDS = 3600.0  # of one wait; poll(2) takes no more than 24 days
+OWNER = 0  # its end of the input says that this host is not wanted any more; a module may replace sys.stdin
+STATUSES = (base.STATUS_OK, base.STATUS_NOT_FINITE, base.STATUS_INTERNAL)
 
 
 @dataclass
@@ -65,12 +70,12 @@ class _Host:
         """Until the input ends."""
         while True:
             first = min((sample.deadline for sample in self._running.values()), default=None)
-            seconds = None if first is None else max(0.0, first - time.monotonic())
+            seconds = None if first is None else min(MOST_SECONDS, max(0.0, first - time.monotonic()))
             # A sample is read when there is room for it, so a large batch waits in the owner's memory.
             inputs = [self._requests] if len(self._running) < self._num_workers else []
-            anything: list[Any] = [sys.stdin, *inputs, *self._running]
+            anything: list[Any] = [OWNER, *inputs, *self._running]
             ready = wait(anything, seconds)
-            if sys.stdin in ready:
+            if OWNER in ready:
                 break
             if self._requests in ready:
                 self._start(*self._requests.recv())
@@ -124,7 +129,9 @@ class _Host:
             try:
                 said = json.loads(sample.answer.partition(b"\n")[0])
                 outcome = Outcome(int(said["status"]), float(said["value"]), str(said["fault"]), str(said["message"]))
-            except (ValueError, TypeError, KeyError, RecursionError):
+                if outcome.status not in STATUSES:
+                    raise ValueError("the function has written it, not its process")
+            except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
                 outcome = Outcome(base.STATUS_INTERNAL, fault=f"its process ended with {how}")
         self.send({"id": sample.id, **asdict(outcome)})
@@ -147,10 +154,16 @@ def main(requests: Connection, answers: Connection) -> None:
     settings = requests.recv()
     functions, faults = {}, []
     for name, spec in settings["functions"].items():
+        before = _open_files()
         try:
             functions[name] = load_function(spec)
         except LoadFault as fault:
             faults.append(str(fault))
+        for path in sorted(_open_files() - before):
+            faults.append(
+                f"{spec.key}.name is {spec.name!r}, whose module keeps {path} open. All samples would share the place "
+                "where it is read next: read it whole at the module's level, or open it in the function"
+            )
     sys.stdout.flush()  # else each sample would print it once more
     gc.freeze()  # a collection in a sample's process would copy every page
     _limit(settings["sample_memory_mb"] * MEBIBYTE)
@@ -159,6 +172,17 @@ def main(requests: Connection, answers: Connection) -> None:
     if not faults:
         host.run()
     os._exit(0)
+
+
+def _open_files() -> set[str]:
+    """The regular files that this process may read on."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            is_read = fcntl.fcntl(int(fd), fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+            if is_read and stat.S_ISREG(os.fstat(int(fd)).st_mode):
+                found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
 
 
 def _limit(memory: int) -> None:

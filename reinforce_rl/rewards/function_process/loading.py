@@ -105,7 +105,7 @@ def _import(spec: FunctionSpec, module_name: str) -> ModuleType:
         raise LoadFault(
             f"{spec.key}.name is {spec.name!r}, but there is no module '{missing}'; {_module_advice(missing, spec)}"
         ) from error
-    except (Exception, SystemExit) as error:  # whatever a user's file does when it is imported
+    except BaseException as error:  # whatever a user's file does when it is imported
         raise LoadFault(
             f"{spec.key}.name is {spec.name!r}, but the import of {module_name} raised {type(error).__name__}: {error}"
         ) from error

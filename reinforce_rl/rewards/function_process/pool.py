@@ -156,7 +156,13 @@ class _Host:
         """Thread: the host's answers, until it ends."""
         with contextlib.suppress(OSError, EOFError):
             while True:
-                self._take(json.loads(self.answers.recv_bytes()))
+                answer = json.loads(self.answers.recv_bytes())
+                try:
+                    self._take(answer)
+                except Exception:  # nobody else reads: a host whose answers cannot be taken is of no use
+                    logger.exception("event=function_host_fault")
+                    self.kill()
+                    break
         code = self.process.wait()
         with self.lock:
             self.ended = True
@@ -182,7 +188,8 @@ class _Host:
         """Thread: what the functions print. On a pipe their limit of a file's size does not count the log's."""
         assert self.process.stdout is not None
         while chunk := os.read(self.process.stdout.fileno(), 1 << 16):
-            os.write(2, chunk)
+            with contextlib.suppress(OSError):  # a full log must not hold up who prints
+                os.write(2, chunk)
 
     def kill(self) -> None:
         """End the host and, in a sandbox, bubblewrap's processes."""

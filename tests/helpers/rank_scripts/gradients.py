@@ -53,7 +53,7 @@ def main() -> None:
             rows_of(batch, SPLITS["even"][mesh.dp_rank]) if mesh.dp_size == 2 else batch, sequences(10)
         )
         optimizer._optimizer.prepare_grads()
-        results["foreach norm"] = optimizer._foreach_square().sqrt().item()
+        results["foreach norm"] = optimizer._foreach_norm()
         results["norm"] = optimizer.step().grad_norm
         results["log_probs"] = actor.get_inference_log_probs(
             batch.rollouts.sequences, batch.rollouts.prompt_lengths, batch.rollouts.response_lengths
