@@ -77,8 +77,8 @@ class StatusFile:
         if self.enabled and _is_at_work(earlier):
             raise ConfigError(
                 [
-                    f"{self.path.parent} has a run that is still going on (process {earlier.pid} of this machine). Wait "
-                    "for its end or end it, or choose another folder (exp_manager.explicit_log_dir)"
+                    f"{self.path.parent} has a run that is still going on (process {earlier.pid} of this machine). "
+                    "Wait for its end or end it, or choose another folder (exp_manager.explicit_log_dir)"
                 ]
             )
         self._write(Status(step=earlier.step, max_steps=earlier.max_steps, save_seconds=earlier.save_seconds))

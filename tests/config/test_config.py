@@ -245,7 +245,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("no weight", ["remote_rm.reward_model.weight=0"], ["reward_model.weight is 0", "other than 0"]),
     ("what is sent", ["remote_rm.reward_model.input=ids"], ["reward_model.input is 'ids'", "auto, tokens, text"]),
     ("reward", ["reward=model"], ["reward is 'model'", "server, function"]),
-    ("no function", ["reward=function"], ["reward_function.name is not set", "reward.functions.gsm8k"]),
+    ("no function", ["reward=function"], ["reward_function.name is not set", "rewards.functions.gsm8k"]),
     ("function unread", ["reward_function.name=a.b"], ["is 'a.b', but reward is 'server'", "more_functions"]),
     (
         "no function's name",

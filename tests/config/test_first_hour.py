@@ -21,7 +21,7 @@ import pytest
 from helpers.tiny_run import three_letters, write_prompts
 from helpers.tiny_tokenizer import write_model_without_weights
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ACTOR = "train_reinforce_actor.py"
 OF_CONFIG, OF_DATA = 3.0, 20.0  # seconds of CPU until the message, which are those of the clock on an idle machine
 BUSY = 10.0  # so many times longer may a machine take that runs other tests at the same time

@@ -338,16 +338,16 @@ class StopsAfter(RunTimer):
 
 
 NAMES = {
-    "algorithms.reinforce.ReinforceTrainer": ["fit", "generate_rollouts", "generate_reinforce_data"],
-    "actor.model.MegatronGPTReinforceActorModel": [
+    "trainer.reinforce.ReinforceTrainer": ["fit", "generate_rollouts", "generate_reinforce_data"],
+    "actor.policy.MegatronGPTReinforceActorModel": [
         "infer",
         "get_inference_log_probs",
         "get_init_policy_logprobs",
         "get_loss_and_metrics",
     ],
-    "reward.client.RemoteGPTRMClient": ["infer_rm"],
+    "rewards.client.RemoteGPTRMClient": ["infer_rm"],
     "data.prompts.build_train_valid_test_rlhf_datasets": [],
-    "build.DefaultBatchIterator": [],
+    "run.DefaultBatchIterator": [],
 }
 
 

@@ -155,7 +155,6 @@ def test_others_are_answered_while_a_long_json_is_read(start):
     before = front.backend.inferences
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(call, "127.0.0.1", front.port, "/v2/models/rm/infer", 200.0, body=body)
-        assert wait_for(lambda: front.health()[1]["queued"] == 1, 20)
         waits = []
         while front.health()[1]["in_flight"] == 0 and not answer.done():
             started = time.monotonic()
@@ -232,7 +231,20 @@ def test_health_tells_busy_from_stuck_and_from_dead(start):
 
 
 def test_health_is_not_held_up_by_other_work(start):
-    """The canary waits behind what Triton has; the scorer's progress says that this is all right."""
+    """The canary waits behind what Triton has; another's answer says that this is all right."""
+    front = start(stuck_seconds=30.0)
+    front.backend.holds_canaries_only = True
+    front.backend.go.clear()
+    found = []
+    canary = threading.Thread(target=lambda: found.append(front.health()))
+    canary.start()
+    assert wait_for(lambda: front.backend.inferences == 1, 10)
+    assert front.infer(BODY).code == 200
+    canary.join(20)
+    assert found[0][0] == 200 and "answered other requests" in found[0][1]["text"]
+
+
+def test_a_canary_that_was_scored_and_not_answered_is_no_health(start):
     front = start(stuck_seconds=30.0)
     front.backend.go.clear()
     canary = threading.Thread(target=front.health)
@@ -241,9 +253,9 @@ def test_health_is_not_held_up_by_other_work(start):
     front.progress.begin()
     front.progress.count(1, {0: 1}, 3, 0.1)
     front.progress.end()
-    canary.join(10)
+    canary.join(20)
     code, values = front.health()
-    assert (code, values["healthy"]) == (200, True)
+    assert (code, "had no answer" in values["text"]) == (503, True)
 
 
 def test_states(start):

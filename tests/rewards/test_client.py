@@ -191,7 +191,7 @@ def test_five_thousand_requests_leave_nothing_behind(tmp_path):
     script = """
 import asyncio, sys, threading
 import psutil
-from reward.test_client import expected, request_of
+from rewards.test_client import expected, request_of
 from reinforce_rl.rewards import transport
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 

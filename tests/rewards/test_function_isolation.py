@@ -245,7 +245,7 @@ class TestSandbox:
     def test_nothing_is_left_of_it_when_its_owner_is_killed(self, tmp_path):
         code = (
             "import sys; sys.path.insert(0, sys.argv[1])\n"
-            "from reward.test_function_isolation import sample, started\n"
+            "from rewards.test_function_isolation import sample, started\n"
             "pool = started('told', sandbox=True, sample_timeout_seconds=600.0)\n"
             "pending = pool.submit('f', [sample('loop')] * 2)\n"
             "print('ready', flush=True)\n"
@@ -303,7 +303,7 @@ def test_what_functions_print_does_not_count_as_their_files(tmp_path):
     log = tmp_path / "log"
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from reward.test_function_isolation import sample, started\n"
+        "from rewards.test_function_isolation import sample, started\n"
         "pool = started('told')\n"
         "assert pool.submit('f', [sample('print', 2.0)]).result().values.tolist() == [2.0]\n"
         "pool.close()\n"

@@ -12,7 +12,7 @@ import pytest
 
 from reinforce_rl.errors import EXIT_LOST_RANK
 
-LISTENERS = Path(__file__).parent / "helpers" / "rank_scripts" / "listeners.py"
+LISTENERS = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "listeners.py"
 
 
 def launch(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
