@@ -1,7 +1,7 @@
 """All that touches megatron-core: its process groups, its model, its optimizer, its checkpoints.
 
 Nothing outside this folder imports `megatron.core`. Importing this package prepares megatron for a machine without
-CUDA (`cpu_support`); where CUDA is present nothing is changed.
+CUDA (`cpu/support.py`); where CUDA is present nothing is changed.
 """
 
 import os

@@ -28,7 +28,7 @@ assert tracker._get_cuda_rng_state.__module__ == tracker.__name__
 changed = [name for name, value in before[0].items() if vars(torch.cuda)[name] is not value]
 assert not changed, changed
 assert torch.Tensor.type is before[1] and torch.Tensor.cuda is before[2]
-assert not [finder for finder in sys.meta_path if "reinforce_rl" in type(finder).__module__]
+assert not [finder for finder in sys.meta_path if "reinforce_rl.megatron" in type(finder).__module__]
 assert torch._dynamo.config.disable == dynamo
 print("untouched")
 """
