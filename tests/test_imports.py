@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "reinforce_rl"
-
-# From the ground up: a folder imports only from those before it.
-FLOORS = (
-    "errors",
-    "algorithm",
-    "utils",
-    "data",
-    "config",
-    "megatron",
-    "runtime",
-    "generation",
-    "actor",
-    "monitoring",
-    "rewards",
-    "trainer",
-    "reward_model",
-    "reward_server",
-    "preflight",
-    "run",
-    "launch",
-    "tools",
-)
+sys.path[:0] = [str(Path(__file__).parents[1] / "tools")]
+import house  # noqa: E402
+from house import PACKAGE, imported_names, source_files  # noqa: E402
 
 OPTIONAL = (
     "pytriton",
@@ -68,20 +46,6 @@ print(*names, sep="\\n")
 """
 
 
-def source_files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.py"))
-
-
-def imported_names(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number, absolute dotted name) of every import of a file, those inside functions included."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.lineno, node.module
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-
-
 def uses_of(files: list[Path], *forbidden: str) -> list[str]:
     return [
         f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}"
@@ -101,27 +65,25 @@ def test_every_module_imports_without_the_optional_parts() -> None:
     assert {*done.stdout.split(), "reinforce_rl"} == expected, "a folder without __init__.py is not walked"
 
 
-def floor_of(name: str) -> str | None:
-    """The floor of a module of this package; None for the package itself, whose root every module loads."""
-    parts = name.split(".")
-    return parts[1] if parts[0] == "reinforce_rl" and len(parts) > 1 else None
-
-
 def test_folders_import_downwards_only() -> None:
     """Annotations and imports inside functions count too."""
     upwards = []
     for path in source_files(PACKAGE):
-        floor = floor_of(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"))
+        floor = house.floor_of(house.module_of(path))
         for line, name in imported_names(path):
-            other = floor_of(name)
-            if floor in FLOORS and other in FLOORS and FLOORS.index(other) > FLOORS.index(floor):
+            other = house.floor_of(name)
+            if floor and other and house.FLOORS.index(other) > house.FLOORS.index(floor):
                 upwards.append(f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}")
     assert upwards == []
 
 
+def test_the_drawing_is_that_of_the_code() -> None:
+    assert house.drawn()[1] == house.drawing(), "run: python tools/house.py --write"
+
+
 def test_every_folder_has_a_floor() -> None:
     found = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in source_files(PACKAGE)}
-    assert found == {*FLOORS, "__init__", "aliases"}
+    assert found == {*house.FLOORS, "__init__", "aliases"}
 
 
 def test_no_folder_is_a_heap() -> None:
@@ -132,7 +94,7 @@ def test_no_folder_is_a_heap() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in source_files(PACKAGE)}
+    names = {house.module_of(path): path for path in source_files(PACKAGE) if path.name != "__init__.py"}
     edges = {name: {other for _, other in imported_names(path) if other in names} for name, path in names.items()}
     graphlib.TopologicalSorter(edges).prepare()  # CycleError names the circle
 
