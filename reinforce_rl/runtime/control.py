@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, LostRankError, ReinforceError, StoppedEarly
+import psutil
+
+from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError, LostRankError, ReinforceError, StoppedEarly
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.rank_reports import Verdict
-from reinforce_rl.runtime.status import StatusFile
+from reinforce_rl.runtime.status import StatusFile, read_status
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 from reinforce_rl.runtime.watchdog import Watchdog
 
@@ -49,7 +51,10 @@ class RunControl:
 
         Raises:
             StoppedEarly: a signal came before there was anything to save.
+            ConfigError: another process of this machine is at this run.
         """
+        if self.status.enabled:
+            refuse_second_run(self.status.path.parent)
         self.status.begin()
         try:
             yield
@@ -159,3 +164,21 @@ def _outcome(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted by Ctrl-C"
     return EXIT_ERROR, f"{type(error).__name__}: {error}"
+
+
+def refuse_second_run(folder: Path) -> None:
+    """Raises ConfigError where the process that wrote `status.json` last still runs, on this machine."""
+    with contextlib.suppress(OSError, ValueError, TypeError, psutil.Error):
+        status = read_status(folder)
+        if status is None or (status.state, status.host) != ("running", socket.gethostname()):
+            return
+        process = psutil.Process(status.pid)
+        is_other = status.pid != os.getpid() and process.create_time() < status.time
+        if not is_other or process.status() == psutil.STATUS_ZOMBIE:
+            return
+        raise ConfigError(
+            [
+                f"{folder} has a run that is still going on (process {status.pid} of this machine). Wait for its end "
+                "or end it, or choose another folder (exp_manager.explicit_log_dir)"
+            ]
+        )

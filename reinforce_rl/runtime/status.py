@@ -11,9 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
-from reinforce_rl.errors import EXIT_FINISHED, EXIT_STOPPED, ConfigError
+from reinforce_rl.errors import EXIT_FINISHED, EXIT_STOPPED
 from reinforce_rl.utils.files import write_atomically
 
 STATUS_FILE = "status.json"
@@ -65,22 +63,11 @@ class StatusFile:
         return self._status.save_seconds
 
     def begin(self) -> None:
-        """The run starts, where an earlier one of this folder has ended.
-
-        Raises:
-            ConfigError: it has not; seen on its own machine only.
-        """
+        """The run starts, where an earlier one of this folder has ended."""
         earlier = None
         with contextlib.suppress(OSError, ValueError, TypeError):  # what another version wrote need not be understood
             earlier = read_status(self.path.parent) if self.enabled else None
-        earlier = earlier or Status(state="stopped")
-        if self.enabled and _is_at_work(earlier):
-            raise ConfigError(
-                [
-                    f"{self.path.parent} has a run that is still going on (process {earlier.pid} of this machine). "
-                    "Wait for its end or end it, or choose another folder (exp_manager.explicit_log_dir)"
-                ]
-            )
+        earlier = earlier or Status()
         self._write(Status(step=earlier.step, max_steps=earlier.max_steps, save_seconds=earlier.save_seconds))
 
     def saved(self, seconds: float) -> None:
@@ -108,16 +95,6 @@ class StatusFile:
         self._status = replace(status, time=time.time())
         if self.enabled:
             write_atomically(self.path, json.dumps(asdict(self._status), indent=1) + "\n")
-
-
-def _is_at_work(earlier: Status) -> bool:
-    """Whether the process that wrote this still runs, here."""
-    if earlier.state != "running" or earlier.host != socket.gethostname() or earlier.pid == os.getpid():
-        return False
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(earlier.pid)
-        return process.create_time() < earlier.time and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def read_status(folder: str | Path) -> Status | None:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError
+from reinforce_rl.runtime.control import refuse_second_run
 from reinforce_rl.runtime.status import STATUS_FILE, StatusFile, read_status
 
 
@@ -57,7 +58,7 @@ sys.stdin.read()
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline()
         with pytest.raises(ConfigError, match=rf"still going on \(process {other.pid} of this machine\)"):
-            StatusFile(tmp_path, enabled=True).begin()
+            refuse_second_run(tmp_path)
         other.kill()
         other.wait()
-    StatusFile(tmp_path, enabled=True).begin()
+    refuse_second_run(tmp_path)
