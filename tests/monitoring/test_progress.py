@@ -137,3 +137,12 @@ def test_time_left_uses_the_whole_time_of_the_last_steps(monkeypatch):
 )
 def test_clock(seconds, text):
     assert clock(seconds) == text
+
+
+def test_a_log_that_is_full_ends_no_run():
+    file = open("/dev/full", "w")  # noqa: SIM115 (closing it fails)
+    with TrainingProgress(40, console=Console(file=file)) as progress:
+        progress.note("something")
+        progress.update(1, METRICS, TIMINGS)
+    with pytest.raises(OSError):
+        file.close()

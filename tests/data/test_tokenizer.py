@@ -1,0 +1,22 @@
+"""Folders that hold no tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.tiny_tokenizer import write_model_without_weights
+
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import ConfigError
+
+
+@pytest.mark.parametrize("change", ["list", "text for a number"])
+def test_a_config_of_the_wrong_shape_is_a_message(tmp_path: Path, change: str) -> None:
+    write_model_without_weights(tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    values = [] if change == "list" else {**json.loads(file.read_text()), "num_hidden_layers": "one"}
+    file.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="holds no tokenizer that transformers can load"):
+        load_tokenizer(tmp_path / "m")

@@ -1,0 +1,49 @@
+"""What a program says of errors that are not this project's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_main(body: str, folder: Path) -> tuple[int, str]:
+    """The exit code and stderr of a program whose main() is this."""
+    code = f"""
+import os
+from reinforce_rl.launch.cli import with_config
+
+@with_config("train_reinforce_actor")
+def main(cfg):
+    {body}
+
+main()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, f"hydra.run.dir={folder}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=environment)
+    return done.returncode, done.stderr
+
+
+def test_a_disk_that_fills_is_one_message(tmp_path: Path) -> None:
+    code, said = run_main("raise OSError(28, os.strerror(28), '/data/run/metrics.jsonl')", tmp_path)
+    assert (code, said.count("\n")) == (1, 1), said
+    assert "error: /data/run/metrics.jsonl cannot be written: No space left on device." in said
+
+
+def test_other_errors_of_the_system_keep_their_traceback(tmp_path: Path) -> None:
+    code, said = run_main("open('/no/such/file')", tmp_path)
+    assert code == 1 and "Traceback" in said and "/no/such/file" in said
+
+
+def test_a_folder_that_is_gone_is_one_message(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    code = f"import os; os.chdir({str(tmp_path)!r}); os.mkdir('gone'); os.chdir('gone'); os.rmdir({str(gone)!r})\n"
+    code += "from reinforce_rl.launch.cli import with_config\nwith_config('train_reinforce_actor')(print)()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert "does not exist any more" in done.stderr
