@@ -173,7 +173,8 @@ def build_trainer(
     updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, sampler.batch_sizes)
     activity.begin("loading the model")
     model = build_actor(cfg, mesh, tokenizer)  # copies the reference, so it comes before the checkpoint
-    megatron_optimizer, scheduler = build_optimizer(model.ddp, optimizer_settings(cfg, updates))
+    settings = optimizer_settings(cfg.model.optim, cfg.trainer.reinforce.gradient_clip_val, updates)
+    megatron_optimizer, scheduler = build_optimizer(model.ddp, settings)
     saving = cfg.exp_manager.checkpoint_callback_params
     timer = build_timer(cfg, first_save_seconds(state_bytes(model.ddp, mesh)), control)
     checkpointer = Checkpointer(

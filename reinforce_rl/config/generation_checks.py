@@ -1,4 +1,4 @@
-"""What cannot work with a generation engine; a part of `config/checks.py`. One sentence a fault."""
+"""Validation of the generation engine's settings, for `config/checks.py`; yields one message per error."""
 
 from __future__ import annotations
 

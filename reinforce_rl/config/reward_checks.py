@@ -1,4 +1,4 @@
-"""What cannot work with the sources of rewards; a part of `config/checks.py`. One sentence a fault."""
+"""Validation of the reward sources, for `config/checks.py`; yields one message per error."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The configuration of `examples/train_reinforce_actor.py` as dataclasses; what each key is for stands in its YAML.
 
-`config/reading.py` makes them of what Hydra composed, and has `config/checks.py` say what cannot work.
+`config/reading.py` builds them from what Hydra composed and validates them with `config/checks.py`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RewardServerConfig:
 
     @property
     def addresses(self) -> list[Address]:
-        """Every server of this model; `config/checks.py` has looked at their form."""
+        """All servers of this model; `config/checks.py` validates their form."""
         return [Address(self.ip, self.port), *map(Address.parse, self.replicas)]
 
 

@@ -20,7 +20,7 @@ from reinforce_rl.config.renamed_keys import renamed
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ConfigError, ReinforceError
 from reinforce_rl.runtime.stop import StopNow
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 CONF_FOLDER = Path(__file__).resolve().parents[2] / "conf"
 
 

@@ -40,7 +40,7 @@ class FrontOptions:
     canary_seconds: float = 10.0
 
     def limits(self, max_samples: int, max_length: int) -> FrontLimits:
-        """For a model that takes so many samples of so many tokens."""
+        """Return the limits for a model of this batch size and context length."""
         width = self.max_sequence_length or WIDER_THAN_CONTEXT * max_length
         return FrontLimits(
             max_request_bytes=self.max_request_bytes or default_request_bytes(max_samples, width),

@@ -198,9 +198,8 @@ def loss_settings(cfg: ReinforceConfig) -> LossSettings:
     )
 
 
-def optimizer_settings(cfg: TrainConfig, updates: int) -> OptimizerSettings:
+def optimizer_settings(optim: OptimConfig, clip_grad: float, updates: int) -> OptimizerSettings:
     """Read the optimizer settings from `model.optim`; `updates` is the number of optimizer steps of the run."""
-    optim = cfg.model.optim
     return OptimizerSettings(
         lr=optim.lr,
         min_lr=optim.sched.min_lr,
@@ -212,5 +211,5 @@ def optimizer_settings(cfg: TrainConfig, updates: int) -> OptimizerSettings:
         warmup_steps=optim.sched.warmup_steps,
         constant_steps=optim.sched.constant_steps,
         total_steps=updates,
-        clip_grad=cfg.trainer.reinforce.gradient_clip_val,
+        clip_grad=clip_grad,
     )

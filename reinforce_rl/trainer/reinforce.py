@@ -224,9 +224,8 @@ class ReinforceTrainer:
         in_reward = self._past.beta.value if cfg.kl_placement == "reward" else 0.0
         with_kl = less_kl(rewards, all_kl, in_reward, valid, self.step + 1)
         groups = RewardGroups.of(with_kl, group_ids, valid, self._past.reward_mean(cfg.advantage_estimator))
-        found = estimator_of(cfg.advantage_estimator)(groups)
+        found = estimator_of(cfg.advantage_estimator)(groups).select(own)
 
-        found = found.select(own)
         trains = found.trains & (batch.is_end if cfg.truncated_samples == "mask" else True)
         counted = mask & trains[:, None]
         advantages = assign_credit(

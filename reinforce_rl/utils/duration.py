@@ -40,7 +40,7 @@ class Allocation:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Allocation:
-        """Of the variables that Slurm and its launcher set; an empty one is none.
+        """Read the variables that Slurm and its launcher set; an empty one counts as unset.
 
         Raises:
             ConfigError: one of them is no time, or they contradict each other.

@@ -84,7 +84,9 @@ def measured(overrides: list[str]) -> Use:
     ) as mesh:
         tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
         actor = build_actor(cfg, mesh, tokenizer)
-        built = build_optimizer(actor.ddp, optimizer_settings(cfg, 10))
+        built = build_optimizer(
+            actor.ddp, optimizer_settings(cfg.model.optim, cfg.trainer.reinforce.gradient_clip_val, 10)
+        )
         optimizer = ActorOptimizer(*built)
         batch = full_batch(cfg, mesh.dp_size)
         count = float(len(batch.trains))

@@ -21,8 +21,8 @@ import hydra
 from helpers.models import tiny_llama_folder
 
 from reinforce_rl.launch.cli import CONF_FOLDER
+from reinforce_rl.reward_model.checks import load_config
 from reinforce_rl.reward_model.config import TrainRewardModelConfig
-from reinforce_rl.reward_model.full.checks import load_config
 from reinforce_rl.reward_model.full.job import train_all_weights
 from reinforce_rl.reward_model.full.training import FullTrainer
 

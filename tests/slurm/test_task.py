@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reinforce_rl.launch.slurm.exits import TaskEnd, read_ends
+from reinforce_rl.launch.slurm.outcome import TaskEnd, read_ends
 from reinforce_rl.launch.slurm.rendezvous import Place, look_up
 from reinforce_rl.launch.slurm.task import Task, command_of, environment_of
 

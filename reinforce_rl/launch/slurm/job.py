@@ -24,9 +24,9 @@ from reinforce_rl.launch.slurm import calls, health, history
 from reinforce_rl.launch.slurm.allocation import Allocation, read_allocation
 from reinforce_rl.launch.slurm.calls import SlurmCallError
 from reinforce_rl.launch.slurm.commands import StepPlan, actor_plan, server_plan, srun_environment, srun_line
-from reinforce_rl.launch.slurm.endings import FAILED, FINISHED, STOPPED, Ending, judge
 from reinforce_rl.launch.slurm.history import Attempt, History
 from reinforce_rl.launch.slurm.journal import Journal, last_lines
+from reinforce_rl.launch.slurm.outcome import FAILED, FINISHED, STOPPED, Ending, judge
 from reinforce_rl.launch.slurm.rendezvous import Place, look_up
 from reinforce_rl.launch.slurm.settings import REPOSITORY, RESTART_AFTER_CRASH, Settings, read_settings
 from reinforce_rl.launch.slurm.stale_steps import end_earlier_steps

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from reinforce_rl.launch.slurm.calls import SlurmCallError, is_completing, signal_step, step_id
 from reinforce_rl.launch.slurm.commands import StepPlan
-from reinforce_rl.launch.slurm.exits import TaskEnd, read_ends
+from reinforce_rl.launch.slurm.outcome import TaskEnd, read_ends
 
 POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ReinforceError
-from reinforce_rl.launch.slurm.exits import TaskEnd, record
 from reinforce_rl.launch.slurm.orphans import adopt_orphans, end_orphans
+from reinforce_rl.launch.slurm.outcome import TaskEnd, record
 from reinforce_rl.launch.slurm.ports import claim_ports, own_address
 from reinforce_rl.launch.slurm.rendezvous import Place, publish, wait_for
 from reinforce_rl.launch.slurm.settings import SRUN, TORCHRUN

@@ -123,7 +123,9 @@ class RankRun:
 
             def made() -> tuple[MegatronGPTReinforceActorModel, ActorOptimizer]:
                 actor = build_actor(cfg, self._mesh, load_tokenizer(folder), architecture=architecture)
-                built = build_optimizer(actor.ddp, optimizer_settings(cfg, updates=10))
+                built = build_optimizer(
+                    actor.ddp, optimizer_settings(model.optim, cfg.trainer.reinforce.gradient_clip_val, 10)
+                )
                 return actor, ActorOptimizer(*built, actor.ddp)
 
             actor, optimizer = self._put("start", made)

@@ -27,7 +27,7 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer, latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.transformer_config import ModelOptions
-from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.reward_model.config import TrainRewardModelConfig
 from reinforce_rl.reward_model.full.card import FullCard
 from reinforce_rl.reward_model.full.monitor import FullTrainingMonitor
@@ -38,7 +38,7 @@ from reinforce_rl.reward_model.pairs import encode_pairs, left_out, read_pairs, 
 from reinforce_rl.reward_model.ratings import encode_ratings, read_ratings
 from reinforce_rl.reward_model.trainable import TrainableRewardModel, load_trainable
 from reinforce_rl.runtime.settings import CONFIG_FILE, compare
-from reinforce_rl.trainer.build_actor import DTYPES, data_parallel_settings
+from reinforce_rl.trainer.build_actor import DTYPES, data_parallel_settings, optimizer_settings
 from reinforce_rl.utils.files import write_atomically
 
 if TYPE_CHECKING:
@@ -217,19 +217,7 @@ def build_trainer(
         micro_batch_size=cfg.micro_batch_size,
         data_parallel=data_parallel_settings(optim),
     )
-    settings = OptimizerSettings(
-        lr=optim.lr,
-        min_lr=optim.sched.min_lr,
-        weight_decay=optim.weight_decay,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        fused=optim.fused,
-        schedule=optim.sched.name,
-        warmup_steps=optim.sched.warmup_steps,
-        constant_steps=optim.sched.constant_steps,
-        total_steps=steps,
-        clip_grad=cfg.full.gradient_clip_val,
-    )
+    settings = optimizer_settings(optim, cfg.full.gradient_clip_val, steps)
     optimizer, scheduler = build_optimizer(model.ddp, settings)
     card = FullCard(Path(source).resolve().name, cfg, objective.names, len(data.train), len(data.held_out), command)
 

@@ -6,8 +6,17 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from reinforce_rl.launch.slurm.endings import FAILED, FINISHED, STOPPED, Ending, judge
-from reinforce_rl.launch.slurm.exits import TaskEnd, first_failed, read_ends, record
+from reinforce_rl.launch.slurm.outcome import (
+    FAILED,
+    FINISHED,
+    STOPPED,
+    Ending,
+    TaskEnd,
+    first_failed,
+    judge,
+    read_ends,
+    record,
+)
 
 
 def end_of(task: int, code: int, time: float = 0.0, component: str = "actor") -> TaskEnd:
