@@ -129,7 +129,7 @@ def _ranges(cfg: TrainConfig) -> Iterator[str]:
     ]
     for key, value in above_zero:
         if value is not None and not 0 < value < math.inf:
-            yield f"{key} is {value}; expected above 0, and a finite number"
+            yield f"{key} is {value}; expected above 0 and finite"
     choices: list[tuple[str, str, tuple[str, ...]]] = [
         ("trainer.precision", cfg.trainer.precision, PRECISIONS),
         ("trainer.reinforce.advantage_estimator", rl.advantage_estimator, tuple(ADVANTAGE_ESTIMATORS)),
@@ -289,14 +289,15 @@ def _sampling(cfg: TrainConfig) -> Iterator[str]:
 
 
 def _sampling_ranges(key: str, sampling: SamplingConfig) -> Iterator[str]:
+    finite = "expected a finite number above 0"
     if not 0 < sampling.temperature < math.inf:
-        yield f"{key}.temperature is {sampling.temperature}; expected above 0 (use_greedy=true takes the likeliest)"
+        yield f"{key}.temperature is {sampling.temperature}; {finite} (use_greedy=true takes the likeliest)"
     if sampling.top_k < 0:
         yield f"{key}.top_k is {sampling.top_k}; expected at least 0 (0 for all tokens)"
     if not 0 < sampling.top_p <= 1:
         yield f"{key}.top_p is {sampling.top_p}; expected above 0 and at most 1"
     if not 0 < sampling.repetition_penalty < math.inf:
-        yield f"{key}.repetition_penalty is {sampling.repetition_penalty}; expected above 0 (1 for none)"
+        yield f"{key}.repetition_penalty is {sampling.repetition_penalty}; {finite} (1 for none)"
 
 
 def _best_checkpoints(cfg: TrainConfig) -> Iterator[str]:

@@ -266,6 +266,12 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("no memory", ["reward_function.sample_memory_mb=0"], ["sample_memory_mb is 0", "at least 1"]),
     ("no time for it", ["reward_function.sample_timeout_seconds=0"], ["sample_timeout_seconds is 0", "above 0"]),
     ("temperature", [f"{ROLLOUT}.sampling_params.temperature=0"], ["temperature is 0", "above 0", "use_greedy"]),
+    ("infinite temperature", [f"{ROLLOUT}.sampling_params.temperature=inf"], ["temperature is inf", "finite number"]),
+    (
+        "no time limit of a sample",
+        ["reward=function", "reward_function.name=a.b", "reward_function.sample_timeout_seconds=inf"],
+        ["sample_timeout_seconds is inf", "finite"],
+    ),
     ("top_p", [f"{ROLLOUT}.sampling_params.top_p=0.9"], ["top_p=0.9", "biases the gradient", "allow_biased_sampling"]),
     ("top_k", [f"{ROLLOUT}.sampling_params.top_k=50"], ["top_k=50", "biases the gradient"]),
     ("greedy", [f"{ROLLOUT}.sampling_params.use_greedy=true"], ["use_greedy is true", "nothing to learn"]),

@@ -74,3 +74,10 @@ def test_tokens_are_refused(pool):
     tokens = {"tokens": np.zeros((1, 1), np.int64), "sequence_lengths": np.ones((1, 1), np.int64)}
     with pytest.raises(ValueError, match=r"this model reads text; this request holds"):
         FunctionRequestScorer(FunctionScorer(pool, "f"))([tokens])
+
+
+@pytest.mark.parametrize("record", [{"reinforce_rl_canary": True}, {"canary": True}, {"canary": 32 * "0"}])
+def test_no_sample_of_a_client_passes_for_the_canary(pool, record):
+    scorer = FunctionRequestScorer(FunctionScorer(pool, "f"))
+    scorer([text_arrays([TextSample("", "abc", record=record)])])
+    assert pool.asked == [("f", 1)]
