@@ -36,7 +36,7 @@ from reinforce_rl.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
-from reinforce_rl.data.data_prefix import resolve_data_prefix
+from reinforce_rl.data.jsonl import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.duration import Allocation, parse_duration
 from reinforce_rl.utils.files import folder_faults

@@ -24,39 +24,27 @@ FINISH_OUTSIDE = "outside_vocabulary"  # the engine gave a token id that the mod
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a data set.
+    """One prompt of a data set."""
 
-    Attributes:
-        id: its index in the data set, unique there; it keys sampling noise and names the group of its samples. With
-            weighted blending, the index plus the size of the data set for each pass over its file before this one.
-        text: as given to the tokenizer, chat template applied.
-        tokens: its token ids, never padded.
-        metadata: every other field of its JSON line, untouched.
-        messages: the conversation that the chat template rendered; empty where the prompt was plain text.
-    """
-
+    # Its index in the data set, unique there; it keys sampling noise and names the group of its samples. With weighted
+    # blending, the index plus the size of the data set for each pass over its file before this one.
     id: int
-    text: str
-    tokens: tuple[int, ...]
-    metadata: dict[str, Any] = field(default_factory=dict)
+    text: str  # as given to the tokenizer, chat template applied
+    tokens: tuple[int, ...]  # its token ids, never padded
+    metadata: dict[str, Any] = field(default_factory=dict)  # every other field of its JSON line, untouched
+    # The conversation that the chat template rendered; empty where the prompt was plain text.
     messages: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class Completions:
-    """What a generator returns for P prompts and G samples of each.
+    """What a generator returns for P prompts and G samples of each."""
 
-    Attributes:
-        tokens: int64 [N, T], response tokens, the stop token included where one was produced; right-padded.
-        lengths: int64 [N], response tokens of each row; 0 is allowed.
-        finish_reasons: N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`.
-        log_probs: float32 [N, T] of the sampled tokens under the sampling temperature, 0 on padding;
-            None from an engine that does not report them.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    finish_reasons: tuple[str, ...]
+    tokens: Tensor  # int64 [N, T], response tokens, the stop token included where one was produced; right-padded
+    lengths: Tensor  # int64 [N], response tokens of each row; 0 is allowed
+    finish_reasons: tuple[str, ...]  # N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`
+    # float32 [N, T] of the sampled tokens under the sampling temperature, 0 on padding; None from an engine that does
+    # not report them.
     log_probs: Tensor | None = None
 
     def repeat_to_samples(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -87,36 +75,25 @@ class Completions:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """N scored samples on this data-parallel rank: everything that a training step needs.
+    """N scored samples on this data-parallel rank: everything that a training step needs."""
 
-    Attributes:
-        sequences: int64 [N, S], prompt then response, right-padded with the pad token.
-        prompt_lengths: int64 [N].
-        response_lengths: int64 [N], the stop token included.
-        group_ids: int64 [N], equal for the samples of one prompt, unique over ranks (never derived from tokens).
-        sample_ids: int64 [N], 0 .. G-1 within a group.
-        finish_reasons: N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`.
-        rewards: float32 [N] from the reward source; NaN where scoring failed.
-        valid: bool [N]; False leaves a sample out of every sum and every count (scoring failed, dropped, empty,
-            outside the vocabulary).
-        generator_log_probs: float32 [N, T] as the generator reported them, or None where it reports none.
-        log_probs: float32 [N, T] of the response tokens under the actor at the sampling temperature, before any
-            optimizer step on this batch; 0 on padding; None where nobody reads them.
-        init_log_probs: the same under the reference policy; None without one.
-        source_rewards: float32 [N] of each reward source by its name, where there are several.
-    """
-
-    sequences: Tensor
-    prompt_lengths: Tensor
-    response_lengths: Tensor
-    group_ids: Tensor
-    sample_ids: Tensor
-    finish_reasons: tuple[str, ...]
-    rewards: Tensor
+    sequences: Tensor  # int64 [N, S], prompt then response, right-padded with the pad token
+    prompt_lengths: Tensor  # int64 [N]
+    response_lengths: Tensor  # int64 [N], the stop token included
+    group_ids: Tensor  # int64 [N], equal for the samples of one prompt, unique over ranks (never derived from tokens)
+    sample_ids: Tensor  # int64 [N], 0 .. G-1 within a group
+    finish_reasons: tuple[str, ...]  # N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`
+    rewards: Tensor  # float32 [N] from the reward source; NaN where scoring failed
+    # bool [N]; False leaves a sample out of every sum and every count (scoring failed, dropped, empty, outside the
+    # vocabulary).
     valid: Tensor
+    # float32 [N, T] as the generator reported them, or None where it reports none.
     generator_log_probs: Tensor | None = None
+    # float32 [N, T] of the response tokens under the actor at the sampling temperature, before any optimizer step on
+    # this batch; 0 on padding; None where nobody reads them.
     log_probs: Tensor | None = None
-    init_log_probs: Tensor | None = None
+    init_log_probs: Tensor | None = None  # the same under the reference policy; None without one
+    # float32 [N] of each reward source by its name, where there are several.
     source_rewards: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -160,23 +137,17 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class ReinforceBatch:
-    """What `generate_reinforce_data` adds to a rollout batch, and the loss consumes.
+    """What `generate_reinforce_data` adds to a rollout batch, and the loss consumes."""
 
-    Attributes:
-        rollouts: the samples.
-        kl: float32 [N], the sequence's KL estimate in nats: of the response, or of a token where its mean is taken.
-        rewards_with_kl: float32 [N], the shaped reward, minus beta times `kl` where the KL is part of the reward.
-        baseline: float32 [N], what the estimator subtracted, before any division.
-        advantages: float32 [N, T], detached, 0 on padding and where a sample does not train. All tokens of a response
-            have the same one unless credit is assigned by token.
-        trains: bool [N], the samples that the loss is averaged over: the valid ones, or fewer (RAFT, masked ones).
-    """
-
-    rollouts: RolloutBatch
+    rollouts: RolloutBatch  # the samples
+    # float32 [N], the sequence's KL estimate in nats: of the response, or of a token where its mean is taken.
     kl: Tensor
-    rewards_with_kl: Tensor
-    baseline: Tensor
+    rewards_with_kl: Tensor  # float32 [N], the shaped reward, minus beta times `kl` where the KL is part of the reward
+    baseline: Tensor  # float32 [N], what the estimator subtracted, before any division
+    # float32 [N, T], detached, 0 on padding and where a sample does not train. All tokens of a response have the same
+    # one unless credit is assigned by token.
     advantages: Tensor
+    # bool [N], the samples that the loss is averaged over: the valid ones, or fewer (RAFT, masked ones).
     trains: Tensor
 
     @property

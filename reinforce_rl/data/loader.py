@@ -18,13 +18,7 @@ class PromptLoader:
     """Yields, a step, this rank's share of the sampler's next global batch.
 
     All ranks hold the same sampler state. The share is empty on some ranks where a batch has fewer prompts than ranks.
-
-    Args:
-        dataset: the prompts.
-        sampler: their order; its position is this loader's.
-        dp_rank: this data-parallel rank.
-        dp_size: number of data-parallel ranks.
-        collate_fn: makes the batch from the prompts; the default gives them as a list.
+    `collate_fn` makes the batch of a list of prompts.
 
     Raises:
         ConfigError: the sampler is of another data set size, or the rank is out of range.
@@ -40,11 +34,9 @@ class PromptLoader:
     ):
         if sampler.num_prompts != len(dataset):
             raise ConfigError([f"the sampler is for {sampler.num_prompts} prompts, the data set has {len(dataset)}"])
-        shard([], dp_rank, dp_size)  # a wrong rank shall be told now, not at the first step
-        self.dataset = dataset
-        self.sampler = sampler
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
+        shard([], dp_rank, dp_size)  # raises for a wrong rank now, not at the first step
+        self.dataset, self.sampler = dataset, sampler
+        self.dp_rank, self.dp_size = dp_rank, dp_size
         self.collate_fn = collate_fn
 
     def __len__(self) -> int:
@@ -99,12 +91,8 @@ class FixedPrompts:
     Each global batch is split over the ranks, so every rank yields equally many batches, some of them maybe empty.
 
     Args:
-        dataset: the prompts.
         num_val_samples: how many to take, over all ranks; None for all.
-        dp_rank: this data-parallel rank.
-        dp_size: number of data-parallel ranks.
-        prompts_per_batch: prompts of one global batch, over all ranks; None for all in one.
-        collate_fn: makes the batch from the prompts; the default gives them as a list.
+        prompts_per_batch: of one global batch, over all ranks; None for all in one.
 
     Raises:
         ConfigError: more prompts are asked for than there are, or an argument is out of its range.
@@ -132,10 +120,8 @@ class FixedPrompts:
         if faults:
             raise ConfigError(faults)
         shard([], dp_rank, dp_size)
-        self.dataset = dataset
-        self.num_prompts = count
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
+        self.dataset, self.num_prompts = dataset, count
+        self.dp_rank, self.dp_size = dp_rank, dp_size
         self.prompts_per_batch = prompts_per_batch or count
         self.collate_fn = collate_fn
 

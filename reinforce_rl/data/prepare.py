@@ -36,25 +36,16 @@ SKIP_LIMIT = "over --limit"
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What to keep and how to write it.
+    """What to keep and how to write it."""
 
-    Attributes:
-        form: "messages" writes `{"messages": [...]}`, "prompt" writes `{"prompt": ...}` in the HH form.
-        num_validation: prompts of the validation file; None takes `validation_fraction` instead.
-        validation_fraction: share of the kept prompts, above 0 and below 1, rounded, at least one prompt.
-        seed: chooses the validation prompts, and those that `limit` keeps.
-        max_turns: the most user turns of a prompt; None for no bound.
-        max_characters: the most characters of a prompt, over all its turns; None for no bound.
-        limit: keep so many prompts in all, drawn by the seed; None for all.
-    """
-
+    # "messages" writes `{"messages": [...]}`, "prompt" writes `{"prompt": ...}` in the HH form.
     form: Literal["messages", "prompt"] = "messages"
-    num_validation: int | None = None
-    validation_fraction: float = 0.1
-    seed: int = 0
-    max_turns: int | None = None
-    max_characters: int | None = None
-    limit: int | None = None
+    num_validation: int | None = None  # prompts of the validation file; None takes `validation_fraction` instead
+    validation_fraction: float = 0.1  # share of the kept prompts, above 0 and below 1, rounded, at least one prompt
+    seed: int = 0  # chooses the validation prompts, and those that `limit` keeps
+    max_turns: int | None = None  # the most user turns of a prompt; None for no bound
+    max_characters: int | None = None  # the most characters of a prompt, over all its turns; None for no bound
+    limit: int | None = None  # keep so many prompts in all, drawn by the seed; None for all
 
     def __post_init__(self) -> None:
         faults = []

@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from torch.utils.data import Dataset
 
 from reinforce_rl.data.batches import Prompt
-from reinforce_rl.data.blending import Blend
-from reinforce_rl.data.data_prefix import blending_weights, resolve_data_prefix
-from reinforce_rl.data.jsonl import JsonLine, LineFaults, describe_type, read_jsonl
+from reinforce_rl.data.jsonl import (
+    JsonLine,
+    LineFaults,
+    blending_weights,
+    describe_type,
+    read_jsonl,
+    resolve_data_prefix,
+)
+from reinforce_rl.data.sampler import Blend
 from reinforce_rl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -40,8 +46,7 @@ class PromptDataset(Dataset[Prompt]):
     """Prompts in the order of their files and lines; `dataset[i].id == i`.
 
     Args:
-        prompts: the prompts, their ids running from 0.
-        skipped: how many over-long prompts were left out when they were loaded.
+        skipped: over-long prompts that were left out when they were loaded.
         blend: how often an epoch draws from each file; None for each prompt once.
 
     Raises:
@@ -98,9 +103,7 @@ class PromptDataset(Dataset[Prompt]):
         Blank lines are left out.
 
         Args:
-            tokenizer: turns text into ids; no special tokens are added beyond those in the text.
-            files: one path or several.
-            max_prompt_tokens: the longest prompt that is accepted, in tokens; None for no limit.
+            max_prompt_tokens: the longest prompt that is accepted; None for no limit.
             too_long: "refuse" makes a longer prompt an error, "skip" leaves it out and counts it in `skipped`.
                 No prompt is ever cut or replaced.
             apply_chat_template: render a `prompt` or `text` as a single user message by the chat template.
@@ -185,9 +188,10 @@ def build_train_valid_test_rlhf_datasets(
     """Load the train, validation and test prompts.
 
     Args:
-        tokenizer: see `PromptDataset.from_jsonl`, as for the remaining arguments.
         data_prefix: `{"train": files, "validation": files, "test": files}`, each a path or a list of paths;
             validation and test may be missing, null or empty. Train may have a weight before each path.
+
+    The others are those of `PromptDataset.from_jsonl`.
 
     Raises:
         ConfigError: keys or files are wrong; all faults together, before any file is read.

@@ -16,19 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What two processes must agree on before token ids travel between them.
+    """What two processes must agree on before token ids travel between them."""
 
-    Attributes:
-        vocab_size: number of ids the tokenizer knows, added tokens included.
-        vocab_sha256: hash over all (token, id) pairs, so that two vocabularies of one size are told apart.
-        eos_id: the end-of-sequence id, or None.
-        chat_template_sha256: hash of the chat template; None where there is none. It is not part of `differences`:
-            tokens are compared, templates are the business of whoever renders text.
-    """
-
-    vocab_size: int
-    vocab_sha256: str
-    eos_id: int | None
+    vocab_size: int  # number of ids the tokenizer knows, added tokens included
+    vocab_sha256: str  # hash over all (token, id) pairs, so that two vocabularies of one size are told apart
+    eos_id: int | None  # the end-of-sequence id, or None
+    # Hash of the chat template; None where there is none. It is not part of `differences`: tokens are compared,
+    # templates are the business of whoever renders text.
     chat_template_sha256: str | None
 
     @classmethod

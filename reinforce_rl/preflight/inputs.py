@@ -14,7 +14,7 @@ import torch
 from reinforce_rl.config.checks import TOO_LONG, shape_faults
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.config.schema import TrainConfig
-from reinforce_rl.data.data_prefix import resolve_data_prefix
+from reinforce_rl.data.jsonl import resolve_data_prefix
 from reinforce_rl.data.prompts import RLHFDatasets
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, ReinforceError

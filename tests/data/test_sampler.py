@@ -1,8 +1,9 @@
-"""The order of prompts: each exactly once an epoch, through any saves, restores, batch sizes and shards."""
+"""The order of prompts over epochs and ranks, exactly once each or by weights; positions that can be resumed."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from itertools import chain
 
@@ -10,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforce_rl.data.sampler import PromptSampler, shard
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.loader import PromptLoader
+from reinforce_rl.data.prompts import PromptDataset
+from reinforce_rl.data.sampler import Blend, PromptSampler, shard
 from reinforce_rl.errors import CheckpointError, ConfigError
 
 
@@ -154,3 +158,135 @@ def test_shards_are_contiguous_and_near_equal():
     for rank, size in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(ConfigError, match="rank"):
             shard([1], rank, size)
+
+
+EPOCHS = 4
+
+
+@st.composite
+def blends(draw) -> Blend:
+    files = draw(st.integers(1, 4))
+    sizes = draw(st.lists(st.integers(3, 25), min_size=files, max_size=files))
+    weights = draw(st.lists(st.floats(0.2, 1.0), min_size=files, max_size=files))
+    return Blend(tuple(sizes), tuple(weights))
+
+
+def file_of(blend: Blend, number: int) -> int:
+    index, file = number % blend.num_prompts, 0
+    while index >= sum(blend.sizes[: file + 1]):
+        file += 1
+    return file
+
+
+def sampler_of(blend: Blend, step: int = 5, seed: int = 3, **options) -> PromptSampler:
+    return PromptSampler(blend.num_prompts, step, seed=seed, max_epochs=EPOCHS, blend=blend, **options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(blends(), st.integers(1, 12), st.integers(0, 3), st.booleans())
+def test_shares_and_passes(blend, step, seed, shuffle):
+    total = math.fsum(blend.weights)
+    stream: dict[int, list[int]] = {file: [] for file in range(len(blend.sizes))}
+    for epoch in range(EPOCHS):
+        numbers = blend.epoch(seed, epoch, shuffle=shuffle)
+        assert len(numbers) == blend.num_prompts
+        counts = Counter(file_of(blend, number) for number in numbers)
+        for file, weight in enumerate(blend.weights):
+            share = weight / total
+            assert abs(counts[file] - share * len(numbers)) < 1, "the epoch's share"
+            for start in range(0, len(numbers) - step + 1, step):
+                found = sum(file_of(blend, number) == file for number in numbers[start : start + step])
+                assert abs(found - share * step) < 2.5, "and each batch's"
+            stream[file] += [number for number in numbers if file_of(blend, number) == file]
+    for file, numbers in stream.items():
+        size, first = blend.sizes[file], sum(blend.sizes[:file])
+        for pass_ in range(len(numbers) // size + 1):
+            given_ = numbers[pass_ * size : (pass_ + 1) * size]
+            indices = [number - pass_ * blend.num_prompts - first for number in given_]
+            assert len(set(indices)) == len(indices) and set(indices) <= set(range(size)), "none twice in a pass"
+            if not shuffle:
+                assert indices == list(range(len(indices)))
+    everything = list(chain(*stream.values()))
+    assert len(set(everything)) == len(everything), "a prompt that comes again has another number"
+
+
+@settings(max_examples=30, deadline=None)
+@given(blends(), st.integers(1, 12), st.integers(1, 4), st.data())
+def test_resumes_and_ranks_change_nothing(blend, step, ranks, data):
+    expected = list(sampler_of(blend, step))
+    assert len(expected) == EPOCHS * sampler_of(blend, step).steps_per_epoch
+    sampler, got = sampler_of(blend, step), []
+    while not sampler.finished:
+        if data.draw(st.booleans()):
+            state = json.loads(json.dumps(sampler.state_dict()))
+            sampler = sampler_of(blend, step)
+            sampler.load_state_dict(state)
+        batch = sampler.next_batch()
+        assert [number for rank in range(ranks) for number in shard(batch, rank, ranks)] == batch
+        got.append(batch)
+    assert got == expected
+
+
+def test_passes_differ_and_depend_on_the_seed():
+    blend = Blend((20, 20), (3.0, 1.0))
+    draws = [n for epoch in range(2) for n in blend.epoch(1, epoch, shuffle=True) if n % 40 < 20]
+    passes = [[n % 40 for n in draws[start : start + 20]] for start in (0, 20, 40)]
+    assert [sorted(found) for found in passes] == [list(range(20))] * 3
+    assert passes[0] != passes[1] != passes[2] and passes[0] != list(range(20))
+    assert blend.epoch(2, 0, shuffle=True) != blend.epoch(1, 0, shuffle=True)
+
+
+def test_only_the_ratio_of_weights_counts():
+    assert Blend((10, 30), (3, 1)).draws == Blend((10, 30), (0.75, 0.25)).draws == (30, 10)
+    assert Blend((1, 1, 1), (1, 1, 1)).draws == (1, 1, 1)
+    assert "file 1 gives 30 (3.00 times its 10 prompts), file 2 gives 10 (0.33" in str(Blend((10, 30), (3, 1)))
+
+
+def test_a_small_file_of_a_large_weight_gives_groups_of_their_own():
+    """Two draws of one prompt in one batch have the prompt's text and different ids."""
+    prompts = [Prompt(i, f"prompt {i}", (i + 4,)) for i in range(8)]
+    blend = Blend((2, 6), (0.75, 0.25))
+    loader = PromptLoader(PromptDataset(prompts, blend=blend), sampler_of(blend, 8))
+    batch = next(loader)
+    counts = Counter(prompt.text for prompt in batch)
+    assert counts["prompt 0"] == counts["prompt 1"] == 3
+    assert len({prompt.id for prompt in batch}) == 8
+    assert all(prompt.tokens == (prompt.id % 8 + 4,) and prompt.text == f"prompt {prompt.id % 8}" for prompt in batch)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (Blend((4, 6), (1, 2)), "weights was [1, 1], now is [1, 2]"),
+        (Blend((5, 5), (1, 1)), "file_sizes was [4, 6], now is [5, 5]"),
+        (None, "weights was [1, 1], now is None"),
+    ],
+)
+def test_a_resume_with_another_blend_is_refused(other, text):
+    state = sampler_of(Blend((4, 6), (1, 1))).state_dict()
+    with pytest.raises(CheckpointError) as raised:
+        PromptSampler(10, 5, seed=3, blend=other).load_state_dict(state)
+    assert text in str(raised.value)
+    with pytest.raises(CheckpointError, match="weights was None"):
+        sampler_of(Blend((4, 6), (1, 1))).load_state_dict(PromptSampler(10, 5, seed=3).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "text"),
+    [
+        ((4, 6), (1, 0), "the weight 0; expected a number above 0"),
+        ((4, 6), (1, math.nan), "the weight nan"),
+        ((4, 6), (1, -1), "the weight -1"),
+        ((4, 0), (1, 1), "file number 2, which has no prompt"),
+        ((4, 6), (1000, 1), "file number 2, 1 of 1001.0, that is less than one draw in an epoch of 10"),
+    ],
+)
+def test_weights_that_cannot_work(sizes, weights, text):
+    with pytest.raises(ConfigError) as raised:
+        Blend(sizes, weights)
+    assert text in str(raised.value)
+
+
+def test_a_blend_of_other_files_than_the_data_set():
+    with pytest.raises(ConfigError, match="num_prompts is 9, and the files of the blend have 10"):
+        PromptSampler(9, 5, seed=3, blend=Blend((4, 6), (1, 1)))
