@@ -32,7 +32,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from reinforce_rl.rewards import protocol
+from reinforce_rl.rewards import wire
 from reinforce_rl.utils.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,14 +97,14 @@ def http_call(address: int | str, tokens: np.ndarray, lengths: np.ndarray) -> Ca
     import tritonclient.http as triton
 
     inputs = [
-        triton.InferInput(protocol.TOKENS, list(tokens.shape), "INT64"),
-        triton.InferInput(protocol.SEQUENCE_LENGTHS, list(lengths.shape), "INT64"),
+        triton.InferInput(wire.TOKENS, list(tokens.shape), "INT64"),
+        triton.InferInput(wire.SEQUENCE_LENGTHS, list(lengths.shape), "INT64"),
     ]
     inputs[0].set_data_from_numpy(tokens)
     inputs[1].set_data_from_numpy(lengths)
-    outputs = [triton.InferRequestedOutput(key) for key in (protocol.REWARDS, protocol.STATUS)]
+    outputs = [triton.InferRequestedOutput(key) for key in (wire.REWARDS, wire.STATUS)]
     body, json_size = triton.InferenceServerClient.generate_request_body(inputs, outputs=outputs)
-    headers = {protocol.HEADER_LENGTH: str(json_size), "Content-Type": "application/octet-stream"}
+    headers = {wire.HEADER_LENGTH: str(json_size), "Content-Type": "application/octet-stream"}
     connection = http.client.HTTPConnection("127.0.0.1", address if isinstance(address, int) else 80, CALL_SECONDS)
     if isinstance(address, str):
         connection.sock = socket.socket(socket.AF_UNIX)
@@ -112,14 +112,14 @@ def http_call(address: int | str, tokens: np.ndarray, lengths: np.ndarray) -> Ca
         connection.sock.connect(address)
 
     def call() -> np.ndarray:
-        connection.request("POST", f"/v2/models/{protocol.DEFAULT_NAME}/infer", body, headers)
+        connection.request("POST", f"/v2/models/{wire.DEFAULT_NAME}/infer", body, headers)
         answer = connection.getresponse()
         data = answer.read()
         if answer.status != 200:
             raise RuntimeError(f"HTTP {answer.status}: {data[:300]!r}")
-        length = int(answer.headers[protocol.HEADER_LENGTH])
+        length = int(answer.headers[wire.HEADER_LENGTH])
         found = triton.InferenceServerClient.parse_response_body(data, header_length=length)
-        rewards = found.as_numpy(protocol.REWARDS)
+        rewards = found.as_numpy(wire.REWARDS)
         assert rewards is not None
         return rewards[:, 0]
 

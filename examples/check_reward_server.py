@@ -13,7 +13,7 @@ import sys
 
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.doctor import check_server
-from reinforce_rl.rewards.access import read_token
+from reinforce_rl.rewards.wire import read_token
 
 
 def main() -> int:

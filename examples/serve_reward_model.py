@@ -22,10 +22,10 @@ from reinforce_rl.reward_server.checks import model_faults, serves_function
 from reinforce_rl.reward_server.function_scoring import FunctionScorer
 from reinforce_rl.reward_server.options import FrontOptions, access_faults
 from reinforce_rl.reward_server.server import RewardServer
-from reinforce_rl.rewards.access import read_token
 from reinforce_rl.rewards.base import Scorer
 from reinforce_rl.rewards.function_process.loading import FunctionSpec
 from reinforce_rl.rewards.function_process.pool import OPTIONS, FunctionPool
+from reinforce_rl.rewards.wire import read_token
 from reinforce_rl.utils.ports import check_port
 
 

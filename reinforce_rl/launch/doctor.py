@@ -11,11 +11,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
-from reinforce_rl.rewards import protocol
-from reinforce_rl.rewards.health import check_once, infer_json
-from reinforce_rl.rewards.protocol import ServerInfo
-from reinforce_rl.rewards.retrying import FailedAttempt
-from reinforce_rl.rewards.transport import HttpAnswer, NoHttp, exchange, wait_for
+from reinforce_rl.rewards import wire
+from reinforce_rl.rewards.transport import (
+    FailedAttempt,
+    HttpAnswer,
+    NoHttp,
+    check_once,
+    exchange,
+    infer_json,
+    wait_for,
+)
+from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.addresses import Address
 
 HEALTH_SECONDS = 30.0  # the server's own sample may take a while
@@ -75,7 +81,7 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
 def _place_of(url: str, token: str | None) -> _Place:
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
-        port = parts.port or protocol.DEFAULT_PORT
+        port = parts.port or wire.DEFAULT_PORT
     except ValueError:
         port = 0
     if parts.scheme != "http" or not parts.hostname or port == 0 or parts.path.strip("/"):
@@ -174,13 +180,13 @@ def _measure(place: _Place, info: ServerInfo) -> list[str]:
 def _seconds(place: _Place, name: str, samples: int, length: int) -> float:
     inputs = [
         {
-            "name": protocol.TOKENS,
+            "name": wire.TOKENS,
             "datatype": "INT64",
             "shape": [samples, length],
             "data": [0] * (samples * length),
         },
         {
-            "name": protocol.SEQUENCE_LENGTHS,
+            "name": wire.SEQUENCE_LENGTHS,
             "datatype": "INT64",
             "shape": [samples, 1],
             "data": [length] * samples,
@@ -194,9 +200,9 @@ def _seconds(place: _Place, name: str, samples: int, length: int) -> float:
         if "HTTP 503" in str(error):
             advice = "it is busy; clients are told to come back, and do. Ask again later"
         raise Unwell(f"{place.url} did not score a request: {error}: {advice}") from error
-    if any(answer[protocol.STATUS]):
+    if any(answer[wire.STATUS]):
         raise Unwell(
             f"{place.url} could not score a sample of {length} tokens of id 0 "
-            f"(status {sorted(set(answer[protocol.STATUS]))}); its log says why"
+            f"(status {sorted(set(answer[wire.STATUS]))}); its log says why"
         )
     return time.monotonic() - started

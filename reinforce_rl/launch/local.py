@@ -17,10 +17,8 @@ from types import FrameType
 
 from reinforce_rl.config.overrides import override_of
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, ReinforceError, RewardServerError
-from reinforce_rl.rewards.access import read_token
-from reinforce_rl.rewards.health import check_once
-from reinforce_rl.rewards.protocol import DEFAULT_NAME
-from reinforce_rl.rewards.retrying import FailedAttempt
+from reinforce_rl.rewards.transport import FailedAttempt, check_once
+from reinforce_rl.rewards.wire import DEFAULT_NAME, read_token
 from reinforce_rl.utils.guard import Guard
 from reinforce_rl.utils.ports import check_port, free_port
 from reinforce_rl.utils.process import STOP_SIGNALS, die_with_parent, heard_signals

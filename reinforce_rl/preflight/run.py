@@ -23,13 +23,11 @@ from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import longest_of, plan_batches, plan_memory
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
 from reinforce_rl.preflight.shapes import ModelSize
-from reinforce_rl.rewards.access import read_token
 from reinforce_rl.rewards.function_process.loading import LoadFault, load_function
 from reinforce_rl.rewards.function_process.source import configured_functions
-from reinforce_rl.rewards.health import check_once
-from reinforce_rl.rewards.protocol import ServerInfo
 from reinforce_rl.rewards.replicas import unlike
-from reinforce_rl.rewards.retrying import FailedAttempt
+from reinforce_rl.rewards.transport import FailedAttempt, check_once
+from reinforce_rl.rewards.wire import ServerInfo, read_token
 from reinforce_rl.trainer.build_actor import lora_settings
 from reinforce_rl.utils.addresses import Address
 

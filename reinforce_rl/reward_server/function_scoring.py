@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from reinforce_rl.reward_server.scoring import RequestScorer, Samples
-from reinforce_rl.rewards import base, protocol
+from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.function_process.pool import PING, FunctionPool
-from reinforce_rl.rewards.text_form import read_samples
+from reinforce_rl.rewards.wire import read_samples
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,21 @@ class FunctionRequestScorer(RequestScorer):
     @property
     def input_forms(self) -> tuple[str, ...]:
         """Texts alone."""
-        return (protocol.TEXT_FORM,)
+        return (wire.TEXT_FORM,)
 
     def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
         """A sample that a worker process answers without calling the function, which need not like made-up ones."""
         return [
             {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]}
             for name, text in (
-                (protocol.PROMPTS, ""),
-                (protocol.RESPONSES, ""),
-                (protocol.METADATA, json.dumps(self._canary)),
+                (wire.PROMPTS, ""),
+                (wire.RESPONSES, ""),
+                (wire.METADATA, json.dumps(self._canary)),
             )
         ]
 
     def _read(self, request: Mapping[str, np.ndarray]) -> Samples:
-        protocol.check_inputs(set(request.keys()), self.input_forms)
+        wire.check_inputs(set(request.keys()), self.input_forms)
         samples, status = read_samples(request)
         return Samples([], status, samples)
 
@@ -78,5 +78,5 @@ class FunctionRequestScorer(RequestScorer):
             status, rewards = one.status.copy(), np.full(len(one.status), np.nan, np.float32)
             answer = scores.result()
             status[good], rewards[good] = answer.status, answer.values
-            answers.append({protocol.REWARDS: rewards[:, None], protocol.STATUS: status[:, None]})
+            answers.append({wire.REWARDS: rewards[:, None], wire.STATUS: status[:, None]})
         return answers

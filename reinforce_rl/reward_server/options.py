@@ -10,8 +10,8 @@ import numpy as np
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.reward_server.front.limits import FrontLimits, default_request_bytes
-from reinforce_rl.rewards import access, protocol
-from reinforce_rl.rewards.protocol import ServerInfo
+from reinforce_rl.rewards import wire
+from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.ports import is_loopback
 
 WIDER_THAN_CONTEXT = 4  # how much wider than the model's context a padded request may be
@@ -85,7 +85,7 @@ def check_options(
             faults.append(f"inference.{key} is {getattr(options, key)}; expected a number above 0")
     if not info.name or not all(c.isascii() and (c.isalnum() or c in "._-") for c in info.name):
         faults.append(f"the model's name is '{info.name}'; expected letters, digits, '.', '_' and '-'")
-    if info.name == protocol.INFO_MODEL:
+    if info.name == wire.INFO_MODEL:
         faults.append(f"the model's name '{info.name}' is taken by the server's own description")
     if info.tokenizer is not None and info.vocab_size is not None and info.vocab_size < info.tokenizer.vocab_size:
         faults.append(
@@ -108,6 +108,6 @@ def access_faults(host: str, token: str | None, allow_no_token: bool) -> list[st
         return []
     return [
         f"inference.host is {host}, so other machines can reach the server, and it has no access token. Give it one "
-        f"with inference.token_file=FILE or the environment variable {access.TOKEN_VARIABLE}, or say "
+        f"with inference.token_file=FILE or the environment variable {wire.TOKEN_VARIABLE}, or say "
         "inference.allow_no_token=true where everyone who can reach the port may use it"
     ]

@@ -18,8 +18,8 @@ import numpy as np
 from reinforce_rl.errors import RankLostError
 from reinforce_rl.reward_model.template import encode_sample
 from reinforce_rl.reward_server.progress import Progress
-from reinforce_rl.rewards import base, protocol
-from reinforce_rl.rewards.text_form import read_samples
+from reinforce_rl.rewards import base, wire
+from reinforce_rl.rewards.wire import read_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,13 +91,13 @@ class RequestScorer:
     def input_forms(self) -> tuple[str, ...]:
         """What a trainer may send: tokens, and texts where there is a chat template to render them with."""
         with_template = bool(self._tokenizer.chat_template) and self._tokenizer.eos_token_id is not None
-        return (protocol.TOKENS_FORM, protocol.TEXT_FORM) if with_template else (protocol.TOKENS_FORM,)
+        return (wire.TOKENS_FORM, wire.TEXT_FORM) if with_template else (wire.TOKENS_FORM,)
 
     def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
         """One sample of so many tokens, as JSON, by which a server proves that it can score."""
         return [
-            {"name": protocol.TOKENS, "datatype": "INT64", "shape": [1, length], "data": [0] * length},
-            {"name": protocol.SEQUENCE_LENGTHS, "datatype": "INT64", "shape": [1, 1], "data": [length]},
+            {"name": wire.TOKENS, "datatype": "INT64", "shape": [1, length], "data": [0] * length},
+            {"name": wire.SEQUENCE_LENGTHS, "datatype": "INT64", "shape": [1, 1], "data": [length]},
         ]
 
     @property
@@ -171,12 +171,12 @@ class RequestScorer:
 
     def _read(self, request: Mapping[str, np.ndarray]) -> Samples:
         names = set(request.keys())
-        protocol.check_inputs(names, self.input_forms)
-        if protocol.SENTENCES in names:
-            rows = request[protocol.SENTENCES].reshape(-1).tolist()
+        wire.check_inputs(names, self.input_forms)
+        if wire.SENTENCES in names:
+            rows = request[wire.SENTENCES].reshape(-1).tolist()
             return self._read_each(rows, self._tokenize, base.STATUS_BAD_TEXT)
-        if protocol.TOKENS in names:
-            tokens, lengths = request[protocol.TOKENS], request[protocol.SEQUENCE_LENGTHS].reshape(-1).tolist()
+        if wire.TOKENS in names:
+            tokens, lengths = request[wire.TOKENS], request[wire.SEQUENCE_LENGTHS].reshape(-1).tolist()
             pairs = zip(tokens, lengths, strict=True)
             rows = [row[:length] if 0 <= length <= len(row) else None for row, length in pairs]
             return self._read_each(rows, lambda row: row[:], base.STATUS_BAD_LENGTH)
@@ -236,9 +236,9 @@ class RequestScorer:
         bad = ~np.isfinite(scores).all(axis=1)
         status[bad & (status == base.STATUS_OK)] = base.STATUS_NOT_FINITE
         scores[bad] = np.nan
-        answer = {protocol.REWARDS: scores[:, :1], protocol.STATUS: status[:, None]}
+        answer = {wire.REWARDS: scores[:, :1], wire.STATUS: status[:, None]}
         if self._attributes:
-            answer[protocol.ATTRIBUTES] = scores[:, 1:]
+            answer[wire.ATTRIBUTES] = scores[:, 1:]
         return answer
 
     def _call_in_parts(self, sequences: list[list[int]], level: int = logging.ERROR) -> tuple[np.ndarray, np.ndarray]:
@@ -277,7 +277,7 @@ class RequestScorer:
     def _count(self, samples: list[Samples], answers: list[Answer], seconds: float) -> None:
         by_status: dict[int, int] = {}
         for answer in answers:
-            for code in answer[protocol.STATUS][:, 0].tolist():
+            for code in answer[wire.STATUS][:, 0].tolist():
                 by_status[code] = by_status.get(code, 0) + 1
         failed = {base.STATUS_TEXT[code]: n for code, n in by_status.items() if code != base.STATUS_OK}
         count = sum(len(one.status) for one in samples)

@@ -34,9 +34,9 @@ from reinforce_rl.reward_server.private_triton import PrivateTriton
 from reinforce_rl.reward_server.progress import Progress
 from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.reward_server.triton_backend import TRITON_SOCKET, build_triton, make_home, stop_triton
-from reinforce_rl.rewards import base, health, protocol
-from reinforce_rl.rewards.protocol import ServerInfo
-from reinforce_rl.rewards.retrying import FailedAttempt
+from reinforce_rl.rewards import base, transport, wire
+from reinforce_rl.rewards.transport import FailedAttempt
+from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.guard import Guard, name_stopped
 from reinforce_rl.utils.ports import open_port
 
@@ -82,9 +82,9 @@ class RewardServer:
         scorer: base.Scorer | FunctionScorer,
         tokenizer: PreTrainedTokenizerBase | None,
         *,
-        name: str = protocol.DEFAULT_NAME,
+        name: str = wire.DEFAULT_NAME,
         host: str = "127.0.0.1",
-        port: int = protocol.DEFAULT_PORT,
+        port: int = wire.DEFAULT_PORT,
         front: FrontOptions | None = None,
         max_batch_size: int = 256,
         max_queue_delay: float = 0.0,
@@ -250,7 +250,7 @@ class RewardServer:
 
     def _check_handshake(self) -> None:
         try:
-            health.check_once(self._local_host, self._port, self.info.name, timeout=10.0, token=self._options.token)
+            transport.check_once(self._local_host, self._port, self.info.name, timeout=10.0, token=self._options.token)
         except FailedAttempt as error:
             raise RewardServerError(f"the server at {self._host}:{self._port} started, but {error}") from error
 

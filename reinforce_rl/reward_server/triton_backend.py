@@ -19,8 +19,8 @@ import psutil
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.reward_server.private_triton import PrivateTriton
 from reinforce_rl.reward_server.scoring import RequestScorer
-from reinforce_rl.rewards import protocol
-from reinforce_rl.rewards.protocol import ServerInfo
+from reinforce_rl.rewards import wire
+from reinforce_rl.rewards.wire import ServerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +67,17 @@ def build_triton(
         ) from error
 
     names = info.attributes
-    attributes = [Tensor(name=protocol.ATTRIBUTES, dtype=np.float32, shape=(len(names),))] if names else []
+    attributes = [Tensor(name=wire.ATTRIBUTES, dtype=np.float32, shape=(len(names),))] if names else []
     triton.bind(
         info.name,
         requests.__call__,
         inputs=[
             Tensor(name=name, dtype=np.int64 if datatype == "INT64" else np.bytes_, shape=(width,), optional=True)
-            for name, (datatype, width) in protocol.INPUTS.items()
+            for name, (datatype, width) in wire.INPUTS.items()
         ],
         outputs=[
-            Tensor(name=protocol.REWARDS, dtype=np.float32, shape=(1,)),
-            Tensor(name=protocol.STATUS, dtype=np.int32, shape=(1,)),
+            Tensor(name=wire.REWARDS, dtype=np.float32, shape=(1,)),
+            Tensor(name=wire.STATUS, dtype=np.int32, shape=(1,)),
             *attributes,
         ],
         config=ModelConfig(
@@ -92,14 +92,14 @@ def build_triton(
     description = np.array([info.to_json().encode()])
 
     def describe(requests: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-        return [{protocol.INFO_OUTPUT: description} for _ in requests]
+        return [{wire.INFO_OUTPUT: description} for _ in requests]
 
     triton.bind(
-        protocol.INFO_MODEL,
+        wire.INFO_MODEL,
         describe,
         # Triton wants a model to have an input; this one is never read.
         inputs=[Tensor(name="unused", dtype=np.bytes_, shape=(1,), optional=True)],
-        outputs=[Tensor(name=protocol.INFO_OUTPUT, dtype=np.bytes_, shape=(1,))],
+        outputs=[Tensor(name=wire.INFO_OUTPUT, dtype=np.bytes_, shape=(1,))],
         config=ModelConfig(batching=False),
         strict=True,
     )
@@ -141,7 +141,7 @@ def make_home(name: str) -> Path:
     Raises:
         ConfigError: the model's name alone is too long.
     """
-    longest = max(name, protocol.INFO_MODEL, key=len) + "_0_0-server.sock"
+    longest = max(name, wire.INFO_MODEL, key=len) + "_0_0-server.sock"
     for parent in (tempfile.gettempdir(), "/tmp"):
         room = SOCKET_PATH_LIMIT - len(f"{parent}/{HOME_PREFIX}12345678/{WORKSPACE}/{longest}".encode())
         if room >= 0:

@@ -139,6 +139,21 @@ class RewardSource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class WeightedSource:
+    """One of several sources.
+
+    Attributes:
+        name: in metrics and messages.
+        source: scores.
+        weight: of its scores in the sum; any sign.
+    """
+
+    name: str
+    source: RewardSource
+    weight: float
+
+
 class Scorer(Protocol):
     """A reward model inside the server's process: token ids in, one score a sequence out.
 

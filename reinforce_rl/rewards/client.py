@@ -24,15 +24,11 @@ import torch
 
 from reinforce_rl.data.tokenizer import TokenizerInfo
 from reinforce_rl.errors import RewardServerError
-from reinforce_rl.rewards import protocol
+from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.base import RewardRequest, Rewards
-from reinforce_rl.rewards.handshake import choose_form
-from reinforce_rl.rewards.infer_call import Scores, infer
-from reinforce_rl.rewards.protocol import ServerInfo
-from reinforce_rl.rewards.replicas import NoServerInTime, Replicas
-from reinforce_rl.rewards.request_parts import arrays_of, cut
-from reinforce_rl.rewards.retrying import Deadline, FailedAttempt
-from reinforce_rl.rewards.transport import submit
+from reinforce_rl.rewards.replicas import Deadline, NoServerInTime, Replicas
+from reinforce_rl.rewards.transport import FailedAttempt, Scores, infer, submit
+from reinforce_rl.rewards.wire import ServerInfo, choose_form, request_arrays, split
 from reinforce_rl.utils.addresses import Address, ModelAddress
 from reinforce_rl.utils.choices import AUTO_FORM
 
@@ -97,8 +93,8 @@ class RemoteGPTRMClient:
     def __init__(
         self,
         host: str = "127.0.0.1",
-        port: int = protocol.DEFAULT_PORT,
-        name: str = protocol.DEFAULT_NAME,
+        port: int = wire.DEFAULT_PORT,
+        name: str = wire.DEFAULT_NAME,
         *,
         replicas: Sequence[Address] = (),
         token: str | None = None,
@@ -215,7 +211,7 @@ class RemoteGPTRMClient:
         if len(request.lengths) == 0:
             return Rewards(torch.zeros(0), torch.zeros(0, dtype=torch.int32))
         info, _ = await self._describe(deadline, request_id)
-        arrays = arrays_of(request, self._form or info.input_forms[0], self._pad_to_length, self._pad_id)
+        arrays = request_arrays(request, self._form or info.input_forms[0], self._pad_to_length, self._pad_id)
         failed = asyncio.Event()
 
         async def score(number: int, part: dict[str, np.ndarray]) -> Scores:
@@ -229,9 +225,9 @@ class RemoteGPTRMClient:
                     failed.set()  # before the next part gets this slot
                     raise
 
-        tasks = [asyncio.create_task(score(number, part)) for number, part in enumerate(cut(arrays, info))]
+        tasks = [asyncio.create_task(score(number, part)) for number, part in enumerate(split(arrays, info))]
         try:
-            return _rewards_of(Scores.join(await asyncio.gather(*tasks)), info)
+            return _rewards_of(Scores(*map(np.concatenate, zip(*await asyncio.gather(*tasks), strict=True))), info)
         finally:
             for task in tasks:
                 task.cancel()

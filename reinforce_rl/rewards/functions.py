@@ -1,4 +1,4 @@
-"""Reward functions that come with the project. `docs/reward-functions.md` says how to write one of your own.
+"""The reward functions that come with the project. `docs/reward-functions.md` says how to write your own.
 
 A reward function scores one sample:
 
@@ -9,8 +9,8 @@ A reward function scores one sample:
     record      every other field of the prompt's JSON line, such as `answer`
     kwargs      from the configuration, keyword only
 
-It runs in a process of its own kind, so nothing here imports torch. A function may be given a `check` by `checked_by`.
-It is called with the kwargs when a pool starts, and raises ValueError where they cannot work.
+It runs in a process without torch, so nothing here imports torch. `checked_by` attaches a check of the kwargs, which
+is called when a pool starts and raises ValueError if they cannot work.
 """
 
 from __future__ import annotations
@@ -18,12 +18,28 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
-from reinforce_rl.rewards.answers import parse_number, same_answer
 from reinforce_rl.rewards.function_process.loading import checked_by
 
 UNITS = ("words", "characters")
+MAX_DIGITS = 400  # Python's conversion of long numbers takes quadratic time
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
+# A minus after a letter, a digit or a bracket is an operator or a hyphen: 48-2, pages 5-10, (3)-1.
+_NUMBER = re.compile(
+    rf"(?:(?<![\w.)\]])(?P<sign>[-+\u2212\u2013])\s?)?(?:[$\u20ac\u00a3]\s?(?P<inner>[-\u2212\u2013])?)?"
+    rf"(?<![\w.])(?P<over>{_DECIMAL})(?!\d|\.\d)(?:\s?/\s?(?P<under>{_DECIMAL}))?"
+)
+_MARKED = re.compile(
+    r"(?P<hashes>####[ \t]*)|(?P<boxed>\\boxed\s*\{)|(?P<words>\b(?:final\s+)?answer(?:\s+is|\s*[:=])[ \t]*[:=]?)",
+    re.IGNORECASE,
+)
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_LATEX_WORDS = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}")
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 
 
 def gsm8k(
@@ -36,10 +52,9 @@ def gsm8k(
     wrong: float = 0.0,
     last_number: bool = True,
 ) -> float:
-    """Whether the response ends in the right number, as in GSM8K (Cobbe et al. 2021, arXiv:2110.14168).
+    """Score whether the response ends in the right number, as in GSM8K (Cobbe et al. 2021, arXiv:2110.14168).
 
-    Numbers are compared exactly: 5, 5.00 and 10/2 are one number. See `answers.final_answer` for what is read as the
-    answer.
+    Numbers are compared exactly: 5, 5.00 and 10/2 are one number. `_final_answer` says what counts as the answer.
 
     Args:
         prompt: not read.
@@ -47,16 +62,92 @@ def gsm8k(
         record: `answer_key` is the right answer, a number or a text of one.
         answer_key: the record's field.
         correct, wrong: the rewards.
-        last_number: where nothing marks an answer, the last number of the response is taken for it.
+        last_number: if nothing marks an answer, take the last number of the response.
 
     Raises:
         KeyError: the record has no such field.
         ValueError: it holds no number.
     """
-    expected = parse_number(str(record[answer_key]))
+    expected = _parse_number(str(record[answer_key]))
     if expected is None:
         raise ValueError(f"the record's '{answer_key}' holds no number")
-    return correct if same_answer(response, expected, last_number=last_number) else wrong
+    return correct if _final_answer(response, last_number=last_number) == expected else wrong
+
+
+def _parse_number(text: str) -> Fraction | None:
+    """Return the first number of a text, exactly, or None.
+
+    Reads signs (Unicode minus too), currency signs, thousands with commas, decimals and fractions of two numbers:
+    `-$1,234.50`, `3/4`, `.5`. Ignores percent signs and other units: 50% is 50. Evaluates nothing.
+    """
+    for match in _NUMBER.finditer(_without_latex(text)):
+        number = _value(match)
+        if number is not None:
+            return number
+    return None
+
+
+def _final_answer(text: str, *, last_number: bool = True) -> Fraction | None:
+    """Return the number that a worked solution gives as its answer, or None.
+
+    It is the last of these that holds a number: `#### 72`, `\\boxed{72}`, "the answer is 72", "Answer: 72". In "the
+    answer is 5 + 3 = 8" the number after the last equals sign counts.
+
+    Args:
+        text: a worked solution.
+        last_number: if nothing marks an answer, take the last number of the text.
+    """
+    for match in reversed(list(_MARKED.finditer(text))):
+        number = _parse_number(_marked_part(text, match))
+        if number is not None:
+            return number
+    if not last_number:
+        return None
+    numbers = (_value(match) for match in reversed(list(_NUMBER.finditer(_without_latex(text)))))
+    return next((number for number in numbers if number is not None), None)
+
+
+def _marked_part(text: str, match: re.Match[str]) -> str:
+    """What a marker marks: the content of the braces, or the rest of the line or sentence."""
+    rest = text[match.end() :]
+    if match.group("boxed"):
+        part = _until_closed(rest)
+    else:
+        part = rest.lstrip().split("\n", 1)[0] if match.group("words") else rest.split("\n", 1)[0]
+        if match.group("words"):
+            part = _SENTENCE_END.split(part, maxsplit=1)[0]
+    before, equals, after = part.rpartition("=")
+    return after if equals and _parse_number(after) is not None else (before or part)
+
+
+def _until_closed(text: str) -> str:
+    depth = 1
+    for index, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return text[:index]
+    return text
+
+
+def _without_latex(text: str) -> str:
+    if "\\" not in text and "{" not in text:
+        return text
+    text = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%")
+    text = re.sub(r"\\[,!;: ]", "", text)
+    text = _LATEX_WORDS.sub(r" \1 ", text)
+    return _LATEX_FRACTION.sub(r" \1/\2 ", text)
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    over, under = match.group("over"), match.group("under") or "1"
+    if len(over) + len(under) > MAX_DIGITS:
+        return None
+    divisor = Fraction(under.replace(",", ""))
+    if divisor == 0:
+        return None
+    number = Fraction(over.replace(",", "")) / divisor
+    negative = (match.group("sign") or "+") != "+"
+    return -number if negative != (match.group("inner") is not None) else number
 
 
 def _check_pattern(*, pattern: str, whole: bool = True, matched: float = 1.0, unmatched: float = 0.0) -> None:
@@ -77,16 +168,16 @@ def matches(
     matched: float = 1.0,
     unmatched: float = 0.0,
 ) -> float:
-    """Whether the response has a form that a regular expression describes.
+    """Score whether the response matches a regular expression.
 
-    A pattern that backtracks for ever is ended by the time limit, and its sample fails.
+    A pattern that backtracks for ever runs into the time limit, and its sample fails.
 
     Args:
         prompt: not read.
-        response: is matched as it is, white space around it included.
+        response: matched as it is, surrounding white space included.
         record: not read.
-        pattern: of Python's `re`. `(?s)` at its beginning lets a dot match line breaks.
-        whole: the whole response must match; false: some part of it.
+        pattern: in Python's `re` syntax; `(?s)` at its beginning lets a dot match line breaks.
+        whole: match the whole response rather than any part of it.
         matched, unmatched: the rewards.
     """
     compiled = _compiled(pattern)
@@ -118,14 +209,13 @@ def length(
     tolerance: float,
     unit: str = "words",
 ) -> float:
-    """How near the response's length is to a target: max(0, 1 - |length - target| / tolerance).
+    """Score how near the response's length is to a target: max(0, 1 - |length - target| / tolerance).
 
     Args:
         prompt: not read.
-        response: is measured.
         record: not read.
-        target: the length that earns 1.
-        tolerance: so far from the target, and further, the reward is 0.
+        target: the length with reward 1.
+        tolerance: the distance from the target at which the reward reaches 0.
         unit: `words`, separated by white space, or `characters`.
     """
     count = len(response.split()) if unit == "words" else len(response)
@@ -138,13 +228,13 @@ def _check_vader() -> None:
 
 @checked_by(_check_vader)
 def vader(prompt: str, response: str, record: Mapping[str, Any]) -> float:
-    """The sentiment of an English response, -1 (negative) to 1 (positive): VADER's compound score.
+    """Score the sentiment of an English response, -1 (negative) to 1 (positive): VADER's compound score.
 
     Hutto and Gilbert 2014, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text".
 
     Args:
         prompt: not read.
-        response: is rated; an empty one has 0.
+        response: an empty one has 0.
         record: not read.
     """
     return float(_analyzer().polarity_scores(response)["compound"])

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from reinforce_rl.errors import RewardServerError
-from reinforce_rl.rewards.health import ask_who
-from reinforce_rl.rewards.infer_call import PROBE_SECONDS
-from reinforce_rl.rewards.protocol import ServerInfo
-from reinforce_rl.rewards.retrying import Backoff, Deadline, FailedAttempt
+from reinforce_rl.rewards.transport import PROBE_SECONDS, FailedAttempt, ask_description
+from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.addresses import Address, ModelAddress
 
 logger = logging.getLogger(__name__)
@@ -37,6 +35,58 @@ def unlike(first: Address, second: Address, differences: Sequence[str]) -> str:
 
 class NoServerInTime(Exception):
     """No server was up within the deadline."""
+
+
+class Deadline:
+    """How long something has been going on, and how long it still may.
+
+    Args:
+        seconds: from now on.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._start = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
+    def remaining(self) -> float:
+        return self.seconds - self.elapsed
+
+
+class Backoff:
+    """Pauses that double, each with jitter.
+
+    Args:
+        first_seconds, max_seconds: they grow from one to the other.
+        rng: of the jitter.
+    """
+
+    def __init__(self, first_seconds: float, max_seconds: float, rng: random.Random):
+        self._first = first_seconds
+        self._max = max_seconds
+        self._random = rng
+        self._next = first_seconds
+
+    def pause(self, retry_after: float | None = None) -> float:
+        """Seconds until the next attempt.
+
+        Args:
+            retry_after: the server's own wish, which goes before.
+        """
+        pause = min(self._next * self._random.uniform(0.5, 1.5), self._max)
+        self._next = min(2 * self._next, self._max)
+        if retry_after is not None:
+            # The server knows when it will have time. Later, never sooner: all of its clients got such an answer.
+            return retry_after * self._random.uniform(1.0, 1.5)
+        return pause
+
+    def reset(self) -> None:
+        """Begin anew, after a success."""
+        self._next = self._first
 
 
 @dataclass
@@ -209,7 +259,7 @@ class Replicas:
         replica.up = False
         replica.failures += 1
         replica.trouble = str(failure)
-        replica.fault = failure.fault
+        replica.fault = failure.fatal
         if replica.failures == 1 and self.several:
             logger.warning("event=reward_server_set_aside place=%s reason=%s", replica.model.place, failure)
         self._tell()
@@ -259,7 +309,7 @@ class Replicas:
             info, fault, retry_after = None, None, None
             model, trouble = replica.model, ""
             try:
-                info = await ask_who(model, PROBE_SECONDS)
+                info = await ask_description(model, PROBE_SECONDS)
             except FailedAttempt as error:
                 trouble, retry_after = str(error), error.retry_after
                 unknown_since = (unknown_since or time.monotonic()) if error.unknown else None

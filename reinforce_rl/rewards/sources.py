@@ -1,11 +1,16 @@
-"""The sources of reward that a configuration names: servers that are there and read what is sent, and functions."""
+"""Reward sources named by a configuration, servers and functions, and their weighted sum."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from reinforce_rl.config.schema import RewardServerConfig, TrainConfig
 from reinforce_rl.data.tokenizer import TokenizerInfo, pad_id_of
@@ -13,15 +18,62 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import RunMonitor
-from reinforce_rl.rewards import protocol
-from reinforce_rl.rewards.access import read_token
-from reinforce_rl.rewards.base import RewardSource
+from reinforce_rl.rewards.base import STATUS_OK, RewardFuture, RewardRequest, Rewards, RewardSource, WeightedSource
 from reinforce_rl.rewards.client import RemoteGPTRMClient
-from reinforce_rl.rewards.combined import CombinedRewards, WeightedSource
 from reinforce_rl.rewards.function_process.source import start_reward_functions
+from reinforce_rl.rewards.wire import read_token
+from reinforce_rl.utils.choices import TEXT_FORM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class _CombinedFuture:
+    sources: tuple[WeightedSource, ...]
+    futures: tuple[RewardFuture, ...]
+
+    def result(self) -> Rewards:
+        """The weighted sum. A sample that one source could not score has failed, with that source's status."""
+        answers = [future.result() for future in self.futures]
+        values = torch.zeros_like(answers[0].values)
+        status = torch.full_like(answers[0].status, STATUS_OK)
+        for source, answer in zip(self.sources, answers, strict=True):
+            values = values + source.weight * answer.values
+            status = torch.where(status == STATUS_OK, answer.status, status)
+        by_source, faults = {}, {}
+        for source, answer in zip(self.sources, answers, strict=True):
+            faults = {**answer.faults, **faults}
+            by_source[source.name] = answer.values
+            by_source |= {f"{source.name}/{name}": values for name, values in answer.by_source.items()}
+        return Rewards(torch.where(status == STATUS_OK, values, torch.nan), status, by_source, faults)
+
+
+class CombinedRewards:
+    """A reward source that asks several at once and adds up what they say.
+
+    Args:
+        sources: at least one, of different names.
+
+    Raises:
+        ConfigError: two of one name.
+    """
+
+    def __init__(self, sources: Sequence[WeightedSource]):
+        names = [source.name for source in sources]
+        if len(set(names)) < len(names):
+            raise ConfigError([f"reward sources are named {', '.join(names)}; expected different names"])
+        self._sources = tuple(sources)
+
+    def infer_rm(self, request: RewardRequest) -> RewardFuture:
+        """Ask all of them; they score at the same time."""
+        return _CombinedFuture(self._sources, tuple(source.source.infer_rm(request) for source in self._sources))
+
+    def close(self) -> None:
+        """Close every source, also after one of them failed to; a failure is raised at the end."""
+        with ExitStack() as stack:
+            for source in reversed(self._sources):
+                stack.callback(source.source.close)
 
 
 def connect_to_reward_servers(
@@ -82,7 +134,7 @@ def connect_to_reward_server(
             monitor.note(f"{sentence} The run goes on with the others; this one is asked again now and then.")
         vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
         form = client.check_compatible(TokenizerInfo.of(tokenizer), vocab_size, server.input)
-        if form == protocol.TEXT_FORM:
+        if form == TEXT_FORM:
             monitor.note(f"The reward model '{server.name}' is sent texts.")
     except Exception as error:  # whatever it is, the other ranks must hear of it
         client.close()

@@ -1,4 +1,7 @@
-"""The client's HTTP: an event loop in a thread of its own, and one exchange with a deadline for all of it."""
+"""Requests to one reward server over HTTP, each with a deadline for the whole answer: its description, and scores.
+
+They run on one event loop, in a thread that all clients of the process share.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,27 @@ import asyncio
 import contextlib
 import hashlib
 import io
+import json
 import os
 import threading
+import uuid
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from reinforce_rl.rewards.protocol import MAX_RETRY_SECONDS, REQUEST_DIGEST
-from reinforce_rl.rewards.retrying import FailedAttempt
-from reinforce_rl.utils.addresses import Address
+import numpy as np
+
+from reinforce_rl.errors import RewardServerError
+from reinforce_rl.rewards import wire
+from reinforce_rl.rewards.wire import ServerInfo
+from reinforce_rl.utils.addresses import Address, ModelAddress
 
 CONNECT_SECONDS = 10.0
+PROBE_SECONDS = 10.0  # for one request about a server's health
 MAX_ANSWER_BYTES = 1 << 26  # far above any answer of a reward server; another program may send without end
+GATEWAY_CODES = (502, 503, 504)  # of a proxy whose back end is not up yet
+RETRIED_CODES = (408, 425, 429)  # besides every 5xx
 
 T = TypeVar("T")
 
@@ -27,7 +38,7 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine in the thread that all clients of this process share."""
+    """Run a coroutine on the shared event loop."""
     global _loop
     with _lock:
         if _loop is None:
@@ -38,12 +49,36 @@ def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled where a signal ends the wait."""
+    """Run a coroutine on the shared event loop and wait for its result; a signal that ends the wait cancels it."""
     future = submit(work)
     try:
         return future.result()
     finally:
         future.cancel()
+
+
+@dataclass(eq=False)
+class FailedAttempt(Exception):
+    """An attempt failed in a way that another one, perhaps at another server, may not.
+
+    Attributes:
+        text: what the server does, as a predicate for messages.
+        timed_out: the deadline passed.
+        bad_answer: the answer breaks the protocol, or belongs to another request.
+        unknown: a Triton server without our description: normal while a server starts, a mistake if it lasts.
+        retry_after: seconds until the server wants to be asked again, if it sent them.
+        fatal: why this server cannot be used at all; None if it may recover.
+    """
+
+    text: str
+    timed_out: bool = False
+    bad_answer: bool = False
+    unknown: bool = False
+    retry_after: float | None = None
+    fatal: RewardServerError | None = None
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class NoHttp(FailedAttempt):
@@ -52,11 +87,7 @@ class NoHttp(FailedAttempt):
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """Attributes:
-    code: the HTTP status.
-    headers: by name, in any case.
-    body: uncompressed, whole where the answer said how long it is.
-    """
+    """A status code, case-insensitive headers, and the uncompressed body."""
 
     code: int
     headers: Mapping[str, str]
@@ -64,40 +95,49 @@ class HttpAnswer:
 
     @property
     def delimited(self) -> bool:
-        """Whether it said how long it is; else one that was cut looks like a whole one."""
+        """Whether the answer gives its length; otherwise a truncated one looks complete."""
         return "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
 
     @property
     def retry_after(self) -> float | None:
-        """Seconds after which the server wants to be asked again; None where it names no time, or an absurd one."""
+        """Seconds until the server wants to be asked again; None if it sends no number, or an absurd one."""
         with contextlib.suppress(ValueError):
             seconds = float(self.headers.get("Retry-After", "nan"))
-            if 0 <= seconds <= MAX_RETRY_SECONDS:
+            if 0 <= seconds <= wire.MAX_RETRY_SECONDS:
                 return seconds
         return None
 
+    @property
+    def error_text(self) -> str:
+        """': ' and the error's text, if the answer has one."""
+        try:
+            error = json.loads(self.body)["error"]
+        except (ValueError, KeyError, TypeError):
+            return ""
+        return f": {' '.join(str(error).split())[-600:]}"
+
     def check_digest(self, body: bytes) -> None:
-        """Raises FailedAttempt where this is not the answer to a request with this body."""
-        found, asked = self.headers.get(REQUEST_DIGEST), hashlib.sha256(body).hexdigest()
+        """Raise FailedAttempt unless this answers a request with this body."""
+        found, sent = self.headers.get(wire.REQUEST_DIGEST), hashlib.sha256(body).hexdigest()
         if found is None:
             raise FailedAttempt(
-                f"gave a wrong answer: it bears no digest of the request ({REQUEST_DIGEST})", bad_answer=True
+                f"gave a wrong answer: it bears no digest of the request ({wire.REQUEST_DIGEST})", bad_answer=True
             )
-        if found != asked:
-            text = f"gave a wrong answer: it is to another request (digest {found[:12]}, asked {asked[:12]})"
+        if found != sent:
+            text = f"gave a wrong answer: it is to another request (digest {found[:12]}, asked {sent[:12]})"
             raise FailedAttempt(text, bad_answer=True)
 
 
 async def exchange(
     place: Address, path: str, seconds: float, *, body: bytes | None = None, headers: Mapping[str, str] | None = None
 ) -> HttpAnswer:
-    """A GET, or a POST where there is a body, over a connection of its own, through no proxy and no redirect.
+    """GET, or POST if there is a body, over a new connection, following no proxy and no redirect.
 
     Args:
-        seconds: for all of it, from the connection to the answer's last byte.
+        seconds: from the connection to the answer's last byte.
 
     Raises:
-        FailedAttempt: no whole answer came.
+        FailedAttempt: no complete answer came.
     """
     import aiohttp
     from yarl import URL
@@ -131,3 +171,192 @@ async def exchange(
         number = getattr(error, "errno", None)
         reason = os.strerror(number).lower() if number else str(error) or type(error).__name__
         raise FailedAttempt(f"does not answer ({reason})") from error
+
+
+def check_once(host: str, port: int, name: str, timeout: float, *, token: str | None = None) -> ServerInfo:
+    """Ask once for the description of the reward model `name`; see `ask_description`."""
+    return wait_for(ask_description(ModelAddress(Address(host, port), name, token), timeout))
+
+
+async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
+    """Ask a server once for its description, and whether the reward model is ready.
+
+    Args:
+        timeout: seconds for each answer.
+
+    Raises:
+        FailedAttempt: it may be worth asking again.
+        RewardServerError: it is not: another program is on the port, it serves another model or another version of
+            the protocol, or it wants another token.
+    """
+    place = model.place
+    question = json.dumps({"id": uuid.uuid4().hex, "inputs": []}).encode()
+    answer = await _ask(model, f"/v2/models/{wire.INFO_MODEL}/infer", timeout, question)
+    code = answer.code
+    if code in (401, 403):
+        raise _token_refused(model)
+    if code in GATEWAY_CODES:
+        raise FailedAttempt(f"answers HTTP {code}{answer.error_text}", retry_after=answer.retry_after)
+    if code != 200:
+        if not await _is_triton(model, timeout):
+            raise RewardServerError(_foreign(place, f"HTTP {code}"))
+        raise FailedAttempt(f"is a Triton server without '{wire.INFO_MODEL}' (HTTP {code})", unknown=True)
+    try:
+        info = ServerInfo.from_json(json.loads(answer.body)["outputs"][0]["data"][0])
+    except wire.OtherVersion as error:
+        raise RewardServerError(f"the reward server at {place} {error}") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise RewardServerError(_foreign(place, f"an answer that is not a reward server's ({error})")) from error
+    answer.check_digest(question)
+    if info.name != model.name:
+        raise RewardServerError(
+            f"the reward server at {place} serves the model '{info.name}', and '{model.name}' was asked for. "
+            f"Set remote_rm.reward_model.name={info.name}, or the port to the other server's."
+        )
+    answer = await _ask(model, f"/v2/models/{model.name}/ready", timeout)
+    if answer.code != 200:
+        raise FailedAttempt(f"is up, its model '{model.name}' is not ready", retry_after=answer.retry_after)
+    return info
+
+
+def infer_json(
+    host: str, port: int, name: str, inputs: list[dict[str, Any]], timeout: float, *, token: str | None = None
+) -> dict[str, list[Any]]:
+    """Make one KServe v2 inference in JSON, as `curl` would; returns each output's flat data by name.
+
+    Raises:
+        RewardServerError: anything but a proper answer.
+    """
+    model = ModelAddress(Address(host, port), name, token)
+    body = json.dumps({"inputs": inputs}).encode()
+    try:
+        answer = wait_for(_ask(model, f"/v2/models/{name}/infer", timeout, body))
+        if answer.code != 200:
+            raise RewardServerError(
+                f"{host}:{port} answered HTTP {answer.code} to a request to '{name}'{answer.error_text}"
+            )
+        return {output["name"]: output["data"] for output in json.loads(answer.body)["outputs"]}
+    except (FailedAttempt, ValueError, KeyError, TypeError) as error:
+        raise RewardServerError(f"{host}:{port} gave no proper answer to a request to '{name}': {error}") from error
+
+
+class Scores(NamedTuple):
+    """An answer: values float32 [N], NaN where a sample failed; status int32 [N]; attributes float32 [N, K]."""
+
+    values: np.ndarray
+    status: np.ndarray
+    attributes: np.ndarray
+
+
+async def infer(
+    model: ModelAddress, arrays: Mapping[str, np.ndarray], attributes: int, timeout: float, request_id: str
+) -> Scores:
+    """Ask once for the scores of N samples.
+
+    Args:
+        model: the reward model and its server.
+        arrays: the inputs, each [N, ...].
+        attributes: K, from the server's description.
+        timeout: seconds until the answer must be complete.
+        request_id: in the request, in the server's log and in messages.
+
+    Raises:
+        FailedAttempt: it may be worth asking again, or another server.
+        RewardServerError: the server refuses this request, as any other of the same model would.
+    """
+    # tritonclient encodes and decodes the bodies. It has no deadline for a whole answer, so `exchange` sends them.
+    import tritonclient.http as triton
+    from tritonclient.utils import np_to_triton_dtype
+
+    inputs = []
+    for name, array in arrays.items():
+        inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
+        inputs[-1].set_data_from_numpy(array)
+    count = len(next(iter(arrays.values())))
+    keys = [wire.REWARDS, wire.STATUS, *([wire.ATTRIBUTES] if attributes else [])]
+    outputs = [triton.InferRequestedOutput(key) for key in keys]
+    body, json_size = triton.InferenceServerClient.generate_request_body(
+        inputs, outputs=outputs, request_id=request_id
+    )
+    headers = {
+        "Content-Type": "application/octet-stream",
+        wire.HEADER_LENGTH: str(json_size),
+        wire.REQUEST_ID: request_id,
+        **wire.bearer(model.token),
+    }
+    answer = await exchange(model.place, f"/v2/models/{model.name}/infer", timeout, body=body, headers=headers)
+    if answer.code != 200:
+        raise await _error_of(model, answer, request_id)
+    answer.check_digest(body)
+    try:
+        json_length = answer.headers.get(wire.HEADER_LENGTH)
+        found = triton.InferenceServerClient.parse_response_body(
+            answer.body, header_length=int(json_length) if json_length else None
+        )
+        if (found_id := found.get_response().get("id")) != request_id:
+            raise ValueError(f"it is to the request with the id {found_id!r}, not {request_id!r}")
+        values, status = wire.check_answer(found.as_numpy(wire.REWARDS), found.as_numpy(wire.STATUS), count)
+        scores = found.as_numpy(wire.ATTRIBUTES) if attributes else np.zeros((count, 0), np.float32)
+        return Scores(values, status, wire.check_attributes(scores, status, attributes))
+    except Exception as error:  # whatever tritonclient raises on other bytes
+        if not answer.delimited:
+            raise FailedAttempt("does not answer (the answer was cut short, or is none)") from error
+        raise FailedAttempt(f"gave a wrong answer: {error}", bad_answer=True) from error
+
+
+async def _error_of(model: ModelAddress, answer: HttpAnswer, request_id: str) -> Exception:
+    """Turn an HTTP error into a FailedAttempt, or into a RewardServerError if no other attempt can succeed."""
+    code, text = answer.code, answer.error_text
+    failed = FailedAttempt(f"answers HTTP {code}{text}")
+    if code in (401, 403):
+        return FailedAttempt(f"answers HTTP {code}", fatal=_token_refused(model))
+    if code >= 500 or code in RETRIED_CODES:
+        failed.retry_after = answer.retry_after
+        return failed
+    try:  # while starting, Triton calls its models unknown
+        await ask_description(model, PROBE_SECONDS)
+    except FailedAttempt as error:
+        return error
+    except RewardServerError as error:
+        failed.fatal = error
+        return failed
+    if "unknown model" in text or "not ready" in text:  # it has become ready since
+        return failed
+    if answer.headers.get(wire.REQUEST_ID) != request_id:  # a proxy's, or to another request
+        return FailedAttempt(f"answers HTTP {code}{text}, and not to this request", bad_answer=True)
+    return RewardServerError(
+        f"the reward server at {model.place} refused a request (id {request_id}): HTTP {code}{text}"
+    )
+
+
+async def _ask(model: ModelAddress, path: str, timeout: float, body: bytes | None = None) -> HttpAnswer:
+    headers = {"Content-Type": "application/json", **wire.bearer(model.token)}
+    try:
+        return await exchange(model.place, path, timeout, body=body, headers=headers)
+    except NoHttp as error:
+        raise RewardServerError(
+            f"what listens on {model.place} does not speak HTTP ({error}). Check the port."
+        ) from error
+
+
+async def _is_triton(model: ModelAddress, timeout: float) -> bool:
+    answer = await _ask(model, "/v2", timeout)
+    try:
+        return answer.code == 200 and "extensions" in json.loads(answer.body)
+    except (ValueError, TypeError):
+        return False
+
+
+def _token_refused(model: ModelAddress) -> RewardServerError:
+    found = "no token was sent" if model.token is None else "it does not know the token that was sent"
+    return RewardServerError(
+        f"the reward server at {model.place} asks for an access token, and {found}. Give the server's token by "
+        f"remote_rm.reward_model.token_file=FILE or by the environment variable {wire.TOKEN_VARIABLE}."
+    )
+
+
+def _foreign(place: Address, found: str) -> str:
+    return (
+        f"another program listens on {place}: expected a reward server, got {found}. "
+        "Check host and port against the server's line 'ready at http://...'."
+    )

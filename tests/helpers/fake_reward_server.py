@@ -18,7 +18,7 @@ from pathlib import Path
 
 def describe(**changes):
     from reinforce_rl.data.tokenizer import TokenizerInfo
-    from reinforce_rl.rewards.protocol import ServerInfo
+    from reinforce_rl.rewards.wire import ServerInfo
 
     tokenizer = TokenizerInfo(vocab_size=128, vocab_sha256="a" * 64, eos_id=2, chat_template_sha256=None)
     values = {

@@ -17,7 +17,7 @@ import numpy as np
 from helpers.fuzz_requests import DATATYPES, HEADER_LENGTH, SHAPES, WRONG_VALUES
 from helpers.serve_toy_scorer import MAX_LENGTH, TOKEN_NAN, TOKEN_RAISE, VOCAB_SIZE, toy_score
 
-from reinforce_rl.rewards.protocol import TEXT_OPTIONAL
+from reinforce_rl.rewards.wire import TEXT_OPTIONAL
 
 FORMS = ("tokens", "sentences", "text")
 ODD_IDS = (-1, VOCAB_SIZE, 2**31, 2**63 - 1, -(2**63), TOKEN_NAN, TOKEN_RAISE)

@@ -11,10 +11,10 @@ from helpers.fuzz_requests import HEADER_LENGTH
 
 from reinforce_rl.reward_server.front.limits import FrontLimits
 from reinforce_rl.reward_server.front.request import TritonRequest, read_request
-from reinforce_rl.rewards import protocol
+from reinforce_rl.rewards import wire
 
 LIMITS = FrontLimits(max_request_bytes=1 << 20, max_samples=64, max_sequence_length=128)
-ALL_FORMS = (protocol.TOKENS_FORM, protocol.TEXT_FORM)
+ALL_FORMS = (wire.TOKENS_FORM, wire.TEXT_FORM)
 
 
 def let_in(request: WireRequest, forms: tuple[str, ...] = ALL_FORMS) -> dict[str, np.ndarray]:

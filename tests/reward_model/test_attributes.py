@@ -18,10 +18,10 @@ from helpers.toy_server import ToyServer
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.reward_server.scoring import RequestScorer
-from reinforce_rl.rewards import base, protocol
-from reinforce_rl.rewards.base import AttributeScores, RewardRequest, Rewards
+from reinforce_rl.rewards import base, wire
+from reinforce_rl.rewards.base import AttributeScores, RewardRequest, Rewards, WeightedSource
 from reinforce_rl.rewards.client import RemoteGPTRMClient
-from reinforce_rl.rewards.combined import CombinedRewards, WeightedSource
+from reinforce_rl.rewards.sources import CombinedRewards
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("sum", "length", "odd")
@@ -153,4 +153,4 @@ def test_a_served_classifier_equals_transformers(tmp_path):
     merged = sum(weight * expected[:, HELPSTEER.index(name)] for name, weight in WEIGHTS.items())
     torch.testing.assert_close(found.values, (merged - 0.25) / 2, atol=1e-5, rtol=0)
     assert json.loads(info.to_json())["attributes"] == list(HELPSTEER)
-    assert protocol.ServerInfo.from_json(info.to_json()) == info
+    assert wire.ServerInfo.from_json(info.to_json()) == info

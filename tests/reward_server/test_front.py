@@ -18,12 +18,12 @@ from helpers.toy_server import wait_for
 
 from reinforce_rl.reward_server.front.app import FAILED
 from reinforce_rl.reward_server.front.metrics import STATUS_LABELS
-from reinforce_rl.rewards import base, protocol
-from reinforce_rl.rewards.retrying import FailedAttempt
+from reinforce_rl.rewards import base, wire
+from reinforce_rl.rewards.transport import FailedAttempt
 
 TOKEN = "a-token-of-24-characters"
 BODY = infer_body([1, 2, 3])
-INFO = f"/v2/models/{protocol.INFO_MODEL}/infer"
+INFO = f"/v2/models/{wire.INFO_MODEL}/infer"
 
 
 @pytest.fixture

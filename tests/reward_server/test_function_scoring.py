@@ -11,10 +11,10 @@ import pytest
 
 from reinforce_rl.reward_server.function_scoring import FunctionRequestScorer, FunctionScorer
 from reinforce_rl.reward_server.progress import Progress
-from reinforce_rl.rewards import base, protocol
+from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.base import TextSample
 from reinforce_rl.rewards.function_process.pool import PING, FunctionPool, PendingScores, Scores
-from reinforce_rl.rewards.text_form import text_arrays
+from reinforce_rl.rewards.wire import text_arrays
 
 
 class LengthPool(FunctionPool):
@@ -43,14 +43,14 @@ def test_merged_requests_are_asked_together_and_a_bad_sample_is_left_out(pool):
     scorer = FunctionRequestScorer(FunctionScorer(pool, "f"))
     first = text_arrays([TextSample("p", text) for text in ("abc", "", "ab")])
     second = text_arrays([TextSample("", "a")])
-    first[protocol.METADATA][2, 0] = b"{"
+    first[wire.METADATA][2, 0] = b"{"
     left, right = scorer([first, second])
     assert left["status"].tolist() == [[base.STATUS_OK], [base.STATUS_TIMED_OUT], [base.STATUS_BAD_PROMPT]]
     assert left["rewards"][0, 0] == 3 and all(math.isnan(value) for value in left["rewards"][1:, 0])
     assert (right["status"].tolist(), right["rewards"].tolist()) == ([[0]], [[1.0]])
     assert pool.asked == [("f", 2), ("f", 1)]
     assert (scorer.totals.requests, scorer.totals.samples, scorer.totals.failed) == (2, 4, 2)
-    assert scorer.input_forms == (protocol.TEXT_FORM,)
+    assert scorer.input_forms == (wire.TEXT_FORM,)
 
 
 def test_the_canary_does_not_reach_the_function(pool):

@@ -14,7 +14,7 @@ import pytest
 from helpers.http_call import call
 from helpers.toy_server import ToyServer, is_alive, wait_for
 
-from reinforce_rl.rewards.retrying import FailedAttempt
+from reinforce_rl.rewards.transport import FailedAttempt
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 

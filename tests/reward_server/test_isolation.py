@@ -20,11 +20,11 @@ from reinforce_rl.errors import RewardServerError
 from reinforce_rl.reward_server.front.limits import Refusal
 from reinforce_rl.reward_server.function_scoring import FunctionRequestScorer, FunctionScorer
 from reinforce_rl.reward_server.scoring import RequestScorer
-from reinforce_rl.rewards import base, protocol
+from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.base import TextSample
 from reinforce_rl.rewards.function_process.loading import FunctionSpec
 from reinforce_rl.rewards.function_process.pool import FunctionPool
-from reinforce_rl.rewards.text_form import text_arrays
+from reinforce_rl.rewards.wire import text_arrays
 
 # As that of a model with tools: it fails on what is no list of calls, and on a text it cannot add to.
 TEMPLATE = (
@@ -210,7 +210,7 @@ def test_metadata_that_is_nested_deeply_never_reaches_the_processes(functions):
     pid = functions._host.process.pid if functions._host else None
     for depth in (10, 62, 100, 500, 900, 960, 990):
         arrays = text_arrays([TextSample("p", "abc"), TextSample("p", "ab")])
-        arrays[protocol.METADATA][0, 0] = json.dumps({"a": 0}).replace("0", "[" * depth + "]" * depth).encode()
+        arrays[wire.METADATA][0, 0] = json.dumps({"a": 0}).replace("0", "[" * depth + "]" * depth).encode()
         (answer,) = scorer([arrays])
         expected = base.STATUS_OK if depth < 64 else base.STATUS_BAD_PROMPT
         assert answer["status"][:, 0].tolist() == [expected, base.STATUS_OK], depth

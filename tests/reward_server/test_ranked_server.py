@@ -25,7 +25,7 @@ from reinforce_rl.launch.cli import CONF_FOLDER
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.reward_server.checks import model_faults
 from reinforce_rl.rewards.base import Rewards
-from reinforce_rl.rewards.retrying import FailedAttempt
+from reinforce_rl.rewards.transport import FailedAttempt
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 

@@ -13,7 +13,7 @@ from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import RankLostError
 from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.rewards import base
-from reinforce_rl.rewards.protocol import PROTOCOL_VERSION, ServerInfo
+from reinforce_rl.rewards.wire import PROTOCOL_VERSION, ServerInfo
 
 NOISE = 0.25
 

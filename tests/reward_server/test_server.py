@@ -33,7 +33,7 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.reward_server.server import RewardServer
 from reinforce_rl.reward_server.triton_backend import make_home
 from reinforce_rl.rewards import base
-from reinforce_rl.rewards.protocol import ServerInfo
+from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.ports import check_port
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")

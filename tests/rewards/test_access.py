@@ -6,7 +6,7 @@ import pytest
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.reward_server.options import access_faults
-from reinforce_rl.rewards.access import TOKEN_VARIABLE, bearer, is_authorised, read_token
+from reinforce_rl.rewards.wire import TOKEN_VARIABLE, bearer, is_authorised, read_token
 from reinforce_rl.utils.ports import is_loopback
 
 TOKEN = "a-token-of-24-characters"

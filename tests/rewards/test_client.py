@@ -22,7 +22,7 @@ from helpers.toy_server import ToyServer, free_port, wait_for
 
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError, RewardServerError
-from reinforce_rl.rewards import base, protocol
+from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 
@@ -339,7 +339,7 @@ def test_wrong_answers_are_an_error_and_never_a_reward(make_client):
     ],
 )
 def test_whatever_failed_is_nan(rewards, status, values, codes):
-    found, found_codes = protocol.check_answer(
+    found, found_codes = wire.check_answer(
         np.array(rewards, np.float32)[:, None], np.array(status, np.int32)[:, None], 2
     )
     assert [None if np.isnan(value) else value for value in found.tolist()] == values
@@ -358,7 +358,7 @@ def test_whatever_failed_is_nan(rewards, status, values, codes):
 )
 def test_answers_outside_the_protocol_are_refused(rewards, status):
     with pytest.raises(ValueError, match=r"rewards|status"):
-        protocol.check_answer(rewards, status, 1)
+        wire.check_answer(rewards, status, 1)
 
 
 def test_another_model_behind_the_same_address_is_noticed_after_an_outage(make_client):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from reinforce_rl.errors import ConfigError, RewardServerError
-from reinforce_rl.rewards.base import STATUS_BAD_TEXT, STATUS_EMPTY, STATUS_OK, RewardRequest, Rewards
-from reinforce_rl.rewards.combined import CombinedRewards, WeightedSource
+from reinforce_rl.rewards.base import STATUS_BAD_TEXT, STATUS_EMPTY, STATUS_OK, RewardRequest, Rewards, WeightedSource
+from reinforce_rl.rewards.sources import CombinedRewards
 
 REQUEST = RewardRequest(torch.zeros(3, 1).long(), torch.ones(3).long(), ("",) * 3, ("",) * 3)
 

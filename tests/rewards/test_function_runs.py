@@ -18,13 +18,12 @@ from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, RewardServerError, TooManyFailedRewardsError
 from reinforce_rl.monitoring.run import SilentMonitor
-from reinforce_rl.rewards import base, health, protocol
+from reinforce_rl.rewards import base, transport, wire
 from reinforce_rl.rewards.base import RewardRequest, RewardSource
 from reinforce_rl.rewards.client import RemoteGPTRMClient
-from reinforce_rl.rewards.combined import CombinedRewards
 from reinforce_rl.rewards.function_process.source import FunctionRewards
-from reinforce_rl.rewards.sources import connect_to_reward_servers
-from reinforce_rl.rewards.text_form import text_arrays
+from reinforce_rl.rewards.sources import CombinedRewards, connect_to_reward_servers
+from reinforce_rl.rewards.wire import text_arrays
 
 SHARE = "helpers.reward_functions.share_of_letters"
 TESTS = Path(__file__).parents[1]
@@ -125,15 +124,15 @@ def test_the_served_function_makes_the_same_run(in_trainer, server, tmp_path, me
 
 
 def test_the_served_functions_answers(server):
-    info = health.check_once("127.0.0.1", server.port, "reward_model", 10.0)
-    assert info.input_forms == (protocol.TEXT_FORM,)
+    info = transport.check_once("127.0.0.1", server.port, "reward_model", 10.0)
+    assert info.input_forms == (wire.TEXT_FORM,)
     assert (info.tokenizer, info.max_length, info.vocab_size) == (None, None, None)
     assert info.details["function"] == SHARE and info.details["kwargs"] == {"scale": 2.0}
     assert len(info.details["source_sha256"]) == 64
 
     def ask(*columns: tuple[str, list[str]]) -> dict:
         inputs = [{"name": n, "datatype": "BYTES", "shape": [len(data), 1], "data": data} for n, data in columns]
-        return health.infer_json("127.0.0.1", server.port, "reward_model", inputs, 30.0)
+        return transport.infer_json("127.0.0.1", server.port, "reward_model", inputs, 30.0)
 
     metadata = [json.dumps({"letters": "e"}), "{}", "{", json.dumps({"letters": "e"})]
     answer = ask(("prompts", ["abc"] * 4), ("responses", ["eeoo"] * 3 + [""]), ("metadata", metadata))
@@ -227,4 +226,4 @@ def test_an_unknown_function_ends_the_start(tmp_path, mesh):
 
 def test_arrays_of_a_request_need_no_metadata():
     request = request_of(["a"], ["b"], [])
-    assert text_arrays(request.samples)[protocol.METADATA].tolist() == [[b"{}"]]
+    assert text_arrays(request.samples)[wire.METADATA].tolist() == [[b"{}"]]

@@ -17,8 +17,7 @@ from helpers.toy_server import free_port, wait_for
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
-from reinforce_rl.rewards.request_parts import ENVELOPE_BYTES, arrays_of, cut
-from reinforce_rl.rewards.text_form import text_arrays
+from reinforce_rl.rewards.wire import ENVELOPE_BYTES, request_arrays, split, text_arrays
 from reinforce_rl.utils.addresses import Address
 
 pytest.importorskip("tritonclient.http")
@@ -269,14 +268,14 @@ def test_close_ends_what_waits_and_what_is_under_way(world):
 
 class TestCutting:
     def test_by_count_and_by_bytes(self):
-        arrays = arrays_of(request_of(SEQUENCES), "tokens", None, 0)  # 3 tokens and a length: 32 bytes a sample
+        arrays = request_arrays(request_of(SEQUENCES), "tokens", None, 0)  # 3 tokens and a length: 32 bytes a sample
         for info, sizes in (
             (describe(), [8] * 7 + [4]),
             (describe(max_request_bytes=ENVELOPE_BYTES + 5 * 32), [5] * 12),
             (describe(max_request_bytes=ENVELOPE_BYTES + 6 * 32 - 1), [5] * 12),
             (describe(max_request_bytes=10), [1] * 60),
         ):
-            parts = cut(arrays, info)
+            parts = split(arrays, info)
             assert [len(part["tokens"]) for part in parts] == sizes
             for name, array in arrays.items():
                 assert np.array_equal(np.concatenate([part[name] for part in parts]), array)
@@ -284,7 +283,7 @@ class TestCutting:
     def test_texts_by_their_own_lengths(self):
         texts = ("a" * 3000, "b", "c", "d" * 3000, "e" * 9000, "f")
         request = RewardRequest(torch.zeros((6, 1)).long(), torch.ones(6).long(), texts, texts)
-        parts = cut(text_arrays(request.samples), describe(max_request_bytes=ENVELOPE_BYTES + 6200))
+        parts = split(text_arrays(request.samples), describe(max_request_bytes=ENVELOPE_BYTES + 6200))
         assert [len(part["prompts"]) for part in parts] == [3, 1, 1, 1]
 
     def test_what_is_sent_stays_within_the_servers_limit(self, world):

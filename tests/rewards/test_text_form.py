@@ -17,10 +17,9 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.reward_model.scorer import load_reward_model
 from reinforce_rl.reward_server.scoring import RequestScorer
-from reinforce_rl.rewards import base, protocol
+from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.base import RewardRequest, TextSample
-from reinforce_rl.rewards.handshake import choose_form
-from reinforce_rl.rewards.text_form import read_samples, text_arrays
+from reinforce_rl.rewards.wire import choose_form, read_samples, text_arrays
 
 MESSAGES = ({"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"})
 SAMPLES = [
@@ -41,21 +40,21 @@ def test_samples_come_back_from_their_arrays():
     read, status = read_samples(arrays)
     assert read == SAMPLES
     assert status.tolist() == [base.STATUS_OK] * 3
-    required = {name: arrays[name] for name in (protocol.PROMPTS, protocol.RESPONSES)}
+    required = {name: arrays[name] for name in (wire.PROMPTS, wire.RESPONSES)}
     assert read_samples(required)[0] == [TextSample(one.prompt, one.response) for one in SAMPLES]
 
 
 @pytest.mark.parametrize(
     ("name", "raw", "status"),
     [
-        (protocol.RESPONSES, b"\xff", base.STATUS_BAD_TEXT),
-        (protocol.RESPONSES, "\ud800".encode("utf-8", "surrogatepass"), base.STATUS_BAD_TEXT),
-        (protocol.METADATA, b"{", base.STATUS_BAD_PROMPT),
-        (protocol.METADATA, b"[1]", base.STATUS_BAD_PROMPT),
-        (protocol.METADATA, b"[" * 100_000, base.STATUS_BAD_PROMPT),
-        (protocol.MESSAGES, b'{"role": "user"}', base.STATUS_BAD_PROMPT),
-        (protocol.MESSAGES, b'["hi"]', base.STATUS_BAD_PROMPT),
-        (protocol.MESSAGES, b'[{"role": "user", "content": ["hi"]}]', base.STATUS_BAD_PROMPT),
+        (wire.RESPONSES, b"\xff", base.STATUS_BAD_TEXT),
+        (wire.RESPONSES, "\ud800".encode("utf-8", "surrogatepass"), base.STATUS_BAD_TEXT),
+        (wire.METADATA, b"{", base.STATUS_BAD_PROMPT),
+        (wire.METADATA, b"[1]", base.STATUS_BAD_PROMPT),
+        (wire.METADATA, b"[" * 100_000, base.STATUS_BAD_PROMPT),
+        (wire.MESSAGES, b'{"role": "user"}', base.STATUS_BAD_PROMPT),
+        (wire.MESSAGES, b'["hi"]', base.STATUS_BAD_PROMPT),
+        (wire.MESSAGES, b'[{"role": "user", "content": ["hi"]}]', base.STATUS_BAD_PROMPT),
     ],
 )
 def test_what_cannot_be_read_fails_alone(name, raw, status):
@@ -75,7 +74,7 @@ def test_fields_of_different_lengths_are_refused():
 
 SAME = describe().tokenizer
 OTHER = dataclasses.replace(SAME, vocab_sha256="b" * 64)
-BOTH = (protocol.TOKENS_FORM, protocol.TEXT_FORM)
+BOTH = (wire.TOKENS_FORM, wire.TEXT_FORM)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
     scorer = RequestScorer(load_reward_model(world / "trunk", world / "head.safetensors", mesh), theirs)
     assert scorer.input_forms == BOTH
     info = describe(tokenizer=TokenizerInfo.of(theirs), vocab_size=96, input_forms=scorer.input_forms)
-    assert choose_form(info, "", TokenizerInfo.of(ours), len(ours), "auto") == protocol.TEXT_FORM
+    assert choose_form(info, "", TokenizerInfo.of(ours), len(ours), "auto") == wire.TEXT_FORM
 
     samples = [
         TextSample(ours.apply_chat_template(MESSAGES, tokenize=False), "oh dear", {}, MESSAGES, finished=True),
@@ -163,6 +162,6 @@ def tokens_of(text: str) -> list[str]:
 def test_without_a_template_there_are_no_texts(world, mesh, tmp_path):
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path, vocab_size=96, chat_template=None))
     scorer = RequestScorer(load_reward_model(world / "trunk", world / "head.safetensors", mesh), tokenizer)
-    assert scorer.input_forms == (protocol.TOKENS_FORM,)
+    assert scorer.input_forms == (wire.TOKENS_FORM,)
     with pytest.raises(ValueError, match=r"this model reads tokens; this request holds"):
         scorer([text_arrays(SAMPLES)])

@@ -23,8 +23,8 @@ from helpers.tiny_run import (
 
 from reinforce_rl.algorithm.kl import token_kl
 from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
-from reinforce_rl.rewards.base import STATUS_BAD_TEXT, RewardRequest, Rewards
-from reinforce_rl.rewards.combined import CombinedRewards, WeightedSource
+from reinforce_rl.rewards.base import STATUS_BAD_TEXT, RewardRequest, Rewards, WeightedSource
+from reinforce_rl.rewards.sources import CombinedRewards
 
 RL = "trainer.reinforce"
 BETA = 0.1  # of `tiny_overrides`

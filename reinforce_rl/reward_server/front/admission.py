@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 
 from reinforce_rl.reward_server.front.limits import FrontLimits, Refusal
-from reinforce_rl.rewards.protocol import MAX_RETRY_SECONDS
+from reinforce_rl.rewards.wire import MAX_RETRY_SECONDS
 
 FIRST_GUESS_SECONDS = 1.0  # of a request's time, before there was one
 WEIGHT_OF_LAST = 0.1

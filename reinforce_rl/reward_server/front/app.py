@@ -26,8 +26,8 @@ from reinforce_rl.reward_server.front.limits import FrontLimits, Refusal, check_
 from reinforce_rl.reward_server.front.metrics import CONTENT_TYPE, FrontMetrics
 from reinforce_rl.reward_server.front.request import TritonRequest, json_length, read_request
 from reinforce_rl.reward_server.progress import Progress
-from reinforce_rl.rewards import access, protocol
-from reinforce_rl.rewards.protocol import HEADER_LENGTH, REQUEST_DIGEST, REQUEST_ID
+from reinforce_rl.rewards import wire
+from reinforce_rl.rewards.wire import HEADER_LENGTH, REQUEST_DIGEST, REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class FrontSettings:
     limits: FrontLimits
     canary: str
     token: str | None = None
-    input_forms: Sequence[str] = (protocol.TOKENS_FORM,)
+    input_forms: Sequence[str] = (wire.TOKENS_FORM,)
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Front:
         router.add_get("/v2/health/ready", self._answer_ready)
         for path in ("/v2", "/v2/"):
             router.add_get(path, self._pass_question)
-        for model, infer in ((self._settings.model, self._infer), (protocol.INFO_MODEL, self._describe)):
+        for model, infer in ((self._settings.model, self._infer), (wire.INFO_MODEL, self._describe)):
             for base in (f"/v2/models/{model}", rf"/v2/models/{model}/versions/{{version:\d{{1,6}}}}"):
                 for leaf in ("", "/ready", "/config"):
                     router.add_get(base + leaf, self._pass_question)
@@ -203,11 +203,11 @@ class Front:
         )
 
     def _authorise(self, request: web.Request) -> None:
-        if not access.is_authorised(request.headers.get(access.HEADER), self._settings.token):
+        if not wire.is_authorised(request.headers.get(wire.TOKEN_HEADER), self._settings.token):
             raise Refusal(
                 401,
                 "this reward server asks for an access token; send it as 'Authorization: Bearer TOKEN' (a run has it "
-                f"from remote_rm.reward_model.token_file or from {access.TOKEN_VARIABLE})",
+                f"from remote_rm.reward_model.token_file or from {wire.TOKEN_VARIABLE})",
             )
 
     def _check_ready(self) -> None:
@@ -320,7 +320,7 @@ class Front:
         try:
             code, _, answer = await self._ask(path, body, headers, 2 * self._limits.canary_seconds)
             if code == 200:  # the description has a process of Triton's to itself, which may hang too
-                path = f"/v2/models/{protocol.INFO_MODEL}/infer"
+                path = f"/v2/models/{wire.INFO_MODEL}/infer"
                 code, _, _ = await self._ask(path, b'{"inputs": []}', headers, QUESTION_SECONDS)
         except ClientError as error:
             raise ConnectionError(type(error).__name__) from error

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from reinforce_rl.reward_server.front.limits import FrontLimits
 from reinforce_rl.reward_server.progress import Progress, Snapshot
-from reinforce_rl.rewards import base, protocol
+from reinforce_rl.rewards import base, wire
 
 CACHE_SECONDS = 1.0
 
@@ -106,7 +106,7 @@ def fault_of(code: int, body: bytes, sample: str = "a small sample") -> str | No
         return f"{sample} was answered by HTTP {code}"
     try:
         outputs = {output["name"]: output["data"] for output in json.loads(body)["outputs"]}
-        status = outputs[protocol.STATUS][0]
+        status = outputs[wire.STATUS][0]
     except (ValueError, KeyError, IndexError, TypeError):
         return f"{sample} got an answer outside the protocol"
     if status != base.STATUS_OK:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from reinforce_rl.reward_server.front.limits import MAX_JSON_BYTES, FrontLimits, Refusal
-from reinforce_rl.rewards import protocol
+from reinforce_rl.rewards import wire
 
 MAX_TENSORS = 16
 BINARY_SIZE = "binary_data_size"
-OUTPUTS = (protocol.REWARDS, protocol.STATUS, protocol.ATTRIBUTES, protocol.INFO_OUTPUT)
+OUTPUTS = (wire.REWARDS, wire.STATUS, wire.ATTRIBUTES, wire.INFO_OUTPUT)
 LENGTH_BYTES = 4  # before each text
 
 
@@ -60,9 +60,9 @@ def read_request(
     parts: list[bytes | memoryview] = []
     for tensor in _tensors(request, "inputs"):
         name = tensor["name"]
-        if name in shapes or name not in protocol.INPUTS:
+        if name in shapes or name not in wire.INPUTS:
             raise Refusal(400, f"the input {name[:40]!r} is {'there twice' if name in shapes else 'unknown'}")
-        datatype, width = protocol.INPUTS[name]
+        datatype, width = wire.INPUTS[name]
         if tensor.get("datatype") != datatype:
             raise Refusal(400, f"the datatype of '{name}' is not {datatype}")
         shapes[name] = shape = _shape(tensor, width, limits)
@@ -86,7 +86,7 @@ def read_request(
     if len(counts) > 1:
         raise Refusal(400, f"the inputs have different numbers of samples: {sorted(counts)}")
     try:
-        protocol.check_inputs(set(shapes), input_forms)
+        wire.check_inputs(set(shapes), input_forms)
     except ValueError as error:
         raise Refusal(400, str(error)) from None
     text = json.dumps({**header, **_wanted(request)}).encode()
@@ -185,7 +185,7 @@ def _shape(tensor: dict[str, Any], width: int, limits: FrontLimits) -> list[int]
 
 def _check_binary(name: str, part: memoryview, size: int, shape: list[int]) -> None:
     count, place, texts = math.prod(shape), 0, 0
-    if protocol.INPUTS[name][0] == "INT64":
+    if wire.INPUTS[name][0] == "INT64":
         if size != 8 * count:
             raise Refusal(400, f"'{name}' of shape {shape} needs {8 * count} bytes, {BINARY_SIZE} is {size}")
         return

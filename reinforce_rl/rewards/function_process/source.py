@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from reinforce_rl.rewards.base import RewardRequest, Rewards
-from reinforce_rl.rewards.combined import WeightedSource
+from reinforce_rl.rewards.base import RewardRequest, Rewards, WeightedSource
 from reinforce_rl.rewards.function_process.loading import FunctionSpec
 from reinforce_rl.rewards.function_process.pool import OPTIONS, FunctionPool, PendingScores
 

@@ -25,7 +25,7 @@ from reinforce_rl.launch.slurm.submission.plan import Component, JobPlan, defaul
 from reinforce_rl.launch.slurm.submission.values import Gpus, parse_memory, parse_time
 from reinforce_rl.preflight.run import Examination, examine, host_memory_of_node
 from reinforce_rl.reward_server.checks import model_faults, serves_function
-from reinforce_rl.rewards.protocol import DEFAULT_NAME
+from reinforce_rl.rewards.wire import DEFAULT_NAME
 from reinforce_rl.runtime.status import read_status
 
 T = TypeVar("T")

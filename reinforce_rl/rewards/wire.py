@@ -1,0 +1,413 @@
+"""What travels between reward server and client: inputs, outputs, the server's description, the access token.
+
+Both sides import this file, and it imports neither. The transport is KServe v2 over HTTP, so any such client works.
+
+Inputs, in one of three forms:
+    tokens            INT64 [N, S], right-padded, with sequence_lengths INT64 [N, 1]
+    sentences         BYTES [N, 1], UTF-8
+    prompts           BYTES [N, 1], UTF-8, with responses BYTES [N, 1], and these where they are known:
+                      messages BYTES [N, 1], JSON, a list of {role, content}, or empty for a plain prompt
+                      metadata BYTES [N, 1], JSON, the other fields of the prompt's line
+                      finished INT64 [N, 1], 0 for a response that was cut, else 1
+Outputs:
+    rewards           FP32 [N, 1], NaN where a sample failed
+    status            INT32 [N, 1], the STATUS_ constants of `rewards/base.py`
+    attributes        FP32 [N, K], NaN where a sample failed; only if the server's description names attributes
+
+The request's JSON has an `id`, which the answer repeats, and the answer's header REQUEST_DIGEST holds the digest of
+the request's body. So an answer to another request, or to one that was changed on its way, is never accepted.
+
+The description is the answer of a second model, always called `reward_server_info`, to a request without inputs: one
+BYTES [1], a JSON object. The fixed name lets the server correct a client that asks for a wrong reward model. It has
+its own process and thread, so it answers while the reward model is busy.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reinforce_rl.data.tokenizer import TokenizerInfo
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.rewards import base
+from reinforce_rl.rewards.base import RewardRequest, TextSample
+from reinforce_rl.utils.choices import AUTO_FORM, TEXT_FORM, TOKENS_FORM
+
+PROTOCOL_VERSION = 2  # 1 had no digests
+DEFAULT_NAME = "reward_model"
+DEFAULT_PORT = 5555
+
+TOKENS = "tokens"
+SEQUENCE_LENGTHS = "sequence_lengths"
+SENTENCES = "sentences"
+PROMPTS = "prompts"
+RESPONSES = "responses"
+MESSAGES = "messages"
+METADATA = "metadata"
+FINISHED = "finished"
+REWARDS = "rewards"
+STATUS = "status"
+ATTRIBUTES = "attributes"
+
+# Inputs by name: datatype, and elements per sample (-1: the request's own width).
+INPUTS = {name: ("BYTES", 1) for name in (SENTENCES, PROMPTS, RESPONSES, MESSAGES, METADATA)}
+INPUTS |= {TOKENS: ("INT64", -1), SEQUENCE_LENGTHS: ("INT64", 1), FINISHED: ("INT64", 1)}
+TEXT_REQUIRED = frozenset({PROMPTS, RESPONSES})
+TEXT_OPTIONAL = frozenset({MESSAGES, METADATA, FINISHED})
+
+INFO_MODEL = "reward_server_info"
+INFO_OUTPUT = "info"
+
+HEADER_LENGTH = "Inference-Header-Content-Length"  # of the JSON before binary tensors
+REQUEST_ID = "X-Request-ID"  # appears in both sides' logs
+REQUEST_DIGEST = "X-Request-Digest"  # in an answer: hex SHA-256 of the body that the server received
+TOKEN_HEADER = "Authorization"
+TOKEN_SCHEME = "Bearer "
+TOKEN_VARIABLE = "REINFORCE_REWARD_TOKEN"
+MIN_TOKEN_LETTERS = 16
+
+MAX_RETRY_SECONDS = 60  # longest Retry-After that a server sends and a client accepts
+MAX_DEPTH = 64  # of nested JSON; the processes of reward functions write and read it again
+ENVELOPE_BYTES = 4096  # of a request's JSON: names, types and shapes of at most six inputs
+TEXT_LENGTH_BYTES = 4  # before each text
+
+
+class OtherVersion(ValueError):
+    """The other side speaks another version of the protocol."""
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """A reward server's description of itself.
+
+    Attributes:
+        name: the reward model's name in URLs.
+        max_batch_size: samples per request.
+        max_length: tokens per sample; None, as the next two, if it serves a function.
+        vocab_size: token ids are 0 .. vocab_size-1.
+        tokenizer: fingerprint of the model's tokenizer.
+        deterministic: each request is scored apart from those of other clients.
+        add_special_tokens: special tokens are added to `sentences`.
+        details: whatever else distinguishes reward models (trunk, head, pooling ...).
+        attributes: names of the K scores that the reward is merged from, in the order of the output `attributes`.
+        protocol: version of this file's contract.
+        input_forms: TOKENS_FORM, TEXT_FORM or both, the server's preference first.
+        max_request_bytes: of one request's body; None if the server sends none.
+    """
+
+    name: str
+    max_batch_size: int
+    max_length: int | None
+    vocab_size: int | None
+    tokenizer: TokenizerInfo | None
+    deterministic: bool
+    add_special_tokens: bool
+    details: dict[str, Any] = field(default_factory=dict)
+    attributes: list[str] = field(default_factory=list)
+    protocol: int = PROTOCOL_VERSION
+    input_forms: tuple[str, ...] = (TOKENS_FORM,)
+    max_request_bytes: int | None = None
+
+    def to_json(self) -> str:
+        """Serialize for the wire."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ServerInfo:
+        """Inverse of `to_json`; unknown keys, of a later release, are ignored.
+
+        Raises:
+            ValueError: not a description.
+            OtherVersion: a description in another version of the protocol.
+        """
+        values = json.loads(text)
+        if not isinstance(values, dict) or "protocol" not in values:
+            raise ValueError("no reward server's description")
+        if values["protocol"] != PROTOCOL_VERSION:
+            raise OtherVersion(
+                f"speaks version {values['protocol']} of the protocol, this client version {PROTOCOL_VERSION}: use a "
+                "server and a client of the same release of reinforce_rl"
+            )
+        known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__}
+        try:
+            if known["tokenizer"] is not None:
+                known["tokenizer"] = TokenizerInfo.from_dict(known["tokenizer"])
+            known["input_forms"] = tuple(known.get("input_forms", (TOKENS_FORM,)))
+            return cls(**known)
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"an incomplete description: {error}") from error
+
+    def differences(self, other: ServerInfo, here: str, there: str) -> list[str]:
+        """One sentence per differing field; `here` and `there` say where or when each was seen."""
+        mine, theirs = asdict(self), asdict(other)
+        return [f"{key}: {mine[key]} {here}, {theirs[key]} {there}" for key in mine if mine[key] != theirs[key]]
+
+
+def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_size: int, form: str) -> str:
+    """Choose TOKENS_FORM or TEXT_FORM for a server.
+
+    Args:
+        info: the server's description.
+        place: HOST:PORT, for messages.
+        tokenizer: the actor's.
+        vocab_size: the actor can produce ids 0 .. vocab_size-1.
+        form: one of `INPUT_FORMS`; `auto` prefers tokens if they mean the same on both sides, else texts.
+
+    Raises:
+        ConfigError: the server does not read this form, or reads other tokens; names every difference.
+    """
+    reads_text = TEXT_FORM in info.input_forms
+    if form != AUTO_FORM and form not in info.input_forms:
+        why = {
+            TOKENS_FORM: "it serves a reward function",
+            TEXT_FORM: "its tokenizer has no chat template or no end-of-sequence token",
+        }[form]
+        raise ConfigError([f"the reward server at {place} does not read {form}, since {why}; set input=auto"])
+    if reads_text and (form == TEXT_FORM or info.tokenizer is None):
+        return TEXT_FORM
+    errors = [] if info.tokenizer is None else tokenizer.differences(info.tokenizer)
+    if info.vocab_size is not None and vocab_size > info.vocab_size:
+        errors.append(f"the actor can produce {vocab_size} token ids, the reward model knows {info.vocab_size}")
+    if not errors:
+        return TOKENS_FORM
+    if form == AUTO_FORM and reads_text:
+        return TEXT_FORM
+    texts = (
+        "set input=auto, so that texts are sent"
+        if reads_text
+        else "give the reward model's tokenizer a chat template, so that texts can be sent"
+    )
+    raise ConfigError(
+        [
+            f"the reward server at {place} reads other tokens than the actor writes: {error}. Serve a reward model of "
+            f"the actor's tokenizer, load the actor that belongs to it, or {texts}"
+            for error in errors
+        ]
+    )
+
+
+# Requests: what the client encodes and the server reads.
+
+
+def request_arrays(request: RewardRequest, form: str, pad_to_length: int | None, pad_id: int) -> dict[str, np.ndarray]:
+    """Encode N samples as inputs by name, each [N, ...], in TOKENS_FORM or TEXT_FORM.
+
+    Rows of tokens are padded with `pad_id` to `pad_to_length`, if given.
+    """
+    if form == TEXT_FORM:
+        return text_arrays(request.samples)
+    tokens = request.tokens.detach().cpu().numpy().astype(np.int64, copy=True)
+    lengths = request.lengths.detach().cpu().numpy().astype(np.int64, copy=True)
+    width = max(pad_to_length or 0, tokens.shape[1], 1)  # Triton cannot carry a width of 0
+    tokens = np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])), constant_values=pad_id)
+    return {TOKENS: tokens, SEQUENCE_LENGTHS: lengths[:, None]}
+
+
+def text_arrays(samples: Sequence[TextSample]) -> dict[str, np.ndarray]:
+    """Encode samples as texts, each input [N, 1]; always the same inputs, so that Triton can merge requests."""
+    columns = {
+        PROMPTS: [sample.prompt for sample in samples],
+        RESPONSES: [sample.response for sample in samples],
+        MESSAGES: [json.dumps(list(sample.messages)) if sample.messages else "" for sample in samples],
+        METADATA: [json.dumps(dict(sample.record)) for sample in samples],
+    }
+    arrays = {}
+    for name, texts in columns.items():
+        # Half of a surrogate pair becomes bytes that the server refuses, for this sample alone.
+        arrays[name] = np.array([text.encode("utf-8", "surrogatepass") for text in texts], object).reshape(-1, 1)
+    arrays[FINISHED] = np.array([int(sample.finished) for sample in samples], np.int64).reshape(-1, 1)
+    return arrays
+
+
+def split(arrays: Mapping[str, np.ndarray], info: ServerInfo) -> list[dict[str, np.ndarray]]:
+    """Split inputs [N, ...] into parts of consecutive samples within the server's limits, in order.
+
+    The parts depend on the samples and the limits alone, never on which servers are up: scores may depend, in the
+    last bit, on which samples share a request. A sample above the limit is a part of its own, which the server
+    refuses.
+    """
+    sizes = sum(_sample_bytes(array) for array in arrays.values())
+    room = None if info.max_request_bytes is None else info.max_request_bytes - ENVELOPE_BYTES
+    starts, filled = [], 0
+    for row, size in enumerate(np.asarray(sizes).tolist()):
+        full = bool(starts) and row - starts[-1] == info.max_batch_size
+        if not starts or full or (room is not None and filled + size > room):
+            starts.append(row)
+            filled = 0
+        filled += size
+    ends = [*starts[1:], None]
+    return [
+        {name: array[start:end] for name, array in arrays.items()} for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _sample_bytes(array: np.ndarray) -> np.ndarray:
+    """Bytes of each sample on the wire, int64 [N]."""
+    if array.dtype == object:
+        return np.array([sum(len(text) + TEXT_LENGTH_BYTES for text in row) for row in array.tolist()], np.int64)
+    return np.full(len(array), array.itemsize * int(np.prod(array.shape[1:])), np.int64)
+
+
+def check_inputs(names: set[str], input_forms: Sequence[str]) -> None:
+    """Raise ValueError unless these inputs make a request in a form that the server reads."""
+    is_text = TEXT_REQUIRED <= names <= TEXT_REQUIRED | TEXT_OPTIONAL
+    is_tokens = names in ({SENTENCES}, {TOKENS, SEQUENCE_LENGTHS})
+    form = TEXT_FORM if is_text else TOKENS_FORM if is_tokens else None
+    if form not in input_forms and (names or input_forms):
+        read = " or ".join(input_forms) or "no input"
+        raise ValueError(f"this model reads {read}; this request holds {sorted(names)}, see docs/reward-server.md")
+
+
+def read_samples(request: Mapping[str, np.ndarray]) -> tuple[list[TextSample | None], np.ndarray]:
+    """Inverse of `text_arrays`: N samples, None where one cannot be read, and their statuses, int32 [N]."""
+    count = request[PROMPTS].shape[0]
+    columns = {name: array.reshape(count).tolist() for name, array in request.items()}
+    samples: list[TextSample | None] = []
+    status = np.zeros(count, np.int32)
+    for row in range(count):
+        sample = None
+        try:
+            sample = _read({name: column[row] for name, column in columns.items()})
+        except UnicodeDecodeError:
+            status[row] = base.STATUS_BAD_TEXT
+        except (ValueError, RecursionError):
+            status[row] = base.STATUS_BAD_PROMPT
+        samples.append(sample)
+    return samples, status
+
+
+def _read(values: Mapping[str, Any]) -> TextSample:
+    messages = _json(values.get(MESSAGES), list)
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        raise ValueError("a message is no object with a role")
+    if not all(isinstance(m.get("content"), str) for m in messages):
+        raise ValueError("a message has no text as its content")
+    return TextSample(
+        prompt=_text(values[PROMPTS]),
+        response=_text(values[RESPONSES]),
+        record=_json(values.get(METADATA), dict),
+        messages=tuple(messages),
+        finished=values.get(FINISHED, 1) != 0,
+    )
+
+
+def _text(raw: Any) -> str:
+    return raw if isinstance(raw, str) else bytes(raw).decode("utf-8")
+
+
+def _json(raw: Any, kind: type) -> Any:
+    """A JSON list or object; an empty one for an empty text."""
+    text = "" if raw is None else _text(raw)
+    value = json.loads(text) if text else kind()
+    if not isinstance(value, kind):
+        raise ValueError(f"found JSON of type {type(value).__name__}; expected {kind.__name__}")
+    if _depth(value) > MAX_DEPTH:
+        raise ValueError(f"found JSON that is nested deeper than {MAX_DEPTH}")
+    return value
+
+
+def _depth(node: Any) -> int:
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return 1 + max(map(_depth, children), default=0)
+
+
+# Answers: what the client checks.
+
+
+def check_answer(rewards: Any, status: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return an answer's rewards, float32 [N], NaN where a sample has no score, and statuses, int32 [N].
+
+    Raises:
+        ValueError: the answer breaks the protocol.
+    """
+    for key, array, dtype in ((REWARDS, rewards, np.float32), (STATUS, status, np.int32)):
+        if array is None:
+            raise ValueError(f"no '{key}'")
+        if array.dtype != dtype or array.shape != (count, 1):
+            raise ValueError(
+                f"'{key}' is {array.dtype} {list(array.shape)}; expected {np.dtype(dtype).name} [{count}, 1]"
+            )
+    values, codes = rewards[:, 0].copy(), status[:, 0].copy()
+    unknown = sorted(set(codes.tolist()) - set(base.STATUS_TEXT))
+    if unknown:
+        raise ValueError(f"unknown status {unknown}")
+    codes[(codes == base.STATUS_OK) & ~np.isfinite(values)] = base.STATUS_NOT_FINITE
+    values[codes != base.STATUS_OK] = np.nan
+    return values, codes
+
+
+def check_attributes(attributes: Any, status: np.ndarray, count: int) -> np.ndarray:
+    """Return an answer's K = `count` attributes, float32 [N, K], NaN where `status`, int32 [N], is not ok.
+
+    Raises:
+        ValueError: the answer breaks the protocol.
+    """
+    expected = (len(status), count)
+    if attributes is None or attributes.dtype != np.float32 or attributes.shape != expected:
+        found = "missing" if attributes is None else f"{attributes.dtype} {list(attributes.shape)}"
+        raise ValueError(f"'{ATTRIBUTES}' is {found}; expected float32 {list(expected)}")
+    return np.where(status[:, None] == base.STATUS_OK, attributes, np.nan).astype(np.float32)
+
+
+# The access token that a server may require.
+
+
+def read_token(token_file: str | Path | None, key: str, environment: Mapping[str, str] | None = None) -> str | None:
+    """Read the token from a file, or else from the environment variable REINFORCE_REWARD_TOKEN.
+
+    Args:
+        token_file: a text file that only its owner may read; None: use the environment.
+        key: of the configuration, for messages.
+        environment: default: this process's.
+
+    Raises:
+        ConfigError: the file is missing, others may read it, or its content cannot be a token.
+    """
+    if token_file is None:
+        token = (os.environ if environment is None else environment).get(TOKEN_VARIABLE, "").strip()
+        return _checked_token(token, f"the environment variable {TOKEN_VARIABLE}") if token else None
+    path = Path(token_file)
+    try:
+        mode = path.stat().st_mode
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError([f"{key}: cannot read the token in {path} ({reason.lower()})"]) from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            [f"{key}: others may use {path} (mode {stat.S_IMODE(mode):04o}); make it yours alone: chmod 600 {path}"]
+        )
+    return _checked_token(token, f"{key}: {path}")
+
+
+def _checked_token(token: str, where: str) -> str:
+    if len(token) < MIN_TOKEN_LETTERS or not all("!" <= letter <= "~" for letter in token):
+        raise ConfigError(
+            [
+                f"{where} holds no token: expected at least {MIN_TOKEN_LETTERS} visible ASCII characters and no space "
+                "(python -c 'import secrets; print(secrets.token_urlsafe(32))' makes one)"
+            ]
+        )
+    return token
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    """Return the header that carries the token, if there is one."""
+    return {} if token is None else {TOKEN_HEADER: TOKEN_SCHEME + token}
+
+
+def is_authorised(header: str | None, token: str | None) -> bool:
+    """Compare a request's Authorization header with the token, in constant time."""
+    if token is None:
+        return True
+    length = len(TOKEN_SCHEME)
+    given = header[length:] if header and header[:length].lower() == TOKEN_SCHEME.lower() else ""
+    return hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
