@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import cosine_similarity
 
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.algorithm.choices import (
-    ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
     KL_LOSS_WEIGHTS,
     KL_REDUCTIONS,

@@ -15,7 +15,7 @@ from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.algorithm.loss import Denominators
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "slurm" / "README.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "slurm" / "README.md"]
 SCRIPT_CONFIGS = ("train_reinforce_actor", "serve_reward_model", "train_reward_model")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reinforce_rl.algorithm.choices import ADVANTAGE_ESTIMATORS, EstimatorEntry
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, EstimatorEntry
 from reinforce_rl.config.schema import TrainConfig
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.algorithm.choices import (
-    ADVANTAGE_ESTIMATORS,
     ADVANTAGE_WHITENINGS,
     BEST_MODES,
     CREDIT_ASSIGNMENTS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from reinforce_rl.config.schema import TrainConfig
@@ -11,8 +12,11 @@ GENERATIONS = ("native", "tensorrt_llm")
 
 def generation_faults(cfg: TrainConfig) -> Iterator[str]:
     """The choice of the engine, and what it asks of other keys."""
-    if cfg.generation not in GENERATIONS:
-        yield f"generation is {cfg.generation!r}; expected one of {', '.join(GENERATIONS)}"
+    if cfg.generation not in GENERATIONS and not _is_importable(cfg.generation):
+        yield (
+            f"generation is {cfg.generation!r}; expected one of {', '.join(GENERATIONS)}, or the dotted name of a "
+            "generator's class in a module that can be imported"
+        )
     if cfg.generation == "tensorrt_llm":
         yield from _ranges(cfg)
         yield from _sampling(cfg)
@@ -24,6 +28,14 @@ def generation_faults(cfg: TrainConfig) -> Iterator[str]:
         yield from _cuda_graphs(cfg)
     if cfg.trainer.reinforce.generation_work_queue:
         yield from _work_queue(cfg)
+
+
+def _is_importable(name: str) -> bool:
+    module = name.rpartition(".")[0]
+    try:
+        return bool(module) and importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _ranges(cfg: TrainConfig) -> Iterator[str]:

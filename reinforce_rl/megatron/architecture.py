@@ -5,18 +5,47 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from reinforce_rl.errors import ConfigError
 
-# The supported families, each with what transformers assumes for a key that config.json leaves out.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
-    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+_QWEN = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
 }
-_DEFAULTS_OF_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How a family differs from a decoder with RMSNorm, SwiGLU, RoPE and no biases.
+
+    Attributes:
+        defaults: what transformers assumes for a key that config.json leaves out.
+        has_attention_bias_key: `attention_bias` gives biases to q, k, v and attention's output projection.
+        qkv_bias: q, k and v have biases in any case.
+        qk_norm: RMSNorm over each head's query and key.
+        windows: `sliding_window` holds for "all" layers, or for those that "layer_types" names; None: it is not read.
+    """
+
+    defaults: dict[str, Any]
+    has_attention_bias_key: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: Literal["all", "layer_types"] | None = None
+
+
+# The supported families by `model_type`. To add one, add a row; see CONTRIBUTING.md.
+_FAMILIES = {
+    "llama": _Family({"max_position_embeddings": 2048}, has_attention_bias_key=True),
+    "mistral": _Family(
+        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}, windows="all"
+    ),
+    "qwen2": _Family(_QWEN, qkv_bias=True, windows="layer_types"),
+    "qwen3": _Family({**_QWEN, "head_dim": 128}, has_attention_bias_key=True, qk_norm=True, windows="layer_types"),
+}
 
 # Further keys that change what a model of these families computes, with the values under which it does not.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -85,15 +114,13 @@ class Architecture:
     @classmethod
     def from_hf(cls, raw: dict[str, Any], source: str = "config") -> Architecture:
         """From the values of a Hugging Face config; see `from_folder`."""
-        family = raw.get("model_type")
-        values = {**_DEFAULTS.get(str(family), {}), **raw}
-        if family in ("qwen2", "qwen3"):
-            values = {**_DEFAULTS_OF_QWEN, **values}
-        faults = _faults(values)
+        family = _FAMILIES.get(str(raw.get("model_type")), _Family({}))
+        values = {**family.defaults, **raw}
+        faults = _faults(values, family)
         if faults:
             raise ConfigError([f"{source}: {fault}" for fault in faults])
         heads = values["num_attention_heads"]
-        attention_bias = bool(values.get("attention_bias")) and family in ("llama", "qwen3")
+        attention_bias = family.has_attention_bias_key and bool(values.get("attention_bias"))
         return cls(
             vocab_size=values["vocab_size"],
             hidden_size=values["hidden_size"],
@@ -105,10 +132,10 @@ class Architecture:
             norm_eps=values.get("rms_norm_eps", 1e-6),
             tied_embeddings=values.get("tie_word_embeddings", False),
             max_positions=values["max_position_embeddings"],
-            qkv_bias=attention_bias or family == "qwen2",
+            qkv_bias=attention_bias or family.qkv_bias,
             output_bias=attention_bias,
-            qk_norm=family == "qwen3",
-            window=_windows(values).pop(),
+            qk_norm=family.qk_norm,
+            window=_windows(values, family).pop(),
             raw=raw,
         )
 
@@ -150,12 +177,12 @@ class PaddedSizes:
     num_heads: int
 
 
-def _faults(values: dict[str, Any]) -> list[str]:
+def _faults(values: dict[str, Any], family: _Family) -> list[str]:
     """What is missing, contradictory or not supported."""
     faults = []
-    if values.get("model_type") not in _DEFAULTS:
+    if values.get("model_type") not in _FAMILIES:
         faults.append(
-            f"model_type is {values.get('model_type')!r}; supported: {', '.join(_DEFAULTS)} (dense decoders)"
+            f"model_type is {values.get('model_type')!r}; supported: {', '.join(_FAMILIES)} (dense decoders)"
         )
     required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     faults += [f"{key} is missing" for key in required if key not in values]
@@ -178,7 +205,7 @@ def _faults(values: dict[str, Any]) -> list[str]:
             f"hidden_size is {values['hidden_size']}, which {heads} attention heads do not divide, "
             "and head_dim is not given"
         )
-    if len(_windows(values)) > 1:
+    if len(_windows(values, family)) > 1:
         faults.append(
             f"sliding_window is {values['sliding_window']} on some layers only (use_sliding_window, with "
             "max_window_layers or layer_types); supported: on all layers or on none"
@@ -191,14 +218,14 @@ def _rope(values: dict[str, Any]) -> dict[str, Any]:
     return values.get("rope_parameters") or values.get("rope_scaling") or {}
 
 
-def _windows(values: dict[str, Any]) -> set[int | None]:
+def _windows(values: dict[str, Any], family: _Family) -> set[int | None]:
     """The sliding windows of the layers. None: there is none, or it is as long as the model's longest sequence."""
-    family, window = values.get("model_type"), values.get("sliding_window")
+    window = values.get("sliding_window")
     if window is None or window >= values.get("max_position_embeddings", 0):
         return {None}
-    if family == "mistral":
+    if family.windows == "all":
         return {window}
-    if family not in ("qwen2", "qwen3") or not values["use_sliding_window"]:
+    if family.windows is None or not values["use_sliding_window"]:
         return {None}
     kinds = values.get("layer_types") or [
         "full_attention" if layer < values["max_window_layers"] else "sliding_attention"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,10 +106,10 @@ def _shares_prefix(cfg: TrainConfig, lm: CausalLM) -> bool:
 
 
 def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Generator:
-    """What draws the responses. Of TensorRT-LLM nothing is imported here, and nothing at all where it is not chosen.
+    """The generator that `generation` names: "native", "tensorrt_llm", or a dotted name, called as this function is.
 
     Raises:
-        ConfigError: this machine cannot run it.
+        ConfigError: no such name, or this machine cannot run it.
     """
     if cfg.generation == "native":
         return NativeGenerator(
@@ -119,6 +120,11 @@ def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokeniz
             is_static=cfg.model.reinforce.static_decoding,
             use_graphs=cfg.model.reinforce.cuda_graphs,
         )
+    if cfg.generation != "tensorrt_llm":
+        try:
+            return pkgutil.resolve_name(cfg.generation)(cfg, lm, tokenizer)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError([f"generation is {cfg.generation!r}, which cannot be imported: {error}"]) from error
     from reinforce_rl.generation.trtllm.engine import EngineArguments
     from reinforce_rl.generation.trtllm.generator import EngineSettings, TensorRTLLMGenerator
     from reinforce_rl.generation.trtllm.process import Deadlines

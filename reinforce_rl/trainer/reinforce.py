@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from reinforce_rl.algorithm.advantages import RewardGroups, estimator_of
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups
 from reinforce_rl.algorithm.credit import assign_credit, whiten
 from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
 from reinforce_rl.algorithm.loss import Denominators
@@ -224,7 +224,7 @@ class ReinforceTrainer:
         in_reward = self._past.beta.value if cfg.kl_placement == "reward" else 0.0
         with_kl = less_kl(rewards, all_kl, in_reward, valid, self.step + 1)
         groups = RewardGroups.of(with_kl, group_ids, valid, self._past.reward_mean(cfg.advantage_estimator))
-        found = estimator_of(cfg.advantage_estimator)(groups).select(own)
+        found = ADVANTAGE_ESTIMATORS[cfg.advantage_estimator].function(groups).select(own)
 
         trains = found.trains & (batch.is_end if cfg.truncated_samples == "mask" else True)
         counted = mask & trains[:, None]

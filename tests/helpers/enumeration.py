@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from reinforce_rl.algorithm.advantages import RewardGroups, estimator_of
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups
 from reinforce_rl.algorithm.credit import assign_credit, whiten
 from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
 from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
@@ -116,7 +116,7 @@ def advantages(world: World, options: Options, drawn: Tensor) -> tuple[Tensor, T
     tokens = token_kl(log_probs, world.reference, TREE.mask, estimator=options.kl_estimator)
     kl = reduce_over_tokens(tokens, TREE.mask, options.kl_reduction)
     in_reward = BETA if options.kl_placement == "reward" else 0.0
-    found = estimator_of(options.advantage_estimator)(
+    found = ADVANTAGE_ESTIMATORS[options.advantage_estimator].function(
         RewardGroups.of((world.rewards - in_reward * kl)[rows], groups, None, PAST_MEAN)
     )
     values = assign_credit(

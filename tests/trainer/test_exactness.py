@@ -19,8 +19,8 @@ from helpers.enumeration import (
 )
 from torch import Tensor
 
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.algorithm.choices import (
-    ADVANTAGE_ESTIMATORS,
     IMPORTANCE_RATIOS,
     KL_ESTIMATORS,
     KL_LOSS_WEIGHTS,

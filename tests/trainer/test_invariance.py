@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reinforce_rl.algorithm.advantages import MAX_REWARD, RewardGroups, estimator_of, leave_one_out
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, MAX_REWARD, RewardGroups, leave_one_out
 from reinforce_rl.algorithm.choices import (
-    ADVANTAGE_ESTIMATORS,
     ADVANTAGE_WHITENINGS,
     CREDIT_ASSIGNMENTS,
     GENERATOR_CORRECTIONS,
@@ -104,7 +103,7 @@ def chain(batch: Batch, choice: Choice, parts: list[Tensor] | None = None, micro
     in_reward = BETA if choice.placement == "reward" else 0.0
     # Advantages are taken of the global batch, gathered in rank order.
     order = torch.cat(parts)
-    found = estimator_of(choice.estimator)(
+    found = ADVANTAGE_ESTIMATORS[choice.estimator].function(
         RewardGroups.of((rewards - in_reward * kl)[order], batch.group_ids[order], batch.valid[order], 0.3)
     )
     counted = batch.mask[order] & found.trains[:, None]
@@ -269,7 +268,7 @@ def test_nearly_equal_others_do_not_blow_up():
     """Divided by the deviation of the others, [0, 0.95 x 7] gave an advantage of -2075 to users of a peer."""
     rewards = torch.tensor([0.0] + [0.95] * 7)
     for estimator in ADVANTAGE_ESTIMATORS:
-        found = estimator_of(estimator)(RewardGroups.of(rewards, torch.zeros(8).long()))
+        found = ADVANTAGE_ESTIMATORS[estimator].function(RewardGroups.of(rewards, torch.zeros(8).long()))
         assert found.values.abs().max() < 3
 
 

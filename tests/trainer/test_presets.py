@@ -12,7 +12,7 @@ from helpers.models import ROOT
 from helpers.tiny_run import compose, rollouts_of, run, tiny_overrides
 from omegaconf import OmegaConf
 
-from reinforce_rl.algorithm import choices
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.config.reading import load_config
 from reinforce_rl.config.schema import ReinforceConfig, TrainConfig
 from reinforce_rl.launch.cli import CONF_FOLDER
@@ -130,11 +130,11 @@ def test_it_trains(preset, tmp_path: Path, mesh):
     assert any(row["advantage"] for row in rollouts_of(tmp_path, 2))
 
 
-@pytest.mark.parametrize("estimator", choices.ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_of_advantages_can_be_chosen(estimator, right):
     found = config_of(right, f"{RL}.advantage_estimator={estimator}").trainer.reinforce
     assert found.advantage_estimator == estimator
 
 
 def test_the_page_has_a_row_for_every_estimator_of_advantages():
-    assert table("Baselines and advantages").keys() == choices.ADVANTAGE_ESTIMATORS.keys()
+    assert table("Baselines and advantages").keys() == ADVANTAGE_ESTIMATORS.keys()

@@ -114,7 +114,7 @@ class PredictedJob:
 
     @property
     def has_engine(self) -> bool:
-        return self.cfg.generation != "native"
+        return self.cfg.generation == "tensorrt_llm"
 
     @property
     def prompts_of_call(self) -> int:

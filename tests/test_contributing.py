@@ -1,0 +1,116 @@
+"""CONTRIBUTING.md's code blocks, applied to a copy of the package: they work, and touch as many files as it says."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.models import ROOT, tiny_family_folder
+from helpers.tiny_run import metrics_of, rollouts_of, three_letters, tiny_overrides
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+FILES = {
+    "An estimator": "reinforce_rl/algorithm/advantages.py",
+    "A reward": "my_rewards.py",
+    "A model family": "reinforce_rl/megatron/architecture.py",
+    "A generator": "reinforce_rl/generation/replay.py",
+}
+LOG_PROBS = """
+import sys
+import torch
+from helpers.policies import all_logits, megatron_model, random_tokens
+from reinforce_rl.megatron.mesh import parallel_mesh
+
+with parallel_mesh() as mesh:
+    lm = megatron_model(sys.argv[1], mesh)
+    torch.save(all_logits(lm, random_tokens(lm.architecture.vocab_size, 3, 40)).log_softmax(-1), sys.argv[2])
+"""
+
+
+def code_of(heading: str) -> str:
+    found = re.search(rf"^## {heading}\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert found is not None, heading
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory) -> Path:
+    """A copy of the package with the four extensions."""
+    root = tmp_path_factory.mktemp("extended")
+    for folder in ("reinforce_rl", "conf", "examples"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "demo"))
+    for heading, name in FILES.items():
+        path, code = root / name, code_of(heading)
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if heading == "A model family":
+            before, line, after = text.partition("_FAMILIES = {\n")
+            assert line
+            path.write_text(before + line + code + after, encoding="utf-8")
+        else:
+            path.write_text(f"{text}\n\n{code}" if text else code, encoding="utf-8")
+    return root
+
+
+def call(root: Path, *arguments: str | Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(ROOT / "tests")])}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_the_table_counts_the_files(extended):
+    rows = dict(re.findall(r"^\| \[[^]]+\]\(#([\w-]+)\) \| (\d)", PAGE, re.MULTILINE))
+    assert rows == {
+        heading.lower().replace(" ", "-"): str(int(name.startswith("reinforce_rl/")))
+        for heading, name in FILES.items()
+    }
+    files = [path.relative_to(extended) for path in (extended / "reinforce_rl").rglob("*.py")]
+    changed = [file for file in files if not ((ROOT / file).exists() and filecmp.cmp(ROOT / file, extended / file))]
+    assert sorted(map(str, changed)) == sorted(name for name in FILES.values() if name.startswith("reinforce_rl/"))
+
+
+def test_estimator_reward_and_generator_in_a_run(extended, tmp_path):
+    """Responses are the recorded ones, rewards the function's, advantages the differences to the median."""
+    (tmp_path / "run").mkdir()
+    answers = ["e", "tao", "in"]
+    lines = [{"prompt": prompt, "responses": answers} for prompt in three_letters(8)]
+    (tmp_path / "run/responses.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    call(
+        extended,
+        "examples/train_reinforce_actor.py",
+        *tiny_overrides(tmp_path),
+        "generation=reinforce_rl.generation.replay.ReplayGenerator",
+        "trainer.reinforce.advantage_estimator=median",
+        "trainer.reinforce.initial_policy_kl_penalty=0",
+        "trainer.reinforce.num_rollouts_per_prompt=3",
+        "reward=function",
+        "reward_function.name=my_rewards.brief",
+        "+reward_function.kwargs.limit=2",
+        "reward_function.sample_timeout_seconds=60",
+        "trainer.reinforce.max_steps=1",
+    )
+    rows = rollouts_of(tmp_path, 1)
+    assert [row["response"] for row in rows] == answers * 4
+    assert [row["reward"] for row in rows] == [1.0, 0.0, 1.0] * 4
+    assert [row["advantage"] for row in rows] == [0.0, -1.0, 0.0] * 4
+    assert metrics_of(tmp_path)[0]["train/grad_norm"] > 0
+
+
+def test_model_family(extended, tmp_path):
+    import torch
+    from helpers.policies import random_tokens, transformers_logits, transformers_model
+
+    folder = tiny_family_folder(tmp_path / "model", "seed_oss", head_dim=16, tie_word_embeddings=False)
+    call(extended, "-c", LOG_PROBS, folder, tmp_path / "log_probs.pt")
+    model = transformers_model(folder)
+    assert any(name.endswith("q_proj.bias") for name, _ in model.named_parameters())
+    expected = transformers_logits(model, random_tokens(model.config.vocab_size, 3, 40)).log_softmax(-1)
+    torch.testing.assert_close(torch.load(tmp_path / "log_probs.pt"), expected, atol=1e-5, rtol=0)
