@@ -1,7 +1,7 @@
 """The commands of Slurm that a job's supervisor calls, as a script for a folder on PATH, and programs for its tasks.
 
 They do what a real Slurm was seen to do, so that the supervisor's own behaviour is tested in seconds and without one;
-tests/slurm has tests on a real Slurm too. Everything lies below the folder FAKE_SLURM.
+tests/launch/slurm has tests on a real Slurm too. Everything lies below the folder FAKE_SLURM.
 """
 
 from __future__ import annotations

@@ -5,15 +5,38 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-COMMANDS = ("sbatch", "sinfo", "squeue", "scontrol")
-# sbatch gives the ids 100, 101, ...; its answers have the names sbatch-ID, test, and test-JOBNAME for one component.
+COMMANDS = ("sbatch", "sinfo", "squeue")
+# sbatch gives the ids 100, 101, ...; its answers have the names sbatch-ID, test, and test-JOBNAME for one component,
+# which gets the first of the nodes n0 to n3 otherwise, the feature gpu being that of n0 and n1.
 SCRIPT = r"""#!/bin/bash
 home={home} key={name}
 printf '%s\x1f' "$key" "$@" >>"$home/calls"
 printf '\x1e' >>"$home/calls"
 if [ "$key" = sbatch ]; then
     case " $* " in
-    *" --test-only "*" --wrap=true "*) key=$(printf '%s\n' "$@" | sed -n 's/^--job-name=/test-/p') ;;
+    *" --test-only "*" --wrap=true "*)
+        nodes=(n0 n1 n2 n3) chosen=()
+        for word in "$@"; do
+            case $word in
+            --job-name=*) key=test-${word#*=} ;;
+            --constraint=gpu) nodes=(n0 n1) ;;
+            --nodes=*) count=${word#*=} ;;
+            --exclude=*) exclude=,${word#*=}, ;;
+            esac
+        done
+        for node in "${nodes[@]}"; do
+            [[ ${exclude:-} = *,$node,* || ${#chosen[@]} = "$count" ]] || chosen+=("$node")
+        done
+        if [ -e "$home/$key.out" ]; then
+            :
+        elif [ ${#chosen[@]} = "$count" ]; then
+            nodes=$(IFS=, && echo "${chosen[*]}")
+            echo "sbatch: Job 1 to start at 2026-01-02T03:04:05 using 1 processors on nodes $nodes in partition p" >&2
+        else
+            echo "allocation failure: Requested node configuration is not available" >&2
+            exit 1
+        fi
+        ;;
     *" --test-only "*) key=test ;;
     *)
         number=$(($(cat "$home/number" 2>/dev/null || echo 99) + 1))
@@ -24,6 +47,7 @@ if [ "$key" = sbatch ]; then
         ;;
     esac
 fi
+case "$key $*" in "sinfo "*%m) key=sinfo-memory ;; esac
 cat "$home/$key.out" 2>/dev/null
 cat "$home/$key.err" >&2 2>/dev/null
 exit "$(cat "$home/$key.code" 2>/dev/null || echo 0)"

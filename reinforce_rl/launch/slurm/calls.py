@@ -38,15 +38,17 @@ def call(
     *,
     seconds: float = CALL_SECONDS,
     base: Mapping[str, str] | None = None,
+    with_stderr: bool = False,
     **environment: str,
 ) -> str:
-    """What the command prints.
+    """Run a command and return its output.
 
     Args:
         command: with its arguments.
-        seconds: that it may take.
-        base: its environment; None: this process's.
-        environment: besides.
+        seconds: its deadline.
+        base: its environment; None for this process's.
+        with_stderr: return what it prints on stderr, too.
+        environment: further variables.
 
     Raises:
         SlurmCallError: it failed.
@@ -68,7 +70,7 @@ def call(
         raise SlurmCallError(command, str(error)) from error
     if done.returncode:
         raise SlurmCallError(command, done.stderr.strip() or f"exit code {done.returncode}")
-    return done.stdout
+    return done.stdout + done.stderr if with_stderr else done.stdout
 
 
 def job_times(job_id: str) -> JobTimes:

@@ -1,27 +1,90 @@
-"""The command line of `slurm/submit.py`, and the variables that its defaults come from."""
+"""The command line of `slurm/submit.py`, and the environment variables that its defaults come from."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.settings import VARIABLES, Variable, split_arguments
 
+T = TypeVar("T")
 DEFAULT_TIME = "04:00:00"
 ACTOR, SERVER = "actor", "server"
+UNLIMITED = ("UNLIMITED", "INFINITE", "INFINITY", "-1")
+_SECONDS = (
+    # Slurm reads M, M:S, H:M:S without days, and D-H, D-H:M, D-H:M:S with them.
+    (re.compile(r"(\d+)"), (60,)),
+    (re.compile(r"(\d+):(\d+)"), (60, 1)),
+    (re.compile(r"(\d+):(\d+):(\d+)"), (3600, 60, 1)),
+    (re.compile(r"(\d+)-(\d+)"), (86400, 3600)),
+    (re.compile(r"(\d+)-(\d+):(\d+)"), (86400, 3600, 60)),
+    (re.compile(r"(\d+)-(\d+):(\d+):(\d+)"), (86400, 3600, 60, 1)),
+)
+_MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+
+
+def parse_time(text: str) -> int | None:
+    """Convert a time limit to seconds; None for no limit.
+
+    Raises:
+        ValueError: `text` is no time.
+    """
+    if text.upper() in UNLIMITED:
+        return None
+    for form, units in _SECONDS:
+        if found := form.fullmatch(text):
+            seconds = sum(int(part) * unit for part, unit in zip(found.groups(), units, strict=True))
+            if seconds > 0:
+                return seconds
+    raise ValueError(f"'{text}'; expected MINUTES, HH:MM:SS, D-HH:MM:SS or UNLIMITED")
+
+
+def parse_memory(text: str) -> int:
+    """Convert Slurm's SIZE[K|M|G|T] to megabytes; 0 stands for all of a node's memory.
+
+    Raises:
+        ValueError: `text` is no size.
+    """
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
+    if found is None:
+        raise ValueError(f"'{text}'; expected SIZE[K|M|G|T], such as 64G, or 0 for all of a node's memory")
+    number, unit = found.groups()
+    return math.ceil(int(number) * _MEGABYTES[unit or "M"])
+
+
+def parse_gpus(text: str) -> int:
+    """Return COUNT of [TYPE:]COUNT.
+
+    Raises:
+        ValueError: `text` has another form.
+    """
+    found = re.fullmatch(r"(?:[\w.-]*[A-Za-z][\w.-]*:)?(\d+)", text)
+    if found is None:
+        raise ValueError(f"'{text}'; expected GPUs of a node as [TYPE:]COUNT, such as 8 or h100:8, or 0 for none")
+    return int(found.group(1))
+
+
+def parse_count(text: str) -> int:
+    """Raises ValueError unless `text` is a whole number from 1."""
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise ValueError(f"'{text}'; expected a whole number from 1")
 
 
 @dataclass(frozen=True)
 class ComponentOption:
-    """An option that both components have: `--NAME` for both, `--actor-NAME` and `--server-NAME` for one.
+    """An option of both components: `--NAME` for both, `--actor-NAME` and `--server-NAME` for one.
 
     Attributes:
         name: without dashes.
         metavar: of its value.
-        meaning: for people.
-        sbatch_variable: of sbatch itself, which it would follow where nothing is given here; empty for none.
+        meaning: for the help.
+        sbatch_variable: the variable that sbatch itself reads; empty for none.
         common: the option of both, where that is not `--NAME`; None where there is no such option.
     """
 
@@ -32,13 +95,13 @@ class ComponentOption:
     common: str | None = ""
 
     def option(self, component: str | None) -> str | None:
-        """On the command line; for both components where none is given."""
+        """The option of a component; of both for None."""
         if component is not None:
             return f"--{component}-{self.name}"
         return None if self.common is None else f"--{self.common or self.name}"
 
     def variables(self, component: str) -> list[str]:
-        """Environment variables, the first one that is set counts."""
+        """Environment variables, highest precedence first."""
         options = (self.option(component), self.option(None))
         own = [f"REINFORCE_{option[2:].replace('-', '_').upper()}" for option in options if option]
         return [*own, *filter(None, [self.sbatch_variable])]
@@ -66,11 +129,7 @@ PLANNED = (names.RUN_DIR, names.ACTOR_DEVICES, names.SERVER_DEVICES, names.REPOS
 
 @dataclass(frozen=True)
 class ComponentOptions:
-    """Of one component, as texts; None where nothing is given. `COMPONENT_OPTIONS` says what they mean.
-
-    Attributes:
-        sbatch_args: handed to sbatch as they are.
-    """
+    """Options of one component, see `COMPONENT_OPTIONS`; None where not given. `sbatch_args` are sbatch's own."""
 
     partition: str | None = None
     account: str | None = None
@@ -79,24 +138,26 @@ class ComponentOptions:
     nodelist: str | None = None
     exclude: str | None = None
     gpus: str | None = None
-    cpus_per_task: str | None = None
+    cpus_per_task: int | None = None
     mem: str | None = None
     sbatch_args: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line and the environment ask for, not checked yet.
+    """What the command line and the environment ask for.
 
     Attributes:
         actor_args, server_args: Hydra overrides.
-        actor, server: of the components.
-        time: a time limit as Slurm reads it.
-        signal_lead: seconds, as a text; None: of the run's last save, or a default.
-        job_name: None: of the configuration.
-        chain: links, as a text.
+        actor, server: options of the components.
+        time: the limit, as written.
+        seconds: the same; None for no limit.
+        lead: seconds before the limit; None where not given.
+        job_name: None for that of the configuration.
+        chain: number of jobs that follow each other.
         dry_run: print the plan only.
-        variables: that set the job up, with their values, as far as options or the environment give them.
+        variables: of the job, as far as options or the environment give them.
+        faults: of values; the attributes have their defaults instead.
     """
 
     actor_args: tuple[str, ...]
@@ -104,11 +165,13 @@ class Options:
     actor: ComponentOptions
     server: ComponentOptions
     time: str
-    signal_lead: str | None
+    seconds: int | None
+    lead: int | None
     job_name: str | None
-    chain: str
+    chain: int
     dry_run: bool
     variables: tuple[tuple[str, str], ...]
+    faults: tuple[str, ...] = ()
 
 
 def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Options:
@@ -120,40 +183,57 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
     """
     own, server_args = split_arguments(argv)
     args = _parser().parse_intermixed_args(list(own))
-    given = vars(args)
-
-    def of(name: str, variable: str) -> str | None:
-        return given[name] or environment.get(variable, "").strip() or None
-
-    variables = {
-        v.name: given[_destination(v.name)] or environment.get(v.name, "").strip()
-        for v in VARIABLES
-        if v.name not in PLANNED
-    }
+    reader = _Reader(vars(args), environment)
+    time = reader.text("time") or DEFAULT_TIME
+    variables = {v.name: reader.text(_destination(v.name)) for v in VARIABLES if v.name not in PLANNED}
     return Options(
         actor_args=tuple(args.overrides),
         server_args=server_args,
-        actor=_component(ACTOR, given, environment),
-        server=_component(SERVER, given, environment),
-        time=of("time", "REINFORCE_TIME") or DEFAULT_TIME,
-        signal_lead=of("signal_lead", "REINFORCE_SIGNAL_LEAD"),
-        job_name=of("job_name", "REINFORCE_JOB_NAME"),
-        chain=args.chain,
+        time=time,
+        seconds=reader.parsed("--time", time, parse_time),
+        lead=reader.parsed("--signal-lead", reader.text("signal_lead"), parse_count),
+        chain=reader.parsed("--chain", args.chain, parse_count) or 1,
+        actor=reader.component(ACTOR),
+        server=reader.component(SERVER),
+        job_name=reader.text("job_name"),
         dry_run=args.dry_run,
         variables=tuple((name, value) for name, value in variables.items() if value),
+        faults=tuple(reader.faults),
     )
 
 
-def _component(component: str, given: Mapping[str, str | None], environment: Mapping[str, str]) -> ComponentOptions:
-    """The component's own option counts before that of both, and the command line before the environment."""
-    values: dict[str, str | None] = {}
-    for option in COMPONENT_OPTIONS:
-        options = (option.option(component), option.option(None))
-        written = [given[name[2:].replace("-", "_")] for name in options if name]
-        found = [environment.get(variable, "").strip() for variable in option.variables(component)]
-        values[option.name.replace("-", "_")] = next(filter(None, [*written, *found]), None)
-    extra = [*(given["sbatch_arg"] or ()), *(given[f"{component}_sbatch_arg"] or ())]
-    return ComponentOptions(**values, sbatch_args=tuple(extra))
+class _Reader:
+    """Reads options, the command line before the environment, and collects faults of their values."""
+
+    def __init__(self, given: Mapping[str, str | None], environment: Mapping[str, str]):
+        self.faults: list[str] = []
+        self._given = given
+        self._environment = environment
+
+    def text(self, name: str) -> str | None:
+        return self._given[name] or self._environment.get(f"REINFORCE_{name.upper()}", "").strip() or None
+
+    def parsed(self, option: str, text: str | None, parse: Callable[[str], T]) -> T | None:
+        try:
+            return None if text is None else parse(text)
+        except ValueError as error:
+            self.faults.append(f"{option} is {error}")
+            return None
+
+    def component(self, component: str) -> ComponentOptions:
+        """The component's own option has precedence over that of both."""
+        values: dict[str, str | None] = {}
+        for option in COMPONENT_OPTIONS:
+            options = (option.option(component), option.option(None))
+            written = [self._given[name[2:].replace("-", "_")] for name in options if name]
+            found = [self._environment.get(variable, "").strip() for variable in option.variables(component)]
+            values[option.name.replace("-", "_")] = next(filter(None, [*written, *found]), None)
+        cpus = self.parsed(f"--{component}-cpus-per-task", values.pop("cpus_per_task"), parse_count)
+        for name, parse in (("gpus", parse_gpus), ("mem", parse_memory)):
+            if self.parsed(f"--{component}-{name}", values[name], parse) is None:
+                values[name] = None
+        extra = [*(self._given["sbatch_arg"] or ()), *(self._given[f"{component}_sbatch_arg"] or ())]
+        return ComponentOptions(**values, cpus_per_task=cpus, sbatch_args=tuple(extra))
 
 
 def _destination(variable: str) -> str:
@@ -172,10 +252,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("overrides", nargs="*", metavar="ACTOR_OVERRIDE", help="KEY=VALUE")
     parser.add_argument("--dry-run", action="store_true", help="check and print the plan; make and submit nothing")
-    parser.add_argument("--chain", default="1", metavar="N", help="so many jobs, each after the end of the last")
-    for variable in JOB_VARIABLES:
-        help = f"{variable.meaning}{f' ({variable.default})' if variable.default else ''}"
-        parser.add_argument(_option(variable), metavar=_metavar(variable), help=help)
+    parser.add_argument("--chain", default="1", metavar="N", help="number of jobs, each after the end of the last")
+    _add_variables(parser, JOB_VARIABLES)
     sbatch = parser.add_argument_group("nodes; --actor-X and --server-X are for one component")
     for option in COMPONENT_OPTIONS:
         if both := option.option(None):
@@ -186,17 +264,15 @@ def _parser() -> argparse.ArgumentParser:
     sbatch.add_argument("--sbatch-arg", action="append", metavar="ARG", help="as in --sbatch-arg=--reservation=X")
     for component in (ACTOR, SERVER):
         sbatch.add_argument(f"--{component}-sbatch-arg", action="append", metavar="ARG", help=argparse.SUPPRESS)
-    job = parser.add_argument_group("the job")
-    for variable in VARIABLES:
-        if variable.name not in PLANNED:
-            help = f"{variable.meaning}{f' ({variable.default})' if variable.default else ''}"
-            job.add_argument(_option(variable), metavar=_metavar(variable), help=help)
+    _add_variables(parser.add_argument_group("the job"), [v for v in VARIABLES if v.name not in PLANNED])
     return parser
 
 
-def _option(variable: Variable) -> str:
-    return f"--{_destination(variable.name).replace('_', '-')}"
-
-
-def _metavar(variable: Variable) -> str:
-    return "SECONDS" if "seconds" in variable.name.lower() or variable.name.endswith("LEAD") else "VALUE"
+def _add_variables(group: argparse._ActionsContainer, variables: Sequence[Variable]) -> None:
+    for variable in variables:
+        seconds = "SECONDS" in variable.name or variable.name.endswith("LEAD")
+        group.add_argument(
+            f"--{_destination(variable.name).replace('_', '-')}",
+            metavar="SECONDS" if seconds else "VALUE",
+            help=f"{variable.meaning}{f' ({variable.default})' if variable.default else ''}",
+        )

@@ -1,4 +1,4 @@
-"""What is handed to Slurm: two components, their nodes and tasks, and the command line. Pure: asks nobody."""
+"""The command line of sbatch: two components with their nodes and tasks, and the lead of the signal to save."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from reinforce_rl.launch.slurm.settings import SEPARATOR, TORCHRUN
 from reinforce_rl.launch.slurm.submission.options import ComponentOptions
-from reinforce_rl.launch.slurm.submission.values import Gpus
 
 DEFAULT_LEAD, LEAST_LEAD = 300, 120
 # Slurm sends the signal at some moment of the minute before the lead begins, and the job needs some to end.
@@ -22,14 +21,13 @@ class Component:
 
     Attributes:
         name: for people.
-        job_name: in Slurm; of each component another, since a dependency by name would wait for itself.
-        nodes: how many.
+        job_name: in Slurm. The components differ in it, since a dependency by name would wait for itself.
+        nodes: number of nodes.
         ranks_per_node: of the program.
-        tasks_per_node: that Slurm starts: the ranks, or one that starts them.
-        cpus_per_task: None: as Slurm does.
-        gpus: of each node.
-        megabytes: of each node; None where it is not said, 0 for all.
-        options: which nodes.
+        tasks_per_node: that Slurm starts: the ranks, or one task that starts them.
+        cpus_per_task: None for Slurm's default.
+        gpus: of each node, as [TYPE:]COUNT; None for none.
+        options: of the command line.
     """
 
     name: str
@@ -38,17 +36,15 @@ class Component:
     ranks_per_node: int
     tasks_per_node: int
     cpus_per_task: int | None = None
-    gpus: Gpus | None = None
-    megabytes: int | None = None
+    gpus: str | None = None
     options: ComponentOptions = field(default_factory=ComponentOptions)
 
     @property
     def cpus_per_node(self) -> int:
-        """That it needs."""
         return self.tasks_per_node * (self.cpus_per_task or 1)
 
-    def arguments(self) -> list[str]:
-        """Of sbatch, besides those of the whole job."""
+    def requirements(self) -> list[str]:
+        """Options of sbatch that choose nodes."""
         own = self.options
         given = {
             "partition": own.partition,
@@ -63,8 +59,7 @@ class Component:
             "gpus-per-node": self.gpus,
             "mem": own.mem,
         }
-        options = [f"--{name}={value}" for name, value in given.items() if value is not None]
-        return [f"--job-name={self.job_name}", *options, *own.sbatch_args]
+        return [*(f"--{name}={value}" for name, value in given.items() if value is not None), *own.sbatch_args]
 
 
 @dataclass(frozen=True)
@@ -73,14 +68,13 @@ class JobPlan:
 
     Attributes:
         server, actor: the components.
-        time: its limit, as written.
-        seconds: the same; None where there is no limit.
-        lead: seconds before the limit at which the run is told to save.
-        chain: jobs that follow each other.
-        run_dir: absolute.
-        batch_file: absolute.
+        time: limit, as written.
+        seconds: the same; None for no limit.
+        lead: seconds before the limit at which the run gets the signal to save.
+        chain: number of jobs that follow each other.
+        run_dir, batch_file: absolute.
         actor_args, server_args: Hydra overrides.
-        variables: that set the job up.
+        variables: environment variables that set the job up.
     """
 
     server: Component
@@ -97,70 +91,62 @@ class JobPlan:
 
     @property
     def folder(self) -> Path:
-        """Of the batch script's output, which must be there before the job starts."""
+        """Folder of the batch script's output; it must exist before the job starts."""
         return self.run_dir / "slurm"
 
     def command(self, *, after: str | None = None, test_only: bool = False) -> list[str]:
-        """sbatch with its arguments.
+        """Return sbatch with its arguments.
 
         Args:
-            after: the id of a job, after whose end, however it came, this one may start.
+            after: id of a job after whose end, successful or not, this one may start.
             test_only: submit nothing.
         """
-        both = self._both_components()
         first = ["--test-only"] if test_only else ["--parsable"]
         if self.seconds is not None:
             first.append(f"--signal=B:USR1@{self.lead}")  # in component 0: the batch script runs there
         if after is not None:
             first.append(f"--dependency=afterany:{after}")
         overrides = [*self.actor_args, *([SEPARATOR, *self.server_args] if self.server_args else [])]
-        return [
-            "sbatch",
-            *first,
-            *both,
-            *self.server.arguments(),
-            ":",
-            *both,
-            *self.actor.arguments(),
-            str(self.batch_file),
-            *overrides,
-        ]
+        # Without one of its own, component 1 would inherit the exclusion of component 0.
+        reset = ["--exclude="] if self.server.options.exclude and not self.actor.options.exclude else []
+        components = [*self._arguments(self.server), ":", *reset, *self._arguments(self.actor)]
+        return ["sbatch", *first, *components, str(self.batch_file), *overrides]
 
-    def test_command(self, component: Component) -> list[str]:
-        """sbatch --test-only of one component."""
-        return ["sbatch", "--test-only", *self._both_components(), *component.arguments(), "--wrap=true"]
+    def test_command(self, component: Component, exclude: str = "") -> list[str]:
+        """Return sbatch --test-only of one component as a job of its own.
 
-    def _both_components(self) -> list[str]:
+        Args:
+            component: of this job.
+            exclude: nodes that it must not get, besides those of its own option.
+        """
+        own = component.options.exclude
+        if own and "/" in own:  # a file of names
+            own = ",".join(Path(own).read_text().split())
+        more = [f"--exclude={','.join(filter(None, [own, exclude]))}"] if exclude else []
+        return ["sbatch", "--test-only", *self._arguments(component), *more, "--wrap=true"]
+
+    def _arguments(self, component: Component) -> list[str]:
         output = str(self.folder).replace("%", "%%") + "/%j.out"
-        return [f"--time={self.time}", f"--output={output}", "--open-mode=append", "--requeue", "--export=ALL"]
+        both = [f"--time={self.time}", f"--output={output}", "--open-mode=append", "--requeue", "--export=ALL"]
+        return [*both, f"--job-name={component.job_name}", *component.requirements()]
 
 
 def tasks_of(ranks_per_node: int, launcher: str, cpus_per_task: int | None) -> tuple[int, int | None]:
-    """Tasks of a node, and CPUs of each; with torchrun one task that has a CPU for each rank if nothing is said."""
+    """Return the tasks of a node and the CPUs of each; torchrun has one task, by default with a CPU a rank."""
     if launcher == TORCHRUN:
         return 1, cpus_per_task or ranks_per_node
     return ranks_per_node, cpus_per_task
 
 
 def default_lead(save_seconds: float | None) -> int:
-    """Seconds before the limit.
-
-    Args:
-        save_seconds: that the run's last save took; None where it has made none.
-    """
+    """Return seconds before the limit, from the duration of the run's last save, if it has made one."""
     if save_seconds is None:
         return DEFAULT_LEAD
     return max(LEAST_LEAD, math.ceil(2 * save_seconds) + LEAD_MARGIN)
 
 
 def lead_faults(lead: int, seconds: int | None, save_seconds: float | None) -> list[str]:
-    """What is wrong with a lead, one sentence a fault.
-
-    Args:
-        lead: seconds before the limit.
-        seconds: the limit; None for none.
-        save_seconds: that the run's last save took; None where it has made none.
-    """
+    """Check a lead against Slurm's range, the time limit and the duration of the run's last save, all in seconds."""
     faults = []
     if lead > MOST_LEAD:
         faults.append(f"--signal-lead is {lead}; expected at most {MOST_LEAD}, which is what Slurm keeps")

@@ -1,4 +1,4 @@
-"""From options and configurations to the plan of a job, with every fault on the way."""
+"""Options and configurations become the plan of a job; all their faults are collected."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,9 +20,15 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.cli import compose
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.settings import SEPARATOR, Settings, read_settings
-from reinforce_rl.launch.slurm.submission.options import ACTOR, SERVER, ComponentOptions, Options
+from reinforce_rl.launch.slurm.submission.options import (
+    ACTOR,
+    SERVER,
+    ComponentOptions,
+    Options,
+    parse_gpus,
+    parse_memory,
+)
 from reinforce_rl.launch.slurm.submission.plan import Component, JobPlan, default_lead, lead_faults, tasks_of
-from reinforce_rl.launch.slurm.submission.values import Gpus, parse_memory, parse_time
 from reinforce_rl.preflight.run import Examination, examine, host_memory_of_node
 from reinforce_rl.reward_server.checks import model_faults, serves_function
 from reinforce_rl.rewards.wire import DEFAULT_NAME
@@ -36,14 +42,13 @@ BATCH_FILE = Path("slurm") / "train_hetjob.sbatch"
 
 @dataclass(frozen=True)
 class Request:
-    """A job that was asked for.
+    """A requested job, checked as far as that needs no cluster.
 
     Attributes:
         plan: None where faults leave nothing to plan.
         run_dir: of the run, absolute.
-        actor_megabytes: of host memory that the ranks of one actor node need; None where it is not known.
-        faults: what is wrong; one sentence each.
-        warnings: what may be.
+        actor_megabytes: host memory that the ranks of one actor node need; None where not known.
+        faults, warnings: one sentence each.
     """
 
     plan: JobPlan | None
@@ -54,68 +59,52 @@ class Request:
 
 
 def make_request(options: Options, environment: Mapping[str, str], repository: Path, console: Console) -> Request:
-    """Read and check all that needs no cluster.
+    """Check options and configurations, and plan the job.
 
     Args:
-        options: what was asked for.
+        options: of the command line.
         environment: of this process; its variables of the job are defaults.
-        repository: where the programs are.
-        console: for the trainer's own plan, which is printed where its configuration has no faults.
+        repository: folder of the programs.
+        console: for the trainer's own plan, printed where its configuration has no faults.
     """
-    faults = _Faults()
-    actor_cfg = faults.attempt(lambda: compose(ACTOR_CONFIG, options.actor_args))
+    faults: list[str] = []
+    actor_cfg = _attempt(lambda: compose(ACTOR_CONFIG, options.actor_args), faults)
     run_dir = _run_dir(options, actor_cfg, environment)
-    # The job itself says this one, so that it is absolute and the same for all.
+    # The job itself sets this key, absolute and the same for all.
     actor_args = tuple(arg for arg in options.actor_args if arg.partition("=")[0].lstrip("+") != RUN_DIR_KEY)
     if actor_cfg is not None:
         OmegaConf.update(actor_cfg, RUN_DIR_KEY, str(run_dir))
-    server_cfg = faults.attempt(lambda: compose(SERVER_CONFIG, options.server_args))
+    server_cfg = _attempt(lambda: compose(SERVER_CONFIG, options.server_args), faults)
     actor = None if actor_cfg is None else examine(actor_cfg, console, here=False)
     if actor is not None:
-        faults.found += actor.faults
+        faults += actor.faults
     cfg = None if actor is None else actor.config
     if cfg is not None:
-        faults.found += _actor_faults(cfg, options)
+        faults += _actor_faults(cfg, options)
     if server_cfg is not None:
-        faults.found += _server_faults(server_cfg)
+        faults += _server_faults(server_cfg)
     settings = _settings(options, actor_args, run_dir, repository, environment, faults)
-    asked = _asked(options, run_dir, faults)
-    if cfg is not None:
-        faults.found += _gpu_faults(ACTOR, asked.actor, cfg.trainer.devices)
-    if server_cfg is not None:
-        faults.found += _gpu_faults(SERVER, asked.server, server_cfg.devices)
+    status = read_status(run_dir)
+    save_seconds = None if status is None else status.save_seconds
+    lead = options.lead or default_lead(save_seconds)
+    faults += [*options.faults, *lead_faults(lead, options.seconds, save_seconds)]
     plan = None
+    if cfg is not None:
+        faults += _gpu_faults(ACTOR, options.actor, cfg.trainer.devices)
+    if server_cfg is not None:
+        faults += _gpu_faults(SERVER, options.server, server_cfg.devices)
     if cfg is not None and server_cfg is not None:
-        plan = _plan(options, asked, cfg, server_cfg, settings)
+        plan = _plan(options, lead, cfg, server_cfg, settings)
     megabytes = _megabytes(actor)
-    warnings = [] if cfg is None else list(_warnings(cfg, plan, megabytes))
-    return Request(plan, run_dir, megabytes, tuple(faults.found), tuple(warnings))
+    warnings = [] if cfg is None else list(_warnings(cfg, options, megabytes))
+    return Request(plan, run_dir, megabytes, tuple(faults), tuple(warnings))
 
 
-@dataclass
-class _Faults:
-    found: list[str] = field(default_factory=list)
-
-    def attempt(self, action: Callable[[], T]) -> T | None:
-        try:
-            return action()
-        except ConfigError as error:
-            self.found += error.faults
-            return None
-
-    def value(self, option: str, action: Callable[[], T], default: T) -> T:
-        """Of an option whose text may be none of its kind."""
-        try:
-            return action()
-        except ValueError as error:
-            self.found.append(f"{option} is {error}")
-            return default
-
-    def count(self, option: str, text: str | None) -> int | None:
-        """A whole number from 1; None where nothing is given."""
-        if text is None or (text.isdecimal() and int(text) > 0):
-            return None if text is None else int(text)
-        self.found.append(f"{option} is '{text}'; expected a whole number from 1")
+def _attempt(action: Callable[[], T], faults: list[str]) -> T | None:
+    try:
+        return action()
+    except ConfigError as error:
+        faults += error.faults
         return None
 
 
@@ -166,91 +155,41 @@ def _settings(
     run_dir: Path,
     repository: Path,
     environment: Mapping[str, str],
-    faults: _Faults,
+    faults: list[str],
 ) -> Settings:
-    """What the job will read, but for what follows from the configurations; defaults where it is wrong."""
+    """What the job will read, except for what follows from the configurations; defaults where there are faults."""
     variables = {**dict(options.variables), names.RUN_DIR: str(run_dir)}
     if not any(name in variables for name in (names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE)):
         variables[names.PYTHON] = sys.executable
     argv = [*actor_args, SEPARATOR, *options.server_args]
-    found = faults.attempt(lambda: read_settings(argv, variables, repository))
+    found = _attempt(lambda: read_settings(argv, variables, repository), faults)
     return found or Settings(run_dir, repository, actor_args=actor_args, server_args=options.server_args)
 
 
-@dataclass(frozen=True)
-class _Values:
-    """Of a component's options."""
-
-    cpus_per_task: int | None
-    gpus: Gpus | None
-    megabytes: int | None
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The values of options; defaults where they are wrong."""
-
-    seconds: int | None
-    lead: int
-    chain: int
-    actor: _Values
-    server: _Values
-
-
-def _asked(options: Options, run_dir: Path, faults: _Faults) -> _Asked:
-    status = read_status(run_dir)
-    save_seconds = None if status is None else status.save_seconds
-    before = len(faults.found)
-    seconds = faults.value("--time", lambda: parse_time(options.time), None)
-    lead = faults.count("--signal-lead", options.signal_lead) or default_lead(save_seconds)
-    if len(faults.found) == before:
-        faults.found += lead_faults(lead, seconds, save_seconds)
-    return _Asked(
-        seconds=seconds,
-        lead=lead,
-        chain=faults.count("--chain", options.chain) or 1,
-        actor=_values(ACTOR, options.actor, faults),
-        server=_values(SERVER, options.server, faults),
-    )
-
-
-def _values(component: str, options: ComponentOptions, faults: _Faults) -> _Values:
-    gpus, mem = options.gpus, options.mem
-    return _Values(
-        cpus_per_task=faults.count(f"--{component}-cpus-per-task", options.cpus_per_task),
-        gpus=None if gpus is None else faults.value(f"--{component}-gpus", lambda: Gpus.parse(gpus), None),
-        megabytes=None if mem is None else faults.value(f"--{component}-mem", lambda: parse_memory(mem), None),
-    )
-
-
-def _gpu_faults(component: str, values: _Values, ranks: object) -> list[str]:
-    if values.gpus is None or not isinstance(ranks, int) or values.gpus.count >= ranks:
+def _gpu_faults(component: str, options: ComponentOptions, ranks: object) -> list[str]:
+    count = parse_gpus(options.gpus or "0")
+    if not count or not isinstance(ranks, int) or count >= ranks:
         return []
-    return [f"--{component}-gpus is {values.gpus}, for {ranks} ranks of a node; expected a GPU for each"]
+    return [f"--{component}-gpus is {options.gpus}, for {ranks} ranks of a node; expected a GPU for each"]
 
 
-def _plan(options: Options, asked: _Asked, cfg: TrainConfig, server: DictConfig, settings: Settings) -> JobPlan | None:
+def _plan(options: Options, lead: int, cfg: TrainConfig, server: DictConfig, settings: Settings) -> JobPlan | None:
     of_actor, of_server = (cfg.trainer.num_nodes, cfg.trainer.devices), (server.num_nodes, server.devices)
     if not all(isinstance(number, int) and number > 0 for number in (*of_actor, *of_server)):
-        return None  # which the programs' own faults say
+        return None  # the programs' own faults say so
     base = options.job_name or cfg.exp_manager.name
-    gpu = cfg.trainer.precision == "bf16"  # which nobody uses on a CPU
-    serves_model = not serves_function(server)
-    components = []
-    for name, job_name, (nodes, ranks), own, values, on_gpu in (
-        (
-            f"reward {SERVER}{'s' if settings.servers > 1 else ''}",
-            f"{base}-rm",
-            (settings.servers * of_server[0], of_server[1]),
-            options.server,
-            asked.server,
-            gpu and serves_model,
-        ),
-        (ACTOR, f"{base}-actor", of_actor, options.actor, asked.actor, gpu),
-    ):
-        tasks, cpus = tasks_of(ranks, settings.launcher, values.cpus_per_task)
-        gpus = values.gpus if own.gpus is not None or not on_gpu else Gpus(ranks)
-        components.append(Component(name, job_name, nodes, ranks, tasks, cpus, gpus, values.megabytes, own))
+    on_gpus = cfg.trainer.precision == "bf16"  # which nobody uses on a CPU
+
+    def component(
+        name: str, job_name: str, nodes: int, ranks: int, own: ComponentOptions, default_gpus: int
+    ) -> Component:
+        tasks, cpus = tasks_of(ranks, settings.launcher, own.cpus_per_task)
+        gpus = own.gpus or str(default_gpus)
+        return Component(name, job_name, nodes, ranks, tasks, cpus, gpus if parse_gpus(gpus) else None, own)
+
+    of_servers = of_server[0] * settings.servers, of_server[1]
+    server_gpus = of_server[1] if on_gpus and not serves_function(server) else 0
+    servers = f"reward {SERVER}{'s' if settings.servers > 1 else ''}"
     variables = {
         names.RUN_DIR: str(settings.run_dir),
         names.REPOSITORY: str(settings.repository),
@@ -260,12 +199,12 @@ def _plan(options: Options, asked: _Asked, cfg: TrainConfig, server: DictConfig,
         names.SERVER_DEVICES: str(of_server[1]),
     }
     return JobPlan(
-        server=components[0],
-        actor=components[1],
+        server=component(servers, f"{base}-rm", *of_servers, options.server, server_gpus),
+        actor=component(ACTOR, f"{base}-actor", *of_actor, options.actor, of_actor[1] if on_gpus else 0),
         time=options.time,
-        seconds=asked.seconds,
-        lead=asked.lead,
-        chain=asked.chain,
+        seconds=options.seconds,
+        lead=lead,
+        chain=options.chain,
         run_dir=settings.run_dir,
         batch_file=settings.repository / BATCH_FILE,
         actor_args=settings.actor_args,
@@ -280,9 +219,11 @@ def _megabytes(actor: Examination | None) -> int | None:
     return math.ceil(host_memory_of_node(actor.config, actor.memory) / 2**20)
 
 
-def _warnings(cfg: TrainConfig, plan: JobPlan | None, megabytes: int | None) -> Iterator[str]:
+def _warnings(cfg: TrainConfig, options: Options, megabytes: int | None) -> Iterator[str]:
     if cfg.trainer.reinforce.save_interval == 0:
         yield "trainer.reinforce.save_interval is 0: the death of a node loses all that the job has trained"
-    limit = None if plan is None else plan.actor.megabytes
+    limit = parse_memory(options.actor.mem or "0")
     if megabytes and limit and megabytes > limit:
         yield f"the actor's ranks need up to {megabytes} MB of host memory a node, and --mem gives them {limit} MB"
+    if options.server.mem and not options.actor.mem:
+        yield f"sbatch gives the actor the server's --mem={options.server.mem}, since it has no --actor-mem"

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-import shutil
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError
-from reinforce_rl.launch.slurm.calls import SlurmCallError, call, node_names
+from reinforce_rl.launch.slurm.calls import SlurmCallError, call
 from reinforce_rl.launch.slurm.history import HISTORY_FILE, History, finished
-from reinforce_rl.launch.slurm.submission import run_state
-from reinforce_rl.launch.slurm.submission.cluster import SINFO, Fit, check_totals, parse_sinfo
-from reinforce_rl.launch.slurm.submission.options import parse_options
-from reinforce_rl.launch.slurm.submission.plan import JobPlan
-from reinforce_rl.launch.slurm.submission.report import print_command, print_job
-from reinforce_rl.launch.slurm.submission.request import Request, make_request
+from reinforce_rl.launch.slurm.submission.cluster import SUBMIT_SECONDS, Start, ask_cluster, record_submitted
+from reinforce_rl.launch.slurm.submission.options import PLANNED, parse_options
+from reinforce_rl.launch.slurm.submission.plan import Component, JobPlan
+from reinforce_rl.launch.slurm.submission.request import make_request
 from reinforce_rl.preflight.report import print_warnings
 from reinforce_rl.preflight.run import wide_console
 
 REPOSITORY = Path(__file__).resolve().parents[4]
-SUBMIT_SECONDS = 120.0
 # Of an allocation that this process may be part of: the job would take them for its own.
 KEPT_SLURM_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 
@@ -42,10 +39,11 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     console = console or wide_console()
     options = parse_options(argv, os.environ)
     request = make_request(options, os.environ, REPOSITORY, console)
-    cluster = _ask_cluster(request)
     plan = request.plan
+    environment = {} if plan is None else job_environment(plan, os.environ)
+    cluster = ask_cluster(request.run_dir, plan, request.actor_megabytes, environment)
     if plan is not None:
-        print_job(console, plan, cluster.fit)
+        print_job(console, plan, cluster.starts)
     print_warnings(console, [*request.warnings, *cluster.warnings])
     faults = [*request.faults, *cluster.faults]
     if not options.dry_run:
@@ -63,105 +61,26 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     if options.dry_run:
         console.print("\nNo fault was found. Nothing was submitted.")
         return EXIT_FINISHED
-    return _submit(plan, console, errors)
-
-
-@dataclass
-class _Cluster:
-    """What Slurm said about a request.
-
-    Attributes:
-        fit: None where it was not asked.
-        faults, warnings: one sentence each.
-        unchecked: what could not be, and why.
-    """
-
-    fit: Fit | None = None
-    faults: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)
-
-
-def _ask_cluster(request: Request) -> _Cluster:
-    found = _Cluster()
-    if shutil.which("sbatch") is None:
-        found.unchecked.append(
-            "sbatch is not on the PATH, so nodes, queue and sbatch --test-only could not be asked; submit from a "
-            "machine that has Slurm's commands"
-        )
-        return found
-    try:
-        queued = run_state.still_queued(request.run_dir)
-    except SlurmCallError as error:
-        found.unchecked.append(f"whether this run is in the queue already: {error}")
-    else:
-        found.faults += [queued] if queued else []
-    plan = request.plan
-    if plan is None:
-        return found
-    try:
-        found.fit = _fit(plan)
-    except SlurmCallError as error:
-        found.unchecked.append(f"whether the cluster's nodes suffice: {error}")
-    else:
-        found.faults += found.fit.faults
-        there = found.fit.actor_megabytes
-        if request.actor_megabytes and there and request.actor_megabytes > there and not plan.actor.megabytes:
-            found.warnings.append(
-                f"the actor's ranks need up to {request.actor_megabytes} MB of host memory a node, and there are "
-                f"nodes with {there} MB"
-            )
-    if not found.faults:  # else it would say the same again, in other words
-        found.faults += _test(plan, job_environment(plan, os.environ))
-    return found
-
-
-def _fit(plan: JobPlan) -> Fit:
-    components = (plan.server, plan.actor)
-    lists = {hosts for own in components for hosts in (own.options.nodelist, own.options.exclude) if hosts}
-    hosts = {text: frozenset(node_names(text)) for text in sorted(lists)}
-    return check_totals(*components, parse_sinfo(call(SINFO)), plan.seconds, hosts)
-
-
-def _test(plan: JobPlan, environment: Mapping[str, str]) -> list[str]:
-    """What sbatch has against the job; where it is one component, which one."""
-    try:
-        call(plan.command(test_only=True), seconds=SUBMIT_SECONDS, base=environment)
-        return []
-    except SlurmCallError as error:
-        whole = error
-    faults = []
-    for component in (plan.server, plan.actor):
-        try:
-            call(plan.test_command(component), seconds=SUBMIT_SECONDS, base=environment)
-        except SlurmCallError as error:
-            said = " ".join(error.said.split())
-            faults.append(f"sbatch --test-only refuses the component of the {component.name}: {said}")
-    return faults or [f"sbatch --test-only refuses the job: {' '.join(whole.said.split())}"]
+    return _submit(plan, environment, console, errors)
 
 
 def job_environment(plan: JobPlan, environment: Mapping[str, str]) -> dict[str, str]:
-    """What sbatch hands to the job.
-
-    Args:
-        plan: of the job.
-        environment: of this process.
-    """
+    """Return the job's environment: `environment` less the variables of an allocation, and those of the plan."""
     foreign = ("SLURM_", "PMI_", "PMIX_")
     kept = {k: v for k, v in environment.items() if not k.startswith(foreign) or k in KEPT_SLURM_VARIABLES}
     return {**kept, **dict(plan.variables)}
 
 
-def _submit(plan: JobPlan, console: Console, errors: Console) -> int:
-    """Hand the links of the chain to Slurm, each after the one before."""
+def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, errors: Console) -> int:
+    """Submit the jobs of the chain, each after the one before; returns the exit code."""
     jobs: list[str] = []
     try:
         plan.folder.mkdir(parents=True, exist_ok=True)
         for _ in range(plan.chain):
             command = plan.command(after=jobs[-1] if jobs else None)
-            out = call(command, seconds=SUBMIT_SECONDS, base=job_environment(plan, os.environ))
+            out = call(command, seconds=SUBMIT_SECONDS, base=environment)
             jobs.append(out.strip().split(";")[0])  # ID;CLUSTER where there are several clusters
-            run_state.record(plan.folder, jobs[-1], plan.server.job_name)
+            record_submitted(plan.folder, jobs[-1], plan.server.job_name)
     except OSError as error:
         errors.print(f"error: exp_manager.explicit_log_dir is {plan.run_dir}: {error}", style="red", markup=False)
     except SlurmCallError as error:
@@ -180,3 +99,59 @@ def _submit(plan: JobPlan, console: Console, errors: Console) -> int:
         markup=False,
     )
     return EXIT_FINISHED if len(jobs) == plan.chain else EXIT_ERROR
+
+
+def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -> None:
+    """Print components, times and folders; `starts` are Slurm's estimates, None where not known."""
+    console.print(Text("\nJob", style="bold"))
+    columns = [
+        ["", "name", "partition", "nodes", "ranks", "tasks a node", "CPUs a node", "GPUs a node", "could start"]
+    ]
+    for number, (component, start) in enumerate(zip((plan.server, plan.actor), starts, strict=True)):
+        columns.append(_column(number, component, start))
+    _print_rows(console, list(zip(*columns, strict=True)))
+    limited = plan.seconds is not None
+    rows = [
+        ("time", f"{plan.time} = {plan.seconds} s" if limited else plan.time),
+        ("signal to save", f"{plan.lead} s before the limit" if limited else "none: there is no limit"),
+        ("jobs", "1" if plan.chain == 1 else f"{plan.chain}, each after the end of the one before"),
+        ("run", str(plan.run_dir)),
+        ("output", f"{plan.folder}/JOBID.out, of tasks {plan.folder}/JOBID-RESTART/"),
+        *((name, value) for name, value in plan.variables if name not in PLANNED),
+    ]
+    console.print()
+    _print_rows(console, rows)
+
+
+def print_command(console: Console, plan: JobPlan) -> None:
+    """Print what Slurm gets, to be pasted: a line for the variables, each component, and the program."""
+    lines = [["env", *(f"{name}={value}" for name, value in plan.variables)], []]
+    for argument in plan.command():
+        if argument in (":", str(plan.batch_file)):
+            lines.append([])
+        lines[-1].append(argument)
+    console.print(Text("\nCommand", style="bold"))
+    console.print(Text(" \\\n    ".join(shlex.join(line) for line in lines)))
+
+
+def _column(number: int, component: Component, start: Start | None) -> list[str]:
+    ranks = component.nodes * component.ranks_per_node
+    return [
+        f"{number}: {component.name}",
+        component.job_name,
+        component.options.partition or "the default one",
+        str(component.nodes),
+        f"{component.nodes} x {component.ranks_per_node} = {ranks}",
+        str(component.tasks_per_node),
+        str(component.cpus_per_node),
+        component.gpus or "none",
+        f"{start.time} on {start.nodes}" if start else "not known",
+    ]
+
+
+def _print_rows(console: Console, rows: Sequence[Sequence[str]]) -> None:
+    """Print aligned columns; a table of rich's would cut paths at the width of the terminal."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        console.print(Text(f"  {'  '.join(cells)}".rstrip()))

@@ -17,7 +17,7 @@ from reinforce_rl.launch.slurm.outcome import TaskEnd, read_ends
 from reinforce_rl.launch.slurm.rendezvous import Place, look_up
 from reinforce_rl.launch.slurm.task import Task, command_of, environment_of
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 SECONDS = 180.0
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SAY_PLACE = f"import json, os, sys; print(json.dumps([[os.environ[n] for n in {NAMES!r}], sys.argv[1:]]))"

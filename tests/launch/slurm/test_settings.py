@@ -130,6 +130,6 @@ def test_interpreter(tmp_path: Path) -> None:
 
 
 def test_the_page_has_a_row_for_every_variable():
-    page = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "slurm.md").read_text(encoding="utf-8")
     for variable in VARIABLES:
         assert f"| `{variable.name}` | {variable.default} | {variable.meaning} |" in page

@@ -8,7 +8,6 @@ import pytest
 
 from reinforce_rl.launch.slurm.submission.options import ComponentOptions
 from reinforce_rl.launch.slurm.submission.plan import Component, JobPlan, default_lead, lead_faults, tasks_of
-from reinforce_rl.launch.slurm.submission.values import Gpus
 
 
 def job(**changes) -> JobPlan:
@@ -66,7 +65,7 @@ def test_components_have_options_of_their_own():
     options = ComponentOptions(
         partition="gpu", account="a", qos="q", constraint="ib", nodelist="n[1-2]", exclude="n3", sbatch_args=("-x",)
     )
-    actor = Component("actor", "x-actor", 2, 8, 1, 96, Gpus(8, "h100"), 2048, options)
+    actor = Component("actor", "x-actor", 2, 8, 1, 96, "h100:8", options)
     server, mine = components_of(job(actor=actor).command())
     assert mine[-12:] == [
         "--job-name=x-actor",
@@ -85,6 +84,15 @@ def test_components_have_options_of_their_own():
     assert not [word for word in server if "gpu" in word]
 
 
+def test_the_actor_does_not_inherit_the_exclusion_of_the_server():
+    server = Component("reward server", "x-rm", 1, 1, 1, options=ComponentOptions(exclude="n1"))
+    mine = components_of(job(server=server).command())[1]
+    assert mine[0] == "--exclude="
+    actor = Component("actor", "x-actor", 2, 8, 8, options=ComponentOptions(exclude="n2"))
+    mine = components_of(job(server=server, actor=actor).command())[1]
+    assert [word for word in mine if word.startswith("--exclude")] == ["--exclude=n2"]
+
+
 def test_without_a_limit_there_is_no_signal():
     assert "--signal" not in " ".join(job(time="UNLIMITED", seconds=None).command())
 
@@ -94,6 +102,7 @@ def test_test_only_submits_nothing():
     assert "--parsable" not in plan.command(test_only=True)
     assert plan.command(test_only=True)[1] == plan.test_command(plan.actor)[1] == "--test-only"
     assert plan.test_command(plan.actor)[-1] == "--wrap=true"
+    assert plan.test_command(plan.actor, exclude="n[1-2]")[-2] == "--exclude=n[1-2]"
 
 
 @pytest.mark.parametrize(

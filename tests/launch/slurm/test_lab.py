@@ -16,7 +16,7 @@ from helpers.slurm_lab import assert_nothing_left, processes_of
 from helpers.toy_server import is_alive, wait_for
 
 pytestmark = pytest.mark.slurm
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 HETJOB = """\
 #!/bin/bash
 #SBATCH --job-name=hello --time=2 --requeue

@@ -19,7 +19,7 @@ from helpers.ranks import kill_tree
 
 from reinforce_rl.launch.slurm.history import Attempt, History
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 SECONDS = 180.0
 
 

@@ -1,0 +1,116 @@
+"""submit.py against a real Slurm: what it says of the nodes, and a chain of two jobs that train a tiny model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.real_run import environment
+from helpers.slurm_lab import Job
+from helpers.slurm_run import RUN_SECONDS, SHORT
+from helpers.tiny_run import json_lines
+
+from reinforce_rl.launch.slurm.submission.cluster import ask_cluster
+from reinforce_rl.launch.slurm.submission.options import ComponentOptions
+from reinforce_rl.launch.slurm.submission.plan import Component, JobPlan
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+ROOT = Path(__file__).parents[4]
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def slurm_conf(lab) -> Path:
+    """Of a lab whose nodes act0 and act1 have the feature gpu, with partitions that start nothing."""
+    lab.command("scontrol", "update", "NodeName=act[0-1]", "Features=gpu")
+    lab.command("scontrol", "create", "PartitionName=off", "Nodes=ALL", "State=DOWN")
+    lab.command("scontrol", "create", "PartitionName=short", "Nodes=ALL", "MaxTime=00:05:00")
+    return lab.folder / "slurm.conf"
+
+
+def component(nodes: int, tasks: int = 1, gpus: str | None = None, **options) -> Component:
+    return Component("actor", "actor", nodes, tasks, tasks, None, gpus, ComponentOptions(**options))
+
+
+UNAVAILABLE = "allocation failure: Requested node configuration is not available; use fewer nodes"
+
+
+@pytest.mark.parametrize(
+    ("servers", "server_options", "actor", "expected"),
+    [
+        (2, {}, component(2, 4), ""),
+        (1, {}, component(1, constraint="gpu"), ""),
+        (1, {}, component(5), f"(--nodes=5 --ntasks-per-node=1): {UNAVAILABLE}"),
+        (1, {}, component(1, 9), f"the actor (--nodes=1 --ntasks-per-node=9): {UNAVAILABLE}"),
+        (1, {}, component(1, mem="99G"), UNAVAILABLE),
+        (1, {}, component(1, gpus="h100:1"), "Invalid generic resource (gres) specification"),
+        (1, {}, component(1, constraint="nothing"), "Invalid feature specification"),
+        (1, {}, component(1, nodelist="nobody"), "Invalid node name specified"),
+        (1, {"nodelist": "rm[0-1]"}, component(1), "of the reward server (--nodelist=rm[0-1] --nodes=1"),
+        (1, {}, component(1, sbatch_args=("--nonsense",)), "unrecognized option '--nonsense'"),
+        (1, {}, component(1, partition="nowhere"), "expected --partition to be of batch, off, short"),
+        (1, {"partition": "off"}, component(1), "partition off is not up"),
+        (1, {}, component(1, partition="short"), "partition short allows 300 s, the job asks for 600"),
+        (2, {}, component(3), "fit singly, but not together (alone, the reward server would get act[0-1] and the"),
+        (1, {"exclude": "rm[0-1],act0"}, component(1, exclude="rm[0-1],act0"), "fit singly, but not together"),
+        (1, {"nodelist": "rm0"}, component(1, nodelist="rm0"), "would get rm0 and the actor rm0"),
+        (1, {}, component(2, constraint="gpu"), "may be put on nodes that the actor cannot do without (alone, the"),
+        (1, {"exclude": "act[0-1]"}, component(2, constraint="gpu"), ""),
+    ],
+)
+def test_what_is_told_of_the_cluster(slurm_conf, monkeypatch, tmp_path, servers, server_options, actor, expected):
+    monkeypatch.setenv("SLURM_CONF", str(slurm_conf))
+    server = Component("reward server", "rm", servers, 1, 1, options=ComponentOptions(**server_options))
+    batch_file = ROOT / "slurm" / "train_hetjob.sbatch"
+    plan = JobPlan(server, actor, "10", 600, 300, 1, tmp_path, batch_file, ("a=1",), (), ())
+    answer = ask_cluster(tmp_path, plan, None if expected else 4001, os.environ)
+    assert bool(answer.faults) == bool(expected)
+    assert expected in "".join(answer.faults)
+    assert ("nodes with 4000 MB" in "".join(answer.warnings)) == (not expected)
+    assert answer.unchecked == []
+
+
+@pytest.mark.slow
+def test_a_chain_of_two_jobs(lab, world, tmp_path):
+    """The first one trains, the second one finds the run finished."""
+    pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+    run_dir = tmp_path / "run"
+    options = [
+        "--chain=2",
+        "--sbatch-arg=--hold",
+        "--time=20",
+        "--server-nodelist=rm0",
+        "--actor-nodelist=act0",
+        "trainer.devices=2",
+    ]
+    actor = world.actor_overrides(run_dir, *SHORT, f"trainer.reinforce.max_steps={STEPS}")
+    words = [*options, *actor, "--", *world.server_overrides("mean")]
+    command = [sys.executable, str(ROOT / "slurm" / "submit.py"), *words]
+
+    def submit() -> str:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env={**environment(), "SLURM_CONF": str(conf)}
+        )
+        assert done.returncode == expected_code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    conf, expected_code = lab.folder / "slurm.conf", 0
+    found = re.search(r"Submitted: (\d+) then (\d+)", submit())
+    assert found
+    first, second = (Job(int(number), run_dir / "slurm" / f"{number}.out") for number in found.groups())
+    expected_code = 1
+    assert f"is in the queue already: {first.id} (" in submit()
+    for job in (first, second):
+        for component in lab.components(job):
+            lab.command("scontrol", "release", str(component.id))
+        components = lab.wait(job, RUN_SECONDS)
+        assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, job.output
+    assert f"the run stands at step {STEPS}" in first.last_lines
+    assert f"has finished, at step {STEPS}; nothing was started" in second.last_lines
+    assert [line["step"] for line in json_lines(run_dir / "metrics.jsonl")] == [1, 2]
+    expected_code = 0
+    assert f"has finished, at step {STEPS}. Nothing was submitted." in submit()
