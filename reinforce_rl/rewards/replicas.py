@@ -1,14 +1,16 @@
-"""The servers of one reward model: which of them is up, which one a request goes to, and when one is asked again."""
+"""Replica pool: health, least-outstanding routing, backoff, and reports while requests wait."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from reinforce_rl.errors import RewardServerError
@@ -18,14 +20,14 @@ from reinforce_rl.utils.addresses import Address, ModelAddress
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_MODEL_SECONDS = 30.0  # a starting server may lack its models for so long
-LOOK_SECONDS = 1.0  # whoever waits looks so often whether there is something to say
+UNKNOWN_MODEL_SECONDS = 30.0  # how long a starting server may lack its models
+REPORT_CHECK_SECONDS = 1.0  # whatever waits checks this often whether a report is due
 
 T = TypeVar("T")
 
 
 def unlike(first: Address, second: Address, differences: Sequence[str]) -> str:
-    """For two servers that should serve the same model."""
+    """The error for two servers that should serve the same model."""
     return (
         f"the reward servers at {first} and {second} do not serve the same model with the same limits "
         f"({'; '.join(differences)}). Replicas must be alike: start one of them anew, or take it out of "
@@ -33,60 +35,21 @@ def unlike(first: Address, second: Address, differences: Sequence[str]) -> str:
     )
 
 
-class NoServerInTime(Exception):
-    """No server was up within the deadline."""
+@dataclass(frozen=True)
+class Call:
+    """A request under way: its id in both sides' logs, and its deadline in seconds from now."""
 
-
-class Deadline:
-    """How long something has been going on, and how long it still may.
-
-    Args:
-        seconds: from now on.
-    """
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._start = time.monotonic()
+    id: str
+    seconds: float
+    start: float = field(default_factory=time.monotonic)
 
     @property
     def elapsed(self) -> float:
-        return time.monotonic() - self._start
+        return time.monotonic() - self.start
 
     @property
     def remaining(self) -> float:
         return self.seconds - self.elapsed
-
-
-class Backoff:
-    """Pauses that double, each with jitter.
-
-    Args:
-        first_seconds, max_seconds: they grow from one to the other.
-        rng: of the jitter.
-    """
-
-    def __init__(self, first_seconds: float, max_seconds: float, rng: random.Random):
-        self._first = first_seconds
-        self._max = max_seconds
-        self._random = rng
-        self._next = first_seconds
-
-    def pause(self, retry_after: float | None = None) -> float:
-        """Seconds until the next attempt.
-
-        Args:
-            retry_after: the server's own wish, which goes before.
-        """
-        pause = min(self._next * self._random.uniform(0.5, 1.5), self._max)
-        self._next = min(2 * self._next, self._max)
-        if retry_after is not None:
-            # The server knows when it will have time. Later, never sooner: all of its clients got such an answer.
-            return retry_after * self._random.uniform(1.0, 1.5)
-        return pause
-
-    def reset(self) -> None:
-        """Begin anew, after a success."""
-        self._next = self._first
 
 
 @dataclass
@@ -94,75 +57,70 @@ class _Replica:
     """One server.
 
     Attributes:
-        model: where it is.
-        backoff: of its pauses.
+        model: its address and the model's name.
+        pause: the next pause in seconds, before jitter.
+        turn: of the last request that it got.
         info: its description, once it was up.
         up: it may be asked for scores.
-        tried: it was probed at least once.
-        outstanding: samples that it is being asked for.
-        turn: of the last request that it got.
-        failures: since it last gave scores.
-        trouble: what was wrong last; None once it gave scores.
-        fault: why it cannot be used at all, as far as is known.
+        probes: how often it was found up.
+        outstanding: samples that it is scoring.
+        failing: it has given no scores since it failed.
+        trouble: the last problem; None once it gave scores.
+        fatal: why it cannot be used at all, as of the last probe.
     """
 
     model: ModelAddress
-    backoff: Backoff
+    pause: float
+    turn: int
     info: ServerInfo | None = None
     up: bool = False
-    tried: bool = False
+    probes: int = 0
     outstanding: int = 0
-    turn: int = 0
-    failures: int = 0
+    failing: bool = False
     trouble: str | None = None
-    fault: RewardServerError | None = None
-
-
-@dataclass(frozen=True)
-class Lease:
-    """The right to ask a server for scores.
-
-    Attributes:
-        model: the server.
-        number: tells it from the other servers.
-        probes: of this server, when the lease began; a failure of before a later one says nothing new.
-    """
-
-    model: ModelAddress
-    number: int
-    probes: int
+    fatal: RewardServerError | None = None
 
 
 class Replicas:
-    """Asks each server who it is, in a task of its own while it is not up, and deals out those that are.
+    """Probes each server in the background until it is up, and routes requests to those that are.
 
-    What is a coroutine here, and what changes the state, is for one event loop.
+    A request goes to the server with the fewest samples outstanding. One that fails is set aside for a growing pause
+    and probed again; its description must equal its former one and those of the others.
 
-    A request goes to the server with the fewest samples outstanding. One that fails is set aside for a pause that
-    grows, and is asked again who it is; it must be what it was, and what the others are.
+    Coroutines, and whatever changes the state, belong to one event loop.
 
     Args:
         models: the same model at one server or several.
         first_backoff_seconds, max_backoff_seconds: the pause grows from one to the other.
+        on_wait: called with a sentence while no server answers, from any thread.
+        report_seconds: the least time between two such calls.
     """
 
-    def __init__(self, models: Sequence[ModelAddress], first_backoff_seconds: float, max_backoff_seconds: float):
-        rng = random.Random()  # its own, so that jitter does not touch the trainer's random state
-        backoffs = [Backoff(first_backoff_seconds, max_backoff_seconds, rng) for _ in models]
-        self._replicas = [_Replica(model, backoff) for model, backoff in zip(models, backoffs, strict=True)]
-        for turn, replica in enumerate(rng.sample(self._replicas, len(models))):
-            replica.turn = turn - len(models)  # else the first request of every rank would go to the same server
-        self._turns = 0
-        self._probes = [0] * len(models)
+    def __init__(
+        self,
+        models: Sequence[ModelAddress],
+        first_backoff_seconds: float,
+        max_backoff_seconds: float,
+        on_wait: Callable[[str], None] | None,
+        report_seconds: float,
+    ):
+        self._first_pause = first_backoff_seconds
+        self._max_pause = max_backoff_seconds
+        self._on_wait = on_wait
+        self._report_seconds = report_seconds
+        self._random = random.Random()  # its own, so that jitter does not touch the trainer's random state
+        # Random first turns, so that the first requests of all ranks do not go to the same server.
+        turns = self._random.sample(range(-len(models), 0), len(models))
+        self._replicas = [
+            _Replica(model, first_backoff_seconds, turn) for model, turn in zip(models, turns, strict=True)
+        ]
+        self._turns = itertools.count()
         self._described: tuple[ServerInfo, ModelAddress] | None = None
         self._difference: str | None = None  # two servers of different models: nothing can go on
-        self._news: asyncio.Future[None] | None = None  # done at the next change; then there is a new one
+        self._changed: asyncio.Future[None] | None = None  # done at the next change, and then replaced
         self._probing: set[asyncio.Task[None]] = set()
-
-    @property
-    def places(self) -> str:
-        """HOST:PORT of each."""
-        return ", ".join(str(replica.model.place) for replica in self._replicas)
+        self._next_report = 0.0
+        self._report_lock = threading.Lock()
 
     @property
     def several(self) -> bool:
@@ -170,172 +128,199 @@ class Replicas:
 
     @property
     def title(self) -> str:
-        """For sentences about all of them."""
-        return f"reward server{'s' if self.several else ''} {self.places}"
+        """All of them, for messages."""
+        return f"reward server{'s' if self.several else ''} {self._places}"
+
+    @property
+    def _places(self) -> str:
+        return ", ".join(str(replica.model.place) for replica in self._replicas)
 
     def troubles(self) -> list[str]:
-        """What is wrong with each that has trouble; with its place, where there are several."""
+        """What is wrong with each server that has trouble, after its address if there are several."""
         found = [(replica.model.place, replica.trouble) for replica in self._replicas]
         return [f"{place} {trouble}" if self.several else trouble for place, trouble in found if trouble is not None]
 
-    def all_in_trouble(self) -> bool:
-        """Whether none has given scores since it failed."""
-        return all(replica.trouble is not None for replica in self._replicas)
-
-    async def describe(self, deadline: Deadline, waiting: Callable[[], None]) -> tuple[ServerInfo, ModelAddress]:
-        """What they serve, and one that said so, as soon as one is up.
+    def report(self, call: Call, *, without_trouble: bool = False) -> None:
+        """Report what is wrong, at most every `report_seconds` over all threads.
 
         Args:
-            deadline: of the wait.
-            waiting: called every now and then meanwhile.
+            call: what waits.
+            without_trouble: also report a long wait if nothing is wrong.
+        """
+        troubles = self.troubles()
+        if not troubles and not without_trouble:
+            return
+        text = "; ".join(troubles)
+        if len(troubles) == len(self._replicas):
+            text += "; retrying"
+        else:
+            text += f"{'; the rest ' if troubles else ''}{'have' if self.several else 'has'} not answered yet; waiting"
+        logger.debug("event=reward_retry id=%s %s", call.id, text)
+        with self._report_lock:
+            if time.monotonic() < self._next_report:
+                return
+            self._next_report = time.monotonic() + self._report_seconds
+        title = "reward servers:" if self.several and troubles else self.title
+        sentence = f"{title} {text}, {call.elapsed:.0f} s of {call.seconds:.0f} s"
+        level = logging.WARNING if troubles else logging.INFO
+        if self._on_wait is not None:
+            self._on_wait(sentence)
+            level = logging.INFO  # a warning would show it twice
+        logger.log(level, "%s (request %s)", sentence, call.id)
+
+    def past_deadline(self, call: Call) -> RewardServerError:
+        """The error for a call whose deadline passed, with what to check."""
+        model = self._replicas[0].model
+        last = "; ".join(self.troubles()) or "it has not answered"
+        return RewardServerError(
+            f"no answer of the {'reward servers' if self.several else 'reward server'} at {self._places} "
+            f"(model '{model.name}') within {call.seconds:.0f} s; the last error: {last}. Check that it runs "
+            f"(curl http://{model.place}/v2/health/ready), that its log shows no error, and that this "
+            "machine can reach that host and port; the request's id there and here is "
+            f"{call.id}. Start it again on the same port and continue the run."
+        )
+
+    async def describe(self, call: Call) -> tuple[ServerInfo, ModelAddress]:
+        """Wait until one server is up; return its description and address.
 
         Raises:
-            NoServerInTime: none came up.
-            RewardServerError: none can be used at all, or two serve different models.
+            RewardServerError: the deadline passed, none can be used at all, or two serve different models.
         """
-        return await self._wait(lambda: self._described, deadline, waiting)
+        return await self._wait(lambda: self._described, call)
 
-    async def ready(self, deadline: Deadline, waiting: Callable[[], None]) -> tuple[ServerInfo, ModelAddress]:
-        """As `describe`, once every server was asked; each that answers must be one that can be used.
+    async def ready(self, call: Call) -> tuple[ServerInfo, ModelAddress]:
+        """As `describe`, but probe every server first, and raise if any cannot be used at all."""
 
-        Raises:
-            NoServerInTime: none came up.
-            RewardServerError: one cannot be used at all, or two serve different models.
-        """
-
-        def look() -> tuple[ServerInfo, ModelAddress] | None:
+        def inspect() -> tuple[ServerInfo, ModelAddress] | None:
             for replica in self._replicas:
-                if replica.fault is not None:
-                    raise RewardServerError(str(replica.fault))
-            tried = all(replica.tried for replica in self._replicas) or deadline.remaining <= 0
-            return self._described if tried and any(replica.up for replica in self._replicas) else None
+                if replica.fatal is not None:
+                    raise RewardServerError(str(replica.fatal))
+            probed = all(replica.info is not None or replica.trouble is not None for replica in self._replicas)
+            any_up = any(replica.up for replica in self._replicas)
+            return self._described if any_up and (probed or call.remaining <= 0) else None
 
-        return await self._wait(look, deadline, waiting)
+        return await self._wait(inspect, call)
 
     @contextlib.asynccontextmanager
-    async def lease(self, samples: int, deadline: Deadline, waiting: Callable[[], None]) -> AsyncIterator[Lease]:
-        """The server that is least busy, for the time of a `with` block.
+    async def lease(self, samples: int, call: Call) -> AsyncIterator[ModelAddress]:
+        """Wait for a server that is up, and lend the least busy one for a `with` block that asks it for scores.
 
-        Args:
-            samples: that it will be asked for.
-            deadline: of the wait for one that is up.
-            waiting: called every now and then meanwhile.
+        A FailedAttempt that leaves the block sets the server aside; a normal end of the block marks it as healthy.
 
         Raises:
-            NoServerInTime: none was up within the deadline.
-            RewardServerError: none can be used at all, or two serve different models.
+            RewardServerError: the deadline passed, none can be used at all, or two serve different models.
         """
 
-        def choose() -> Lease | None:
-            up = [number for number, replica in enumerate(self._replicas) if replica.up]
-            if not up or deadline.remaining <= 0:
-                return None
-            number = min(up, key=lambda n: (self._replicas[n].outstanding, self._replicas[n].turn))
-            self._turns += 1
-            self._replicas[number].turn = self._turns
-            self._replicas[number].outstanding += samples
-            return Lease(self._replicas[number].model, number, self._probes[number])
+        def choose() -> _Replica | None:
+            up = [replica for replica in self._replicas if replica.up and call.remaining > 0]
+            return min(up, key=lambda replica: (replica.outstanding, replica.turn), default=None)
 
-        lease = await self._wait(choose, deadline, waiting)
+        replica = await self._wait(choose, call)
+        probes = replica.probes
+        replica.turn = next(self._turns)
+        replica.outstanding += samples
         try:
-            yield lease
+            yield replica.model
+            self._on_success(replica)
+        except FailedAttempt as failure:
+            if replica.up and replica.probes == probes:  # else another request has reported it
+                self._set_aside(replica, failure)
+            raise
         finally:
-            self._replicas[lease.number].outstanding -= samples
-
-    def succeeded(self, lease: Lease) -> None:
-        """It gave scores."""
-        replica = self._replicas[lease.number]
-        if replica.failures and self.several:
-            logger.info("event=reward_server_back place=%s", replica.model.place)
-        replica.failures = 0
-        replica.trouble = None
-        replica.backoff.reset()
-
-    def failed(self, lease: Lease, failure: FailedAttempt) -> None:
-        """It gave none: set it aside, and ask it again who it is after a pause."""
-        replica = self._replicas[lease.number]
-        if not replica.up or self._probes[lease.number] != lease.probes:
-            return  # another request has said so
-        replica.up = False
-        replica.failures += 1
-        replica.trouble = str(failure)
-        replica.fault = failure.fatal
-        if replica.failures == 1 and self.several:
-            logger.warning("event=reward_server_set_aside place=%s reason=%s", replica.model.place, failure)
-        self._tell()
-        self._probe_in_background(lease.number, replica.backoff.pause(failure.retry_after))
+            replica.outstanding -= samples
 
     async def close(self) -> None:
-        """End what asks in the background."""
+        """Cancel the background probes."""
         for task in self._probing:
             task.cancel()
 
-    async def _wait(self, look: Callable[[], T | None], deadline: Deadline, waiting: Callable[[], None]) -> T:
-        """What `look` returns, as soon as it returns something."""
-        if self._news is None:
-            self._news = asyncio.get_running_loop().create_future()
-            for number in range(len(self._replicas)):
-                self._probe_in_background(number, 0.0)
+    def _on_success(self, replica: _Replica) -> None:
+        if replica.failing and self.several:
+            logger.info("event=reward_server_back place=%s", replica.model.place)
+        replica.failing = False
+        replica.trouble = None
+        replica.pause = self._first_pause
+
+    def _set_aside(self, replica: _Replica, failure: FailedAttempt) -> None:
+        if not replica.failing and self.several:
+            logger.warning("event=reward_server_set_aside place=%s reason=%s", replica.model.place, failure)
+        replica.up = False
+        replica.failing = True
+        replica.trouble = str(failure)
+        replica.fatal = failure.fatal
+        self._wake()
+        self._probe_in_background(replica, self._next_pause(replica, failure.retry_after))
+
+    async def _wait(self, inspect: Callable[[], T | None], call: Call) -> T:
+        """Wait until `inspect` returns something."""
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+            for replica in self._replicas:
+                self._probe_in_background(replica, 0.0)
         while True:
             if self._difference is not None:
                 raise RewardServerError(self._difference)
-            found = look()
+            found = inspect()
             if found is not None:
                 return found
-            faults = [replica.fault for replica in self._replicas]
-            if all(faults):
-                raise RewardServerError(str(faults[0]))
-            if deadline.remaining <= 0:
-                raise NoServerInTime
-            waiting()
-            await asyncio.wait({self._news}, timeout=max(0.0, min(deadline.remaining, LOOK_SECONDS)))
+            if all(replica.fatal is not None for replica in self._replicas):
+                raise RewardServerError(str(self._replicas[0].fatal))
+            if call.remaining <= 0:
+                raise self.past_deadline(call)
+            self.report(call)
+            await asyncio.wait({self._changed}, timeout=max(0.0, min(call.remaining, REPORT_CHECK_SECONDS)))
 
-    def _tell(self) -> None:
-        if self._news is not None:
-            self._news.set_result(None)
-        self._news = asyncio.get_running_loop().create_future()
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set_result(None)
+        self._changed = asyncio.get_running_loop().create_future()
 
-    def _probe_in_background(self, number: int, pause: float) -> None:
-        task = asyncio.create_task(self._probe(number, pause))
+    def _probe_in_background(self, replica: _Replica, pause: float) -> None:
+        task = asyncio.create_task(self._probe(replica, pause))
         self._probing.add(task)  # the loop itself holds tasks by weak references
         task.add_done_callback(self._probing.discard)
 
-    async def _probe(self, number: int, pause: float) -> None:
-        """Ask the server who it is until it is up."""
-        replica = self._replicas[number]
+    def _next_pause(self, replica: _Replica, retry_after: float | None) -> float:
+        """Pauses double, with jitter; the server's own Retry-After takes precedence."""
+        pause = min(replica.pause * self._random.uniform(0.5, 1.5), self._max_pause)
+        replica.pause = min(2 * replica.pause, self._max_pause)
+        if retry_after is not None:
+            # Never sooner than asked, and spread out: all of the server's clients got the same answer.
+            return retry_after * self._random.uniform(1.0, 1.5)
+        return pause
+
+    async def _probe(self, replica: _Replica, pause: float) -> None:
+        """Ask for the server's description until it is up."""
+        place = replica.model.place
         unknown_since: float | None = None
         while True:
             await asyncio.sleep(pause)
-            info, fault, retry_after = None, None, None
-            model, trouble = replica.model, ""
+            retry_after = None
             try:
-                info = await ask_description(model, PROBE_SECONDS)
+                info = await ask_description(replica.model, PROBE_SECONDS)
+                replica.fatal = None
+                self._accept(replica, info)
+                self._wake()
+                return
             except FailedAttempt as error:
-                trouble, retry_after = str(error), error.retry_after
+                trouble, retry_after, replica.fatal = str(error), error.retry_after, None
                 unknown_since = (unknown_since or time.monotonic()) if error.unknown else None
                 if unknown_since is not None and time.monotonic() - unknown_since > UNKNOWN_MODEL_SECONDS:
-                    fault = RewardServerError(
-                        f"the server at {model.place} {trouble}, and that for {UNKNOWN_MODEL_SECONDS:.0f} s: "
+                    replica.fatal = RewardServerError(
+                        f"the server at {place} {trouble}, and that for {UNKNOWN_MODEL_SECONDS:.0f} s: "
                         "it is no reward server of this project. Check host and port."
                     )
-            except Exception as error:  # an error of ours, or a bug, which must not end the task unheard
-                fault = error if isinstance(error, RewardServerError) else RewardServerError(repr(error))
-                trouble = f"cannot be used: {fault}"
-            replica.tried = True
-            replica.fault = fault
-            if info is not None:
-                self._accept(number, info)
-            self._tell()
-            if info is not None:
-                return
+            except Exception as error:  # a bug too: it must not end the task unnoticed
+                replica.fatal = error if isinstance(error, RewardServerError) else RewardServerError(repr(error))
+                trouble = f"cannot be used: {replica.fatal}"
             if replica.trouble != trouble and replica.info is None and self.several:
-                logger.warning("event=reward_server_away place=%s reason=%s", model.place, trouble)
+                logger.warning("event=reward_server_away place=%s reason=%s", place, trouble)
             replica.trouble = trouble
-            pause = replica.backoff.pause(retry_after)
+            self._wake()
+            pause = self._next_pause(replica, retry_after)
 
-    def _accept(self, number: int, info: ServerInfo) -> None:
-        """Take it among those that are up, if it is what it should be."""
-        replica = self._replicas[number]
+    def _accept(self, replica: _Replica, info: ServerInfo) -> None:
+        """Mark a server as up, if its description is the expected one."""
         self._described = self._described or (info, replica.model)
         known, by = self._described
         if replica.info is not None and (differences := replica.info.differences(info, "before", "now")):
@@ -345,9 +330,9 @@ class Replicas:
             )
         elif differences := known.differences(info, f"at {by.place}", f"at {replica.model.place}"):
             self._difference = unlike(by.place, replica.model.place, differences)
-        if self._difference is None:
+        else:
             replica.info = info
             replica.up = True
-            self._probes[number] += 1
-            if replica.failures == 0:
+            replica.probes += 1
+            if not replica.failing:
                 replica.trouble = None
