@@ -13,7 +13,7 @@ from one_gpu.plain import response_log_probs, transformers_model
 from one_gpu.workload import Workload
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.preflight.shapes import ModelSize
+from reinforce_rl.preflight.memory import ModelSize
 
 LARGEST = 2e9  # parameters: beyond it a CPU takes minutes and tens of gigabytes
 PROMPT_LENGTHS, RESPONSE_LENGTHS = (48, 5, 31), (24, 32, 9)  # unequal, so that there is padding

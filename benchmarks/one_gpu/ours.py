@@ -37,8 +37,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
 from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
-from reinforce_rl.preflight.memory import Decoding, Pass, Policy, RankMemory, rank_memory
-from reinforce_rl.preflight.shapes import stage_shapes
+from reinforce_rl.preflight.memory import Decoding, Pass, Policy, RankMemory, rank_memory, stage_shapes
 
 BETA = 0.05  # what a nat of KL costs
 GENERATING, REFERENCE, GRADIENT, OPTIMIZER = "generation", "reference log-probs", "loss and gradient", "optimizer"

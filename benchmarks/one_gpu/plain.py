@@ -14,8 +14,7 @@ from one_gpu.weights import fill_transformers
 from one_gpu.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, Workload
 from reinforce_rl.algorithm.advantages import rloo
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.preflight.memory import ADAM_MOMENTS, FP32
-from reinforce_rl.preflight.shapes import ModelSize
+from reinforce_rl.preflight.memory import ADAM_MOMENTS, FP32, ModelSize
 
 
 def transformers_model(

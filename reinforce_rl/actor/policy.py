@@ -20,13 +20,11 @@ from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, 
 from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch, length_mask
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.generation.base import Generator, SamplingParams
-from reinforce_rl.megatron.lora.export import LoraIdentity, export_adapter
-from reinforce_rl.megatron.lora.lora import MergedWeights, lora_settings_of
+from reinforce_rl.megatron.lora import LoraIdentity, MergedWeights, export_adapter, lora_settings_of
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.log_probs import TokenScores, response_scores
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.model.packing import PackedGroups
-from reinforce_rl.megatron.model.sequence_layout import PaddedSequences, SequenceLayout, to_device
+from reinforce_rl.megatron.model.sequences import PackedGroups, PaddedSequences, SequenceLayout, to_device
 from reinforce_rl.megatron.optimizer import DEFAULT_DATA_PARALLEL, DataParallelSettings, wrap_data_parallel
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
 from reinforce_rl.megatron.weights.hf_weights import export_hf_folder

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from reinforce_rl.megatron.lora.lora import updates_off
+from reinforce_rl.megatron.lora import updates_off
 from reinforce_rl.megatron.model.model import CausalLM
 
 

@@ -62,21 +62,9 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Architecture:
-    """The sizes of a decoder with RMSNorm, SwiGLU, RoPE and grouped-query attention.
+    """The sizes of a decoder with RMSNorm, SwiGLU, RoPE and grouped-query attention."""
 
-    Attributes:
-        vocab_size: true rows of the embedding, as in the checkpoint.
-        tied_embeddings: the output layer shares the embedding's weight.
-        max_positions: the longest sequence the model was made for, in tokens.
-        qkv_bias: the query, key and value projections have biases.
-        output_bias: attention's output projection has one.
-        qk_norm: RMSNorm over each head's query and key, with one weight for all heads.
-        window: tokens that a position attends to, itself included; None for all before it.
-        raw: the whole Hugging Face config, kept for RoPE's scaling and for export.
-        num_labels: scores of a sequence, of a classifier; None for a language model.
-    """
-
-    vocab_size: int
+    vocab_size: int  # true rows of the embedding, as in the checkpoint
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -84,14 +72,14 @@ class Architecture:
     head_size: int
     ffn_size: int
     norm_eps: float
-    tied_embeddings: bool
-    max_positions: int
-    qkv_bias: bool
-    output_bias: bool
-    qk_norm: bool
-    window: int | None
-    raw: dict[str, Any]
-    num_labels: int | None = None
+    tied_embeddings: bool  # the output layer shares the embedding's weight
+    max_positions: int  # the longest sequence the model was made for, in tokens
+    qkv_bias: bool  # the query, key and value projections have biases
+    output_bias: bool  # attention's output projection has one
+    qk_norm: bool  # RMSNorm over each head's query and key, with one weight for all heads
+    window: int | None  # tokens that a position attends to, itself included; None for all before it
+    raw: dict[str, Any]  # the whole Hugging Face config, kept for RoPE's scaling and for export
+    num_labels: int | None = None  # scores of a sequence, of a classifier; None for a language model
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Architecture:

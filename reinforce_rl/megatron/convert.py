@@ -11,23 +11,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from torch.distributed.checkpoint.api import CheckpointException
 
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint.checkpointer import STATE_FILE, latest_checkpoint, reason_of
-from reinforce_rl.megatron.checkpoint.manifest import MANIFEST_FILE, check_files
+from reinforce_rl.megatron.checkpoint.files import MANIFEST_FILE, check_files
 from reinforce_rl.megatron.checkpoint.resharding import allow_other_padding
-from reinforce_rl.megatron.lora.export import LoraIdentity, check_lora_identity
-from reinforce_rl.megatron.lora.lora import MergedWeights, add_lora, trained_state
-from reinforce_rl.megatron.lora.map import LoraSettings
+from reinforce_rl.megatron.lora import (
+    LoraIdentity,
+    LoraSettings,
+    MergedWeights,
+    add_lora,
+    check_lora_identity,
+    trained_state,
+)
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weights.hf_folder import HFFolder
@@ -44,11 +47,9 @@ def to_megatron(
     """Write the weights of a Hugging Face folder as a checkpoint; a collective call.
 
     Args:
-        source: the Hugging Face folder.
         out: the folder to write, whole or not at all; replaced where it exists.
         mesh: this rank's place; its tensor-parallel ranks share the weights.
         dtype: of the weights in the checkpoint; None for that in the folder.
-        track: runs through the parameters.
 
     Raises:
         ConfigError: the model is not supported.
@@ -62,23 +63,19 @@ def to_megatron(
     load_hf_weights(lm, weights, track=track)
     part = out.with_name(out.name + ".part")
 
-    def begin() -> None:
-        shutil.rmtree(part, ignore_errors=True)
-        (part / MODEL).mkdir(parents=True)
-        carry_over(source, part)
+    def failed(error: BaseException) -> CheckpointError:
+        return CheckpointError(f"rank {mesh.rank} cannot write {part}: {reason_of(error)}")
 
-    def together(action: Callable[[], Any], here: bool) -> None:
-        failure: Exception | None = None
-        try:
-            if here:
-                action()
-        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
-            failure = CheckpointError(f"rank {mesh.rank} cannot write {part}: {reason_of(error)}")
-        mesh.check_together(failure)
-
-    together(begin, mesh.is_main)
-    together(lambda: dist_checkpointing.save({"model": lm.sharded_state_dict()}, str(part / MODEL)), True)
-    together(lambda: replace_folder(part, out), mesh.is_main)
+    with mesh.together(failed):
+        if mesh.is_main:
+            shutil.rmtree(part, ignore_errors=True)
+            (part / MODEL).mkdir(parents=True)
+            carry_over(source, part)
+    with mesh.together(failed):
+        dist_checkpointing.save({"model": lm.sharded_state_dict()}, str(part / MODEL))
+    with mesh.together(failed):
+        if mesh.is_main:
+            replace_folder(part, out)
     return out
 
 
@@ -101,8 +98,6 @@ def to_hf(
         model: the Hugging Face folder that gives config and tokenizer; None where the checkpoint has them. For a run
             with LoRA, the one that it began with: it gives the weights too, and the updates are merged into them.
         dtype: of the weights in the folder; None for that in the checkpoint.
-        max_shard_bytes: of one file of weights.
-        track: runs through the parameters.
 
     Raises:
         ConfigError: no config.json, or the model is not supported.
@@ -126,8 +121,9 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
     Raises:
         CheckpointError: on every rank, it is damaged or another model's.
     """
-    failure: Exception | None = None
-    try:
+    with lm.mesh.together(
+        lambda error: CheckpointError(f"checkpoint {checkpoint} cannot be loaded: {reason_of(error)}")
+    ):
         if (checkpoint / MANIFEST_FILE).is_file():  # checkpoints of a run have one
             check_files(checkpoint, lm.mesh.rank, lm.mesh.world_size)
         sharded = trained_state(lm)
@@ -136,10 +132,6 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
             raise CheckpointError("\n".join(["it is another model's:", *(f"  {fault}" for fault in faults)]))
         loaded: Any = dist_checkpointing.load({"model": sharded}, str(checkpoint / MODEL))
         lm.load_state_dict(loaded["model"], strict=False)
-    except (Exception, CheckpointException) as error:  # torch's own is not an Exception
-        failure = CheckpointError(f"checkpoint {checkpoint} cannot be loaded: {reason_of(error)}")
-        failure.__cause__ = error
-    lm.mesh.check_together(failure)
 
 
 def _add_lora_of(checkpoint: Path, lm: CausalLM, source: Path) -> MergedWeights | None:

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from reinforce_rl.config.parallelism import Layout, layout_faults, rank_at
 from reinforce_rl.errors import (
@@ -50,33 +51,27 @@ _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place.
+    """This rank's place."""
 
-    Attributes:
-        rank, world_size: in the whole job.
-        dp_rank, dp_size: data parallel; ranks of one dp_rank hold the same prompts. Context parallel ranks are not
-            counted here.
-        tp_rank, tp_size: tensor parallel; ranks of one tp_rank hold the same slice of each weight.
-        pp_rank, pp_size: pipeline parallel; a pp_rank is one stage of the model's layers.
-        cp_rank, cp_size: context parallel; a cp_rank holds a part of each sequence.
-        sequence_parallel: tensor-parallel ranks also share the positions between their matrices.
-        device: where this rank computes.
-        block_group: the ranks of this rank's block.
-    """
-
+    # rank, world_size: in the whole job.
     rank: int
     world_size: int
+    # dp_rank, dp_size: data parallel; ranks of one dp_rank hold the same prompts. Context parallel ranks are not
+    # counted here.
     dp_rank: int
     dp_size: int
+    # tp_rank, tp_size: tensor parallel; ranks of one tp_rank hold the same slice of each weight.
     tp_rank: int
     tp_size: int
+    # pp_rank, pp_size: pipeline parallel; a pp_rank is one stage of the model's layers.
     pp_rank: int
     pp_size: int
+    # cp_rank, cp_size: context parallel; a cp_rank holds a part of each sequence.
     cp_rank: int
     cp_size: int
-    sequence_parallel: bool
-    device: torch.device
-    block_group: dist.ProcessGroup
+    sequence_parallel: bool  # tensor-parallel ranks also share the positions between their matrices
+    device: torch.device  # where this rank computes
+    block_group: dist.ProcessGroup  # the ranks of this rank's block
 
     @property
     def is_main(self) -> bool:
@@ -214,6 +209,21 @@ class Mesh:
                 kind = _ERRORS.get(failure[0], ReinforceError)
                 raise kind(f"rank {rank} failed: {failure[1]}")
 
+    @contextlib.contextmanager
+    def together(self, failure_of: Callable[[BaseException], Exception]) -> Iterator[None]:
+        """Raise on every rank where the block failed on one; a collective call.
+
+        Args:
+            failure_of: makes this rank's error of what was raised.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
+            failure = failure_of(error)
+            failure.__cause__ = error
+        self.check_together(failure)
+
     def reset_count(self, name: str) -> None:
         """The counter begins again; by one rank, while no rank counts."""
         _store().delete_key(name)
@@ -252,10 +262,8 @@ def parallel_mesh(
 
     Args:
         tensor_model_parallel_size: ranks that share each weight matrix.
-        pipeline_model_parallel_size: stages that share the layers.
         context_parallel_size: ranks that share each sequence. The product of the three must divide the ranks.
         sequence_parallel: share the positions among tensor-parallel ranks where no matrix is.
-        seed: of megatron's RNG tracker.
         timeout_seconds: how long a collective may wait for a rank before the job fails.
 
     Raises:

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from reinforce_rl.megatron.cpu.in_place_gradients import add_gradients_in_place
-from reinforce_rl.megatron.model.layer_spec import fuse_weight_gradients
+from reinforce_rl.megatron.model.layers import fuse_weight_gradients
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.offload import HostCopies, attach_copies
-from reinforce_rl.megatron.optimizer_state import inner_optimizers, large_states
+from reinforce_rl.megatron.optimizer_state import HostCopies, attach_copies, inner_optimizers, large_states
 
 # NeMo's scheduler names -> megatron's decay styles.
 SCHEDULES = {"constant": "constant", "linear": "linear", "CosineAnnealing": "cosine"}
@@ -30,43 +29,30 @@ SCHEDULES = {"constant": "constant", "linear": "linear", "CosineAnnealing": "cos
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Adam and its schedule, everything counted in optimizer steps.
+    """Adam and its schedule, everything counted in optimizer steps."""
 
-    Attributes:
-        lr: after the warm-up.
-        min_lr: where linear and cosine schedules end.
-        warmup_steps: the k-th step has k / warmup_steps of `lr`, so the first step does something.
-        constant_steps: at the end, with `min_lr`.
-        total_steps: of the whole run.
-        clip_grad: bound on the gradient's norm over all parameters; 0 for none.
-        fused: torch's Adam that goes over memory once; else it makes temporaries of up to 4 bytes a parameter.
-    """
-
-    lr: float
-    min_lr: float
+    lr: float  # after the warm-up
+    min_lr: float  # where linear and cosine schedules end
     weight_decay: float
     betas: tuple[float, float]
     eps: float
     schedule: str
-    warmup_steps: int
-    constant_steps: int
-    total_steps: int
-    clip_grad: float
+    warmup_steps: int  # the k-th step has k / warmup_steps of `lr`, so the first step does something
+    constant_steps: int  # at the end, with `min_lr`
+    total_steps: int  # of the whole run
+    clip_grad: float  # bound on the gradient's norm over all parameters; 0 for none
+    # Torch's Adam that goes over memory once; else it makes temporaries of up to 4 bytes a parameter.
     fused: bool = True
 
 
 @dataclass(frozen=True)
 class DataParallelSettings:
-    """How data-parallel ranks share their work.
+    """How data-parallel ranks share their work."""
 
-    Attributes:
-        distributed_optimizer: each rank holds and updates a part of the main weights and moments only (ZeRO stage 1).
-        overlap_grad_sync: sum gradients over the ranks while the last backward pass still runs.
-        in_place_gradients: on a CPU in float32, backward passes add to the gradient buffers; see `in_place_gradients`.
-    """
-
+    # Each rank holds and updates a part of the main weights and moments only (ZeRO stage 1).
     distributed_optimizer: bool = False
-    overlap_grad_sync: bool = False
+    overlap_grad_sync: bool = False  # sum gradients over the ranks while the last backward pass still runs
+    # On a CPU in float32, backward passes add to the gradient buffers; see `in_place_gradients`.
     in_place_gradients: bool = True
 
 
@@ -153,26 +139,18 @@ def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -
 
 @dataclass(frozen=True)
 class OptimizerUpdate:
-    """What one optimizer step did.
+    """What one optimizer step did."""
 
-    Attributes:
-        grad_norm: over all parameters and ranks, before clipping.
-        lr: the learning rate used.
-        skipped: True where the gradient was not finite and nothing was changed.
-        weights_lost: True where it was skipped and this rank's trained weights are not finite either.
-    """
-
-    grad_norm: float
-    lr: float
-    skipped: bool
-    weights_lost: bool = False
+    grad_norm: float  # over all parameters and ranks, before clipping
+    lr: float  # the learning rate used
+    skipped: bool  # True where the gradient was not finite and nothing was changed
+    weights_lost: bool = False  # True where it was skipped and this rank's trained weights are not finite either
 
 
 class ActorOptimizer:
     """Applies the gradient that `schedule.accumulate_gradients` left in the buffers.
 
     Args:
-        optimizer, scheduler: of `build_optimizer`.
         ddp: the wrapped model, whose gradient buffers `offloaded` frees too; None leaves them.
         overlap_restore: `offloaded` ends before the states are back; the next step waits for them.
     """

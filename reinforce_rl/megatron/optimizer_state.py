@@ -1,14 +1,18 @@
-"""Adam's state in a checkpoint: the same tensors on disk whether data-parallel ranks share them or not.
+"""Adam's state: away in host memory while a GPU generates, and in a checkpoint.
 
-megatron's own form does not serve. For the distributed optimizer it gathers weights and moments, 12 bytes a
-parameter, on each rank; and with torch's Adam it fails before the first step, and a load gives all parameters one
-counter of steps. Here every rank writes and reads the part that it holds, as rectangles of the whole tensors.
+A tensor's storage is resized to nothing and back, as FSDP does, so that the tensor itself, and every view and
+optimizer state that refers to it, stays the same object.
+
+In a checkpoint the tensors are the same whether data-parallel ranks share them or not. megatron's own form does not
+serve. For the distributed optimizer it gathers weights and moments, 12 bytes a parameter, on each rank; and with
+torch's Adam it fails before the first step, and a load gives all parameters one counter of steps. Here every rank
+writes and reads the part that it holds, as rectangles of the whole tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -20,7 +24,97 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-from reinforce_rl.megatron.offload import wait_for_copies
+# torch rounds pinned blocks up to a power of two, so the host memory is made of such blocks, and each is filled.
+BLOCK_BYTES = 2**28
+_COPIES = "reinforce_rl_host_copies"
+
+
+class HostCopies:
+    """Moves tensors to host memory and back. The host memory is kept for the next time, as pinning takes long.
+
+    Args:
+        pin: page-locked memory, which copies to and from a GPU need to run at the bus's speed.
+        overlap_restore: copy back on a stream of its own; `wait` must come before the tensors are used.
+    """
+
+    def __init__(self, *, pin: bool, overlap_restore: bool = False, block_bytes: int = BLOCK_BYTES):
+        self._pin, self._overlap, self._block_bytes = pin, overlap_restore, block_bytes
+        self._blocks: list[Tensor] = []
+        self._away: list[tuple[Tensor, int]] = []  # each with the bytes of its storage
+        self._stream: Any = None
+        self._event: Any = None
+
+    def take(self, tensors: Iterable[Tensor]) -> None:
+        """Copy contiguous tensors to the host and free their memory. Each must have a storage of its own.
+
+        Raises:
+            ValueError: a tensor is a view of a larger storage, or not contiguous.
+        """
+        self.wait()
+        away = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
+        for tensor, size in away:
+            if size != tensor.nbytes or not tensor.is_contiguous():
+                raise ValueError(f"a tensor of {tensor.nbytes} bytes cannot leave its storage of {size} bytes")
+        for host, part in self._pieces([tensor for tensor, _ in away]):
+            host.copy_(part, non_blocking=True)
+        if self._pin:
+            torch.cuda.current_stream().synchronize()
+        for tensor, _ in away:
+            tensor.untyped_storage().resize_(0)
+        self._away = away
+
+    def give_back(self) -> None:
+        """Give the tensors of `take` their memory and contents again."""
+        for tensor, size in self._away:
+            tensor.untyped_storage().resize_(size)
+        tensors, self._away = [tensor for tensor, _ in self._away], []
+        if not (self._overlap and self._pin):
+            self._copy_back(tensors)
+            return
+        self._stream = self._stream or torch.cuda.Stream()
+        # The memory may still be read by kernels that were launched before it was free.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy_back(tensors)
+            self._event = self._stream.record_event()
+
+    def wait(self) -> None:
+        """Let what comes next on the current stream wait for an overlapped `give_back`."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+            self._event = None
+
+    def _copy_back(self, tensors: list[Tensor]) -> None:
+        for host, part in self._pieces(tensors):
+            part.copy_(host, non_blocking=True)
+
+    def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The tensors' bytes in order, cut where a block of host memory ends: uint8 [n], on the host and there."""
+        block, offset = 0, 0
+        for tensor in tensors:
+            flat, start = tensor.detach().view(-1).view(torch.uint8), 0
+            while start < len(flat):
+                if block == len(self._blocks):
+                    memory = torch.empty(self._block_bytes, dtype=torch.uint8)
+                    self._blocks.append(memory.pin_memory() if self._pin else memory)
+                size = min(len(flat) - start, self._block_bytes - offset)
+                yield self._blocks[block][offset : offset + size], flat[start : start + size]
+                start, offset = start + size, offset + size
+                if offset == self._block_bytes:
+                    block, offset = block + 1, 0
+
+
+def attach_copies(optimizer: Any, copies: HostCopies) -> None:
+    """Make `wait_for_copies` wait for these."""
+    setattr(optimizer, _COPIES, copies)
+
+
+def wait_for_copies(optimizer: Any) -> None:
+    """Call before reading an optimizer's states: they may still be on their way back."""
+    copies: HostCopies | None = getattr(optimizer, _COPIES, None)
+    if copies is not None:
+        copies.wait()
+
 
 PREFIX = "optimizer.state."  # then what it is, then the parameter's key
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -34,7 +128,6 @@ def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str,
     Where Adam has no state yet, before its first step or where all were skipped, it gets that of step 0.
 
     Args:
-        optimizer: whose state it is.
         model: the sharded state of the parameters that it updates.
 
     Returns:
@@ -70,21 +163,13 @@ def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
 
 @dataclass(frozen=True)
 class _Main:
-    """What Adam updates on this rank of one parameter.
+    """What Adam updates on this rank of one parameter."""
 
-    Attributes:
-        parameter: the model's.
-        tensor: itself, its copy in fp32, or a flat range of one of them.
-        start: of the range within the flattened parameter.
-        shared: the data- and context-parallel ranks have a range each; else all have the same.
-        inner: torch's optimizer.
-    """
-
-    parameter: Tensor
-    tensor: Tensor
-    start: int
-    shared: bool
-    inner: Any
+    parameter: Tensor  # the model's
+    tensor: Tensor  # itself, its copy in fp32, or a flat range of one of them
+    start: int  # of the range within the flattened parameter
+    shared: bool  # the data- and context-parallel ranks have a range each; else all have the same
+    inner: Any  # torch's optimizer
 
     def moment(self, name: str) -> Tensor:
         state = self.inner.state[self.tensor]
@@ -152,14 +237,7 @@ def _step_of(optimizer: MegatronOptimizer) -> float:
 def _parts(
     entry: ShardedTensor | ShardedTensorFactory, prefix: str, flat: Tensor, main: _Main
 ) -> Iterator[ShardedTensor]:
-    """A tensor like a parameter, or its range, as rectangles of whole tensors; each a view.
-
-    Args:
-        entry: of the parameter.
-        prefix: of the keys.
-        flat: [n].
-        main: says which range it is.
-    """
+    """A tensor like a parameter, or its range, as rectangles of whole tensors; each a view."""
     pieces: Any = [entry]
     if isinstance(entry, ShardedTensorFactory):  # of several tensors, one after the other
         pieces = entry.build_fn(entry.key, entry.data, entry.replica_id, None)

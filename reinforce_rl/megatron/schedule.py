@@ -27,10 +27,8 @@ def forward_passes(
     """Run every micro-batch through all stages, without gradient.
 
     Args:
-        model: the whole model, or this rank's stage of it.
         micro_batches: the same on every rank of a block.
         hidden_of: runs the model; what it gives is what the next stage goes on with.
-        result_of: of the hidden states on the last stage.
         shape_of: what `CausalLM.stage_shape` says of a micro-batch; None only where there is one stage.
 
     Returns:

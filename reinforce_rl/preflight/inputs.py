@@ -20,8 +20,8 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, ReinforceError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.transformer_config import layers_of_stages
-from reinforce_rl.preflight.disk import DiskNeed, disk_need
-from reinforce_rl.preflight.shapes import ModelSize
+from reinforce_rl.preflight.memory import ModelSize
+from reinforce_rl.preflight.plan import DiskNeed, disk_need
 from reinforce_rl.trainer.build_actor import DTYPES, lora_settings, model_options
 from reinforce_rl.trainer.build_data import build_datasets, build_sampler
 from reinforce_rl.trainer.updates import total_steps
@@ -34,19 +34,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was read; None where it could not be.
-
-    Attributes:
-        layers: of each pipeline stage.
-        errors: why something could not be, or cannot be used.
-    """
+    """What was read; None where it could not be."""
 
     architecture: Architecture | None
-    layers: list[int] | None
+    layers: list[int] | None  # of each pipeline stage
     tokenizer: PreTrainedTokenizerBase | None
     datasets: RLHFDatasets | None
     disk: DiskNeed | None
-    errors: tuple[ReinforceError, ...]
+    errors: tuple[ReinforceError, ...]  # why something could not be, or cannot be used
 
     @property
     def faults(self) -> list[str]:

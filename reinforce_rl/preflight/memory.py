@@ -1,4 +1,4 @@
-"""How many bytes a rank needs, from the shape of its part of the model: arithmetic only, without torch.
+"""What a rank holds of a model, and how many bytes it needs: arithmetic only.
 
 What a layer keeps for its backward pass was read off torch's own record of saved tensors, and what exists for a moment
 besides off its allocator (see tests/preflight/test_memory.py). Where a GPU has fused kernels it keeps less.
@@ -9,9 +9,15 @@ V vocabulary.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.generation.native.schedule import Schedule
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.lora import LoraSettings, lora_map
+from reinforce_rl.megatron.weights.weight_map import EMBEDDING, Row, weight_map
 
 FP32 = 4
 ADAM_MOMENTS = 2 * FP32
@@ -21,53 +27,32 @@ LORA_QKV, LORA_FC1 = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
 
 @dataclass(frozen=True)
 class StageShape:
-    """What one rank holds of the model: a stage's layers, a tensor-parallel rank's slices, with their padding.
+    """What one rank holds of the model: a stage's layers, a tensor-parallel rank's slices, with their padding."""
 
-    Attributes:
-        layers: of the stage.
-        first, last: whether the embedding and the output layer are there.
-        hidden: h.
-        heads, groups: query heads and key-value groups on the rank.
-        head_size: d.
-        ffn: f on the rank.
-        vocab: rows of the output weight on the rank, without padding at most so many.
-        whole_vocab: of all ranks together.
-        parameters, trained: numbers on the rank, a tied embedding's copy included; equal without LoRA.
-        largest: numbers of the largest trained parameter.
-        tied: the output layer is the embedding.
-    """
-
-    layers: int
-    first: bool
-    last: bool
-    hidden: int
-    heads: int
-    groups: int
-    head_size: int
-    ffn: int
-    vocab: int
-    whole_vocab: int
-    parameters: int
-    trained: int
-    largest: int
-    tied: bool
+    layers: int  # of the stage
+    first: bool  # the embedding is there
+    last: bool  # the output layer is there
+    hidden: int  # h
+    heads: int  # query heads on the rank
+    groups: int  # key-value groups on the rank
+    head_size: int  # d
+    ffn: int  # f on the rank
+    vocab: int  # rows of the output weight on the rank, padding included
+    whole_vocab: int  # of all ranks together
+    parameters: int  # numbers on the rank, a tied embedding's copy included
+    trained: int  # of these; equal without LoRA
+    largest: int  # numbers of the largest trained parameter
+    tied: bool  # the output layer is the embedding
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch as it is on a rank.
+    """One micro-batch as it is on a rank."""
 
-    Attributes:
-        rows: sequences.
-        positions: of each, on this context-parallel rank.
-        scored: response tokens of all of them on this rank, whose logits are taken.
-        in_flight: micro-batches that this stage has under way at a time.
-    """
-
-    rows: int
-    positions: int
-    scored: int
-    in_flight: int = 1
+    rows: int  # sequences
+    positions: int  # of each, on this context-parallel rank
+    scored: int  # response tokens of all of them on this rank, whose logits are taken
+    in_flight: int = 1  # micro-batches that this stage has under way at a time
 
     @property
     def tokens(self) -> int:
@@ -76,19 +61,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class Decoding:
-    """One generation call of a rank.
-
-    Attributes:
-        prompts, samples: of the call, and of each prompt.
-        prompt_tokens, response_tokens: of the longest prompt and of a response.
-        cache_tokens: that the KV cache holds at most; None for no bound.
-    """
+    """One generation call of a rank."""
 
     prompts: int
-    samples: int
-    prompt_tokens: int
+    samples: int  # of each prompt
+    prompt_tokens: int  # of the longest prompt
     response_tokens: int
-    cache_tokens: int | None = None
+    cache_tokens: int | None = None  # that the KV cache holds at most; None for no bound
 
     def schedule(self) -> Schedule:
         """How many prompts and rows are in memory at a time."""
@@ -97,37 +76,23 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Policy:
-    """How memory is used.
+    """How memory is used."""
 
-    Attributes:
-        weight_bytes: of a weight or an activation: 4 in fp32, 2 in bf16.
-        tensor, sequence_parallel, context: the layout, as far as it changes what a rank keeps.
-        optimizer_shards: ranks that share the optimizer's states; 1 where each holds all of them.
-        reference: "host", "device" or "none".
-        lora: Hugging Face's names of the projections with updates; None where all weights are trained.
-        lora_rank: of them.
-        recompute: layers of a stage that keep their input only, at most.
-        recompute_group: of those, layers between two kept inputs.
-        chunk_tokens: response tokens whose logits exist at a time.
-        offload_optimizer: the optimizer's states wait on the host during generation, and the gradients are freed.
-        fused_adam: one pass over a parameter instead of several.
-        gpu: device and host memory are two; else they are one, and moving a tensor copies nothing.
-    """
-
-    weight_bytes: int
-    tensor: int
+    weight_bytes: int  # of a weight or an activation: 4 in fp32, 2 in bf16
+    tensor: int  # the layout, as far as it changes what a rank keeps
     sequence_parallel: bool
     context: int
-    optimizer_shards: int
-    reference: str
+    optimizer_shards: int  # ranks that share the optimizer's states; 1 where each holds all of them
+    reference: str  # "host", "device" or "none"
+    # Hugging Face's names of the projections with updates; None where all weights are trained.
     lora: frozenset[str] | None
-    lora_rank: int
-    recompute: int
-    recompute_group: int
-    chunk_tokens: int
-    offload_optimizer: bool
-    fused_adam: bool
-    gpu: bool
+    lora_rank: int  # of them
+    recompute: int  # layers of a stage that keep their input only, at most
+    recompute_group: int  # of those, layers between two kept inputs
+    chunk_tokens: int  # response tokens whose logits exist at a time
+    offload_optimizer: bool  # the optimizer's states wait on the host during generation, and the gradients are freed
+    fused_adam: bool  # one pass over a parameter instead of several
+    gpu: bool  # device and host memory are two; else they are one, and moving a tensor copies nothing
 
 
 @dataclass(frozen=True)
@@ -147,20 +112,13 @@ class States:
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes of a phase at its worst moment, besides the states.
-
-    Attributes:
-        activations: of the layers, and what a backward pass or an optimizer step has for a moment.
-        logits: with what is computed from them.
-        cache: keys and values.
-        moved: weights that come onto the device (above 0), what leaves it or is freed (below 0).
-    """
+    """Bytes of a phase at its worst moment, besides the states."""
 
     name: str
-    activations: int = 0
-    logits: int = 0
-    cache: int = 0
-    moved: int = 0
+    activations: int = 0  # of the layers, and what a backward pass or an optimizer step has for a moment
+    logits: int = 0  # with what is computed from them
+    cache: int = 0  # keys and values
+    moved: int = 0  # weights that come onto the device (above 0), what leaves it or is freed (below 0)
 
     @property
     def total(self) -> int:
@@ -222,9 +180,6 @@ def rank_memory(
     """States and phases of a rank of one stage.
 
     Args:
-        stage: its number.
-        shape: what it holds.
-        policy: how memory is used.
         train, forward: a micro-batch of each kind.
         decoding, validation: a generation call of each kind; None for no validation.
     """
@@ -375,3 +330,73 @@ def _generation(name: str, shape: StageShape, policy: Policy, decoding: Decoding
         Phase(name, activations=packed + step, logits=logits, cache=cache, moved=moved),
     )
     return max(moments_of_time, key=lambda phase: phase.total)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters of the whole model, without padding and copies: all of them, and those that are trained."""
+
+    parameters: int
+    trained: int
+
+    @classmethod
+    def of(cls, arch: Architecture, lora: LoraSettings | None) -> ModelSize:
+        """LoRA's updates count as parameters too; without them all weights are trained."""
+        weights = sum(math.prod(row.shape) for row in weight_map(arch, 1))
+        if lora is None:
+            return cls(weights, weights)
+        updates = sum(math.prod(matrix.shape) for row in lora_map(arch, 1, lora) for matrix in (row.a, row.b))
+        return cls(weights + updates, updates)
+
+
+def stage_shapes(
+    arch: Architecture, layout: Layout, layers: Sequence[int], lora: LoraSettings | None
+) -> list[StageShape]:
+    """What a rank of each pipeline stage holds."""
+    tp = layout.tensor
+    sizes = arch.padded(tp)
+    rows = weight_map(arch, tp)
+    updates = [] if lora is None else [m for row in lora_map(arch, tp, lora) for m in (row.a, row.b)]
+    table = rank_numbers([row for row in rows if row.hf == EMBEDDING])
+    shapes, first_layer = [], 0
+    for stage, count in enumerate(layers):
+        first, last = stage == 0, stage == len(layers) - 1
+        numbers = range(first_layer, first_layer + count)
+        own = [row for row in rows if _is_on(row, numbers, first, last)]
+        weights = [
+            *rank_numbers(own).values(),
+            *(table.values() if last and not first and arch.tied_embeddings else ()),
+        ]
+        low_rank = list(rank_numbers([row for row in updates if _is_on(row, numbers, first, last)]).values())
+        trained = weights if lora is None else low_rank
+        shapes.append(
+            StageShape(
+                layers=count,
+                first=first,
+                last=last,
+                hidden=arch.hidden_size,
+                heads=sizes.num_heads // tp,
+                groups=sizes.num_groups // tp,
+                head_size=arch.head_size,
+                ffn=arch.ffn_size // tp,
+                vocab=sizes.vocab_size // tp,
+                whole_vocab=sizes.vocab_size,
+                parameters=sum(weights) + sum(low_rank),
+                trained=sum(trained),
+                largest=max(trained, default=0),
+                tied=arch.tied_embeddings,
+            )
+        )
+        first_layer += count
+    return shapes
+
+
+def rank_numbers(rows: Sequence[Row]) -> dict[str, int]:
+    """Numbers of each of megatron's parameters on one tensor-parallel rank. Several rows may share a parameter."""
+    return {row.megatron: math.prod(row.local_shape) for row in rows}
+
+
+def _is_on(row: Row, layers: range, first: bool, last: bool) -> bool:
+    if row.megatron.startswith("decoder.layers."):
+        return int(row.megatron.split(".")[2]) in layers
+    return first if row.hf == EMBEDDING else last

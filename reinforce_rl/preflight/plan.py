@@ -1,9 +1,11 @@
-"""How a run's batches divide, how many steps it has, and what each stage's ranks need of memory."""
+"""How a run's batches divide, how many steps it has, and what it needs of memory and disk."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,8 +16,18 @@ from reinforce_rl.data.loader import FixedPrompts
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets
 from reinforce_rl.data.sampler import shard
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.preflight.memory import WEIGHT_BYTES, Decoding, Pass, Policy, RankMemory, rank_memory
-from reinforce_rl.preflight.shapes import stage_shapes
+from reinforce_rl.preflight.memory import (
+    ADAM_MOMENTS,
+    FP32,
+    WEIGHT_BYTES,
+    Decoding,
+    ModelSize,
+    Pass,
+    Policy,
+    RankMemory,
+    rank_memory,
+    stage_shapes,
+)
 from reinforce_rl.trainer.build_actor import logits_chunk_tokens, lora_settings
 from reinforce_rl.trainer.build_data import build_sampler
 from reinforce_rl.trainer.updates import total_steps, total_updates
@@ -36,51 +48,31 @@ class Share:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a step's batch divides. Counts of micro-batches and calls are those of the rank with most, at full length.
+    """How a step's batch divides; micro-batches and calls are counted on the rank with most, at full length."""
 
-    Attributes:
-        prompts: of a step, over all ranks.
-        samples: of a prompt.
-        prompts_of_rank: of a step.
-        generation_calls, forward_micro_batches: of a step.
-        prompts_of_update: of an optimizer step, over all ranks; the most of them that one rank may have.
-        updates: optimizer steps on a full rollout batch.
-        micro_batches: of an optimizer step.
-        longest_prompt: tokens, of the training prompts, or the most that are allowed where they cannot be read.
-        longest: tokens of the longest sequence, prompt and response.
-        validation: prompts over all ranks, None for no validation.
-        validation_calls: of a validation.
-        train_prompts: of the data set; None where it cannot be read, as are the next three.
-        steps_per_epoch, steps: rollout batches.
-        last_batch: prompts of an epoch's last step.
-        total_updates: optimizer steps of the whole run.
-    """
-
-    prompts: int
-    samples: int
-    prompts_of_rank: Share
-    generation_calls: int
+    prompts: int  # of a step, over all ranks
+    samples: int  # of a prompt
+    prompts_of_rank: Share  # of a step
+    generation_calls: int  # of a step, as are the next ones
     forward_micro_batches: int
-    prompts_of_update: Share
-    updates: int
-    micro_batches: int
-    longest_prompt: int
-    longest: int
-    validation: int | None
-    validation_calls: int
-    train_prompts: int | None
-    steps_per_epoch: int | None
+    prompts_of_update: Share  # of an optimizer step, over all ranks; the most of them that one rank may have
+    updates: int  # optimizer steps on a full rollout batch
+    micro_batches: int  # of an optimizer step
+    longest_prompt: int  # tokens, of the training prompts, or the most that are allowed where they cannot be read
+    longest: int  # tokens of the longest sequence, prompt and response
+    validation: int | None  # prompts over all ranks, None for no validation
+    validation_calls: int  # of a validation
+    train_prompts: int | None  # of the data set; None where it cannot be read, as are the next three
+    steps_per_epoch: int | None  # rollout batches
     steps: int | None
-    last_batch: int | None
-    total_updates: int | None
+    last_batch: int | None  # prompts of an epoch's last step
+    total_updates: int | None  # optimizer steps of the whole run
 
 
 def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None) -> BatchPlan:
     """From a configuration without faults.
 
     Args:
-        cfg: of the run.
-        layout: of its ranks.
         datasets: None where they cannot be read.
     """
     rl, rollout = cfg.trainer.reinforce, cfg.model.reinforce
@@ -140,13 +132,7 @@ def plan_memory(
     """What a rank of each stage needs where all sequences have their full length.
 
     Args:
-        cfg: of the run.
-        architecture: of its model.
-        layout: of its ranks.
-        layers: of each stage.
-        batches: see `plan_batches`.
         validation_prompt: tokens of the longest validation prompt; 0 for no validation.
-        gpu: see `Policy`.
     """
     rollout, response = cfg.model.reinforce, cfg.model.reinforce.length_params.max_length
     used = memory_policy(cfg, layout, gpu=gpu)
@@ -202,3 +188,71 @@ def memory_policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> Policy:
         fused_adam=model.optim.fused,
         gpu=gpu,
     )
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Bytes."""
+
+    folder: Path  # of the run
+    # Of one checkpoint: weights, fp32 main weights where they are others, Adam's moments; of LoRA's updates alone
+    # where there are some.
+    checkpoint: int
+    checkpoints: int  # how many there are at a time, the one that is being written among them
+    export: int  # of the Hugging Face folder at the end
+    held: int  # of checkpoints that are in the folder already, whose room the new ones take
+    free: int  # on the disk
+
+    @property
+    def needed(self) -> int:
+        """Bytes besides those that are held already."""
+        return max(self.checkpoint * self.checkpoints - self.held, 0) + self.export
+
+    @property
+    def fault(self) -> str | None:
+        """A sentence where there is too little room."""
+        if self.needed <= self.free:
+            return None
+        return (
+            f"exp_manager.explicit_log_dir is {self.folder}, where {gigabytes(self.free)} are free; the run needs "
+            f"{gigabytes(self.needed)}: at most {self.checkpoints} x {gigabytes(self.checkpoint)} for checkpoints"
+            f"{f', less {gigabytes(self.held)} there already' if self.held else ''}"
+            f"{f', and {gigabytes(self.export)} for the Hugging Face folder' if self.export else ''}. Free some "
+            "space, choose another disk, or lower exp_manager.checkpoint_callback_params.keep_last or keep_best"
+        )
+
+
+def disk_need(cfg: TrainConfig, size: ModelSize, steps: int) -> DiskNeed:
+    """What a run of so many steps writes, and the room there is."""
+    weight = WEIGHT_BYTES[cfg.trainer.precision]
+    main = 0 if weight == FP32 else FP32
+    saving = cfg.exp_manager.checkpoint_callback_params
+    folder = Path(cfg.exp_manager.explicit_log_dir).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    checkpoints = folder / "checkpoints"
+    held = sum(path.stat().st_size for path in checkpoints.glob("step_*/**/*") if path.is_file())
+    return DiskNeed(
+        folder=folder,
+        checkpoint=size.trained * (weight + main + ADAM_MOMENTS),
+        checkpoints=min(saving.keep_last + saving.keep_best + 1, _saves(cfg, steps)),
+        export=size.parameters * weight if saving.save_hf_on_train_end else 0,
+        held=held,
+        free=shutil.disk_usage(existing).free,
+    )
+
+
+def _saves(cfg: TrainConfig, steps: int) -> int:
+    """Checkpoints of a whole run, at most."""
+    rl = cfg.trainer.reinforce
+    every = [rl.save_interval] + (
+        [rl.val_check_interval] if cfg.exp_manager.checkpoint_callback_params.keep_best else []
+    )
+    return 1 + sum(max(steps - 1, 0) // interval for interval in every if interval > 0)
+
+
+def gigabytes(count: float) -> str:
+    """10^9 bytes, or smaller units."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
+    return f"{count / 1e3:.3g} kB"

@@ -17,12 +17,10 @@ from reinforce_rl.config.schema import DEEP, NOT_SET, RewardServerConfig, TrainC
 from reinforce_rl.errors import CheckpointError, ConfigError, RewardServerError
 from reinforce_rl.megatron.weights.hf_folder import HFFolder
 from reinforce_rl.megatron.weights.hf_weights import check_headers
-from reinforce_rl.preflight.disk import gigabytes
 from reinforce_rl.preflight.inputs import Inputs, layout_of, read_inputs
-from reinforce_rl.preflight.memory import RankMemory
-from reinforce_rl.preflight.plan import longest_of, plan_batches, plan_memory
+from reinforce_rl.preflight.memory import ModelSize, RankMemory
+from reinforce_rl.preflight.plan import gigabytes, longest_of, plan_batches, plan_memory
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
-from reinforce_rl.preflight.shapes import ModelSize
 from reinforce_rl.rewards.function_process.loading import LoadFault, load_function
 from reinforce_rl.rewards.function_process.source import configured_functions
 from reinforce_rl.rewards.replicas import unlike
@@ -36,10 +34,6 @@ SERVER_SECONDS = 3.0
 
 def preflight(cfg: DictConfig, console: Console | None = None) -> None:
     """Print the plan and the warnings. Under torchrun only the first rank does anything.
-
-    Args:
-        cfg: what Hydra composed.
-        console: where to; None for the terminal.
 
     Raises:
         ConfigError: everything that is wrong, in one message. Where the configuration itself has faults no plan is
@@ -60,26 +54,18 @@ def preflight(cfg: DictConfig, console: Console | None = None) -> None:
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found.
-
-    Attributes:
-        inputs: what the run would read.
-        memory: of a rank of each pipeline stage; empty where it is not known.
-        faults: one sentence each.
-    """
+    """What was found."""
 
     config: TrainConfig
-    inputs: Inputs
-    memory: tuple[RankMemory, ...]
-    faults: list[str]
+    inputs: Inputs  # what the run would read
+    memory: tuple[RankMemory, ...]  # of a rank of each pipeline stage; empty where it is not known
+    faults: list[str]  # one sentence each
 
 
 def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examination:
     """Print the plan and the warnings, where the configuration itself has no faults, and find all faults.
 
     Args:
-        cfg: what Hydra composed.
-        console: where to.
         here: the run is to be on this machine, and its reward server runs already; else neither is looked at.
     """
     config, faults = read_config(cfg)

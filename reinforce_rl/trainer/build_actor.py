@@ -13,9 +13,7 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.lora.export import LoraIdentity
-from reinforce_rl.megatron.lora.lora import add_lora
-from reinforce_rl.megatron.lora.map import LoraSettings
+from reinforce_rl.megatron.lora import LoraIdentity, LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.transformer_config import ModelOptions

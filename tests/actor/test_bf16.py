@@ -15,7 +15,7 @@ from helpers.tiny_run import metrics_of, tiny_config, tiny_trainer, weights, wit
 
 from reinforce_rl.algorithm.loss import LossSettings
 from reinforce_rl.megatron.model.log_probs import response_scores
-from reinforce_rl.megatron.model.sequence_layout import PaddedSequences
+from reinforce_rl.megatron.model.sequences import PaddedSequences
 from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, build_optimizer
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/layouts.py"

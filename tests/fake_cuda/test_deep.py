@@ -19,10 +19,9 @@ from omegaconf import OmegaConf
 
 from reinforce_rl.config.reading import build, load_config
 from reinforce_rl.config.schema import TrainConfig
-from reinforce_rl.megatron.model.layer_spec import RMSNorm
+from reinforce_rl.megatron.model.layers import RMSNorm
 from reinforce_rl.preflight.deep import rank
-from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
-from reinforce_rl.preflight.deep.machine import MACHINES
+from reinforce_rl.preflight.deep.machine import MACHINES, Cost, Traffic, total
 from reinforce_rl.preflight.deep.rank import Case, RankRun
 from reinforce_rl.preflight.fake_cuda.machine import Machine
 from reinforce_rl.preflight.inputs import layout_of, read_inputs

@@ -28,7 +28,7 @@ from reinforce_rl.generation.trtllm.weight_transfer import (
     plan_buckets,
     send_weights,
 )
-from reinforce_rl.megatron.lora.lora import MergedWeights
+from reinforce_rl.megatron.lora import MergedWeights
 from reinforce_rl.megatron.weights.hf_weights import HFFolder, export_hf_folder
 from reinforce_rl.megatron.weights.weight_map import Row
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.generation.native import generator as native
-from reinforce_rl.megatron.model import flash_cache
+from reinforce_rl.megatron.model import kv_cache as flash_cache
 
 
 def emulated_varlen_attention(

@@ -17,8 +17,7 @@ from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
-from reinforce_rl.megatron.lora.lora import MergedWeights, lora_settings_of
-from reinforce_rl.megatron.lora.map import PROJECTIONS, LoraSettings
+from reinforce_rl.megatron.lora import PROJECTIONS, LoraSettings, MergedWeights, lora_settings_of
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.transformer_config import ModelOptions
 from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, OptimizerSettings, build_optimizer

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from reinforce_rl.megatron.model.log_probs import TokenScores, response_scores
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.model.sequence_layout import PaddedSequences
+from reinforce_rl.megatron.model.sequences import PaddedSequences
 
 
 def response_log_probs(

@@ -14,9 +14,16 @@ from torch import Tensor
 
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
-from reinforce_rl.megatron.lora.export import export_adapter, peft_config
-from reinforce_rl.megatron.lora.lora import MergedWeights, adapter_rows, add_lora
-from reinforce_rl.megatron.lora.map import PROJECTIONS, LoraSettings, lora_map
+from reinforce_rl.megatron.lora import (
+    PROJECTIONS,
+    LoraSettings,
+    MergedWeights,
+    adapter_rows,
+    add_lora,
+    export_adapter,
+    lora_map,
+    peft_config,
+)
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.optimizer import (

@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
-from reinforce_rl.megatron.lora.map import LoraSettings
+from reinforce_rl.megatron.lora import LoraSettings
 from reinforce_rl.megatron.mesh import Mesh
 
 SAVED_AFTER, STEPS = 2, 3

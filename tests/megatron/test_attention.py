@@ -17,8 +17,8 @@ from reinforce_rl.megatron.model.attention import (
     causal_attention_of_share,
     flash_attention,
     flash_takes,
+    zigzag_positions,
 )
-from reinforce_rl.megatron.model.context_parallel import zigzag_positions
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 KERNELS = {"flash": flash_on_cpu, "cpu": contextlib.nullcontext}

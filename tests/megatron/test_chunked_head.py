@@ -11,7 +11,7 @@ from helpers.ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from reinforce_rl.megatron.model.chunked_head import VocabShard, chunked_log_probs
+from reinforce_rl.megatron.model.log_probs import VocabShard, chunked_log_probs
 
 POSITIONS, TOKENS, ROWS = 7, 13, 16  # 3 padded rows of the weight
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reinforce_rl.megatron.model.context_parallel import chunk_ends, positions_below, zigzag_positions
+from reinforce_rl.megatron.model.attention import chunk_ends, positions_below, zigzag_positions
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

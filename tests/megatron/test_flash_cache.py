@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers.flash import emulated_varlen_attention
 
-from reinforce_rl.megatron.model import flash_cache
+from reinforce_rl.megatron.model import kv_cache as flash_cache
 from reinforce_rl.megatron.model.attention import causal_attention
-from reinforce_rl.megatron.model.flash_cache import FlashCache, varlen_attention
+from reinforce_rl.megatron.model.kv_cache import FlashCache, varlen_attention
 
 HEADS, GROUPS, SIZE = 6, 2, 8
 LENGTHS, RESPONSE, ROWS = (5, 9, 1), 7, 5

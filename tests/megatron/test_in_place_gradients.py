@@ -9,7 +9,7 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model, padded_sequences
 
 from reinforce_rl.megatron.model.log_probs import response_scores
-from reinforce_rl.megatron.model.sequence_layout import PaddedSequences
+from reinforce_rl.megatron.model.sequences import PaddedSequences
 from reinforce_rl.megatron.model.transformer_config import ModelOptions
 from reinforce_rl.megatron.optimizer import DataParallelSettings, wrap_data_parallel
 

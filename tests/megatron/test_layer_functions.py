@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from reinforce_rl.megatron.model.layer_functions import rms_norm, swiglu
+from reinforce_rl.megatron.model.layers import rms_norm, swiglu
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

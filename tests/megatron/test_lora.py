@@ -29,8 +29,16 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.convert import load_weights
-from reinforce_rl.megatron.lora.lora import MergedWeights, add_lora, initial_a, updates_off
-from reinforce_rl.megatron.lora.map import ALL, PROJECTIONS, LoraSettings, lora_map
+from reinforce_rl.megatron.lora import (
+    ALL,
+    PROJECTIONS,
+    LoraSettings,
+    MergedWeights,
+    add_lora,
+    initial_a,
+    lora_map,
+    updates_off,
+)
 from reinforce_rl.megatron.weights.hf_weights import export_hf_folder
 
 every_case = pytest.mark.parametrize("name", CASES)

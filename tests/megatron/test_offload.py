@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reinforce_rl.megatron.offload import HostCopies
+from reinforce_rl.megatron.optimizer_state import HostCopies
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 64, 4096])

@@ -12,7 +12,6 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
 from megatron.core.optimizer import clip_grads
 
-from reinforce_rl.megatron.offload import HostCopies
 from reinforce_rl.megatron.optimizer import (
     SCHEDULES,
     ActorOptimizer,
@@ -21,7 +20,7 @@ from reinforce_rl.megatron.optimizer import (
     build_optimizer,
     wrap_data_parallel,
 )
-from reinforce_rl.megatron.optimizer_state import inner_optimizers, large_states
+from reinforce_rl.megatron.optimizer_state import HostCopies, inner_optimizers, large_states
 
 SETTINGS = OptimizerSettings(
     lr=1e-3,

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reinforce_rl.megatron.model.log_probs import response_scores
-from reinforce_rl.megatron.model.packing import PackedGroups, _Repeated, _spans, _UnpaddedAttention
-from reinforce_rl.megatron.model.sequence_layout import PaddedSequences
+from reinforce_rl.megatron.model.sequences import PackedGroups, PaddedSequences, _Repeated, _spans, _UnpaddedAttention
 
 PAD = 2
 FAMILIES = ("llama", "mistral_window", "qwen3")

@@ -20,7 +20,7 @@ from helpers.resharding import load_and_go_on, save_and_go_on, stored_tensors, w
 from helpers.with_te import CASES, ONE, SAVED, TE_LAYOUTS, run_with_fake, with_te
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.megatron.model.layer_spec import OLDEST_VERSION
+from reinforce_rl.megatron.model.layers import OLDEST_VERSION
 
 # Biases of all projections of attention, tied, padded at TP=2; norms of queries and keys, untied, padded.
 FAMILIES = ("llama_bias_padded", "qwen3_padded")

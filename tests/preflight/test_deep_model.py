@@ -13,11 +13,10 @@ from helpers.public_configs import LLAMA_3_1_8B
 from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.preflight.deep import engine as engine_module
-from reinforce_rl.preflight.deep.alternatives import with_keys
-from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
-from reinforce_rl.preflight.deep.engine import Engine, Lengths
-from reinforce_rl.preflight.deep.machine import MACHINES, load_machine
+from reinforce_rl.preflight.deep import step
+from reinforce_rl.preflight.deep.machine import MACHINES, Cost, Traffic, load_machine, total
+from reinforce_rl.preflight.deep.run import with_keys
+from reinforce_rl.preflight.deep.step import Engine, Lengths
 from reinforce_rl.preflight.deep.worker import depths_of
 
 H100 = MACHINES["h100"]
@@ -109,7 +108,7 @@ def test_responses_of_one_length_keep_nobody_waiting():
 )
 def test_a_decode_step_is_within_a_fifth_of_published_ones(monkeypatch, raw, gpus, context, published):
     """NVIDIA NIM 1.8, one request, see `decode_share`, chosen by them: this checks the form alone."""
-    monkeypatch.setattr(engine_module, "BF16", 1)
+    monkeypatch.setattr(step, "BF16", 1)
     engine = Engine(Architecture.from_hf(raw), H100, gpus, 1)
     assert engine.pass_seconds(1, 1, context) == pytest.approx(published, rel=0.2)
 

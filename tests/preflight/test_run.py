@@ -20,7 +20,7 @@ from rich.console import Console
 
 from reinforce_rl.config.reading import load_config
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.preflight import disk
+from reinforce_rl.preflight import plan
 from reinforce_rl.preflight.inputs import read_inputs
 from reinforce_rl.preflight.run import preflight
 
@@ -101,7 +101,7 @@ def test_replicas_that_are_away_or_unlike_are_warnings(files):
 
 def test_a_large_model_from_its_config_alone(files, monkeypatch):
     free = namedtuple("usage", "free")
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: free(10**14))
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free(10**14))
     text = printed(*right(files), f"pretrained_checkpoint.restore_from_path={files / 'large'}", *ON_1024)
     assert "1024 ranks: 32 data x 4 pipeline x 1 context x 8 tensor parallel" in text
     assert "70,553,706,496 parameters" in text and "holds no safetensors" in text
@@ -131,7 +131,7 @@ def test_every_fault_is_in_one_message(files, tmp_path, monkeypatch):
 
 def test_a_disk_that_is_too_small(files, monkeypatch):
     free = namedtuple("usage", "free")
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: free(1000))
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free(1000))
     (fault,) = faults_of(*right(files))
     assert "1 kB are free" in fault and "checkpoints" in fault and "keep_last" in fault
 

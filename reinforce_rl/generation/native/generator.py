@@ -24,7 +24,6 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.decoding import Decoding
 from reinforce_rl.generation.native.static_decoding import StaticDecoding, can_decode_statically
 from reinforce_rl.generation.responses import Responses
-from reinforce_rl.megatron.cpu.fast_decode import lean_decoding
 from reinforce_rl.megatron.model.model import CausalLM
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class NativeGenerator:
         lm: the actor.
         tokenizer: decodes text for `end_strings`; its pad id fills the right of the responses.
         max_tokens: that the KV cache holds at most, on each rank; None for all sequences of a call at once.
-        is_lean: decode within `lean_decoding`; False: through megatron's own layers.
+        is_lean: decode within `CausalLM.fast_decoding`; False: through megatron's own layers.
         is_static: with `is_lean`, on a GPU in bf16, decode by `StaticDecoding`.
         use_graphs: replay its steps as CUDA graphs.
     """
@@ -85,7 +84,7 @@ class NativeGenerator:
         own = prompts[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
         self._lm.eval()
         try:
-            lean = lean_decoding(self._lm) if self._is_lean else contextlib.nullcontext()
+            lean = self._lm.fast_decoding() if self._is_lean else contextlib.nullcontext()
             with self._lm.whole_sequences(), lean:
                 found = self._generate(own, num_samples, params, seed) if own else None
         finally:

@@ -36,7 +36,7 @@ from reinforce_rl.generation.trtllm.engine import (
     Started,
 )
 from reinforce_rl.generation.trtllm.process import Deadlines, EngineProcess
-from reinforce_rl.megatron.lora.lora import MergedWeights, lora_settings_of
+from reinforce_rl.megatron.lora import MergedWeights, lora_settings_of
 from reinforce_rl.megatron.model.model import CausalLM
 
 if TYPE_CHECKING:

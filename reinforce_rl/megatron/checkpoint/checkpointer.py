@@ -7,13 +7,17 @@ checkpoints/
     rng/rank_00000.pt         random state of each rank
     trainer_state.json        step, epoch, sampler position, ...
     manifest.json             size and checksum of all these files
+
+The random state of a rank. Sampling does not use it: its noise is keyed; see `generation/native/sampling.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import random
 import re
 import shutil
 import threading
@@ -23,20 +27,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.utils import get_total_norm
 
 from reinforce_rl.errors import CheckpointError, DivergedError
-from reinforce_rl.megatron.checkpoint.manifest import Records, check_files, record_files, write_manifest
-from reinforce_rl.megatron.checkpoint.random_state import random_state, set_random_state
+from reinforce_rl.megatron.checkpoint.files import Records, ShardedWriter, check_files, record_files, write_manifest
 from reinforce_rl.megatron.checkpoint.resharding import allow_other_padding
-from reinforce_rl.megatron.checkpoint.sharded_writer import ShardedWriter
-from reinforce_rl.megatron.lora.lora import trained_state
+from reinforce_rl.megatron.lora import trained_state
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer_state import STEP, adam_state, set_adam_step
 from reinforce_rl.utils.files import write_atomically
@@ -105,31 +109,19 @@ def folder_name(step: int) -> str:
 
 @dataclass
 class _Save:
-    """A save that has begun.
+    """A save that has begun."""
 
-    Attributes:
-        final: the folder it becomes.
-        trainer_state: to be written at the end.
-        keep: names of older checkpoints that stay.
-        writer: of the sharded state.
-        random_state: of this rank.
-        preparing: seconds that the training waited for it before anything was written in the background.
-        thread: writes.
-        written: this rank's part of the index, and of the manifest; None until it is written.
-        writing: seconds that this rank has written for.
-        error: why it could not be.
-    """
-
-    final: Path
-    trainer_state: dict[str, Any]
-    keep: set[str]
-    writer: ShardedWriter
-    random_state: dict[str, Any]
-    preparing: float
-    thread: threading.Thread | None = None
+    final: Path  # the folder it becomes
+    trainer_state: dict[str, Any]  # to be written at the end
+    keep: set[str]  # names of older checkpoints that stay
+    writer: ShardedWriter  # of the sharded state
+    random_state: dict[str, Any]  # of this rank
+    preparing: float  # seconds that the training waited for it before anything was written in the background
+    thread: threading.Thread | None = None  # writes
+    # This rank's part of the index, and of the manifest; None until it is written.
     written: tuple[list[Any], Records] = field(default_factory=lambda: ([], {}))
-    writing: float = 0.0
-    error: BaseException | None = None
+    writing: float = 0.0  # seconds that this rank has written for
+    error: BaseException | None = None  # why it could not be
 
     @property
     def part(self) -> Path:
@@ -157,9 +149,6 @@ class Checkpointer:
     """Saves and restores a run: the trainer's `ckpt_callback`.
 
     Args:
-        folder: holds the checkpoints.
-        mesh: this rank's place.
-        ddp, optimizer, scheduler: whose state is saved and restored.
         keep_last: how many complete checkpoints stay on disk; at least 1.
         asynchronous: write while the training goes on; see `poll`.
         on_saved: told on the first rank how many seconds a complete save took: of a background one those in which
@@ -209,15 +198,16 @@ class Checkpointer:
             raise DivergedError(f"the weights that were to be saved as {final} are not finite")
         part = self.folder / f"{final.name}.part"
 
-        def make_folders() -> None:
-            shutil.rmtree(part, ignore_errors=True)
-            (part / "model").mkdir(parents=True)
-            (part / "rng").mkdir()
-
-        self._together(part, make_folders, self._mesh.is_main)
+        with self._writing(part):
+            if self._mesh.is_main:
+                shutil.rmtree(part, ignore_errors=True)
+                (part / "model").mkdir(parents=True)
+                (part / "rng").mkdir()
         writer = ShardedWriter(self._sharded_state(), part / "model")
-        self._together(part, writer.write_common)
-        self._together(part, lambda: writer.plan(copy=self._asynchronous))
+        with self._writing(part):
+            writer.write_common()
+        with self._writing(part):
+            writer.plan(copy=self._asynchronous)
         keep_names = {folder_name(s) for s in keep}
         state = random_state(self._mesh)
         waited = time.monotonic() - began
@@ -254,31 +244,30 @@ class Checkpointer:
         if save.thread is not None:
             save.thread.join()
         began = time.monotonic()
-
-        def raise_error() -> None:
+        with self._writing(save.part):
             if save.error is not None:
                 raise save.error
-
-        self._together(save.part, raise_error)
         parts = self._mesh.gather_on_main((*save.written, save.writing))
-
-        def complete() -> None:
-            part = save.part
-            save.writer.finish([results for results, *_ in parts])
-            write_atomically(part / STATE_FILE, json.dumps(save.trainer_state, indent=2))
-            records = {name: record for _, of_rank, _ in parts for name, record in of_rank.items()}
-            paths = [path for path in part.rglob("*") if path.is_file()]
-            rest = [path for path in paths if path.relative_to(part).as_posix() not in records]
-            write_manifest(part, records | record_files(part, rest))
-            shutil.rmtree(save.final, ignore_errors=True)
-            os.replace(part, save.final)
-            write_atomically(self.folder / LATEST_FILE, save.final.name)
-            self._remove_old(save.final, save.keep)
-
-        self._together(save.part, complete, self._mesh.is_main)
+        with self._writing(save.part):
+            if self._mesh.is_main:
+                self._complete(save, parts)
         if self._mesh.is_main:
             writing = max(seconds for *_, seconds in parts)
             self._on_saved(save.preparing + writing + time.monotonic() - began)
+
+    def _complete(self, save: _Save, parts: list[Any]) -> None:
+        """Write the index, the state and the manifest, and let `latest` name the checkpoint."""
+        part = save.part
+        save.writer.finish([results for results, *_ in parts])
+        write_atomically(part / STATE_FILE, json.dumps(save.trainer_state, indent=2))
+        records = {name: record for _, of_rank, _ in parts for name, record in of_rank.items()}
+        paths = [path for path in part.rglob("*") if path.is_file()]
+        rest = [path for path in paths if path.relative_to(part).as_posix() not in records]
+        write_manifest(part, records | record_files(part, rest))
+        shutil.rmtree(save.final, ignore_errors=True)
+        os.replace(part, save.final)
+        write_atomically(self.folder / LATEST_FILE, save.final.name)
+        self._remove_old(save.final, save.keep)
 
     @property
     def is_writing(self) -> bool:
@@ -298,8 +287,15 @@ class Checkpointer:
             CheckpointError: the checkpoint is damaged, or of another model or precision.
         """
         folder = checkpoint.folder
-        self._check_loaded(folder, lambda: check_files(folder, self._mesh.rank, self._mesh.world_size))
-        self._check_loaded(folder, lambda: self._load(folder))
+
+        def failed(error: BaseException) -> CheckpointError:
+            _raise_interrupt(error)
+            return CheckpointError(f"checkpoint {folder} cannot be loaded: {reason_of(error)}. {_way_out(folder)}")
+
+        with self._mesh.together(failed):
+            check_files(folder, self._mesh.rank, self._mesh.world_size)
+        with self._mesh.together(failed):
+            self._load(folder)
 
     def _load(self, folder: Path) -> None:
         lm: Any = self._ddp.module
@@ -333,32 +329,19 @@ class Checkpointer:
         for leftover in self.folder.glob("step_*.part"):
             shutil.rmtree(leftover)
 
-    def _together(self, part: Path, action: Callable[[], None], here: bool = True) -> None:
-        """Do it where it is to be done, and raise on every rank where one rank failed."""
-        failure: Exception | None = None
-        try:
-            if here:
-                action()
-        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
+    def _writing(self, part: Path) -> contextlib.AbstractContextManager[None]:
+        """Raise on every rank where one rank failed in the block."""
+
+        def failed(error: BaseException) -> CheckpointError:
             _raise_interrupt(error)
             reason = reason_of(error)
             remedy = "free some space and " if _NO_SPACE.search(reason) else ""
-            failure = CheckpointError(
+            return CheckpointError(
                 f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason}. "
                 f"The previous checkpoint is untouched; {remedy}start the run again"
             )
-            failure.__cause__ = error
-        self._mesh.check_together(failure)
 
-    def _check_loaded(self, folder: Path, action: Callable[[], None]) -> None:
-        failure: Exception | None = None
-        try:
-            action()
-        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
-            _raise_interrupt(error)
-            failure = CheckpointError(f"checkpoint {folder} cannot be loaded: {reason_of(error)}. {_way_out(folder)}")
-            failure.__cause__ = error
-        self._mesh.check_together(failure)
+        return self._mesh.together(failed)
 
 
 def reason_of(error: BaseException) -> str:
@@ -376,3 +359,39 @@ def _raise_interrupt(error: BaseException) -> None:
             raise KeyboardInterrupt from None
         of_ranks = [inner for inner, _ in one.failures.values()] if isinstance(one, CheckpointException) else []
         causes += [below for below in (one.__cause__, one.__context__, *of_ranks) if below is not None]
+
+
+def random_state(mesh: Mesh) -> dict[str, Any]:
+    """Of Python, NumPy, torch, this rank's GPU and megatron's tracker, in types that `torch.load` trusts."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    tracker: Any = get_cuda_rng_tracker()
+    state = {
+        "layout": _layout(mesh),
+        "torch": torch.get_rng_state(),
+        "python": json.dumps(random.getstate()),
+        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
+        "megatron": dict(tracker.get_states()),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any], mesh: Mesh) -> None:
+    """Inverse of `random_state`. A state of another layout means nothing here, and is left out."""
+    if state["layout"] != _layout(mesh):
+        return
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = json.loads(state["python"])
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.set_states(state["megatron"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _layout(mesh: Mesh) -> dict[str, int]:
+    sizes = {"tensor": mesh.tp_size, "pipeline": mesh.pp_size, "context": mesh.cp_size}
+    return {"world_size": mesh.world_size, **sizes}

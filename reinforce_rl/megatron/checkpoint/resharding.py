@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from reinforce_rl.megatron.lora.lora import adapter_rows
+from reinforce_rl.megatron.lora import adapter_rows
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.optimizer_state import PREFIX
 from reinforce_rl.megatron.weights.weight_map import Split, weight_map
@@ -21,9 +21,7 @@ def allow_other_padding(
     """Mark what another tensor-parallel size pads otherwise, so that megatron cuts it or adds zeros.
 
     Args:
-        lm: whose architecture says what is padding.
         model: its sharded state, about to be loaded.
-        folder: of megatron's checkpoint.
         optimizer: the optimizer's sharded state, about to be loaded too.
 
     Returns:

@@ -21,15 +21,11 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_MARK = "gradient_is_added_in_place"
+from reinforce_rl.megatron.model.log_probs import IN_PLACE, was_added
 
 
 def add_gradients_in_place(lm: Any) -> None:
-    """From now on, backward passes do so.
-
-    Args:
-        lm: a `CausalLM` in megatron's data-parallel wrapper, in float32.
-    """
+    """From now on, backward passes do so."""
     has_head = lm.post_process and lm.architecture.num_labels is None
     is_shared = has_head and lm.share_embeddings_and_output_weights
     megatron_layers.fused_weight_gradient_mlp_cuda = _Kernel  # type: ignore[attr-defined]
@@ -39,26 +35,12 @@ def add_gradients_in_place(lm: Any) -> None:
             continue  # frozen, or shared with the embedding
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module.gradient_accumulation_fusion = True
-            setattr(weight, _MARK, True)
+            setattr(weight, IN_PLACE, True)
         elif isinstance(module, VocabParallelEmbedding):
             module.forward = _Lookup(module, is_shared)  # type: ignore[method-assign]
             # megatron sets this where a weight is shared, and would add what `was_added` returns. See `_RowsOf`.
             weight.zero_out_wgrad = False
-            setattr(weight, _MARK, True)
-
-
-def buffer_of(weight: Tensor) -> Tensor | None:
-    """Where the gradient of a weight is added; None where it is returned to autograd as ever."""
-    return weight.main_grad if getattr(weight, _MARK, False) else None  # type: ignore[attr-defined]
-
-
-def was_added(weight: Tensor) -> Tensor:
-    """What a backward pass returns in place of a gradient that it has added to the buffer.
-
-    Its memory is never touched. megatron's hook looks for a gradient, and does not add it.
-    """
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.empty_like(weight)
+            setattr(weight, IN_PLACE, True)
 
 
 class _Kernel:
@@ -71,11 +53,7 @@ class _Kernel:
 
 
 class _Lookup:
-    """Takes the place of an embedding's `forward`.
-
-    Args:
-        is_shared: the output layer of this stage has the same weight.
-    """
+    """Takes the place of an embedding's `forward`."""
 
     def __init__(self, embedding: Any, is_shared: bool):
         self._embedding, self._is_shared = embedding, is_shared

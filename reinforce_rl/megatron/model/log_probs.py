@@ -1,32 +1,226 @@
-"""Log-probabilities of given tokens, and entropies, at the positions of the responses only.
+"""Log-probs of response tokens, and entropies, by an output layer whose logits never exist all at once.
 
-Notation: N sequences, T response tokens.
+The logits of n positions are n x V numbers, and a softmax with its gradient holds them several times over. Here a few
+positions are taken at a time, the backward pass computes their logits once more, and what stays in between is a few
+numbers a position (Liger kernel and Cut Cross-Entropy do so too, arXiv:2410.10989 and arXiv:2411.09009; there is no
+entropy in them, nor tensor parallelism).
+
+Notation: N sequences, T response tokens, n positions, h hidden, V vocabulary, tp tensor-parallel ranks,
+z logits / temperature, p softmax(z).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from reinforce_rl.megatron.model.chunked_head import chunked_log_probs
-from reinforce_rl.megatron.model.context_parallel import sum_of_shares
-from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.model.sequence_layout import SequenceLayout
+from reinforce_rl.megatron.model.attention import sum_of_shares
+from reinforce_rl.megatron.model.model import CausalLM, VocabShard
+from reinforce_rl.megatron.model.sequences import SequenceLayout
+
+IN_PLACE = "gradient_is_added_in_place"  # attribute of weights whose gradient goes straight to `main_grad`
+_KEEPS_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads()  # of bf16 in float32: from torch 2.8 on, on a GPU
+
+
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """log p(target) and the entropy of p = softmax(hidden weight^T / temperature), with gradient.
+
+    All of it in float32, or float64 where `hidden` is; on a CPU logits are computed in the dtype of `hidden`.
+    A collective call over `shard.group`, and so is its backward pass.
+
+    Args:
+        hidden: [n, h], the same on every tensor-parallel rank.
+        weight: [V / tp, h], this rank's rows.
+        targets: int64 [n], tokens of the whole vocabulary.
+        temperature: above 0.
+        chunk_tokens: positions whose logits exist at a time, at least 1. Memory is in proportion to it.
+        with_entropy: False saves a little time and a second buffer of a chunk's logits. The entropy's gradient costs
+            nothing where the entropy is no part of the loss.
+
+    Returns:
+        log-probs [n], and the entropies in nats [n] or None; the same on every rank.
+    """
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
+    # Each rank's gradient of `hidden` comes from its own columns only; this sums them.
+    hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=shard.group)
+    outputs: Any = _ChunkedHead.apply(hidden, weight, targets, shard, temperature, chunk_tokens, with_entropy)
+    return outputs
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Saves a log-sum-exp and an entropy a position; the weight is saved too, but it exists anyway."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        shard: VocabShard,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = _ShardLogits(hidden, weight, targets, shard, temperature, chunk_tokens)
+        dtype = logits.dtype
+        # A rank without tokens keeps these: no finite logit is smaller, and nothing is added.
+        highest = torch.full(targets.shape, torch.finfo(dtype).min, dtype=dtype, device=hidden.device)
+        sums = highest.new_zeros((3, *targets.shape))
+        exponentials = logits.new_buffer() if with_entropy else None
+        for chunk, z in logits.chunks():
+            rows, columns, mine = logits.targets_of(chunk)
+            sums[0, chunk] = z[rows, columns].masked_fill(~mine, 0.0)
+            highest[chunk] = z.amax(dim=-1)
+            z.sub_(highest[chunk, None])
+            e = torch.exp(z, out=z if exponentials is None else exponentials[: len(z)])
+            sums[1, chunk] = e.sum(dim=-1)
+            if with_entropy:
+                sums[2, chunk] = z.mul_(e).sum(dim=-1)
+        # Two collectives a call, not a chunk: each rank's sums are relative to its own maximum until here.
+        local = highest.clone()
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)
+        shift = local - highest
+        sums[2] = shift.exp() * (sums[2] + shift * sums[1])
+        sums[1] *= shift.exp()
+        dist.all_reduce(sums, group=shard.group)
+        target_z, sum_exp, sum_exp_z = sums  # the last one sums exp(z - max) (z - max)
+        log_sum = sum_exp.log()
+        log_probs = target_z - highest - log_sum
+        entropy = log_sum - sum_exp_z / sum_exp if with_entropy else None
+
+        ctx.save_for_backward(hidden, weight, targets, highest + log_sum, entropy)
+        ctx.arguments = (shard, temperature, chunk_tokens)
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """d log p(target) / dz = onehot - p, and dH / dz = -p (log p + H)."""
+        hidden, weight, targets, log_sum_exp, entropy = ctx.saved_tensors
+        shard, temperature, chunk_tokens = ctx.arguments
+        logits = _ShardLogits(hidden, weight, targets, shard, temperature, chunk_tokens)
+        if log_probs_grad is None:
+            log_probs_grad = torch.zeros_like(log_sum_exp)
+        to_targets = log_probs_grad / temperature
+        to_entropies = None if entropy_grad is None else entropy_grad / temperature
+        probabilities = None if entropy_grad is None else logits.new_buffer()
+        grad_hidden = hidden.new_zeros(hidden.shape) if ctx.needs_input_grad[0] else None
+        # The weight's gradient is a sum over chunks, so it keeps full precision until all of them are in it.
+        buffer = buffer_of(weight) if ctx.needs_input_grad[1] else None
+        grad_weight = buffer
+        if ctx.needs_input_grad[1] and buffer is None:
+            grad_weight = weight.new_zeros(weight.shape, dtype=logits.dtype)
+        for chunk, z in logits.chunks():
+            to_target = to_targets[chunk]
+            log_p = z.sub_(log_sum_exp[chunk, None])
+            if probabilities is None or to_entropies is None:
+                grad_z = log_p.exp_().mul_(-to_target[:, None])
+            else:
+                p = torch.exp(log_p, out=probabilities[: len(z)])
+                to_entropy = to_entropies[chunk]
+                constant = to_entropy * entropy[chunk] + to_target
+                grad_z = log_p.mul_(-to_entropy[:, None]).sub_(constant[:, None]).mul_(p)
+            rows, columns, mine = logits.targets_of(chunk)
+            grad_z[rows, columns] += to_target * mine
+            grad_z = grad_z.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_z, logits.weight, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _add_product(grad_weight[: shard.size], grad_z.t(), hidden[chunk])
+        if buffer is not None:
+            grad_weight = was_added(weight)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+class _ShardLogits:
+    """z of one rank's tokens, a chunk of positions at a time."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, temperature: float, chunk_tokens: int
+    ):
+        # A view. To mask padded columns at minus infinity would cost a pass, and 0 x inf in the entropy.
+        self.weight = weight[: shard.size]
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self._hidden, self._targets, self._shard, self._temperature = hidden, targets, shard, temperature
+        self._chunk_tokens = chunk_tokens
+
+    def new_buffer(self) -> Tensor:
+        """Room for a chunk's logits. Allocating it for every chunk anew would cost a CPU a page fault every 4 kB."""
+        rows = min(self._chunk_tokens, len(self._hidden))
+        return torch.empty((rows, self._shard.size), dtype=self.dtype, device=self._hidden.device)
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Pairs of a slice of the positions and z [positions, shard.size], which the next pair overwrites."""
+        if self._shard.size == 0:
+            return
+        buffer = self.new_buffer()
+        for start in range(0, len(self._hidden), self._chunk_tokens):
+            hidden = self._hidden[start : start + self._chunk_tokens]
+            z = buffer[: len(hidden)]
+            if hidden.dtype == self.dtype:
+                torch.mm(hidden, self.weight.t(), out=z)
+            elif hidden.is_cuda and _KEEPS_PRODUCTS:  # bf16 would round a logit of 20 by up to 0.06
+                torch.mm(hidden, self.weight.t(), out_dtype=self.dtype, out=z)
+            else:
+                z.copy_(hidden @ self.weight.t())
+            if self._temperature != 1.0:
+                z.div_(self._temperature)
+            yield slice(start, start + len(hidden)), z
+
+    def targets_of(self, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """(rows, columns, mine): where z holds the targets' logits; any column where the target is another rank's."""
+        columns = self._targets[chunk] - self._shard.start
+        mine = (columns >= 0) & (columns < self._shard.size)
+        return torch.arange(len(columns), device=columns.device), columns.clamp(0, self._shard.size - 1), mine
+
+
+def buffer_of(weight: Tensor) -> Tensor | None:
+    """Where the gradient of a weight is added; None where it is returned to autograd as ever."""
+    return weight.main_grad if getattr(weight, IN_PLACE, False) else None  # type: ignore[attr-defined]
+
+
+def was_added(weight: Tensor) -> Tensor:
+    """What a backward pass returns in place of a gradient that it has added to the buffer.
+
+    Its memory is never touched. megatron's hook looks for a gradient, and does not add it.
+    """
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, where `total` may have the higher precision."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a policy says of each response token, given everything before it.
+    """What a policy says of each response token, given everything before it."""
 
-    Attributes:
-        log_probs: [N, T], of the token itself, in nats; 0 on padding.
-        entropy: [N, T], of the distribution that the token was drawn from, in nats; 0 on padding. None where it was
-            not asked for.
-    """
-
-    log_probs: Tensor
+    log_probs: Tensor  # [N, T], of the token itself, in nats; 0 on padding
+    # [N, T], of the distribution that the token was drawn from, in nats; 0 on padding. None where it was not asked
+    # for.
     entropy: Tensor | None
 
 
@@ -45,13 +239,10 @@ def response_scores(
     A collective call over tensor- and context-parallel ranks, and so is its backward pass.
 
     Args:
-        layout: of the pass.
         hidden: what `layout.hidden` gave on the last stage.
-        lm: gives the output layer.
         temperature: of the sampling that produced the responses; above 0.
         width: T, columns of the result.
         chunk_tokens: response tokens whose logits exist at a time.
-        with_entropy: whether the entropy is wanted.
 
     Returns:
         float32, or float64 where the model is; with gradient where gradients are on; the same on every rank.

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -18,15 +20,22 @@ from torch import Tensor
 
 from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model.chunked_head import VocabShard
-from reinforce_rl.megatron.model.context_parallel import positions_below, zigzag_positions
-from reinforce_rl.megatron.model.decode_step import decode_layers
-from reinforce_rl.megatron.model.flash_cache import FlashCache
-from reinforce_rl.megatron.model.kv_cache import KVCache
-from reinforce_rl.megatron.model.layer_spec import block_spec
+from reinforce_rl.megatron.model.attention import positions_below, zigzag_positions
+from reinforce_rl.megatron.model.fast_decode import decode_layers, products_without_gradient
+from reinforce_rl.megatron.model.kv_cache import FlashCache, KVCache
+from reinforce_rl.megatron.model.layers import LINEAR, block_spec
 from reinforce_rl.megatron.model.transformer_config import DEFAULT_OPTIONS, ModelOptions, transformer_config
 
 Cache = TypeVar("Cache", KVCache, FlashCache)
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The tokens of this tensor-parallel rank."""
+
+    start: int  # the first token's number
+    size: int  # 0 is allowed; later rows of the rank's output weight are padding: no tokens, so no probability
+    group: dist.ProcessGroup
 
 
 class CausalLM(GPTModel):
@@ -38,9 +47,6 @@ class CausalLM(GPTModel):
 
     Args:
         architecture: the shape. With `num_labels` there is no output layer, and the last stage has a head `score`.
-        mesh: this rank's place.
-        dtype: of the parameters.
-        options: how it computes.
 
     Raises:
         ConfigError: the model cannot be shared so, or megatron refuses an option.
@@ -55,7 +61,7 @@ class CausalLM(GPTModel):
     ):
         sizes = architecture.padded(mesh.tp_size)
         inverse_frequencies, rope_scale = rope_parameters(architecture)
-        config = transformer_config(architecture, mesh, dtype, rope_scale, options)
+        config = transformer_config(architecture, mesh.layout, mesh.pp_rank, mesh.device, dtype, rope_scale, options)
         block = block_spec(architecture, config, mesh.pp_rank, transformer_engine=options.transformer_engine)
         super().__init__(
             config,
@@ -75,7 +81,7 @@ class CausalLM(GPTModel):
             )
         self.architecture, self._sizes = architecture, sizes
         self.mesh, self._plain_layers = mesh, not options.overrides
-        self.decodes_lean = False  # see `lean_decoding`
+        self._decodes_fast = False
         self._inv_freq = inverse_frequencies.to(mesh.device)
 
     def forward(  # type: ignore[override]
@@ -114,7 +120,7 @@ class CausalLM(GPTModel):
         angles = positions.to(torch.float32).t()[:, :, None] * self._inv_freq  # [s, b or 1, d/2]
         rotary = torch.cat((angles, angles), dim=-1)[:, :, None, :]
         embedded = self.embedding(input_ids=input_ids, position_ids=positions) if self.pre_process else None
-        if cache is not None and position_ids is not None and self.decodes_lean and self._plain_layers:
+        if cache is not None and position_ids is not None and self._decodes_fast and self._plain_layers:
             hidden = decode_layers(self.decoder, embedded, rotary, cache)
         else:
             hidden = self.decoder(
@@ -131,11 +137,7 @@ class CausalLM(GPTModel):
         return hidden[:, : self._number_of_own(length)] if is_padded else hidden
 
     def own_positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """int64: which of the positions 0 .. length-1 this context-parallel rank holds, ascending.
-
-        Args:
-            device: of the result; None for the model's.
-        """
+        """int64: which of the positions 0 .. length-1 this context-parallel rank holds, ascending."""
         return self._padded_positions(length, device)[: self._number_of_own(length)]
 
     def stage_shape(self, rows: int, length: int) -> tuple[int, int, int]:
@@ -181,6 +183,23 @@ class CausalLM(GPTModel):
         finally:
             for module, name in switches:
                 setattr(module, name, True)
+
+    @contextlib.contextmanager
+    def fast_decoding(self) -> Iterator[None]:
+        """Inside the block decode steps call megatron's parts without its bookkeeping; see `fast_decode`.
+
+        The linear layers compute without gradient, from the weights that they have at its start. Only within
+        `whole_sequences`.
+        """
+        head = getattr(self, "output_layer", None)  # on the last stage; it may have no weight of its own
+        layers: list[Any] = [m for m in self.modules() if isinstance(m, LINEAR)]
+        weights = {layer: self.output_weight if layer is head else layer.weight for layer in layers}
+        with products_without_gradient(weights):
+            self._decodes_fast = True
+            try:
+                yield
+            finally:
+                self._decodes_fast = False
 
     def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         """For checkpoints; megatron's own asks for an output layer, which a classifier has not."""

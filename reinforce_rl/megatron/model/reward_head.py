@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.errors import CheckpointError, ConfigError
-from reinforce_rl.megatron.model.context_parallel import sum_of_shares
+from reinforce_rl.megatron.model.attention import sum_of_shares
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weights.hf_folder import HFFolder
 from reinforce_rl.megatron.weights.weight_map import SCORE_LAYER
@@ -26,23 +26,16 @@ POOLING_KEY = "reward_pooling"
 
 @dataclass(frozen=True)
 class RewardHead:
-    """What turns a pooled hidden state into a score, or into one for each of several attributes.
+    """What turns a pooled hidden state into a score, or into one for each of several attributes."""
 
-    Attributes:
-        weight: float32 [h], or [K, h] with attributes.
-        bias: float32 [], or [K], added to every score.
-        pooling: `mean` over all tokens of the sequence, or the `last` token's hidden state.
-        attributes: K names; none for a head with one score.
-        mean, deviation: of merged scores, by which the server standardises where it is not told otherwise.
-        pad_id: trailing tokens of this id do not count, as transformers has it; None where every token does.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    pooling: str
-    attributes: tuple[str, ...] = ()
+    weight: Tensor  # float32 [h], or [K, h] with attributes
+    bias: Tensor  # float32 [], or [K], added to every score
+    pooling: str  # `mean` over all tokens of the sequence, or the `last` token's hidden state
+    attributes: tuple[str, ...] = ()  # K names; none for a head with one score
+    # mean, deviation: of merged scores, by which the server standardises where it is not told otherwise.
     mean: float = 0.0
     deviation: float = 1.0
+    # Trailing tokens of this id do not count, as transformers has it; None where every token does.
     pad_id: int | None = None
 
     def __post_init__(self) -> None:
@@ -157,7 +150,6 @@ def pool(hidden: Tensor, lengths: Tensor, pooling: str, positions: Tensor | None
     Args:
         hidden: [N, s, h].
         lengths: int64 [N].
-        pooling: of `POOLINGS`.
         positions: int64 [s], which positions these are; None for 0 .. s-1, all of them.
 
     Returns:
@@ -178,11 +170,9 @@ def head_scores(hidden: Tensor, lm: CausalLM, weight: Tensor, lengths: Tensor, w
 
     Args:
         hidden: [N, s, h], of the last stage.
-        lm: the trunk.
         weight: [K, h].
         lengths: int64 [N].
         width: S, the tokens that `lm` was given.
-        pooling: of `POOLINGS`.
     """
     pooled = pool(hidden, lengths, pooling, lm.own_positions(width))
     share = pooled @ weight.to(pooled.dtype).t()

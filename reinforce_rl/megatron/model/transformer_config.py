@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,55 +31,21 @@ _SET_BY_OTHER_KEYS = {
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model computes.
+    """How a model computes."""
 
-    Attributes:
-        recompute_granularity: what the backward pass computes again rather than keep: None for nothing, "selective"
-            for the core attention, "full" for whole layers.
-        recompute_method: of "full": "uniform" (in groups of `recompute_num_layers` layers) or "block" (the first so
-            many layers of each stage).
-        recompute_num_layers: of "full".
-        transformer_engine: layers of Transformer Engine's modules; see `layer_spec`.
-        overrides: fields of megatron's TransformerConfig, which win over everything.
-    """
-
+    # What the backward pass computes again rather than keep: None for nothing, "selective" for the core attention,
+    # "full" for whole layers.
     recompute_granularity: str | None = None
+    # Of "full": "uniform" (in groups of `recompute_num_layers` layers) or "block" (the first so many layers of each
+    # stage).
     recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    transformer_engine: bool = False
+    recompute_num_layers: int | None = None  # of "full"
+    transformer_engine: bool = False  # layers of Transformer Engine's modules; see `layers`
+    # Fields of megatron's TransformerConfig, which win over everything.
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
 DEFAULT_OPTIONS = ModelOptions()
-
-
-class Place(Protocol):
-    """A rank's place as far as its configuration depends on it; a `Mesh` is one."""
-
-    @property
-    def tp_size(self) -> int: ...
-    @property
-    def pp_size(self) -> int: ...
-    @property
-    def pp_rank(self) -> int: ...
-    @property
-    def cp_size(self) -> int: ...
-    @property
-    def sequence_parallel(self) -> bool: ...
-    @property
-    def device(self) -> torch.device: ...
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """A `Place` of a job that was not started."""
-
-    tp_size: int
-    pp_size: int
-    pp_rank: int
-    cp_size: int
-    sequence_parallel: bool
-    device: torch.device
 
 
 def layers_of_stages(
@@ -92,11 +58,8 @@ def layers_of_stages(
     """
     layers, faults = [], []
     for stage in range(layout.pipeline):
-        place = _Stage(
-            layout.tensor, layout.pipeline, stage, layout.context, layout.sequence_parallel, torch.device("cpu")
-        )
         try:
-            config = transformer_config(architecture, place, dtype, 1.0, options)
+            config = transformer_config(architecture, layout, stage, torch.device("cpu"), dtype, 1.0, options)
             layers.append(get_num_layers_to_build(config, pp_rank=stage))
         except ConfigError as error:
             faults += error.faults
@@ -106,12 +69,15 @@ def layers_of_stages(
 
 
 def transformer_config(
-    architecture: Architecture, mesh: Place, dtype: torch.dtype, rope_scale: float, options: ModelOptions
+    architecture: Architecture,
+    layout: Layout,
+    stage: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    rope_scale: float,
+    options: ModelOptions,
 ) -> TransformerConfig:
     """The configuration of this rank's part of the model.
-
-    Args:
-        rope_scale: the factor on queries and keys.
 
     Raises:
         ConfigError: unknown fields, or values that megatron refuses; all unknown fields in one message.
@@ -119,7 +85,7 @@ def transformer_config(
     faults = list(_faults_of_overrides(options.overrides))
     if faults:
         raise ConfigError(faults)
-    sizes = architecture.padded(mesh.tp_size)
+    sizes = architecture.padded(layout.tensor)
     values: dict[str, Any] = {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
@@ -139,12 +105,12 @@ def transformer_config(
         "softmax_scale": rope_scale**2 / architecture.head_size**0.5,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "tensor_model_parallel_size": mesh.tp_size,
-        "pipeline_model_parallel_size": mesh.pp_size,
-        "context_parallel_size": mesh.cp_size,
-        "sequence_parallel": mesh.sequence_parallel,
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "context_parallel_size": layout.context,
+        "sequence_parallel": layout.sequence_parallel,
         # Micro-batches differ in length; `schedule` knows the shapes.
-        "variable_seq_lengths": mesh.pp_size > 1,
+        "variable_seq_lengths": layout.pipeline > 1,
         # Else the host waits for the GPU after each hand-over between stages, for a fault of old versions of torch.
         "batch_p2p_sync": False,
         "moe_token_dispatcher_type": "alltoall",  # megatron wants it for that, experts or not
@@ -154,7 +120,7 @@ def transformer_config(
         # Losses here carry their global denominators already: megatron must neither divide by micro-batches
         # nor average over data-parallel ranks, only sum.
         "calculate_per_token_loss": True,
-        "use_cpu_initialization": mesh.device.type == "cpu",
+        "use_cpu_initialization": device.type == "cpu",
         "bias_activation_fusion": False,
         "use_te_activation_func": True,  # takes the layer's own, whosever that is
         "bias_dropout_fusion": False,
@@ -167,7 +133,7 @@ def transformer_config(
     }
     try:
         config = TransformerConfig(**{**values, **options.overrides})
-        layers = get_num_layers_to_build(config, pp_rank=mesh.pp_rank)  # refuses layers that do not divide
+        layers = get_num_layers_to_build(config, pp_rank=stage)  # refuses layers that do not divide
     except (AssertionError, TypeError, ValueError) as error:  # megatron asserts what it expects
         given = f" with model.megatron_overrides={dict(options.overrides)}" if options.overrides else ""
         raise ConfigError([f"megatron-core refuses this configuration of the model{given}: {error}"]) from error
@@ -176,7 +142,7 @@ def transformer_config(
         raise ConfigError(
             [
                 f"model.activations_checkpoint_num_layers is {group}, which does not divide the {layers} layers of "
-                f"stage {mesh.pp_rank}, as activations_checkpoint_method=uniform needs"
+                f"stage {stage}, as activations_checkpoint_method=uniform needs"
             ]
         )
     return config

@@ -6,7 +6,6 @@ of weights at most, and the parameter that is being gathered.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
@@ -61,8 +60,6 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
     Args:
         lm: the model, of any tensor-parallel size. A classifier also takes a language model's folder; its head then
             keeps the values that it has.
-        folder: read slice by slice.
-        track: runs through the parameters.
 
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape than config.json says; all in one message.
@@ -141,12 +138,9 @@ def hf_tensors(
     A collective call: every tensor-parallel rank of every stage must run the iterator to its end.
 
     Args:
-        lm: the model.
         values: what to map in place of the weights, such as their gradients, by the names of `parameters_of`.
         rows: which of them; None for all of `weight_map`.
         dtype: of the result; None for that of the weights.
-        device: of the result.
-        track: runs through the parameters.
 
     Yields:
         name and whole tensor, with memory of its own, on the first tensor-parallel rank of the first
@@ -228,14 +222,12 @@ def export_hf_folder(
     A collective call of all ranks; the first one writes. The folder appears whole or not at all.
 
     Args:
-        lm: the model.
         source: the folder it came from, whose config and tokenizer files are carried over.
         out: the folder to write; replaced where it exists.
         values: what to write in place of the weights, by the names of `parameters_of`.
         dtype: of the weights in the folder; None for the model's.
         max_shard_bytes: of one file of weights, which is also what the first rank holds of the model besides its own
             share. A larger tensor has a file of its own.
-        track: runs through the parameters.
         config_values: keys of the source's config.json that are other ones in this folder.
 
     Raises:
@@ -246,37 +238,34 @@ def export_hf_folder(
     dtype = dtype or lm.config.params_dtype
     files = shard_files(weight_map(lm.architecture, mesh.tp_size), dtype, max_shard_bytes)
 
-    def write(action: Callable[[], None]) -> None:
-        failure: Exception | None = None
-        if mesh.is_main:
-            try:
-                action()
-            except Exception as error:  # safetensors raises its own, undocumented type where the disk is full
-                shutil.rmtree(part, ignore_errors=True)
-                failure = CheckpointError(f"cannot write the Hugging Face folder {out}: {error}")
-        mesh.check_together(failure)
-
-    def begin() -> None:
+    def failed(error: BaseException) -> CheckpointError:
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        carry_over(source, part)
-        _set_config(part / "config.json", dtype, config_values or {})
-        if len(files) > 1:
-            index = {
-                "metadata": {"total_size": sum(size for names in files.values() for size in names.values())},
-                "weight_map": {name: file for file, names in files.items() for name in names},
-            }
-            (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        return CheckpointError(f"cannot write the Hugging Face folder {out}: {error}")
 
-    write(begin)
+    with mesh.together(failed):
+        if mesh.is_main:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            carry_over(source, part)
+            _set_config(part / "config.json", dtype, config_values or {})
+            if len(files) > 1:
+                index = {
+                    "metadata": {"total_size": sum(size for names in files.values() for size in names.values())},
+                    "weight_map": {name: file for file, names in files.items() for name in names},
+                }
+                (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     # The other data- and context-parallel ranks hold the same weights: they wait at the end of each file only.
     first_copy = mesh.dp_rank == mesh.cp_rank == 0
     tensors = hf_tensors(lm, values, dtype=dtype, track=track) if first_copy else iter(())
     for file, names in files.items():
         shard: Any = dict(itertools.islice(tensors, len(names)))  # tensors on the main rank, None elsewhere
-        write(functools.partial(_save, shard, part / file))
+        with mesh.together(failed):
+            if mesh.is_main:
+                _save(shard, part / file)
         shard.clear()  # else it would live on while the next one is gathered
-    write(lambda: replace_folder(part, out))
+    with mesh.together(failed):
+        if mesh.is_main:
+            replace_folder(part, out)
     return out
 
 

@@ -25,40 +25,26 @@ class Split:
 
     The parameter's axis, over all tensor-parallel ranks together, holds `padded_units` units of `width` rows. The
     tensor's axis holds `units` units of `size` rows, which are the rows from `offset` of the parameter's units.
-
-    Attributes:
-        axis: 0 or 1.
-        units: in the tensor.
-        padded_units: in the parameter; a multiple of the ranks.
-        width: rows of a unit in the parameter.
-        offset, size: the tensor's part of them.
     """
 
-    axis: int
-    units: int
-    padded_units: int
-    width: int
+    axis: int  # 0 or 1
+    units: int  # in the tensor
+    padded_units: int  # in the parameter; a multiple of the ranks
+    width: int  # rows of a unit in the parameter
+    # offset, size: the tensor's part of them.
     offset: int
     size: int
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of the folder.
+    """One tensor of the folder."""
 
-    Attributes:
-        hf: its name.
-        megatron: the name of the parameter that holds it, with the layer's number in the whole model.
-        shape: of the whole tensor.
-        tp_size: tensor-parallel ranks.
-        split: None where every rank holds the whole tensor.
-    """
-
-    hf: str
-    megatron: str
-    shape: tuple[int, ...]
-    tp_size: int
-    split: Split | None
+    hf: str  # its name
+    megatron: str  # the name of the parameter that holds it, with the layer's number in the whole model
+    shape: tuple[int, ...]  # of the whole tensor
+    tp_size: int  # tensor-parallel ranks
+    split: Split | None  # None where every rank holds the whole tensor
 
     @property
     def axis(self) -> int:
@@ -107,12 +93,7 @@ class Row:
 
 
 def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
-    """Every tensor of a model, layer by layer; those that share a parameter are neighbours.
-
-    Args:
-        arch: the model.
-        tp_size: tensor-parallel ranks.
-    """
+    """Every tensor of a model, layer by layer; those that share a parameter are neighbours."""
     sizes = arch.padded(tp_size)
     hidden, head = arch.hidden_size, arch.head_size
     heads = arch.num_heads // arch.num_groups * head  # rows of one group's query heads

@@ -1,4 +1,4 @@
-"""GPU clusters as a few rates, and the time of a kernel, a collective and a transfer on one. Torch-free.
+"""GPU clusters as a few rates, and what a phase costs one rank on one. Torch-free.
 
 Every number is a data sheet's, or a share of one that is commonly reached; none is fitted to a run of this project.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -21,45 +23,35 @@ KEY = "preflight_machine"
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU, its node and its network. Bandwidths are bytes a second in one direction, of one GPU.
+    """A GPU, its node and its network. Bandwidths are bytes a second in one direction, of one GPU."""
 
-    Attributes:
-        name: of the GPU.
-        memory: bytes of a GPU.
-        reserved: bytes that CUDA, NCCL and the kernels' workspaces take besides tensors.
-        bf16, fp32: FLOP/s of dense matrix products by the data sheet; fp32 without TF32, which is off here.
-        matmul_share: of these that large products reach.
-        hbm: memory bandwidth by the data sheet; `hbm_share` is reached.
-        kernel_floor: seconds that the smallest kernel takes.
-        launch: seconds that the host takes for a kernel in eager PyTorch.
-        sync: seconds that the GPU idles where the host waits for it.
-        gpus_per_node: that NVLink joins.
-        nvlink, network: bandwidth inside a node and between nodes; `nvlink_share` and `network_share` are reached.
-        decode_share: of the memory bandwidth that an engine's decode step reaches.
-        nvlink_latency, network_latency: seconds of one hop of a collective.
-        pcie: bandwidth to pinned host memory, as reached.
-    """
-
-    name: str
-    memory: float
+    name: str  # of the GPU
+    memory: float  # bytes of a GPU
+    # bf16, fp32: FLOP/s of dense matrix products by the data sheet; fp32 without TF32, which is off here.
     bf16: float
     fp32: float
-    hbm: float
+    hbm: float  # memory bandwidth by the data sheet; `hbm_share` is reached
+    # nvlink, network: bandwidth inside a node and between nodes; `nvlink_share` and `network_share` are reached.
     nvlink: float
     network: float
-    pcie: float
-    matmul_share: float
-    gpus_per_node: int = 8
+    pcie: float  # bandwidth to pinned host memory, as reached
+    matmul_share: float  # of these that large products reach
+    gpus_per_node: int = 8  # that NVLink joins
+    # Bytes that CUDA, NCCL and the kernels' workspaces take besides tensors.
     reserved: float = 3e9  # CUDA context 0.5 GB, NCCL's buffers, cuBLAS workspaces
     hbm_share: float = 0.8  # of mixed elementwise kernels; plain copies reach 0.9
     # NIM 1.8, one request (docs.nvidia.com/nim/benchmarking/llm): Llama 3.3 70B in fp8 on two H100 takes 18.91 ms a
     # token; 3.1 8B 4.63 ms, taken to be fp8 on one: 0.56 and 0.52 with all kernels. 0.6 gives these.
-    decode_share: float = 0.6
+    decode_share: float = 0.6  # of the memory bandwidth that an engine's decode step reaches
+    # Seconds that the smallest kernel takes.
     kernel_floor: float = 2e-6  # an empty kernel, back to back
+    # Seconds that the host takes for a kernel in eager PyTorch.
     launch: float = 5e-6  # PyTorch's dispatcher, autograd and cudaLaunchKernel on one core
+    # Seconds that the GPU idles where the host waits for it.
     sync: float = 2e-5  # cudaStreamSynchronize, and the launches that are not queued meanwhile
     nvlink_share: float = 0.8  # nccl-tests' bus bandwidth of an all-reduce in a node, without NVLS
     network_share: float = 0.9  # the same between nodes, one rail a GPU
+    # nvlink_latency, network_latency: seconds of one hop of a collective.
     nvlink_latency: float = 2.5e-6  # a small all-reduce over 8 GPUs takes about 15 us: 6 hops of a tree
     network_latency: float = 6e-6
 
@@ -166,3 +158,68 @@ def load_machine(value: str) -> Hardware:
     if faults:
         raise ConfigError(faults)
     return machine
+
+
+class Traffic(NamedTuple):
+    """A kind of collective that a rank takes part in: its group (tensor, data, ...), its kind, the group's ranks, and
+    the nodes that these lie on."""
+
+    group: str
+    kind: str
+    ranks: int
+    nodes: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.ranks} ranks ({self.group}) on {self.nodes} node{'s' if self.nodes > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a phase on one rank."""
+
+    # Seconds (the kernels' roofline), kernels, launches, flops, bytes, syncs.
+    counts: Mapping[str, float] = field(default_factory=dict)
+    calls: Mapping[Traffic, float] = field(default_factory=dict)  # how often each collective is called
+    sent: Mapping[Traffic, float] = field(default_factory=dict)  # bytes of its tensors
+
+    def __getitem__(self, name: str) -> float:
+        return self.counts.get(name, 0.0)
+
+    def kernel_seconds(self, machine: Hardware) -> float:
+        """The GPU's kernels, or their launches where these take longer, and the waits for the host."""
+        return max(self["seconds"], self["launches"] * machine.launch) + self["syncs"] * machine.sync
+
+    def wire_seconds(self, machine: Hardware) -> float:
+        """All collectives, none hidden; those of objects cost their latency."""
+        return sum(self.seconds_of(of, machine) for of in self.calls)
+
+    def seconds_of(self, of: Traffic, machine: Hardware) -> float:
+        """A kind of collective."""
+        calls = max(self.calls[of], 1e-9)
+        return calls * machine.collective_seconds(of.kind, self.sent[of] / calls, of.ranks, of.nodes)
+
+    def bound(self, machine: Hardware) -> str:
+        """What takes most of the time."""
+        host = self["launches"] * machine.launch
+        if self.wire_seconds(machine) > self.kernel_seconds(machine):
+            return "collectives"
+        if self["syncs"] * machine.sync > max(self["seconds"], host):
+            return "host syncs"
+        if host > self["seconds"]:
+            return "launches"
+        computing = self["flops"] / machine.rates["bf16"]
+        return "matrix products" if computing > self["seconds"] / 2 else "memory bandwidth"
+
+
+def total(parts: Iterable[tuple[float, Cost]]) -> Cost:
+    """The weighted sum."""
+    counts: dict[str, float] = {}
+    calls: dict[Traffic, float] = {}
+    sent: dict[Traffic, float] = {}
+    for weight, cost in parts:
+        for key, value in cost.counts.items():
+            counts[key] = counts.get(key, 0.0) + weight * value
+        for of in cost.calls:
+            calls[of] = calls.get(of, 0.0) + weight * cost.calls[of]
+            sent[of] = sent.get(of, 0.0) + weight * cost.sent[of]
+    return Cost(counts, calls, sent)

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
-from reinforce_rl.preflight.deep.machine import Hardware
+from reinforce_rl.preflight.deep.machine import Cost, Hardware, Traffic, total
 from reinforce_rl.preflight.fake_cuda.machine import install
 
 if TYPE_CHECKING:
@@ -32,30 +31,19 @@ DECODE_STEPS = 3  # of which the first, which may set things up, is not counted
 
 @dataclass(frozen=True)
 class Case:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        config: of the run, as plain values.
-        rank: of the job.
-        layers: of every stage of the reduced model.
-        in_flight: micro-batches of training whose memory is measured; its costs are at one more besides.
-        train_rows, forward_rows: sequences of a micro-batch with gradient and without.
-        prompts, samples: of a generation call, none where an engine generates, and of each prompt.
-        prompt_tokens, response_tokens: of every sequence.
-        machine: whose rates time the kernels.
-    """
-
-    config: dict[str, Any]
-    rank: int
-    layers: int
-    in_flight: int
-    train_rows: int
-    forward_rows: int
-    prompts: int
-    samples: int
-    prompt_tokens: int
+    config: dict[str, Any]  # of the run, as plain values
+    rank: int  # of the job
+    layers: int  # of every stage of the reduced model
+    in_flight: int  # micro-batches of training whose memory is measured; its costs are at one more besides
+    train_rows: int  # sequences of a micro-batch with gradient
+    forward_rows: int  # and without
+    prompts: int  # of a generation call; none where an engine generates
+    samples: int  # of each prompt
+    prompt_tokens: int  # of every sequence
     response_tokens: int
-    machine: Hardware
+    machine: Hardware  # whose rates time the kernels
 
 
 def main() -> None:

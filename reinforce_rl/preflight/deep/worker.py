@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from reinforce_rl.config.parallelism import rank_at
 from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.preflight.deep.cost import Cost, Traffic, total
+from reinforce_rl.preflight.deep.machine import Cost, Traffic, total
 from reinforce_rl.preflight.deep.rank import Case
 from reinforce_rl.preflight.deep.step import PredictedJob, Role
 

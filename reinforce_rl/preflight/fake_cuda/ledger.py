@@ -11,63 +11,42 @@ ALLOCATION = 512  # bytes that torch's CUDA allocator rounds up to
 
 
 class Kernel(NamedTuple):
-    """A kind of kernel launch.
+    """A kind of kernel launch."""
 
-    Attributes:
-        name: of the ATen operator.
-        flops: floating-point operations, by torch's formulas; half for causal attention.
-        bytes: read and written at least.
-        low_precision: whether it computes in bf16 or fp16.
-    """
-
-    name: str
-    flops: int
-    bytes: int
-    low_precision: bool
+    name: str  # of the ATen operator
+    flops: int  # floating-point operations, by torch's formulas; half for causal attention
+    bytes: int  # read and written at least
+    low_precision: bool  # whether it computes in bf16 or fp16
 
 
 class Collective(NamedTuple):
-    """One call.
+    """One call."""
 
-    Attributes:
-        kind: such as "all_reduce"; objects' calls end in "_object".
-        ranks: of the group, in the whole job; for "send" and "recv" this rank and its peer.
-        bytes: of the whole tensor: what is gathered, or what there was before scattering; 0 for objects.
-        on_gpu: by NCCL, else by gloo.
-        phase: in which it was made.
-    """
-
-    kind: str
-    ranks: tuple[int, ...]
-    bytes: int
-    on_gpu: bool
-    phase: str
+    kind: str  # such as "all_reduce"; objects' calls end in "_object"
+    ranks: tuple[int, ...]  # of the group, in the whole job; for "send" and "recv" this rank and its peer
+    bytes: int  # of the whole tensor: what is gathered, or what there was before scattering; 0 for objects
+    on_gpu: bool  # by NCCL, else by gloo
+    phase: str  # in which it was made
 
 
 @dataclass
 class Ledger:
-    """A phase's count.
-
-    Attributes:
-        kernels: how often each was run on the device.
-        launches: by the host; the kernels of a CUDA graph are one.
-        syncs: where the host waited for the device, by operation and line.
-        attention: calls of scaled-dot-product attention by kernel and shapes.
-        collectives: in order.
-        start, peak, end: bytes of device memory.
-        host_bytes: copied to host memory and kept there as fake tensors.
-    """
+    """A phase's count."""
 
     phase: str
+    # How often each was run on the device.
     kernels: collections.Counter[Kernel] = field(default_factory=collections.Counter)
-    launches: int = 0
+    launches: int = 0  # by the host; the kernels of a CUDA graph are one
+    # Where the host waited for the device, by operation and line.
     syncs: collections.Counter[str] = field(default_factory=collections.Counter)
+    # Calls of scaled-dot-product attention by kernel and shapes.
     attention: collections.Counter[str] = field(default_factory=collections.Counter)
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)  # in order
+    # Bytes of device memory.
     start: int = 0
     peak: int = 0
     end: int = 0
-    host_bytes: int = 0
+    host_bytes: int = 0  # copied to host memory and kept there as fake tensors
 
     @property
     def num_kernels(self) -> int:

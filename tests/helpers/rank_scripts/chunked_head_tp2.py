@@ -11,7 +11,7 @@ import torch
 from helpers.full_head import head_inputs
 
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.megatron.model.chunked_head import VocabShard, chunked_log_probs
+from reinforce_rl.megatron.model.log_probs import VocabShard, chunked_log_probs
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 from helpers.lora import CASES, EVERY, computed_here, load_updates, random_updates
 from helpers.policies import megatron_model
 
-from reinforce_rl.megatron.lora.lora import add_lora
+from reinforce_rl.megatron.lora import add_lora
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 
 

@@ -27,7 +27,7 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model import layer_spec
+from reinforce_rl.megatron.model import layers as layer_spec
 
 
 def kernels(out: Path, layout: str, mesh: Mesh) -> dict[str, dict[str, int]]:

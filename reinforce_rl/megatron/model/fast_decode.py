@@ -1,4 +1,4 @@
-"""The layers of a decode step: megatron's own parts, called one after the other for a single token a row.
+"""Decode steps without megatron's bookkeeping: its own parts, called one after the other for a single token a row.
 
 megatron's layers are written for long sequences and for gradients. For one token a row most of a step would be their
 bookkeeping: sines and cosines computed anew in each layer, autograd functions, hooks for offloading and profiling.
@@ -8,15 +8,18 @@ Notation: R rows, h hidden, g key-value groups of this rank, n query heads a gro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from reinforce_rl.megatron.model.flash_cache import FlashCache
-    from reinforce_rl.megatron.model.kv_cache import KVCache
+from reinforce_rl.megatron.cpu.packed_weights import packed_product
+from reinforce_rl.megatron.model.kv_cache import FlashCache, KVCache
+from reinforce_rl.megatron.model.layers import linear_parts
 
 
 def decode_layers(block: Any, embedded: Tensor | None, rotary: Tensor, cache: KVCache | FlashCache) -> Tensor:
@@ -61,8 +64,6 @@ def _rotations(rotary: Tensor, heads: int, scale: float, dtype: torch.dtype) -> 
 
     Args:
         rotary: the angles, [1, R, 1, d].
-        heads: n.
-        scale: of the scores.
     """
     angles = rotary[0, :, None]  # [R, 1, 1, d]
     cosine, sine = angles.cos(), angles.sin()
@@ -77,3 +78,38 @@ def _rotations(rotary: Tensor, heads: int, scale: float, dtype: torch.dtype) -> 
 def _add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
     output, bias = output_and_bias
     return residual + (output if bias is None else output + bias)
+
+
+@contextlib.contextmanager
+def products_without_gradient(weights: Mapping[Any, Tensor]) -> Iterator[None]:
+    """Inside the block these linear layers multiply by the weights that they have now, without gradient.
+
+    Args:
+        weights: of each layer, none of which gathers its output or has sequence parallelism.
+    """
+    try:
+        for layer, weight in weights.items():
+            layer.forward = _Product(layer, weight.detach())
+        yield
+    finally:
+        for layer in weights:
+            layer.__dict__.pop("forward", None)
+
+
+class _Product:
+    """Takes the place of a layer's `forward`; hooks of the layer, such as LoRA's, see the same inputs and outputs."""
+
+    def __init__(self, layer: Any, weight: Tensor):
+        self._product = packed_product(weight) or (lambda x, bias: F.linear(x, weight, bias))
+        parts = linear_parts(layer)
+        self._group = parts.group if parts.adds_up and parts.group.size() > 1 else None
+        self._bias = None if parts.bias is None else parts.bias.detach()
+        self._returns_bias = parts.returns_bias
+
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        added, returned = (None, self._bias) if self._returns_bias else (self._bias, None)
+        if self._group is None:
+            return self._product(x, added), returned
+        out = self._product(x, None)
+        dist.all_reduce(out, group=self._group)
+        return out if added is None else out + added, returned

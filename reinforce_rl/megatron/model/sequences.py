@@ -1,7 +1,10 @@
-"""Groups of samples as one row: each prompt once, the responses to them, and no padding.
+"""How sequences lie in a forward pass, and where in its output the predictions of their response tokens are.
 
-The samples of a group share their prompt, so all that a causal model computes at its positions is the same for each of
-them. Here it is computed once, and every response attends to it:
+All indices are computed on the CPU, where the lengths are, and moved with `to_device`: no pass waits for a GPU.
+
+`PaddedSequences` has a sequence a row. `PackedGroups` has groups of samples in one row, without padding: the samples
+of a group share their prompt, so all that a causal model computes at its positions is the same for each of them. It is
+computed once, and every response attends to it:
 
     tokens     p p p p  q q q  a a a  b b b b b  c c  ...    a and b answer p, c answers q
     positions  0 1 2 3  0 1 2  4 5 6  4 5 6 7 8  3 4  ...
@@ -9,15 +12,18 @@ them. Here it is computed once, and every response attends to it:
 All layers but attention see one long row. In attention a response has its prompt's keys and values in front of its
 own. The gradient of a prompt's keys is then the sum over its responses, as it is where each has a copy of the prompt.
 
-Notation: N sequences, B groups, P longest prompt, T longest response less its last token (which predicts nothing),
-s tokens of the row, n response tokens, h query heads, g key-value groups, d head size.
+Notation: N sequences, S prompt plus response, B groups, P longest prompt, T longest response (of a group less its last
+token, which predicts nothing), s tokens of the row, n response tokens of the pass on this rank, h hidden or query
+heads, g key-value groups, d head size.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +40,94 @@ from reinforce_rl.megatron.model.attention import (
     visible,
 )
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.model.sequence_layout import Predictions, to_device
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of CPU tensors on a device; on a GPU the host does not wait for them."""
+    if device.type == "cpu":
+        return list(tensors)
+    # From pageable memory, and without `non_blocking`, `to` waits until the stream has come to the copy.
+    return [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The response tokens of a pass, and the positions that predict them."""
+
+    # rows, columns: int64 [n], a token's sequence and its place in the response.
+    rows: Tensor
+    columns: Tensor
+    hidden: Tensor  # [n, h], the hidden state before each token
+    targets: Tensor  # int64 [n], the tokens
+
+
+class SequenceLayout(Protocol):
+    """One pass over N sequences."""
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """int64 [N], on the CPU."""
+        ...
+
+    @property
+    def stage_shape(self) -> tuple[int, int, int]:
+        """The shape that a pipeline stage sends to the next; see `CausalLM.stage_shape`."""
+        ...
+
+    def hidden(self, model: torch.nn.Module) -> Tensor:
+        """Run `model`, the language model or a wrapper around it; what its next stage or `predictions` takes."""
+        ...
+
+    def predictions(self, hidden: Tensor) -> Predictions:
+        """Of what `hidden` gave on the last stage: those at this context-parallel rank's positions."""
+        ...
+
+
+class PaddedSequences:
+    """A sequence a row, padded on the right to the longest one.
+
+    Args:
+        sequences: int64 [N, S], right-padded; all tensors on the CPU.
+        prompt_lengths: int64 [N], at least 1.
+        response_lengths: int64 [N]; 0 is allowed.
+        pad_to: tokens that every row has at least in the pass.
+    """
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        sequences: Tensor,
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+        *,
+        pad_to: int = 0,
+        pad_id: int = 0,
+    ):
+        self.response_lengths = response_lengths
+        # A sequence's last token predicts nothing here, and columns past the longest row hold padding only.
+        self._used = max(int((prompt_lengths + response_lengths).max()) - 1, pad_to - 1, 1)
+        missing = max(self._used - sequences.shape[1], 0)
+        tokens = torch.nn.functional.pad(sequences[:, : self._used], (0, missing), value=pad_id)
+        own = lm.own_positions(self._used, sequences.device)
+        column_of = torch.full((self._used,), -1).index_put((own,), torch.arange(len(own)))
+        rows, columns = length_mask(response_lengths, int(response_lengths.max())).nonzero(as_tuple=True)
+        places = prompt_lengths[rows] + columns
+        held = column_of[places - 1] >= 0
+        rows, columns, places = rows[held], columns[held], places[held]
+        before = column_of[places - 1] * len(sequences) + rows
+        indices = (tokens, rows, columns, before, sequences[rows, places])
+        self._tokens, self._rows, self._columns, self._before, self._targets = to_device(indices, lm.mesh.device)
+        self.stage_shape = lm.stage_shape(len(sequences), self._used)
+
+    def hidden(self, model: torch.nn.Module) -> Tensor:
+        """[N, s', h] at the model's `own_positions`."""
+        return model(self._tokens)
+
+    def predictions(self, hidden: Tensor) -> Predictions:
+        """See `SequenceLayout`."""
+        # megatron's layout has positions first, where this is a view.
+        found = hidden.transpose(0, 1).flatten(0, 1).index_select(0, self._before)
+        return Predictions(self._rows, self._columns, found, self._targets)
 
 
 class PackedGroups(PackedSeqParams):
@@ -109,7 +202,6 @@ def _spans(prompts: list[int], responses: list[int], group_of: list[int], paddin
     Args:
         prompts: [B], tokens of each.
         responses: [N], tokens of each in the row; one without any is no sequence.
-        group_of: [N].
         padding: tokens at the end of the row, a sequence by themselves; 0 is allowed.
     """
     lengths = [*prompts, *responses, padding]
@@ -124,11 +216,6 @@ class _UnpaddedAttention:
     """Attention of a packed row by a kernel for sequences of unequal lengths, without a mask and without padding.
 
     A response is a sequence whose queries are fewer than its keys; the last of them lie at the same position.
-
-    Args:
-        spans: of `_spans`.
-        window: tokens that a position attends to.
-        device: where.
     """
 
     def __init__(self, spans: list[tuple[Span, ...]], window: int | None, device: torch.device):
@@ -157,8 +244,6 @@ class _PaddedAttention:
         in_responses: bool [N, T].
         response_positions: int64 [N, T].
         group_of: int64 [N], rows of `in_prompts`.
-        window: tokens that a position attends to.
-        device: where.
     """
 
     def __init__(

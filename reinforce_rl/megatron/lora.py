@@ -1,4 +1,7 @@
-"""LoRA on the projections of a tensor-parallel model: frozen weights, and small updates of them that are trained.
+"""LoRA (arXiv:2106.09685): frozen weights, and low-rank updates of them that are trained.
+
+`alpha / r * B A` is added to a frozen weight W [out, in], with A [r, in] and B [out, r]. A column-parallel weight is
+cut along `out`, and so is B; a row-parallel one along `in`, and so is A. The other matrix is whole on every rank.
 
 An update is a submodule of megatron's layer and adds to its output by a forward hook, so the layer's own parameters
 keep their names. Each Hugging Face projection has an update of its own, added at its rows of a fused output.
@@ -14,9 +17,14 @@ Notation: s sequence, b batch, r rank of the update.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import json
 import math
+import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,21 +33,87 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from reinforce_rl.megatron.lora.map import SUBMODULE, LoraRow, LoraSettings, lora_map
+from reinforce_rl.errors import CheckpointError
+from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.weights.hf_weights import parameters_of
-from reinforce_rl.megatron.weights.weight_map import Row, weight_map
+from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
+from reinforce_rl.megatron.weights.weight_map import Row, Split, weight_map
+from reinforce_rl.utils.files import replace_folder
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL = "all"
+# Of a megatron layer, where its updates are submodules.
+SUBMODULE = "lora"
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The shape of the updates."""
+
+    rank: int  # r
+    alpha: float  # an update is scaled by alpha / r
+    targets: tuple[str, ...]  # Hugging Face's names of the projections that have one, in the order of `PROJECTIONS`
+    seed: int = 0  # of A
+
+    @classmethod
+    def of(cls, rank: int, alpha: float, target_modules: list[str], seed: int) -> LoraSettings:
+        """With "all" for every projection."""
+        named = tuple(name for name in PROJECTIONS if ALL in target_modules or name in target_modules)
+        return cls(rank, alpha, named, seed)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class LoraRow:
+    """One update."""
+
+    projection: str  # Hugging Face's name of it in its layer, such as q_proj
+    base: Row  # the weight that it is added to
+    # a, b: A and B, as in PEFT's folder and in megatron's layer.
+    a: Row
+    b: Row
+
+
+def lora_map(arch: Architecture, tp_size: int, settings: LoraSettings) -> list[LoraRow]:
+    """Every update of a model, layer by layer, in the order of `weight_map`."""
+    found = []
+    for base in weight_map(arch, tp_size):
+        projection = base.hf.split(".")[-2]
+        if projection in settings.targets and base.hf.endswith(".weight"):
+            found.append(_lora_row(base, projection, settings.rank))
+    return found
+
+
+def _lora_row(base: Row, projection: str, rank: int) -> LoraRow:
+    split = base.split
+    assert split is not None
+    # Each projection has rows of its own here, and does not share them with the others of a fused weight.
+    own: Split = replace(split, width=split.size, offset=0)
+    out_size, in_size = base.shape
+    layer = base.megatron.removesuffix(".weight")
+
+    def matrix(name: str, shape: tuple[int, int], cut: bool) -> Row:
+        return Row(
+            hf=f"{base.hf.removesuffix('.weight')}.{name}.weight",
+            megatron=f"{layer}.{SUBMODULE}.{projection}.{name}",
+            shape=shape,
+            tp_size=base.tp_size,
+            split=own if cut else None,
+        )
+
+    a = matrix("lora_A", (rank, in_size), split.axis == 1)
+    b = matrix("lora_B", (out_size, rank), split.axis == 0)
+    return LoraRow(projection, base, a, b)
 
 
 class LowRank(torch.nn.Module):
     """A and B of one projection.
 
     Args:
-        row: which.
-        settings: of the updates.
-        like: the layer's weight, for dtype and device.
-        tp_rank: this rank.
         sequence_parallel: positions are shared by the ranks, and with them the gradients of what is whole.
     """
 
@@ -71,10 +145,7 @@ class LayerUpdates(torch.nn.Module):
 
     Args:
         layer: a ColumnParallelLinear or a RowParallelLinear.
-        rows: its updates.
         blocks: all projections that lie in its weight, in the order of their rows, these among them.
-        settings: of the updates.
-        mesh: this rank's place.
     """
 
     def __init__(
@@ -248,3 +319,117 @@ def trained_state(lm: CausalLM) -> dict[str, Any]:
         sharded = make_sharded_tensors_for_checkpoint({row.hf: own[name]}, "", axes)
         found[local_names[id(own[name])]] = sharded[row.hf]
     return found
+
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+# PEFT's names begin at its own wrapper of the model.
+PREFIX = "base_model.model."
+
+
+def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
+    """Write A and B of every update; a collective call of all ranks, of which the first one writes.
+
+    Args:
+        source: the folder of the base model, which PEFT's configuration names.
+        out: the folder to write, whole or not at all; replaced where it exists.
+
+    Raises:
+        CheckpointError: on every rank, it cannot be written.
+    """
+    out, mesh, settings = Path(out), lm.mesh, lora_settings_of(lm)
+    if settings is None:
+        raise ValueError("this model has no updates to export")
+    tensors: dict[str, Any] = {}
+    if mesh.dp_rank == mesh.cp_rank == 0:
+        tensors = {PREFIX + name: tensor for name, tensor in hf_tensors(lm, rows=adapter_rows(lm))}
+    part = out.with_name(out.name + ".part")
+
+    def failed(error: BaseException) -> CheckpointError:
+        shutil.rmtree(part, ignore_errors=True)
+        return CheckpointError(f"cannot write the PEFT folder {out}: {error}")
+
+    with mesh.together(failed):
+        if mesh.is_main:
+            _write(part, tensors, peft_config(settings, source))
+            replace_folder(part, out)
+    return out
+
+
+def peft_config(settings: LoraSettings, source: str | Path) -> dict[str, Any]:
+    """What `peft.LoraConfig` reads; everything else has its default there."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source),
+        "inference_mode": True,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(settings.targets),
+        "bias": "none",
+    }
+
+
+def _write(folder: Path, tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it readable by its owner only
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class LoraIdentity:
+    """What the updates in a checkpoint belong to. They mean nothing on other weights or at another scale."""
+
+    # rank, alpha, targets: of `LoraSettings`.
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    base_weights: str  # fingerprint of the frozen weights; see `HFFolder.fingerprint`
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> LoraIdentity:
+        """Inverse of `state`."""
+        return cls(**{**state, "targets": tuple(state["targets"])})
+
+    def state(self) -> dict[str, Any]:
+        """For the trainer's state, which is JSON."""
+        return {**dataclasses.asdict(self), "targets": list(self.targets)}
+
+
+def check_lora_identity(own: LoraIdentity | None, checkpoint: str | Path, trainer_state: dict[str, Any]) -> None:
+    """Refuse a checkpoint whose weights do not belong to this run.
+
+    Args:
+        own: of this run; None where the whole model is trained.
+
+    Raises:
+        CheckpointError: what differs, all in one message.
+    """
+    stored: dict[str, Any] | None = trainer_state.get("lora")
+    mine = None if own is None else own.state()
+    if stored == mine:
+        return
+    if stored is None or mine is None:
+        kinds = ("all weights", "LoRA updates only")
+        found, expected = kinds[stored is not None], kinds[mine is not None]
+        raise CheckpointError(
+            f"checkpoint {checkpoint} holds {found}, but this run has {expected} (model.peft.peft_scheme); "
+            "go on with the run's own configuration, or choose another exp_manager.explicit_log_dir"
+        )
+    keys = {
+        "rank": "model.peft.lora_tuning.adapter_dim",
+        "alpha": "model.peft.lora_tuning.alpha",
+        "targets": "model.peft.lora_tuning.target_modules",
+        "base_weights": "the weights of pretrained_checkpoint.restore_from_path (fingerprint)",
+    }
+    differ = [key for key in mine if stored.get(key) != mine[key]]
+    told = "; ".join(f"{keys[key]}: {stored.get(key)} there, {mine[key]} here" for key in differ)
+    raise CheckpointError(
+        f"checkpoint {checkpoint} has LoRA updates of another model or shape: {told}. Go on with what the run began "
+        "with, or choose another exp_manager.explicit_log_dir"
+    )

@@ -1,13 +1,22 @@
-"""megatron's save in its parts, so that the one that takes time can run while the training goes on.
+"""The files of a checkpoint: megatron's, written in parts, and a manifest of all of them.
 
 `dist_checkpointing.save` in one piece leaves other ranks waiting in a collective where one cannot write, and its
 writers are forked processes, which outlive a run that is killed. Here every part says on its own rank whether it
-failed, and the writer is this process.
+failed, the writer is this process, and it can run while the training goes on.
+
+By the manifest a file that is cut short or altered is found before it is loaded:
+
+manifest.json               {"files": {"model/__0_0.distcp": {"bytes": 1234, "crc32": "0badcafe"}, ...}}
 """
 
 from __future__ import annotations
 
+import json
+import os
 import queue
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +26,77 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from reinforce_rl.errors import CheckpointError
+from reinforce_rl.utils.files import write_atomically
+
+MANIFEST_FILE = "manifest.json"
+_CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file as it was written."""
+
+    bytes: int  # its size
+    crc32: str  # its checksum, eight hexadecimal digits
+
+
+Records = dict[str, FileRecord]
+
+
+def record_files(folder: Path, paths: Iterable[Path]) -> Records:
+    """Force files below `folder` to disk, and say what they are by their path in it."""
+    records = {}
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        records[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, _crc32(path))
+    return records
+
+
+def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
+    """Write the manifest of a folder whose files are complete."""
+    files = {name: asdict(records[name]) for name in sorted(records)}
+    write_atomically(folder / MANIFEST_FILE, json.dumps({"files": files}, indent=1))
+
+
+def check_files(folder: Path, rank: int = 0, world_size: int = 1) -> None:
+    """Compare a folder with its manifest. Each rank looks at all sizes and reads its share of the files.
+
+    Raises:
+        CheckpointError: the manifest or a file is missing, of another size, or of other contents.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        records = {name: FileRecord(**record) for name, record in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+    for name, record in records.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found is None:
+            raise CheckpointError(f"{folder / name} is missing")
+        if found != record.bytes:
+            raise CheckpointError(f"{folder / name} has {found} bytes; expected the {record.bytes} that were written")
+    for name in sorted(records)[rank::world_size]:
+        try:
+            found = _crc32(folder / name)
+        except OSError as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
+        if found != records[name].crc32:
+            raise CheckpointError(
+                f"{folder / name} is damaged: its checksum is {found}; expected {records[name].crc32}"
+            )
+
+
+def _crc32(path: Path) -> str:
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return f"{checksum:08x}"
+
 
 # In its place megatron would start a manager process, which outlives a run that is killed and needs an importable main
 # module. Nothing is put into it: the results stay in this process.
@@ -60,11 +140,7 @@ class ShardedWriter:
             raise OSError(f"{self._folder / 'common.pt'}: {error}") from error
 
     def plan(self, *, copy: bool) -> None:
-        """Settle which rank writes what, and bring it to host memory; a collective call.
-
-        Args:
-            copy: take a copy, so that the weights may change before `write` is done.
-        """
+        """Settle which rank writes what, and bring it to host memory; a collective call."""
         plan: Any = _Strategy().async_save(self._sharded, self._folder)
         self._writer, self._metadata = plan
         self._buckets = [
@@ -98,11 +174,7 @@ class ShardedWriter:
         return results, paths
 
     def finish(self, results: list[list[Any]]) -> None:
-        """Write the index, on the first rank.
-
-        Args:
-            results: of every rank's `write`.
-        """
+        """Write the index, on the first rank."""
         self._writer.finish(self._metadata, results)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
 

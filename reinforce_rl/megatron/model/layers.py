@@ -1,5 +1,8 @@
 """The modules of a layer: megatron's and torch's own, or Transformer Engine's where it is installed and chosen.
 
+RMSNorm and SwiGLU have backward passes of their own. Autograd would keep every intermediate result; what is needed is
+the input, which exists anyway, and a number a row. That is a fifth of a layer's activations.
+
 Of Transformer Engine are taken
 - its linear layers, whose GEMM adds a weight's gradient to megatron's fp32 buffer (see `fuse_weight_gradients`);
 - RMSNorm and SwiGLU, one kernel each way;
@@ -10,8 +13,10 @@ Not taken are
   (v2.11, pytorch/module/layernorm_linear.py: `apply_normalization`, then `general_gemm`). Separate ones keep the
   parameters' names, so folders, checkpoints, LoRA and decoding see one model;
 - its attention: `CoreAttention` has the KV cache, packed groups and torch's flash kernel;
-- its cross-entropy: it wants the logits of all positions at once, and gives no log-probabilities; see `chunked_head`;
+- its cross-entropy: it wants the logits of all positions at once, and gives no log-probabilities; see `log_probs`;
 - its grouped GEMMs: for experts, which these models have not.
+
+Notation: h hidden, f the MLP's width.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -29,11 +35,74 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.utils import get_te_version, is_te_min_version
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.attention import CoreAttention
-from reinforce_rl.megatron.model.layer_functions import rms_norm, swiglu
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467), in float32 where x is bf16."""
+    if not torch.is_grad_enabled():
+        return _normalised(x, weight, eps)[0]
+    found: Any = _RMSNorm.apply(x, weight, eps)
+    return found
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(a) * b of the halves a, b of the last axis (arXiv:2002.05202): [..., 2 f] to [..., f]."""
+    found: Any = _SwiGLU.apply(x)
+    return found
+
+
+def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The result, and 1 / sqrt(mean(x^2) + eps)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).mul_(weight).to(x.dtype), scale
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        found, scale = _normalised(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """With n = x scale, dx = scale (g w - n mean(g w n)), and dw sums g n over all rows."""
+        x, weight, scale = ctx.saved_tensors
+        normal = x.to(scale.dtype) * scale
+        product = gradient * normal
+        grad_weight = product.flatten(0, -2).sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            mean = (product @ weight.to(scale.dtype))[..., None] / x.shape[-1]
+            grad_x = (gradient * weight).to(scale.dtype).sub_(normal.mul_(mean)).mul_(scale).to(x.dtype)
+        return grad_x, grad_weight, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        a, b = x.chunk(2, dim=-1)
+        return F.silu(a).mul_(b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        a, b = x.chunk(2, dim=-1)
+        found = torch.empty_like(x)
+        grad_a, grad_b = found.chunk(2, dim=-1)
+        torch.mul(gradient, F.silu(a), out=grad_b)
+        grad_a.copy_(torch.ops.aten.silu_backward(gradient * b, a))
+        return found
+
 
 # Of Transformer Engine. The extra `dev` of megatron-core 0.16.1 asks for this, and for one below 2.12.
 OLDEST_VERSION = "2.9.0"
@@ -141,19 +210,12 @@ def _with_bias(linear: Any) -> Any:
 
 @dataclass(frozen=True)
 class LinearParts:
-    """What a forward pass of a linear layer consists of besides its weight.
+    """What a forward pass of a linear layer consists of besides its weight."""
 
-    Attributes:
-        adds_up: each tensor-parallel rank has some of the inputs, so that the ranks' products are summed.
-        group: of these ranks.
-        bias: None where there is none.
-        returns_bias: beside the output, for the caller to add.
-    """
-
-    adds_up: bool
-    group: dist.ProcessGroup
-    bias: Tensor | None
-    returns_bias: bool
+    adds_up: bool  # each tensor-parallel rank has some of the inputs, so that the ranks' products are summed
+    group: dist.ProcessGroup  # of these ranks
+    bias: Tensor | None  # None where there is none
+    returns_bias: bool  # beside the output, for the caller to add
 
 
 def linear_parts(layer: Any) -> LinearParts:
@@ -169,9 +231,6 @@ def fuse_weight_gradients(lm: torch.nn.Module) -> None:
 
     Saves a gradient in bf16, and a pass over it and the buffer, for each weight and micro-batch. megatron's option
     `gradient_accumulation_fusion` does the same, but also wants a kernel of Apex for the output layer.
-
-    Args:
-        lm: in megatron's data-parallel wrapper, which makes the buffers.
     """
     modules: list[Any] = list(lm.modules())
     for module in modules:
