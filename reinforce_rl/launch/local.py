@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from reinforce_rl.config.overrides import override_of
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, ReinforceError, RewardServerError
@@ -21,7 +21,7 @@ from reinforce_rl.rewards.transport import FailedAttempt, check_once
 from reinforce_rl.rewards.wire import DEFAULT_NAME, read_token
 from reinforce_rl.utils.guard import Guard
 from reinforce_rl.utils.ports import check_port, free_port
-from reinforce_rl.utils.process import STOP_SIGNALS, die_with_parent, heard_signals
+from reinforce_rl.utils.process import STOP_SIGNALS, Child, active_stop_signals
 
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 10.0
@@ -145,9 +145,9 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
                 try:
                     return _wait_for_actor(plan, server, actor, guard, stop, say)
                 finally:
-                    _end(actor, plan.grace_seconds)
+                    actor.stop(plan.grace_seconds)
             finally:
-                _end(server, plan.grace_seconds)
+                server.stop(plan.grace_seconds)
     except ReinforceError as error:
         say(f"error: {error}")
         return 1
@@ -155,32 +155,27 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
         guard.close()
 
 
-def _start(command: Sequence[str], guard: Guard, log: object) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+def _start(command: Sequence[str], guard: Guard, log: BinaryIO | None) -> Child:
     try:
-        process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=log,  # type: ignore[arg-type]
-            stderr=subprocess.STDOUT if log is not None else None,
-            start_new_session=True,  # a Ctrl-C comes here alone, so that the order of stopping is ours
+        child = Child(
+            command,
             # The guard ends the child when this process is killed; this is for the case that the guard is killed too.
-            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
-            env=environment,
+            death_signal=signal.SIGTERM,
+            stdout=log,
+            stderr=None if log is None else subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
     except OSError as error:
         raise ConfigError([f"cannot start '{shlex.join(command)}': {error}"]) from error
-    guard.watch_process(process.pid, whole_session=True)
-    return process
+    guard.watch_process(child.pid, whole_session=True)
+    return child
 
 
-def _wait_until_ready(
-    plan: LaunchPlan, server: subprocess.Popen[bytes], stop: _Stop, say: Callable[[str], None]
-) -> None:
+def _wait_until_ready(plan: LaunchPlan, server: Child, stop: _Stop, say: Callable[[str], None]) -> None:
     start = time.monotonic()
     next_report = start + REPORT_SECONDS
     while stop.signal is None:
-        if server.poll() is not None:
+        if server.exit_code is not None:
             raise _server_ended(plan, server, "before it was ready")
         try:
             check_once(plan.host, plan.port, plan.name, timeout=5.0, token=plan.token)
@@ -201,14 +196,14 @@ def _wait_until_ready(
 
 def _wait_for_actor(
     plan: LaunchPlan,
-    server: subprocess.Popen[bytes],
-    actor: subprocess.Popen[bytes],
+    server: Child,
+    actor: Child,
     guard: Guard,
     stop: _Stop,
     say: Callable[[str], None],
 ) -> int:
     forwarded_at: float | None = None
-    while actor.poll() is None:
+    while (code := actor.exit_code) is None:
         guard.check()
         if stop.signal is not None and forwarded_at is None:
             forwarded_at = time.monotonic()
@@ -217,16 +212,15 @@ def _wait_for_actor(
             say(f"the actor did not end within {plan.grace_seconds:.0f} s of the signal; killing it")
             actor.kill()
             return 128 + (stop.signal or signal.SIGTERM)
-        if server.poll() is not None and forwarded_at is None:
+        if server.exit_code is not None and forwarded_at is None:
             raise _server_ended(plan, server, "while the actor was running")
         time.sleep(POLL_SECONDS)
-    code = actor.returncode
     return code if code >= 0 else 128 - code
 
 
-def _server_ended(plan: LaunchPlan, server: subprocess.Popen[bytes], when: str) -> RewardServerError:
+def _server_ended(plan: LaunchPlan, server: Child, when: str) -> RewardServerError:
     return RewardServerError(
-        f"the reward server ended {when}, with exit code {server.returncode}. "
+        f"the reward server ended {when}, with exit code {server.exit_code}. "
         f"The last lines of {plan.server_log}:\n{_last_lines(plan.server_log)}"
     )
 
@@ -236,18 +230,6 @@ def _last_lines(log: Path) -> str:
         file.seek(max(0, log.stat().st_size - 65536))
         lines = file.read().decode(errors="replace").splitlines()
     return "\n".join(f"  | {line}" for line in lines[-LAST_LOG_LINES:]) or "  | (empty)"
-
-
-def _end(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
-    """SIGTERM, then SIGKILL, to the process and its group."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(grace_seconds)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # also ranks that outlived their leader
-    process.wait()
 
 
 class _Stop:
@@ -265,7 +247,7 @@ class _Stop:
         def remember(number: int, frame: FrameType | None) -> None:
             stop.signal = stop.signal or number
 
-        previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, *heard_signals())}
+        previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, *active_stop_signals())}
         try:
             yield stop
         finally:

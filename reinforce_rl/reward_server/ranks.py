@@ -9,7 +9,6 @@ last of them, so no rank is ever ahead of another.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import queue
@@ -36,6 +35,7 @@ from reinforce_rl.reward_model.merging import Merging
 from reinforce_rl.reward_server import rank_links
 from reinforce_rl.reward_server.rank_links import Link, Listener, Member, connect
 from reinforce_rl.rewards.base import AttributeScores
+from reinforce_rl.utils.process import die_with_parent
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 300.0  # ranks of a large job do not start at the same moment
-PR_SET_PDEATHSIG = 1
 
 _NUMBER = struct.Struct("!q")
 
@@ -336,7 +335,7 @@ def lead_ranks(
         listener.close()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Else the server would go on as an orphan, with nobody to stop it, when torchrun is killed.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        die_with_parent(os.getppid(), signal.SIGTERM)
     try:
         return DistributedScorer(me, connections, load, rank_timeout=rank_timeout, call_timeout=call_timeout)
     except RankLostError as error:

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 from reinforce_rl.errors import StoppedEarly
-from reinforce_rl.utils.process import STOP_SIGNALS, heard_signals
+from reinforce_rl.utils.process import STOP_SIGNALS, active_stop_signals
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.mesh import Mesh
@@ -49,7 +49,7 @@ class StopRequest:
         """
         request = cls()
         request._listens = request._raises = True
-        for number in heard_signals():
+        for number in active_stop_signals():
             signal.signal(number, request._hear)
         # Python gives a signal its own effect back while it shuts down. One more then would turn the exit code of a
         # run that has saved into that of one that was killed.

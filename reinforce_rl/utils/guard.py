@@ -1,20 +1,12 @@
-"""A small process that outlives its owner and ends whatever the owner left behind.
-
-A process that is killed with SIGKILL cannot clean up after itself. So a server or a launcher starts a guard first. The
-guard reads a pipe that only the owner holds open; the end of the pipe means that the owner is gone, however it went.
-Then the guard ends the processes it was told about, and removes their files. An owner that stops in good order closes
-the pipe too and waits for the guard, so that there is one way of cleaning up and it is always taken.
-"""
+"""A small process that outlives its owner, ends the processes that the owner left and removes their files."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
 import re
-import select
 import shutil
 import signal
 import sys
@@ -24,17 +16,23 @@ from pathlib import Path
 
 import psutil
 
-from reinforce_rl.utils.process import Child, Message, Silence, send_to_parent
+from reinforce_rl.utils.process import Message, ModuleChild, Silence, connect_to_parent, receive, send
 
 logger = logging.getLogger(__name__)
 
+MODULE = "reinforce_rl.utils.guard"
 REFRESH_SECONDS = 1.0  # how often the guard looks for new descendants and shared memory of what it watches
-KILL_WAIT_SECONDS = 5.0
+KILL_SECONDS = 5.0
 SHM_FOLDER = Path("/dev/shm")
 
 
 class Guard:
     """The owner's end of a guard process.
+
+    A process that is killed with SIGKILL cannot clean up after itself. So a server or a launcher starts a guard first.
+    The end of their connection means that the owner is gone, however it went. Then the guard ends the processes and
+    removes the files that it was given. An owner that stops in good order closes the guard and waits for it, so that
+    there is one way of cleaning up and it is always taken.
 
     Args:
         grace_seconds: what a watched process gets between SIGTERM and SIGKILL once the owner is gone; 0 kills at once.
@@ -42,9 +40,9 @@ class Guard:
 
     def __init__(self, *, grace_seconds: float = 0.0):
         self._grace_seconds = grace_seconds
-        self._told: list[Message] = []
+        self._sent: list[Message] = []
         self._child = self._start()
-        self._tell({"grace_seconds": grace_seconds})
+        self._send({"grace_seconds": grace_seconds})
 
     def watch_process(self, pid: int, *, whole_session: bool = False) -> None:
         """End this process and its descendants when the owner is gone; the owner itself may be named for the latter.
@@ -53,48 +51,47 @@ class Guard:
             pid: the process.
             whole_session: end every process of the session that it leads, too.
         """
-        self._tell({"pid": pid, "whole_session": whole_session})
+        self._send({"pid": pid, "whole_session": whole_session})
 
     def remove(self, path: Path) -> None:
         """Remove this file or folder when the owner is gone."""
-        self._tell({"path": str(path)})
+        self._send({"path": str(path)})
 
     def remove_shared_memory(self, prefix: str) -> None:
-        """Remove the segments of /dev/shm whose names begin so."""
-        self._tell({"shm_prefix": prefix})
+        """Remove the segments of /dev/shm whose names begin with `prefix`."""
+        self._send({"shm_prefix": prefix})
 
     def expect(self, seconds: float, setting: str) -> None:
         """Kill the owner too, unless this is called again within `seconds`; `setting` says where they are from."""
         self._child.send({"expect": seconds, "setting": setting})
 
     def check(self, seconds: float = 60.0) -> None:
-        """Replace a guard that died or was silent for `seconds`. Call it at least every 2 s."""
+        """Replace a guard that died or was silent for `seconds`. Call it at least every MAX_INTERVAL seconds."""
         fault = self._child.fault(seconds)
         if fault is not None:
             logger.error("event=guard_replaced process=%d reason=the guard %s", self._child.pid, fault)
             self._child.kill()
             self._child = self._start()
-            for message in self._told:
+            for message in self._sent:
                 self._child.send(message)
 
     def close(self) -> None:
         """Have everything cleaned up now, and wait for it. Safe to call twice."""
         self.check()
-        self._child.stop(self._grace_seconds + 2 * KILL_WAIT_SECONDS)
+        self._child.stop(self._grace_seconds + 2 * KILL_SECONDS)
 
-    def _tell(self, message: Message) -> None:
-        self._told.append(message)
+    def _send(self, message: Message) -> None:
+        self._sent.append(message)
         self._child.send(message)
 
     @staticmethod
-    def _start() -> Child:
-        # A session of its own: a signal to the owner's process group must not end the guard as well.
-        return Child("reinforce_rl.utils.guard", lambda message: None, own_session=True)
+    def _start() -> ModuleChild:
+        return ModuleChild(MODULE, lambda message: None)
 
 
 @dataclass
 class _Watch:
-    """What the guard process knows of its owner's leavings."""
+    """What the guard process knows of its owner's processes and files."""
 
     owner: int
     grace_seconds: float = 0.0
@@ -108,21 +105,20 @@ class _Watch:
     setting: str = ""
     silence: Silence = field(default_factory=Silence)
 
-    def hear(self, line: bytes) -> None:
+    def on_message(self, message: Message) -> None:
         """Take in one message of the owner."""
-        message = json.loads(line)
-        self.silence.heard()
+        self.silence.reset()
         if "expect" in message:
-            self.expected_seconds, self.setting = float(message["expect"]), str(message["setting"])
+            self.expected_seconds, self.setting = message["expect"], message["setting"]
         if "grace_seconds" in message:
-            self.grace_seconds = float(message["grace_seconds"])
+            self.grace_seconds = message["grace_seconds"]
         if "path" in message:
             self.paths.add(Path(message["path"]))
         if "shm_prefix" in message:
             self.shm_prefixes.add(message["shm_prefix"])
         if "pid" in message:
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                root = psutil.Process(int(message["pid"]))
+                root = psutil.Process(message["pid"])
                 self.roots.append(root)
                 if message["whole_session"] and os.getsid(root.pid) == root.pid:
                     self.sessions.add(root.pid)
@@ -154,7 +150,7 @@ class _Watch:
             self.triton_starts.add(process.create_time())
 
     def owner_hangs(self) -> bool:
-        """Whether it has not said for too long that it goes on; then it is ended."""
+        """Whether the owner has been silent for longer than it said; then kill it."""
         silent = self.silence.seconds()
         if silent <= self.expected_seconds:
             return False
@@ -184,7 +180,7 @@ class _Watch:
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        _wait_until_gone(left, KILL_WAIT_SECONDS)
+        _wait_until_gone(left, KILL_SECONDS)
         for prefix in self.shm_prefixes:
             self.paths.update(SHM_FOLDER.glob(prefix + "*"))
         for path in self.paths:
@@ -222,7 +218,7 @@ def _wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
 
 def _is_guard(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return "reinforce_rl.utils.guard" in process.cmdline()
+        return MODULE in process.cmdline()
     return False
 
 
@@ -233,24 +229,19 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def main() -> None:
-    """Run the guard: messages from stdin, one JSON object a line, until it ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a batch system signals every process; this one has work left then
-    watch = _Watch(owner=os.getppid())
-    pipe = sys.stdin.fileno()
-    pending = b""
+    connection = connect_to_parent(death_signal=None)
+    watch = _Watch(owner=int(sys.argv[2]))
     next_refresh = time.monotonic()
     while True:
-        readable, _, _ = select.select([pipe], [], [], max(0.0, next_refresh - time.monotonic()))
-        if readable:
-            chunk = os.read(pipe, 65536)
-            if not chunk:
+        if connection.poll(max(0.0, next_refresh - time.monotonic())):
+            message = receive(connection)
+            if message is None:
                 break
-            *lines, pending = (pending + chunk).split(b"\n")
-            for line in lines:
-                watch.hear(line)
+            watch.on_message(message)
         if time.monotonic() >= next_refresh:
-            send_to_parent({})
+            send(connection, {})
             if watch.owner_hangs():
                 break
             watch.refresh()

@@ -1,6 +1,6 @@
-"""Child processes: start, messages both ways, signs of life, the ladder of stopping, death with the parent.
+"""Child processes: start, messages both ways, signs of life, stop ladder, death with the parent.
 
-Standard library and Python 3.9 only, since the supervisor of a Slurm job uses it too.
+Standard library and Python 3.9 only, since the supervisor of a Slurm job uses this too.
 """
 
 from __future__ import annotations
@@ -10,129 +10,29 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # they ask for a stop in good order
-PR_SET_PDEATHSIG = 1
-MOST_BETWEEN = 2.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # ask for a stop in good order
+KILL_SECONDS = 60.0  # from SIGKILL to the end of a child; a large one takes a while
+MAX_INTERVAL = 2.0
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+MAX_MESSAGE_BYTES = 1 << 24
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 Message = dict[str, Any]
 
 
-def heard_signals() -> list[signal.Signals]:
+def active_stop_signals() -> list[signal.Signals]:
     """STOP_SIGNALS, less those that this process was started to ignore, as `nohup` does with SIGHUP."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-
-
-class Silence:
-    """Seconds since something was last heard, without those in which this process was suspended with its job."""
-
-    def __init__(self) -> None:
-        self._heard = True
-        self._total = self._asked = 0.0
-
-    def heard(self) -> None:
-        """Begin anew, from any thread."""
-        self._heard = True
-
-    def seconds(self) -> float:
-        """To be called at least every MOST_BETWEEN seconds."""
-        now = time.monotonic()
-        self._total = 0.0 if self._heard else self._total + min(now - self._asked, MOST_BETWEEN)
-        self._heard, self._asked = False, now
-        return self._total
-
-
-class Child:
-    """`python -m MODULE`, which reads messages from its input and writes messages to its output: JSON, one a line.
-
-    The child must end at the end of its input: its parent is gone then, however it went.
-
-    Args:
-        module: what to run.
-        on_message: called on a thread with each message, and with None at their end; None: `process.stdout` is read.
-        environment: None for this process's.
-        own_session: signals to this process's group do not reach it.
-        pass_fds: file descriptors that it inherits.
-    """
-
-    def __init__(
-        self,
-        module: str,
-        on_message: Callable[[Message | None], None] | None = None,
-        *,
-        environment: Mapping[str, str] | None = None,
-        own_session: bool = False,
-        pass_fds: Sequence[int] = (),
-    ):
-        environment = os.environ if environment is None else environment
-        places = filter(None, [PACKAGE_PARENT, environment.get("PYTHONPATH")])
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**environment, "PYTHONPATH": os.pathsep.join(places)},
-            start_new_session=own_session,
-            pass_fds=pass_fds,
-        )
-        self.pid = self.process.pid
-        self.silence = Silence()
-        if on_message is not None:
-            threading.Thread(target=self._read, args=(on_message,), daemon=True, name=f"{module}-messages").start()
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        return self.process.poll()
-
-    def send(self, message: Message) -> None:
-        """A child that has ended takes none; `fault` tells."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # the latter after `stop`
-            self.process.stdin.write((json.dumps(message) + "\n").encode())
-            self.process.stdin.flush()
-
-    def fault(self, seconds: float) -> str | None:
-        """Say what is wrong if the child has ended or was silent for `seconds`; else None. Read it after its name."""
-        if self.exit_code is not None:
-            return f"died (process {self.pid}, exit code {self.exit_code})"
-        silent = self.silence.seconds()
-        return f"hangs (process {self.pid}): no sign of life for {silent:.0f} s" if silent > seconds else None
-
-    def stop(self, seconds: float) -> None:
-        """Close its input, wait up to `seconds` for its end, then kill it. Safe to call twice."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-        self.kill()
-
-    def kill(self) -> None:
-        """Kill it, before it can notice the end of its input."""
-        self.process.kill()
-        self.process.wait()
-
-    def _read(self, on_message: Callable[[Message | None], None]) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                self.silence.heard()
-                on_message(json.loads(line))
-        on_message(None)
-
-
-def send_to_parent(message: Message) -> None:
-    """From a `Child`. A parent that has gone is noticed by the end of the input."""
-    with contextlib.suppress(OSError):
-        os.write(sys.stdout.fileno(), (json.dumps(message) + "\n").encode())
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -143,6 +43,207 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         number: of the signal.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        _prctl(PR_SET_PDEATHSIG, int(number))
         if os.getppid() != parent:
             os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """From now on descendants whose parent ends become children of this process."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+class Child:
+    """A process that this one starts, and ends with everything that it started.
+
+    Args:
+        command: program and arguments.
+        own_session: give it a session and a process group of its own, so that signals to this process's group, such as
+            Ctrl-C, do not reach it, and `kill` ends the whole group.
+        death_signal: sent to it by the kernel when the thread that starts it here ends, even by SIGKILL; None for a
+            child that notices by itself, or that any thread may start.
+        ignored_signals: signals that it ignores from the start.
+        stdin, stdout, stderr, env, pass_fds: see `subprocess.Popen`.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        own_session: bool = True,
+        death_signal: int | None = None,
+        ignored_signals: Sequence[int] = (),
+        stdin: Any = subprocess.DEVNULL,
+        stdout: Any = None,
+        stderr: Any = None,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ):
+        parent = os.getpid()
+
+        def in_child() -> None:
+            if death_signal is not None:
+                die_with_parent(parent, death_signal)
+            for number in ignored_signals:
+                signal.signal(number, signal.SIG_IGN)
+
+        self.process = subprocess.Popen(
+            list(command),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=env,
+            pass_fds=pass_fds,
+            start_new_session=own_session,
+            # Without need there is none: it costs a fork of this process, which may have threads and much memory.
+            preexec_fn=in_child if death_signal is not None or ignored_signals else None,
+        )
+        self.pid = self.process.pid
+        self._has_group = own_session
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, -N where signal N ended it."""
+        return self.process.poll()
+
+    def send_signal(self, number: int) -> None:
+        """Signal the process alone; one that has ended takes none."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Wait for its end; return the exit code, None where it still runs after `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(None if seconds is None else max(0.0, seconds))
+        return None
+
+    def stop(self, seconds: float) -> None:
+        """SIGTERM, `seconds` to end in good order, then `kill`. Safe to call twice."""
+        if self.exit_code is None:
+            self.send_signal(signal.SIGTERM)
+            self.wait(seconds)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to it and its group, those too who outlived it, and wait for its end."""
+        if self._has_group:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
+        self.wait(KILL_SECONDS)
+
+
+class ModuleChild(Child):
+    """`python -m MODULE FD PARENT`, connected with this process; its first call is `connect_to_parent`.
+
+    It ends at the end of the connection: this process is gone then, however it went. `send` and `on_message` exchange
+    JSON; a caller without `on_message` may use `connection` in its own way.
+
+    Args:
+        module: what to run.
+        on_message: called on a thread with each message, and with None at their end.
+        prefix: a command to run it in.
+        env: its environment; None for this process's, with this package's folder on PYTHONPATH.
+        stdin, stdout, stderr: see `subprocess.Popen`.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        on_message: Callable[[Message | None], None] | None = None,
+        *,
+        prefix: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+        stdout: Any = None,
+        stderr: Any = None,
+    ):
+        if env is None:
+            folders = filter(None, [PACKAGE_PARENT, os.environ.get("PYTHONPATH")])
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+        self.connection, theirs = Pipe()
+        with theirs:
+            super().__init__(
+                [*prefix, sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+                stdout=stdout,
+                stderr=stderr,
+                env=env,
+                pass_fds=[theirs.fileno(), *pass_fds],
+            )
+        self._silence = Silence()
+        if on_message is not None:
+            threading.Thread(target=self._read, args=(on_message,), daemon=True, name=f"{module}-messages").start()
+
+    def send(self, message: Message) -> None:
+        """A child that has ended takes none; `fault` tells."""
+        send(self.connection, message)
+
+    def fault(self, seconds: float) -> str | None:
+        """Say what is wrong if the child has ended or was silent for `seconds`; else None. Read it after its name."""
+        if self.exit_code is not None:
+            return f"died (process {self.pid}, exit code {self.exit_code})"
+        silent = self._silence.seconds()
+        return f"hangs (process {self.pid}): no sign of life for {silent:.0f} s" if silent > seconds else None
+
+    def stop(self, seconds: float) -> None:
+        """End the connection, wait up to `seconds` for the child's end, then kill it. Safe to call twice."""
+        # Not `close`: a thread here may be reading from it, and a fork of this process may hold it too.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as end:
+            end.shutdown(socket.SHUT_WR)
+        self.wait(seconds)
+        self.kill()
+
+    def _read(self, on_message: Callable[[Message | None], None]) -> None:
+        while (message := receive(self.connection)) is not None:
+            self._silence.reset()
+            on_message(message)
+        on_message(None)
+
+
+def connect_to_parent(death_signal: int | None = signal.SIGKILL) -> Connection:
+    """A `ModuleChild`'s end of its connection. `death_signal` comes when the thread that started this process ends."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    if death_signal is not None:
+        die_with_parent(parent, death_signal)
+    os.set_inheritable(descriptor, False)
+    return Connection(descriptor)
+
+
+def receive(connection: Connection) -> Message | None:
+    """Wait for a message of JSON; None at the end of the connection."""
+    try:
+        return json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
+    except (EOFError, OSError):
+        return None
+
+
+def send(connection: Connection, message: Message) -> None:
+    """Send a message of JSON. A receiver that has gone is noticed by the end of the connection."""
+    with contextlib.suppress(OSError):
+        connection.send_bytes(json.dumps(message).encode())
+
+
+class Silence:
+    """Seconds without a sign of life, less those in which this process was suspended with its job."""
+
+    def __init__(self) -> None:
+        self._was_reset = True
+        self._total = self._asked = 0.0
+
+    def reset(self) -> None:
+        """Begin anew, from any thread."""
+        self._was_reset = True
+
+    def seconds(self) -> float:
+        """To be called at least every MAX_INTERVAL seconds."""
+        now = time.monotonic()
+        self._total = 0.0 if self._was_reset else self._total + min(now - self._asked, MAX_INTERVAL)
+        self._was_reset, self._asked = False, now
+        return self._total

@@ -20,7 +20,7 @@ from types import FrameType
 import psutil
 
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_LOST_RANK, EXIT_STOPPED
-from reinforce_rl.utils.process import heard_signals
+from reinforce_rl.utils.process import active_stop_signals
 
 # What torchrun handles in its own way: it passes the signal on, and kills the ranks after a while.
 TORCHRUN_SIGNALS = "SIGINT,SIGQUIT"
@@ -47,7 +47,7 @@ def run(arguments: list[str]) -> int:
             with contextlib.suppress(psutil.Error):
                 os.kill(rank.pid, number)
 
-    for number in heard_signals():
+    for number in active_stop_signals():
         signal.signal(number, pass_on)
     options = torchrun.parse_args(["--signals-to-handle", TORCHRUN_SIGNALS, *arguments])
     if options.nnodes in ("1", "1:1"):

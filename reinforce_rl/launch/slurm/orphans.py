@@ -6,19 +6,12 @@ A cgroup would catch them, but not every Slurm has cgroups, nor does a step's en
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
 from pathlib import Path
 
-PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.1
-
-
-def adopt_orphans() -> None:
-    """From now on descendants whose parent ends become children of this process."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_orphans(seconds: float) -> None:

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import FrameType
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ReinforceError
-from reinforce_rl.launch.slurm.orphans import adopt_orphans, end_orphans
+from reinforce_rl.launch.slurm.orphans import end_orphans
 from reinforce_rl.launch.slurm.outcome import TaskEnd, record
 from reinforce_rl.launch.slurm.ports import claim_ports, own_address
 from reinforce_rl.launch.slurm.rendezvous import Place, publish, wait_for
 from reinforce_rl.launch.slurm.settings import SRUN, TORCHRUN
-from reinforce_rl.utils.process import die_with_parent
+from reinforce_rl.utils.process import adopt_orphans, die_with_parent
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ORPHAN_SECONDS = 45.0  # a reward server drains for 30 s

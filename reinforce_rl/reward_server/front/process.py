@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
 import resource
 import signal
 import socket
-import sys
 import threading
 from collections import Counter
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -28,7 +26,7 @@ from reinforce_rl.reward_server.front.app import DRAINING, Front, FrontSettings
 from reinforce_rl.reward_server.front.limits import FrontLimits
 from reinforce_rl.reward_server.progress import Progress
 from reinforce_rl.utils.ports import BACKLOG
-from reinforce_rl.utils.process import Child, Message, Silence, die_with_parent, send_to_parent
+from reinforce_rl.utils.process import Message, ModuleChild, Silence, connect_to_parent, receive, send
 
 START_SECONDS = 60.0  # a busy machine imports slowly
 END_SECONDS = 3.0
@@ -53,12 +51,13 @@ class FrontProcess:
         self._unhealthy = Silence()
         self._text = "a small sample has had no answer"
         with listener:
-            self._child = Child("reinforce_rl.reward_server.front.process", self._hear, pass_fds=[listener.fileno()])
-            # The token goes through the pipe: a command line and an environment can be read by others.
+            self._child = ModuleChild(
+                "reinforce_rl.reward_server.front.process", self._on_message, pass_fds=[listener.fileno()]
+            )
+            # The token goes through the connection: a command line and an environment can be read by others.
             self._child.send(
                 {
                     "listener": listener.fileno(),
-                    "parent": os.getpid(),
                     "settings": asdict(settings),
                     "progress": str(progress_path),
                     "log_level": logging.getLogger().getEffectiveLevel(),
@@ -81,7 +80,7 @@ class FrontProcess:
 
     def set_state(self, state: str, reason: str = "") -> None:
         """Say what the server is doing."""
-        self._unhealthy.heard()
+        self._unhealthy.reset()
         self._child.send({"state": state, "reason": reason})
 
     def fault(self, seconds: float) -> str | None:
@@ -105,14 +104,14 @@ class FrontProcess:
         """End it. Safe to call twice."""
         self._child.stop(2 * END_SECONDS)
 
-    def _hear(self, message: Message | None) -> None:
+    def _on_message(self, message: Message | None) -> None:
         event = message["event"] if message else "ended"
         if event in ("up", "ended"):  # nobody should wait any longer for one that has ended
             self._up.set()
         if event in ("empty", "ended"):
             self._empty.set()
         if event == "healthy":
-            self._unhealthy.heard()
+            self._unhealthy.reset()
         elif event == "unhealthy" and message:
             self._text = message["text"]
 
@@ -139,12 +138,11 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
 
 
-async def _run() -> None:
+async def _run(connection: Connection) -> None:
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=1 << 20)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
-    start = json.loads(await reader.readline())
-    die_with_parent(start["parent"])
+    start = receive(connection)
+    if start is None:
+        return
     logging.basicConfig(level=start["log_level"], format=LOG_FORMAT)
     # What it logs of a request that is no HTTP quotes the request.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
@@ -169,34 +167,41 @@ async def _run() -> None:
     server = await loop.create_server(
         lambda: _Connection(manager, loop=loop, **options), sock=listener, backlog=BACKLOG
     )
-    send_to_parent({"event": "up"})
-    health = asyncio.create_task(_report_health(front, settings.limits.stuck_seconds / 10))
-    reporter: asyncio.Task[None] | None = None
-    while line := await reader.readline():
-        message = json.loads(line)
+    send(connection, {"event": "up"})
+    tasks = [asyncio.create_task(_report_health(connection, front, settings.limits.stuck_seconds / 10))]
+    ended = asyncio.Event()
+
+    def read_message() -> None:  # on the loop: a state counts for every request that comes after it
+        message = receive(connection)
+        if message is None:
+            loop.remove_reader(connection.fileno())
+            ended.set()
+            return
         front.set_state(message["state"], message["reason"])
-        if message["state"] == DRAINING and reporter is None:
-            reporter = asyncio.create_task(_report_empty(front))
-    health.cancel()
-    if reporter is not None:
-        reporter.cancel()
+        if message["state"] == DRAINING and len(tasks) == 1:
+            tasks.append(asyncio.create_task(_report_empty(connection, front)))
+
+    loop.add_reader(connection.fileno(), read_message)
+    await ended.wait()
+    for task in tasks:
+        task.cancel()
     server.close()
     await runner.cleanup()
 
 
-async def _report_empty(front: Front) -> None:
+async def _report_empty(connection: Connection, front: Front) -> None:
     await front.wait_until_empty()
-    send_to_parent({"event": "empty"})
+    send(connection, {"event": "empty"})
 
 
-async def _report_health(front: Front, seconds: float) -> None:
+async def _report_health(connection: Connection, front: Front, seconds: float) -> None:
     """A sign of life of the whole path to the model, or at least of this process, about as often as that."""
     while True:
         event, text = "alive", ""
         with contextlib.suppress(asyncio.TimeoutError, TimeoutError):  # the check itself goes on
             verdict = await asyncio.wait_for(front.check_health(), seconds)
             event, text = ("healthy", "") if verdict.healthy else ("unhealthy", verdict.text)
-        send_to_parent({"event": event, "text": text})
+        send(connection, {"event": event, "text": text})
         await asyncio.sleep(seconds)
 
 
@@ -207,7 +212,7 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # systemd's usual soft limit is 1,024; a hard one may be infinite, which is -1.
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, OPEN_FILES) if most >= 0 else OPEN_FILES, most))
-    asyncio.run(_run())
+    asyncio.run(_run(connect_to_parent()))
 
 
 if __name__ == "__main__":
