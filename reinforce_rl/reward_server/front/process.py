@@ -1,7 +1,6 @@
-"""The front door as a process: how the server starts it and talks to it, and what it runs.
+"""The front door as a process: how the server starts it, and what it runs.
 
-Settings and states go to its standard input; what it reports, its own and the model's health among it, comes from its
-standard output. The end of its input means that the server is gone, however it went, and then it ends too.
+One connection carries settings and states to it, and its reports, its own and the model's health, back.
 """
 
 from __future__ import annotations
@@ -167,7 +166,6 @@ async def _run(connection: Connection) -> None:
     server = await loop.create_server(
         lambda: _Connection(manager, loop=loop, **options), sock=listener, backlog=BACKLOG
     )
-    send(connection, {"event": "up"})
     tasks = [asyncio.create_task(_report_health(connection, front, settings.limits.stuck_seconds / 10))]
     ended = asyncio.Event()
 
@@ -182,6 +180,8 @@ async def _run(connection: Connection) -> None:
             tasks.append(asyncio.create_task(_report_empty(connection, front)))
 
     loop.add_reader(connection.fileno(), read_message)
+    await asyncio.sleep(0)  # the first report is that of a server that starts, without a sample for the model
+    send(connection, {"event": "up"})
     await ended.wait()
     for task in tasks:
         task.cancel()
@@ -206,7 +206,7 @@ async def _report_health(connection: Connection, front: Front, seconds: float) -
 
 
 def main() -> None:
-    """Run the front door until standard input ends."""
+    """Run the front door until the server's end of the connection is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a batch system signals every process; the server says when it is time
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
