@@ -112,6 +112,14 @@ def test_only_the_megatron_folder_imports_megatron() -> None:
     assert uses_of(source_files(PACKAGE / "megatron"), "megatron"), "the scan finds no import where there must be some"
 
 
+def test_cpu_support_is_met_in_three_places() -> None:
+    """A reader of the GPU's path meets a CPU's only where a model is made, wrapped, and decoded with."""
+    cpu = PACKAGE / "megatron" / "cpu"
+    found = uses_of([path for path in source_files(PACKAGE) if cpu not in path.parents], "reinforce_rl.megatron.cpu")
+    files = {use.partition(":")[0].removeprefix("reinforce_rl/megatron/") for use in found}
+    assert files == {"__init__.py", "optimizer.py", "model/fast_decode.py"}
+
+
 def test_the_algorithm_knows_neither_processes_nor_configurations() -> None:
     assert uses_of(source_files(PACKAGE / "algorithm"), "torch.distributed", "omegaconf", "hydra") == []
 

@@ -221,7 +221,7 @@ def _resolve(data_prefix: Mapping[str, Any]) -> tuple[dict[str, list[Path]], tup
 
 
 def weight_faults(weights: Sequence[float]) -> list[str]:
-    """Weights that mean nothing."""
+    """Find weights that are not above 0."""
     return [
         f"model.data.data_prefix.train has the weight {weight}; expected a number above 0"
         for weight in weights

@@ -40,7 +40,6 @@ class PromptLoader:
         self.collate_fn = collate_fn
 
     def __len__(self) -> int:
-        """Steps of a whole epoch."""
         return self.sampler.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -126,7 +125,7 @@ class FixedPrompts:
         self.collate_fn = collate_fn
 
     def __len__(self) -> int:
-        """Batches of a pass, equal on every rank."""
+        """Equal on every rank."""
         return -(-self.num_prompts // self.prompts_per_batch)
 
     def __iter__(self) -> Iterator[Any]:

@@ -221,7 +221,7 @@ def build_train_valid_test_rlhf_datasets(
 
 
 class _LineFault(Exception):
-    """Why a line cannot become a prompt; always caught in this file and given its place."""
+    """A line that cannot become a prompt; always caught in this file and given its place."""
 
 
 def _check_options(

@@ -47,7 +47,7 @@ class Blend:
 
     @property
     def num_prompts(self) -> int:
-        """Of all files, and draws of an epoch."""
+        """Prompts of all files, and draws of an epoch."""
         return sum(self.sizes)
 
     @property
@@ -151,12 +151,11 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, that the next batch belongs to."""
+        """From 0; of the next batch."""
         return self._epoch
 
     @property
     def position(self) -> int:
-        """Prompts of this epoch that were given already."""
         return self._position
 
     @property
@@ -212,7 +211,7 @@ class PromptSampler:
         }
 
     def _identity(self) -> dict[str, Any]:
-        """What must not change for a position to mean the same."""
+        """Values that a saved position depends on."""
         identity = {"num_prompts": self.num_prompts, "seed": self.seed, "shuffle": self.shuffle}
         if self.blend is None:
             return identity

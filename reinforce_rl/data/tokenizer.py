@@ -27,7 +27,6 @@ class TokenizerInfo:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerInfo:
-        """Fingerprint a loaded tokenizer."""
         vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
         template = getattr(tokenizer, "chat_template", None)
         return cls(
@@ -39,7 +38,6 @@ class TokenizerInfo:
 
     @classmethod
     def from_dict(cls, values: dict[str, object]) -> TokenizerInfo:
-        """Inverse of `to_dict`."""
         return cls(**values)  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, object]:

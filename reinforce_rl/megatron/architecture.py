@@ -166,7 +166,7 @@ class PaddedSizes:
 
 
 def _faults(values: dict[str, Any], family: _Family) -> list[str]:
-    """What is missing, contradictory or not supported."""
+    """Find what is missing, contradictory or not supported."""
     faults = []
     if values.get("model_type") not in _FAMILIES:
         faults.append(

@@ -49,7 +49,7 @@ SUBMODULE = "lora"
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The shape of the updates."""
+    """Rank, scale and targets of the updates."""
 
     rank: int  # r
     alpha: float  # an update is scaled by alpha / r
@@ -69,12 +69,11 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class LoraRow:
-    """One update."""
+    """The update of one projection."""
 
     projection: str  # Hugging Face's name of it in its layer, such as q_proj
     base: Row  # the weight that it is added to
-    # a, b: A and B, as in PEFT's folder and in megatron's layer.
-    a: Row
+    a: Row  # A, as in PEFT's folder and in megatron's layer
     b: Row
 
 
@@ -385,7 +384,6 @@ def _write(folder: Path, tensors: dict[str, Any], config: dict[str, Any]) -> Non
 class LoraIdentity:
     """What the updates in a checkpoint belong to. They mean nothing on other weights or at another scale."""
 
-    # rank, alpha, targets: of `LoraSettings`.
     rank: int
     alpha: float
     targets: tuple[str, ...]

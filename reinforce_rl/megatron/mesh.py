@@ -53,21 +53,15 @@ _ERRORS = {kind.__name__: kind for kind in _KINDS}
 class Mesh:
     """This rank's place."""
 
-    # rank, world_size: in the whole job.
-    rank: int
+    rank: int  # in the whole job
     world_size: int
-    # dp_rank, dp_size: data parallel; ranks of one dp_rank hold the same prompts. Context parallel ranks are not
-    # counted here.
-    dp_rank: int
+    dp_rank: int  # data parallel, context parallel not counted: ranks of one dp_rank hold the same prompts
     dp_size: int
-    # tp_rank, tp_size: tensor parallel; ranks of one tp_rank hold the same slice of each weight.
-    tp_rank: int
+    tp_rank: int  # tensor parallel: ranks of one tp_rank hold the same slice of each weight
     tp_size: int
-    # pp_rank, pp_size: pipeline parallel; a pp_rank is one stage of the model's layers.
-    pp_rank: int
+    pp_rank: int  # pipeline parallel: a stage of the model's layers
     pp_size: int
-    # cp_rank, cp_size: context parallel; a cp_rank holds a part of each sequence.
-    cp_rank: int
+    cp_rank: int  # context parallel: holds a part of each sequence
     cp_size: int
     sequence_parallel: bool  # tensor-parallel ranks also share the positions between their matrices
     device: torch.device  # where this rank computes
@@ -125,9 +119,7 @@ class Mesh:
 
     def gather_over_dp(self, value: Any) -> list[Any]:
         """Every data-parallel rank's picklable value, in rank order, on every rank."""
-        gathered: list[Any] = [None] * self.dp_size
-        dist.all_gather_object(gathered, value, group=self.dp_group)
-        return gathered
+        return _gathered(value, self.dp_group)
 
     def join_over_dp(self, values: list[Any]) -> list[Any]:
         """The picklable values of every data-parallel rank in one list, in rank order, on every rank."""
@@ -141,15 +133,11 @@ class Mesh:
 
     def gather_over_cp(self, value: Any) -> list[Any]:
         """Every context-parallel rank's picklable value, in rank order, on every rank of the group."""
-        gathered: list[Any] = [None] * self.cp_size
-        dist.all_gather_object(gathered, value, group=self.cp_group)
-        return gathered
+        return _gathered(value, self.cp_group)
 
     def gather_over_pp(self, value: Any) -> list[Any]:
         """Every stage's picklable value, in order, on every stage."""
-        gathered: list[Any] = [None] * self.pp_size
-        dist.all_gather_object(gathered, value, group=self.pp_group)
-        return gathered
+        return _gathered(value, self.pp_group)
 
     def from_main(self, value: Any) -> Any:
         """The picklable value that the first rank holds, on every rank."""
@@ -200,8 +188,7 @@ class Mesh:
         Raises:
             the rank's own error where there is one, else one of the same kind naming the first rank that failed.
         """
-        found: list[tuple[str, str] | None] = [None] * self.world_size
-        dist.all_gather_object(found, None if error is None else (type(error).__name__, str(error)))
+        found = _gathered(None if error is None else (type(error).__name__, str(error)), None)
         if error is not None:
             raise error
         for rank, failure in enumerate(found):
@@ -365,6 +352,13 @@ def _block_group(rank: int, sizes: tuple[int, int, int, int], timeout: timedelta
 
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()  # torch has no other name for it
+
+
+def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's picklable value, in rank order, on every rank of the group."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def _from_rank(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:

@@ -139,7 +139,7 @@ def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -
 
 @dataclass(frozen=True)
 class OptimizerUpdate:
-    """What one optimizer step did."""
+    """Result of an optimizer step."""
 
     grad_norm: float  # over all parameters and ranks, before clipping
     lr: float  # the learning rate used

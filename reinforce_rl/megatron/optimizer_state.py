@@ -105,7 +105,6 @@ class HostCopies:
 
 
 def attach_copies(optimizer: Any, copies: HostCopies) -> None:
-    """Make `wait_for_copies` wait for these."""
     setattr(optimizer, _COPIES, copies)
 
 
@@ -163,7 +162,7 @@ def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
 
 @dataclass(frozen=True)
 class _Main:
-    """What Adam updates on this rank of one parameter."""
+    """The part of a parameter that Adam updates on this rank."""
 
     parameter: Tensor  # the model's
     tensor: Tensor  # itself, its copy in fp32, or a flat range of one of them
@@ -237,7 +236,7 @@ def _step_of(optimizer: MegatronOptimizer) -> float:
 def _parts(
     entry: ShardedTensor | ShardedTensorFactory, prefix: str, flat: Tensor, main: _Main
 ) -> Iterator[ShardedTensor]:
-    """A tensor like a parameter, or its range, as rectangles of whole tensors; each a view."""
+    """Cut a tensor like a parameter, or its range, into rectangles of whole tensors; each is a view."""
     pieces: Any = [entry]
     if isinstance(entry, ShardedTensorFactory):  # of several tensors, one after the other
         pieces = entry.build_fn(entry.key, entry.data, entry.replica_id, None)

@@ -109,7 +109,7 @@ def _run(
 
 
 class _Ahead:
-    """Iterates over micro-batches, and gives the shapes of what stages hand over in the order of the hand-overs."""
+    """Iterates over micro-batches, and gives the shapes that stages hand over, in their order."""
 
     def __init__(self, micro_batches: Iterator[Any], shape_of: Callable[[Any], tuple[int, ...]]):
         self._micro_batches, self._shape_of = micro_batches, shape_of
@@ -125,7 +125,6 @@ class _Ahead:
         return micro_batch
 
     def next_shape(self) -> tuple[int, ...]:
-        """Return the shape of the next micro-batch's hidden states."""
         self._next.append(next(self._micro_batches))
         return self._shape_of(self._next[0])
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was read; None where it could not be."""
+    """The inputs of a run; None where one could not be read."""
 
     architecture: Architecture | None
     layers: list[int] | None  # of each pipeline stage
@@ -45,7 +45,6 @@ class Inputs:
 
     @property
     def faults(self) -> list[str]:
-        """Each error's sentences."""
         return [
             fault.replace("\n", "\n     ")
             for error in self.errors
@@ -109,7 +108,7 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
 
 
 def layout_of(cfg: TrainConfig) -> Layout | None:
-    """Of the configuration; None where the ranks cannot be laid out so, which `load_config` says."""
+    """Return the configured layout; None where the ranks do not divide, which `load_config` reports."""
     model = cfg.model
     sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
     world = cfg.trainer.world_size

@@ -47,7 +47,7 @@ class StageShape:
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch as it is on a rank."""
+    """A micro-batch on one rank."""
 
     rows: int  # sequences
     positions: int  # of each, on this context-parallel rank
@@ -70,13 +70,12 @@ class Decoding:
     cache_tokens: int | None = None  # that the KV cache holds at most; None for no bound
 
     def schedule(self) -> Schedule:
-        """How many prompts and rows are in memory at a time."""
         return Schedule([self.prompt_tokens] * self.prompts, self.samples, self.response_tokens, self.cache_tokens)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How memory is used."""
+    """How a configuration uses memory."""
 
     weight_bytes: int  # of a weight or an activation: 4 in fp32, 2 in bf16
     tensor: int  # the layout, as far as it changes what a rank keeps
@@ -97,7 +96,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class States:
-    """Bytes that are there all the time. The reference's are on the device or on the host."""
+    """Bytes that stay all the time; the reference's are on the device or on the host."""
 
     weights: int
     gradients: int
@@ -127,7 +126,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What a rank needs."""
+    """Memory of a rank."""
 
     stage: int
     shape: StageShape
@@ -135,7 +134,6 @@ class RankMemory:
     phases: tuple[Phase, ...]
 
     def total(self, phase: Phase) -> int:
-        """Bytes on the device in a phase."""
         return self.states.on_device + phase.total
 
     @property
@@ -154,7 +152,7 @@ class RankMemory:
 
 
 def states(shape: StageShape, policy: Policy) -> States:
-    """Weights, fp32 gradient buffers, optimizer and reference."""
+    """Compute weights, fp32 gradient buffers, optimizer and reference."""
     weights = shape.parameters * policy.weight_bytes
     # In fp32 the optimizer's main weights are the weights themselves.
     main = 0 if policy.weight_bytes == FP32 else FP32
@@ -289,7 +287,7 @@ def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
 
 
 def _forward_activations(shape: StageShape, policy: Policy, tokens: int) -> int:
-    """In the middle of a layer without gradient."""
+    """Bytes in the middle of a layer without gradient."""
     # Gate and up with what becomes their product; with LoRA, gate and up three times: both sums' parts and the sum.
     matrices = 3 if policy.lora is None or not policy.lora & LORA_FC1 else 6
     inside_ffn = 5 * shape.hidden + matrices * shape.ffn
@@ -352,7 +350,7 @@ class ModelSize:
 def stage_shapes(
     arch: Architecture, layout: Layout, layers: Sequence[int], lora: LoraSettings | None
 ) -> list[StageShape]:
-    """What a rank of each pipeline stage holds."""
+    """Compute what a rank of each pipeline stage holds."""
     tp = layout.tensor
     sizes = arch.padded(tp)
     rows = weight_map(arch, tp)
@@ -392,7 +390,7 @@ def stage_shapes(
 
 
 def rank_numbers(rows: Sequence[Row]) -> dict[str, int]:
-    """Numbers of each of megatron's parameters on one tensor-parallel rank. Several rows may share a parameter."""
+    """Count the numbers of each of megatron's parameters on one tensor-parallel rank; rows may share a parameter."""
     return {row.megatron: math.prod(row.local_shape) for row in rows}
 
 

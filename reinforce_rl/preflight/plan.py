@@ -35,7 +35,7 @@ from reinforce_rl.trainer.updates import total_steps, total_updates
 
 @dataclass(frozen=True)
 class Share:
-    """Something that the data-parallel ranks share: of the rank with least, and of the rank with most."""
+    """A count split over the data-parallel ranks: the smallest and the largest share."""
 
     least: int
     most: int
@@ -110,12 +110,11 @@ def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None
 
 
 def longest_of(prompts: PromptDataset) -> int:
-    """Tokens of the longest prompt."""
     return max(len(prompts[i].tokens) for i in range(len(prompts)))
 
 
 def _cut(cfg: TrainConfig, sequences: int, longest: int, size: int) -> list[torch.Tensor]:
-    """The micro-batches of so many sequences of full length."""
+    """Micro-batches of `sequences` sequences of full length."""
     return micro_batches(torch.full((sequences,), longest), size, cfg.model.tokens_per_micro_batch)
 
 
@@ -192,8 +191,6 @@ def memory_policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> Policy:
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """Bytes."""
-
     folder: Path  # of the run
     # Of one checkpoint: weights, fp32 main weights where they are others, Adam's moments; of LoRA's updates alone
     # where there are some.
@@ -210,7 +207,7 @@ class DiskNeed:
 
     @property
     def fault(self) -> str | None:
-        """A sentence where there is too little room."""
+        """The error where there is too little room."""
         if self.needed <= self.free:
             return None
         return (
@@ -223,7 +220,7 @@ class DiskNeed:
 
 
 def disk_need(cfg: TrainConfig, size: ModelSize, steps: int) -> DiskNeed:
-    """What a run of so many steps writes, and the room there is."""
+    """Compute what a run writes, and the room there is."""
     weight = WEIGHT_BYTES[cfg.trainer.precision]
     main = 0 if weight == FP32 else FP32
     saving = cfg.exp_manager.checkpoint_callback_params

@@ -29,7 +29,7 @@ def print_plan(
     *,
     gpu: bool,
 ) -> None:
-    """Everything of a plan but its faults and warnings."""
+    """Print a plan without its faults and warnings."""
     console.print(Text("\nRanks", style="bold"), Text(layout.grid()), sep="\n")
     console.print(_batches(batches))
     console.print(*_memory(memory, layout, size, gpu=gpu), sep="\n")
@@ -38,7 +38,6 @@ def print_plan(
 
 
 def print_warnings(console: Console, warnings: Sequence[str]) -> None:
-    """What may be wrong, and ends nothing."""
     for warning in warnings:
         console.print(Text.assemble(("warning: ", "yellow"), warning))
 
@@ -134,7 +133,7 @@ def _memory(memory: Sequence[RankMemory], layout: Layout, size: ModelSize, *, gp
 
 
 def resident(rank: RankMemory, *, gpu: bool) -> int:
-    """Bytes that are there all the time in the memory that the plan is about; on a CPU the host's is the same one."""
+    """Bytes that stay all the time in the planned memory; on a CPU the host's is the same one."""
     return rank.states.on_device + (0 if gpu else rank.states.reference_on_host)
 
 
@@ -160,7 +159,7 @@ LEAST_SHARE, LEAST_BYTES = 0.02, 1e6  # of what is printed of a phase's parts an
 
 @dataclass(frozen=True)
 class Tried:
-    """A change and what it gives."""
+    """A change of keys and the step it gives."""
 
     change: dict[str, Any]  # values by key
     step: StepTime
@@ -172,7 +171,7 @@ class Tried:
 
 
 def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:
-    """Seconds, memory, collectives, and the bottleneck."""
+    """Print seconds, memory, collectives and the bottleneck."""
     machine, gpus, average = job.machine, job.layout.ranks, job.lengths.average
     console.print(Text(f"\nA step on {gpus} x {machine.name}, predicted", style="bold"))
     hint = "; give preflight_response_tokens=MEAN where most are shorter" if job.lengths.mean is None else ""
@@ -211,7 +210,7 @@ def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:
 
 
 def print_alternatives(console: Console, step: StepTime, better: Sequence[Tried], tried: int) -> None:
-    """Changes that help, the best first."""
+    """Print changes that help, the best first."""
     if not better:
         console.print(f"None of the {tried} changes that were tried is better.")
         return
@@ -223,7 +222,7 @@ def print_alternatives(console: Console, step: StepTime, better: Sequence[Tried]
 
 
 def as_json(job: PredictedJob, step: StepTime, better: Sequence[Tried]) -> dict[str, Any]:
-    """Everything that is printed, as plain values: seconds, bytes, FLOPs."""
+    """Return everything that is printed as plain values: seconds, bytes, FLOPs."""
     return {
         "machine": job.machine.name,
         "ranks": job.layout.ranks,

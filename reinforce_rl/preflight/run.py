@@ -54,8 +54,6 @@ def preflight(cfg: DictConfig, console: Console | None = None) -> None:
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found."""
-
     config: TrainConfig
     inputs: Inputs  # what the run would read
     memory: tuple[RankMemory, ...]  # of a rank of each pipeline stage; empty where it is not known
@@ -79,12 +77,12 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
 
 
 def wide_console() -> Console:
-    """As wide as the tables, wherever it leads."""
+    """A console as wide as the tables."""
     return Console(highlight=False, soft_wrap=True, width=max(Console().width, 110))
 
 
 def planned_for_gpu(cfg: TrainConfig) -> bool:
-    """Where this machine has one, or the precision is one that nobody uses on a CPU."""
+    """True with a GPU here, or with a precision that nobody uses on a CPU."""
     return torch.cuda.is_available() or cfg.trainer.precision == "bf16"
 
 
@@ -113,7 +111,7 @@ def _warnings(cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory], *,
 
 
 def _server_warnings(server: RewardServerConfig) -> Iterator[str]:
-    """Of each server of one reward model, and of two that are not alike."""
+    """Check each server of one reward model, and that they are alike."""
     try:
         token = read_token(server.token_file, "token_file")
     except ConfigError as error:
@@ -138,7 +136,7 @@ def _has_weights(cfg: TrainConfig) -> bool:
 
 
 def _weight_faults(cfg: TrainConfig, inputs: Inputs) -> Iterator[str]:
-    """What the headers of the weights say against config.json. A model may be planned without its weights."""
+    """Compare the weights' headers with config.json. A model may be planned without its weights."""
     if inputs.architecture is not None and _has_weights(cfg):
         try:
             check_headers(inputs.architecture, HFFolder(cfg.pretrained_checkpoint.restore_from_path))
@@ -166,7 +164,7 @@ def host_memory_of_node(cfg: TrainConfig, memory: Sequence[RankMemory]) -> int:
 
 
 def _too_much_memory(cfg: TrainConfig, memory: Sequence[RankMemory]) -> Iterator[str]:
-    """Against what this machine has. Of a GPU that is elsewhere nothing is known."""
+    """Compare with this machine; of a GPU elsewhere nothing is known."""
     if torch.cuda.is_available():
         largest = max(memory, key=lambda rank: rank.peak)
         there = torch.cuda.get_device_properties(0).total_memory

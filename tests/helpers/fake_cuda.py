@@ -39,7 +39,9 @@ PROMPTS = [Prompt(number, "", tuple(range(3, 6 + number))) for number in range(4
 def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
     """Generation, log-probs of both policies, two updates and offload, on two samples of each data-parallel rank."""
     options: dict[str, Any] = {"model": layout.model, "data_parallel": layout.data_parallel, "dtype": layout.dtype}
-    actor = actor_of(folder, mesh, with_reference=True, updates=layout.updates, micro_batch_size=1, **options)
+    # Several micro-batches only where they differ: in a pipeline, and where the last one sums the gradients.
+    size = 1 if layout.pp > 1 or layout.data_parallel.overlap_grad_sync else 2
+    actor = actor_of(folder, mesh, with_reference=True, updates=layout.updates, micro_batch_size=size, **options)
     batch = rows_of(whole_batch(), [0, 3])
     rollouts = batch.rollouts
     where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.generation.native import generator as native
-from reinforce_rl.megatron.model import kv_cache as flash_cache
+from reinforce_rl.megatron.model import kv_cache
 
 
 def emulated_varlen_attention(
@@ -42,5 +42,5 @@ def emulated_varlen_attention(
 
 def decode_statically(patch: pytest.MonkeyPatch) -> None:
     """The native engine decodes as on a GPU in bf16, with the kernel emulated."""
-    patch.setattr(flash_cache, "varlen_attention", emulated_varlen_attention)
+    patch.setattr(kv_cache, "varlen_attention", emulated_varlen_attention)
     patch.setattr(native, "can_decode_statically", lambda *_: True)

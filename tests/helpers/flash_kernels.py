@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from reinforce_rl.megatron.model import attention, packing
+from reinforce_rl.megatron.model import attention, sequences
 
 
 @contextlib.contextmanager
@@ -64,11 +64,11 @@ def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
     library.impl("_scaled_dot_product_flash_attention", dense, "CPU")
     library.impl("_scaled_dot_product_flash_attention_backward", dense_backward, "CPU")
     before = attention.flash_takes
-    attention.flash_takes = packing.flash_takes = lambda *_: True
+    attention.flash_takes = sequences.flash_takes = lambda *_: True
     try:
         yield
     finally:
-        attention.flash_takes = packing.flash_takes = before
+        attention.flash_takes = sequences.flash_takes = before
         library._destroy()
 
 

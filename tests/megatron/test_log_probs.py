@@ -1,4 +1,4 @@
-"""Log-probs and entropies of response tokens against transformers' logits, however padded, batched or sharded."""
+"""Log-probs and entropies against log_softmax of whole logits, however padded, batched, chunked or sharded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.full_head import full_log_probs, head_inputs
 from helpers.log_probs import response_log_probs
 from helpers.models import tiny_llama_folder
 from helpers.policies import (
@@ -17,6 +18,10 @@ from helpers.policies import (
 )
 from helpers.ranks import run_ranks
 from helpers.token_scores import PROMPT_LENGTHS, RESPONSE_LENGTHS, scores_and_gradients
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from reinforce_rl.megatron.model.log_probs import VocabShard, chunked_log_probs
 
 CHUNK = 5  # of the 12 response tokens
 
@@ -169,3 +174,199 @@ def log_probs_of(lm, sequences, prompt_lengths, response_lengths, temperature=0.
     return response_log_probs(
         lm, lm, sequences, prompt_lengths, response_lengths, temperature=temperature, width=7, chunk_tokens=CHUNK
     ).log_probs
+
+
+POSITIONS, TOKENS, ROWS = 7, 13, 16  # 3 padded rows of the weight
+
+LOG_PROBS, ENTROPY, BOTH = (1.0, 0.0), (0.0, 1.0), (1.0, -0.3)
+
+
+@pytest.fixture(scope="module")
+def shard(mesh):
+    return VocabShard(0, TOKENS, mesh.tp_group)
+
+
+@pytest.fixture
+def inputs():
+    return head_inputs(POSITIONS, TOKENS, ROWS)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, POSITIONS, POSITIONS + 5])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("loss", [LOG_PROBS, ENTROPY, BOTH], ids=["log_probs", "entropy", "both"])
+def test_values_and_gradients_are_those_of_whole_logits(loss, temperature, chunk_tokens, shard, inputs):
+    hidden, weight, targets = inputs
+    weights = torch.randn(2, POSITIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def gradients(outputs):
+        terms = [factor * (w * out).sum() for factor, w, out in zip(loss, weights, outputs, strict=True) if factor]
+        return torch.autograd.grad(torch.stack(terms).sum(), (hidden, weight))
+
+    found = scores_of(inputs, shard, temperature, chunk_tokens)
+    expected = full_log_probs(hidden, weight[:TOKENS], targets, temperature)
+    torch.testing.assert_close(found, expected, atol=1e-13, rtol=1e-13)
+    for one, other in zip(gradients(found), gradients(expected), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-13, rtol=1e-13)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_gradcheck(with_entropy, shard, inputs):
+    hidden, weight, targets = inputs
+
+    def outputs(hidden, weight) -> tuple[torch.Tensor, ...]:
+        found = chunked_log_probs(
+            hidden, weight, targets, shard, temperature=0.6, chunk_tokens=3, with_entropy=with_entropy
+        )
+        return tuple(out for out in found if out is not None)
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight))
+
+
+def test_without_entropy_the_log_probs_are_the_same(shard, inputs):
+    hidden, weight, targets = inputs
+    log_probs, entropy = chunked_log_probs(
+        hidden, weight, targets, shard, temperature=0.6, chunk_tokens=3, with_entropy=False
+    )
+    assert entropy is None
+    assert torch.equal(log_probs, scores_of(inputs, shard, 0.6)[0])
+
+
+def test_padded_rows_have_no_gradient(shard, inputs):
+    log_probs, entropy = scores_of(inputs, shard, 1.0)
+    (gradient,) = torch.autograd.grad((log_probs + entropy).sum(), inputs[1])
+    assert (gradient[TOKENS:] == 0).all()
+    assert (gradient[:TOKENS] != 0).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e4], ids=["uniform", "one token has all"])
+def test_extreme_logits_stay_finite(scale, shard, inputs):
+    hidden, weight, targets = (t.detach() for t in inputs)
+    hidden, weight = (scale * hidden).float().requires_grad_(), weight.float().requires_grad_()
+    log_probs, entropy = scores_of((hidden, weight, targets), shard, 1.0)
+    expected = full_log_probs(hidden.double(), weight[:TOKENS].double(), targets, 1.0)
+    torch.testing.assert_close(log_probs.double(), expected[0], atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), expected[1], atol=1e-5, rtol=0)
+    gradients = torch.autograd.grad((log_probs + entropy).sum(), (hidden, weight))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_only_one_input_needs_a_gradient(shard, inputs):
+    hidden, weight, targets = inputs
+    options = {"temperature": 1.0, "chunk_tokens": 3, "with_entropy": False}
+    both = torch.autograd.grad(chunked_log_probs(hidden, weight, targets, shard, **options)[0].sum(), (hidden, weight))
+    frozen = chunked_log_probs(hidden, weight.detach(), targets, shard, **options)[0].sum()
+    assert torch.equal(torch.autograd.grad(frozen, hidden)[0], both[0])
+    frozen = chunked_log_probs(hidden.detach(), weight, targets, shard, **options)[0].sum()
+    assert torch.equal(torch.autograd.grad(frozen, weight)[0], both[1])
+
+
+def test_no_position_at_all(shard, inputs):
+    hidden, weight, targets = inputs
+    outputs = scores_of((hidden[:0], weight, targets[:0]), shard, 1.0)
+    assert [out.shape for out in outputs] == [(0,), (0,)]
+    assert not torch.autograd.grad(outputs[0].sum(), weight)[0].any()
+
+
+def test_chunk_of_nothing_is_refused(shard, inputs):
+    with pytest.raises(ValueError, match="chunk_tokens is 0"):
+        scores_of(inputs, shard, 1.0, chunk_tokens=0)
+
+
+class TestBFloat16:
+    """Logits have 8 bits of mantissa, whatever is done with them; the softmax has float32's 24."""
+
+    @pytest.fixture
+    def inputs(self):
+        hidden, weight, targets = head_inputs(64, TOKENS, ROWS)
+        hidden, weight = (t.detach().bfloat16().requires_grad_() for t in (hidden, weight))
+        return hidden, weight, targets
+
+    def test_float32_softmax_of_the_logits(self, shard, inputs):
+        hidden, weight, targets = inputs
+        found = scores_of(inputs, shard, 0.7, chunk_tokens=5)
+        table = torch.log_softmax((hidden @ weight[:TOKENS].t()).double() / 0.7, dim=-1)
+        expected = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(dim=-1)
+        assert {out.dtype for out in found} == {torch.float32}
+        torch.testing.assert_close([out.double() for out in found], list(expected), atol=2e-6, rtol=0)
+
+    def test_weight_gradient_is_rounded_once(self, shard, inputs):
+        """64 chunks added up in bfloat16 would lose what is below 1/256 of the sum."""
+        hidden, weight, targets = inputs
+        exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+        expected = torch.autograd.grad(full_log_probs(exact[0], exact[1][:TOKENS], targets, 0.7)[0].sum(), exact)
+        found, _ = scores_of(inputs, shard, 0.7, chunk_tokens=1)
+        gradients = torch.autograd.grad(found.sum(), (hidden, weight))
+        assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
+        for gradient, exactly in zip(gradients, expected, strict=True):
+            assert (gradient.double() - exactly).norm() < 5e-3 * exactly.norm()
+
+
+class TestMemory:
+    """Counted, not measured: every tensor that any operation makes, and every tensor that waits for the backward."""
+
+    POSITIONS, TOKENS, CHUNK = 40, 500, 6
+
+    @pytest.fixture
+    def inputs(self):
+        return head_inputs(self.POSITIONS, self.TOKENS, self.TOKENS, hidden_size=3)
+
+    @pytest.fixture
+    def shard(self, mesh):
+        return VocabShard(0, self.TOKENS, mesh.tp_group)
+
+    def run(self, inputs, shard, loss):
+        outputs = scores_of(inputs, shard, 0.6, chunk_tokens=self.CHUNK)
+        terms = [factor * out.sum() for factor, out in zip(loss, outputs, strict=True) if factor]
+        torch.stack(terms).sum().backward()
+
+    @pytest.mark.parametrize("loss", [LOG_PROBS, ENTROPY, BOTH], ids=["log_probs", "entropy", "both"])
+    def test_no_tensor_is_larger_than_the_logits_of_a_chunk(self, loss, inputs, shard):
+        with LargestTensor() as made:
+            self.run(inputs, shard, loss)
+        assert made.numel == self.CHUNK * self.TOKENS
+        with LargestTensor() as made:
+            full_log_probs(inputs[0], inputs[1], inputs[2], 0.6)
+        assert made.numel == self.POSITIONS * self.TOKENS
+
+    @pytest.mark.parametrize("loss", [LOG_PROBS, ENTROPY, BOTH], ids=["log_probs", "entropy", "both"])
+    def test_nothing_saved_has_a_vocabulary_dimension_but_the_weight(self, loss, inputs, shard):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            self.run(inputs, shard, loss)
+        sizes = {tuple(tensor.shape) for tensor in saved if tensor.data_ptr() != inputs[1].data_ptr()}
+        assert sizes == {tuple(inputs[0].shape), (self.POSITIONS,)}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that an operation gave, views of parameters included."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, torch.Tensor):
+                self.numel = max(self.numel, leaf.numel())
+        return outputs
+
+
+def test_ranks_without_the_largest_logit_or_without_tokens(tmp_path):
+    """Two ranks with 8 rows each: 16, 13 and 8 tokens, so that the second one has 8, 5 and none."""
+    script = Path(__file__).parents[1] / "helpers/rank_scripts/chunked_head_tp2.py"
+    run_ranks(script, 2, tmp_path / "out.pt", 16, 13, 8)
+    for tokens, found in torch.load(tmp_path / "out.pt").items():
+        hidden, weight, targets = head_inputs(POSITIONS, tokens, ROWS, scale=30.0)
+        outputs = full_log_probs(hidden, weight[:tokens], targets, 0.6)
+        gradients = torch.autograd.grad(outputs[0].sum() - 0.3 * outputs[1].sum(), (hidden, weight))
+        for one, other in zip(found, (*outputs, *gradients), strict=True):
+            torch.testing.assert_close(one, other.detach(), atol=1e-11, rtol=1e-11)
+
+
+def scores_of(inputs, shard, temperature, chunk_tokens=3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies."""
+    hidden, weight, targets = inputs
+    log_probs, entropy = chunked_log_probs(
+        hidden, weight, targets, shard, temperature=temperature, chunk_tokens=chunk_tokens, with_entropy=True
+    )
+    assert entropy is not None
+    return log_probs, entropy

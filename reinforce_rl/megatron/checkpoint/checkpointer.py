@@ -79,7 +79,7 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
 
 
 def _way_out(damaged: Path) -> str:
-    """What to do about a checkpoint that cannot be used; nothing older is taken unasked, since it costs steps."""
+    """Advise on a checkpoint that cannot be used; nothing older is taken unasked, since it costs steps."""
     pointer = damaged.parent / LATEST_FILE
     others = [path for path in _complete_checkpoints(damaged.parent) if path != damaged]
     if not others:
@@ -97,19 +97,18 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def state_bytes(ddp: DistributedDataParallel, mesh: Mesh) -> int:
-    """About how large a checkpoint is: weights, Adam's two moments, and fp32 main weights where they are others."""
+    """Estimate a checkpoint's size: weights, Adam's two moments, and fp32 main weights where they are others."""
     sizes = [(p.numel(), p.element_size()) for p in ddp.module.parameters() if p.requires_grad]
     return mesh.tp_size * mesh.pp_size * sum(n * (size + 8 + (4 if size < 4 else 0)) for n, size in sizes)
 
 
 def folder_name(step: int) -> str:
-    """Of the checkpoint after a step."""
     return f"step_{step:08d}"
 
 
 @dataclass
 class _Save:
-    """A save that has begun."""
+    """A save under way."""
 
     final: Path  # the folder it becomes
     trainer_state: dict[str, Any]  # to be written at the end
@@ -362,7 +361,7 @@ def _raise_interrupt(error: BaseException) -> None:
 
 
 def random_state(mesh: Mesh) -> dict[str, Any]:
-    """Of Python, NumPy, torch, this rank's GPU and megatron's tracker, in types that `torch.load` trusts."""
+    """State of Python, NumPy, torch, this rank's GPU and megatron's tracker, in types that `torch.load` trusts."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     tracker: Any = get_cuda_rng_tracker()
     state = {

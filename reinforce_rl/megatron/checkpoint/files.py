@@ -36,8 +36,6 @@ _CHUNK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was written."""
-
     bytes: int  # its size
     crc32: str  # its checksum, eight hexadecimal digits
 

@@ -25,7 +25,7 @@ from reinforce_rl.megatron.model.log_probs import IN_PLACE, was_added
 
 
 def add_gradients_in_place(lm: Any) -> None:
-    """From now on, backward passes do so."""
+    """Let backward passes add to the buffers from now on."""
     has_head = lm.post_process and lm.architecture.num_labels is None
     is_shared = has_head and lm.share_embeddings_and_output_weights
     megatron_layers.fused_weight_gradient_mlp_cuda = _Kernel  # type: ignore[attr-defined]

@@ -216,7 +216,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a policy says of each response token, given everything before it."""
+    """Scores of each response token, given everything before it."""
 
     log_probs: Tensor  # [N, T], of the token itself, in nats; 0 on padding
     # [N, T], of the distribution that the token was drawn from, in nats; 0 on padding. None where it was not asked

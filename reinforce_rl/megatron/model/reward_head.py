@@ -26,13 +26,13 @@ POOLING_KEY = "reward_pooling"
 
 @dataclass(frozen=True)
 class RewardHead:
-    """What turns a pooled hidden state into a score, or into one for each of several attributes."""
+    """A linear head that turns a pooled hidden state into a score, or into one per attribute."""
 
     weight: Tensor  # float32 [h], or [K, h] with attributes
     bias: Tensor  # float32 [], or [K], added to every score
     pooling: str  # `mean` over all tokens of the sequence, or the `last` token's hidden state
     attributes: tuple[str, ...] = ()  # K names; none for a head with one score
-    # mean, deviation: of merged scores, by which the server standardises where it is not told otherwise.
+    # Of merged scores, by which the server standardises unless it is configured otherwise.
     mean: float = 0.0
     deviation: float = 1.0
     # Trailing tokens of this id do not count, as transformers has it; None where every token does.

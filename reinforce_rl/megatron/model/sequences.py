@@ -54,9 +54,8 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 class Predictions:
     """The response tokens of a pass, and the positions that predict them."""
 
-    # rows, columns: int64 [n], a token's sequence and its place in the response.
-    rows: Tensor
-    columns: Tensor
+    rows: Tensor  # int64 [n], a token's sequence
+    columns: Tensor  # int64 [n], its place in the response
     hidden: Tensor  # [n, h], the hidden state before each token
     targets: Tensor  # int64 [n], the tokens
 
@@ -124,7 +123,6 @@ class PaddedSequences:
         return model(self._tokens)
 
     def predictions(self, hidden: Tensor) -> Predictions:
-        """See `SequenceLayout`."""
         # megatron's layout has positions first, where this is a view.
         found = hidden.transpose(0, 1).flatten(0, 1).index_select(0, self._before)
         return Predictions(self._rows, self._columns, found, self._targets)
@@ -184,11 +182,9 @@ class PackedGroups(PackedSeqParams):
             self.attend = _PaddedAttention(*where, architecture.window, lm.mesh.device)
 
     def hidden(self, model: torch.nn.Module) -> Tensor:
-        """[1, s, h]."""
         return model(self._tokens, self._positions, packed=self)
 
     def predictions(self, hidden: Tensor) -> Predictions:
-        """See `SequenceLayout`."""
         rows, columns, before, targets = self._predictions
         return Predictions(rows, columns, hidden[0].index_select(0, before), targets)
 

@@ -31,7 +31,7 @@ _SET_BY_OTHER_KEYS = {
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model computes."""
+    """Options of a model's computation."""
 
     # What the backward pass computes again rather than keep: None for nothing, "selective" for the core attention,
     # "full" for whole layers.

@@ -131,7 +131,6 @@ class HFFolder:
 
 
 def _file_names(index: Path) -> dict[str, Path]:
-    """The file that an index names for each tensor."""
     try:
         names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         files = {name: index.parent / file for name, file in names.items()}

@@ -31,9 +31,8 @@ class Split:
     units: int  # in the tensor
     padded_units: int  # in the parameter; a multiple of the ranks
     width: int  # rows of a unit in the parameter
-    # offset, size: the tensor's part of them.
-    offset: int
-    size: int
+    offset: int  # where the tensor's part of them begins
+    size: int  # rows of it
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class Row:
 
     @property
     def axis(self) -> int:
-        """The axis of `part`."""
         return self.split.axis if self.split else 0
 
     @property
@@ -82,7 +80,6 @@ class Row:
         return self.like_place(tensor.narrow(self.axis, start, end - start))
 
     def like_place(self, part: Tensor) -> Tensor:
-        """A `part` in the shape of `place`."""
         return part if self.split is None else part.unflatten(self.split.axis, (-1, self.split.size))
 
     def _units(self, tp_rank: int) -> tuple[int, int]:

@@ -57,7 +57,7 @@ class Hardware:
 
     @property
     def rates(self) -> dict[str, float]:
-        """What a fake run times its kernels by."""
+        """Rates that time the kernels of a fake run."""
         share = self.matmul_share
         return {
             "bf16": self.bf16 * share,
@@ -175,8 +175,6 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a phase on one rank."""
-
     # Seconds (the kernels' roofline), kernels, launches, flops, bytes, syncs.
     counts: Mapping[str, float] = field(default_factory=dict)
     calls: Mapping[Traffic, float] = field(default_factory=dict)  # how often each collective is called
@@ -194,12 +192,11 @@ class Cost:
         return sum(self.seconds_of(of, machine) for of in self.calls)
 
     def seconds_of(self, of: Traffic, machine: Hardware) -> float:
-        """A kind of collective."""
         calls = max(self.calls[of], 1e-9)
         return calls * machine.collective_seconds(of.kind, self.sent[of] / calls, of.ranks, of.nodes)
 
     def bound(self, machine: Hardware) -> str:
-        """What takes most of the time."""
+        """Name what takes most of the time."""
         host = self["launches"] * machine.launch
         if self.wire_seconds(machine) > self.kernel_seconds(machine):
             return "collectives"
@@ -212,7 +209,6 @@ class Cost:
 
 
 def total(parts: Iterable[tuple[float, Cost]]) -> Cost:
-    """The weighted sum."""
     counts: dict[str, float] = {}
     calls: dict[Traffic, float] = {}
     sent: dict[Traffic, float] = {}

@@ -31,7 +31,7 @@ DECODE_STEPS = 3  # of which the first, which may set things up, is not counted
 
 @dataclass(frozen=True)
 class Case:
-    """What to measure."""
+    """A rank to measure, and its work."""
 
     config: dict[str, Any]  # of the run, as plain values
     rank: int  # of the job
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _told(error: BaseException) -> str:
-    """The error, and the lines of this package and of megatron that led to it, the innermost first."""
+    """Describe an error with the lines of this package and of megatron that led to it, the innermost first."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "fake_cuda" not in f.filename]
     frames = [f for f in frames if "/reinforce_rl/" in f.filename or "/megatron/" in f.filename]
     where = " < ".join(f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno}" for f in reversed(frames[-4:]))
@@ -75,18 +75,16 @@ def _told(error: BaseException) -> str:
 
 
 class _Enough(Exception):
-    """As many decode steps as are looked at."""
+    """Enough decode steps were measured."""
 
 
 class RankRun:
-    """Runs a case, phase by phase."""
-
     def __init__(self, case: Case, write: Callable[..., None]):
         self._case, self._write = case, write
         self.phase = "start"
 
     def measure(self, fake: Machine) -> None:
-        """Every phase of a step on this rank."""
+        """Run every phase of a step on this rank."""
         from omegaconf import OmegaConf
 
         from reinforce_rl.config.reading import build
@@ -127,7 +125,7 @@ class RankRun:
             self._put("optimizer", optimizer.step)
 
     def _put(self, name: str, action: Callable[[], Any]) -> Any:
-        """Do it, and write down what it cost and its peak."""
+        """Run an action; report its cost and peak memory."""
         self.phase = name
         with self._gpu.counting(name) as ledger:
             done = action()
@@ -176,7 +174,7 @@ class RankRun:
         return Cost(counts, calls, sent)
 
     def _group(self, ranks: tuple[int, ...]) -> str:
-        """The kind of parallelism that a group is of; several kinds at once where none fits."""
+        """Name the parallelism of a group; "several" where none fits alone."""
         mesh: Mesh = self._mesh
         layout = mesh.layout
         steps = {  # between neighbours
@@ -191,7 +189,7 @@ class RankRun:
         return "all" if len(ranks) == mesh.world_size else "several"
 
     def _away(self, optimizer: ActorOptimizer, actor: MegatronGPTReinforceActorModel, *, offloads: bool) -> None:
-        """While responses are generated: what stays, what is moved, and a call."""
+        """Measure a generation: memory that stays, memory that moves, and a call."""
         before = self._gpu.memory.bytes
         buffers: Any = actor.ddp.buffers
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
@@ -203,7 +201,7 @@ class RankRun:
                 self._generate(actor)
 
     def _generate(self, actor: MegatronGPTReinforceActorModel) -> None:
-        """One call, left after a few decode steps: what prefill cost, and a step with what follows it."""
+        """Measure prefill and a few decode steps of one call."""
         from reinforce_rl.data.batches import Prompt
 
         self.phase, case = "generation", self._case
@@ -242,7 +240,6 @@ class RankRun:
         actor.get_loss_and_metrics(batch, Denominators(1.0, 1.0, 1.0))
 
     def _rollouts(self, count: int) -> RolloutBatch:
-        """Sequences of full length, in groups."""
         import torch
 
         from reinforce_rl.data.batches import FINISH_LENGTH, RolloutBatch

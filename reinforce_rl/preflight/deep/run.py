@@ -123,7 +123,7 @@ def alternatives(job: PredictedJob, step: StepTime) -> Iterator[tuple[Change, Tr
 
 
 def with_keys(cfg: TrainConfig, change: Change) -> TrainConfig:
-    """A copy with other values of some keys."""
+    """Return a copy with other values of some keys."""
     changed = copy.deepcopy(cfg)
     for key, value in change.items():
         *groups, name = key.split(".")

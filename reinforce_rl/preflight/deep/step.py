@@ -70,8 +70,6 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine over some GPUs."""
-
     architecture: Architecture  # of the model, served in bf16
     machine: Hardware  # of its GPUs
     gpus: int  # tensor-parallel ranks
@@ -79,14 +77,12 @@ class Engine:
 
     @property
     def weight_bytes(self) -> float:
-        """The size of the whole model's weights."""
         arch = self.architecture
         tables = (1 if arch.tied_embeddings else 2) * arch.vocab_size * arch.hidden_size
         return BF16 * (arch.num_layers * sum(map(math.prod, self._matrices())) + tables)
 
     @property
     def cache_bytes_of_token(self) -> float:
-        """Keys and values of all layers."""
         arch = self.architecture
         return BF16 * 2 * arch.num_layers * arch.num_groups * arch.head_size
 
@@ -159,8 +155,6 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step."""
-
     phases: tuple[PhaseTime, ...]
     peaks: dict[str, float]  # bytes of a rank at most, by phase, of the stage with most; without `Hardware.reserved`
     tokens: float  # prompts and responses, over all ranks
@@ -172,7 +166,6 @@ class StepTime:
 
     @property
     def worst(self) -> str:
-        """The phase with most memory."""
         return max(self.peaks, key=lambda name: self.peaks[name])
 
     @property
@@ -182,8 +175,6 @@ class StepTime:
 
 @dataclass(frozen=True)
 class PredictedJob:
-    """What is predicted."""
-
     cfg: TrainConfig
     architecture: Architecture
     layout: Layout
@@ -195,7 +186,7 @@ class PredictedJob:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences of a step, over all ranks."""
+        """Sequences of a step, over all ranks."""
         return self.batches.prompts * self.batches.samples
 
     @property
@@ -222,7 +213,7 @@ class PredictedJob:
 
 
 def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
-    """The step of the rank with most to do."""
+    """Predict the step of the rank with most to do."""
     cfg, machine, plan, model = job.cfg, job.machine, job.batches, job.cfg.model
     peaks = {name: max(role.peaks[name] for role in roles) for name in roles[0].peaks}
     resident, away = peaks.pop("resident"), peaks.pop("away")
@@ -257,7 +248,7 @@ def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
 
 
 def _reads_log_probs(cfg: TrainConfig) -> bool:
-    """As `StepRolloutMaker` decides."""
+    """Follows `StepRolloutMaker`."""
     rl = cfg.trainer.reinforce
     if rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None:
         return True
@@ -291,7 +282,7 @@ def _passes(job: PredictedJob, roles: Sequence[Role], name: str, count: int, tim
 
 
 def _native(job: PredictedJob, roles: Sequence[Role]) -> PhaseTime:
-    """Prefill and a decode step a token, through all stages in turn."""
+    """Time the native engine: prefill, then a decode step per token, through all stages in turn."""
     machine, plan, arch = job.machine, job.batches, job.architecture
     limit = job.cfg.model.reinforce.generation_cache_tokens
     decoding = Decoding(job.prompts_of_call, plan.samples, plan.longest_prompt, job.lengths.longest, limit)
@@ -316,7 +307,7 @@ def _native(job: PredictedJob, roles: Sequence[Role]) -> PhaseTime:
 
 
 def _engine(job: PredictedJob, resident: float) -> tuple[PhaseTime, float]:
-    """By one engine a block beside the training states; with the bytes of a GPU meanwhile."""
+    """Time one engine per block beside the training states; also the bytes of a GPU meanwhile."""
     settings, machine, plan = job.cfg.tensorrt_llm, job.machine, job.batches
     gpus = settings.tensor_parallel_size or job.cfg.model.block_size
     engine = Engine(job.architecture, machine, gpus, settings.max_batch_size)
@@ -334,7 +325,7 @@ def _engine(job: PredictedJob, resident: float) -> tuple[PhaseTime, float]:
 
 
 def _refit(job: PredictedJob) -> PhaseTime:
-    """Weights are gathered in the block, bucket by bucket, and copied to each of its GPUs."""
+    """Time the refit: weights are gathered in the block by buckets and copied to each of its GPUs."""
     machine, block = job.machine, job.cfg.model.block_size
     weights = Engine(job.architecture, machine, 1, 1).weight_bytes
     bucket, nodes = job.cfg.tensorrt_llm.weight_bucket_megabytes * 2.0**20, -(-block // machine.gpus_per_node)

@@ -69,7 +69,6 @@ class Worker:
         ]
 
     def _run(self, job: PredictedJob, stage: int, depth: int, response: int) -> Phases:
-        """Costs and bytes by phase, at a depth."""
         plan, layout, layers = job.batches, job.layout, job.layers[stage]
         config = dataclasses.asdict(dataclasses.replace(job.cfg, generation="native", preflight=False))
         model = config["model"]
@@ -130,7 +129,6 @@ def _at_depth(job: PredictedJob, stage: int, stages: int, full: Sequence[Phases]
 
 
 def _by_phase(peaks: dict[str, float]) -> dict[str, float]:
-    """Take the maximum over the parts of each phase."""
     found = {"resident": 0.0, "away": 0.0}
     for name, peak in peaks.items():
         title = {"prefill": "generation", "decode": "generation"}.get(name, name.removesuffix(" once"))

@@ -37,7 +37,6 @@ class Network:
         self._object_calls: collections.Counter[tuple[int, ...]] = collections.Counter()
 
     def begin(self) -> None:
-        """A rank's turn."""
         self._object_calls.clear()
 
     def install(self) -> None:
@@ -204,7 +203,7 @@ class Network:
 
 
 class _Exchange:
-    """torch's P2POp."""
+    """Stands for torch's P2POp."""
 
     def __init__(
         self, op: Any, tensor: Tensor, peer: Any = None, group: Any = None, tag: int = 0, group_peer: Any = None

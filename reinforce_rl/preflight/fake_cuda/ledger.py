@@ -11,8 +11,6 @@ ALLOCATION = 512  # bytes that torch's CUDA allocator rounds up to
 
 
 class Kernel(NamedTuple):
-    """A kind of kernel launch."""
-
     name: str  # of the ATen operator
     flops: int  # floating-point operations, by torch's formulas; half for causal attention
     bytes: int  # read and written at least
@@ -20,7 +18,7 @@ class Kernel(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One call."""
+    """One call of a collective."""
 
     kind: str  # such as "all_reduce"; objects' calls end in "_object"
     ranks: tuple[int, ...]  # of the group, in the whole job; for "send" and "recv" this rank and its peer
@@ -31,7 +29,7 @@ class Collective(NamedTuple):
 
 @dataclass
 class Ledger:
-    """A phase's count."""
+    """Counts of a phase."""
 
     phase: str
     # How often each was run on the device.
@@ -65,7 +63,6 @@ class Ledger:
         return sum(kernel.bytes * count for kernel, count in self.kernels.items())
 
     def by_name(self) -> collections.Counter[str]:
-        """Kernels by operator."""
         found: collections.Counter[str] = collections.Counter()
         for kernel, count in self.kernels.items():
             found[kernel.name] += count
@@ -88,7 +85,6 @@ class Memory:
         weakref.finalize(storage, self._free, key)
 
     def resized(self, storage: Any) -> None:
-        """A tracked storage got another size."""
         if storage._cdata in self._live:
             self._resize(storage._cdata, storage.nbytes())
 

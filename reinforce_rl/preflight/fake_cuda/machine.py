@@ -31,7 +31,7 @@ _machine: Machine | None = None
 
 
 class Machine:
-    """What `install` made of this process."""
+    """This process as a machine with fake GPUs."""
 
     def __init__(self, gpu: FakeCuda, network: Network):
         self.gpu = gpu

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import traceback
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -50,6 +51,7 @@ _NO_KERNEL = {
 }
 _VALUE_DEPENDENT = {"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"}
 _ROW_COPIES = {"index", "index_select", "embedding", "gather", "index_copy_", "index_add_", "index_put_", "scatter_"}
+_NOT_BY_SHAPE = {"as_strided", "resize_", "set_"}  # what they give depends on the storage too
 # torch's multi-tensor kernels: elements of a chunk, and chunks of a launch.
 _CHUNK, _CHUNKS = 65536, 320
 
@@ -70,6 +72,7 @@ class FakeCuda(TorchDispatchMode):
         self.ledger = Ledger("")
         self.memory = Memory()
         self.is_capturing = False  # a CUDA graph
+        self._known: dict[Any, _Outputs] = {}  # by operator and arguments, of tensors their shapes and such
 
     @contextlib.contextmanager
     def counting(self, phase: str) -> Iterator[Ledger]:
@@ -86,17 +89,18 @@ class FakeCuda(TorchDispatchMode):
         """The host waits for the device; charged to the innermost line of this package, or of megatron."""
         if self.is_capturing:
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
-        where = ""
-        for frame in reversed(traceback.extract_stack(limit=60)):
-            file = frame.filename
+        where, frame = "", sys._getframe(1)
+        while frame is not None:
+            file = frame.f_code.co_filename
             if "fake_cuda" not in file and ("reinforce_rl" in file or "/megatron/" in file):
-                where = f" {'/'.join(file.split('/')[-2:])}:{frame.lineno}"
+                where = f" {'/'.join(file.split('/')[-2:])}:{frame.f_lineno}"
                 break
+            frame = frame.f_back
         self.ledger.syncs[what + where] += 1
 
     def launch(self, name: str, tensors: list[Tensor], *, flops: int = 0, launches: int = 1, nbytes: int = -1) -> None:
         """Count a kernel over these tensors."""
-        on_device = [tensor for tensor in tensors if tensor.device.type == "cuda"]
+        on_device = [tensor for tensor in tensors if is_cuda(tensor)]
         if nbytes < 0:
             nbytes = sum(map(size_of, on_device))
         low = any(tensor.dtype in LOW_PRECISION for tensor in on_device)
@@ -121,7 +125,7 @@ class FakeCuda(TorchDispatchMode):
             out = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
         if _is_small(out):
             out._value = values  # type: ignore[attr-defined]
-        if out.device.type == "cuda":
+        if is_cuda(out):
             self.memory.track(out)
         return out
 
@@ -144,8 +148,7 @@ class FakeCuda(TorchDispatchMode):
             args, kwargs = tree_map_only(Tensor, self.as_fake, (args, kwargs))
             tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)]
         try:
-            with self.fake:
-                out = func(*args, **kwargs)
+            out = self._run(func, name, args, kwargs, tensors)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._by_values(func, args, kwargs)
         except Exception as error:
@@ -157,6 +160,34 @@ class FakeCuda(TorchDispatchMode):
         self._count(func, name, args, kwargs, tensors, out, outputs)
         return out
 
+    def _run(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
+        """Call an operator on fake tensors. What it gives for arguments like earlier ones is not worked out again.
+
+        torch has such a cache too, whose keys take most of the time of an operator.
+        """
+        key: Any = None
+        if name not in _NOT_BY_SHAPE and all(tensor.constant is None for tensor in tensors):
+            key = (func, _key(args), *((name, _key((kwargs[name],))) for name in kwargs))
+            try:
+                known = self._known.get(key)
+            except TypeError:  # an argument without a hash
+                known = key = None
+            if known is not None:
+                found = [args[0] if one is None else self._made(one, args[0]) for one in known.made]
+                return found[0] if known.kind is None else known.kind(found)
+        with self.fake:
+            out = func(*args, **kwargs)
+        if key is not None and (made := _outputs(out, args, tensors)) and key[1] == _key(args):
+            self._known[key] = made
+        return out
+
+    def _made(self, one: _Output, first: Any) -> FakeTensor:
+        with in_kernel_invocation_manager(self.fake):
+            tensor = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
+            if one.is_view:
+                tensor.set_(first.untyped_storage(), one.offset, one.shape, one.stride)
+        return FakeTensor(self.fake, tensor, one.device)
+
     def _special(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """What fake tensors cannot do, or what a real device would refuse; NotImplemented for all else."""
         first: Any = args[0] if args else None
@@ -164,7 +195,7 @@ class FakeCuda(TorchDispatchMode):
             self.launch(name, [first])
             return first
         if name == "_local_scalar_dense":
-            if first.device.type == "cuda":
+            if is_cuda(first):
                 self.sync("item")
             values = self.value(first)
             return 0 if values is None else values.item()
@@ -176,11 +207,7 @@ class FakeCuda(TorchDispatchMode):
             return False
         if name == "_pin_memory":
             return first
-        if (
-            name == "_to_copy"
-            and first.device.type == "cuda"
-            and torch.device(kwargs.get("device") or CUDA).type == "cpu"
-        ):
+        if name == "_to_copy" and is_cuda(first) and torch.device(kwargs.get("device") or CUDA).type == "cpu":
             return self._to_host(first, kwargs)
         if name == "copy_" and not isinstance(first, FakeTensor):
             if len(args) < 3 or not args[2]:
@@ -190,11 +217,11 @@ class FakeCuda(TorchDispatchMode):
         if name in _VALUE_DEPENDENT:
             return self._by_values(func, args, kwargs)
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-            if name != "index" and first.device.type == "cuda" and args[2].device.type == "cpu" and args[2].dim():
+            if name != "index" and is_cuda(first) and not is_cuda(args[2]) and args[2].dim():
                 raise RuntimeError(f"{name}: values on the CPU into a tensor on {first.device}")
             masks = [index for index in args[1] if index is not None]
             is_mask = name != "index" and len(masks) == 1 and masks[0].dtype == torch.bool
-            if is_mask and not args[2].dim() and args[2].device.type == "cpu":
+            if is_mask and not args[2].dim() and not is_cuda(args[2]):
                 # Of a number torch makes a masked_fill_, which does not wait.
                 mask = masks[0]
                 while mask.dim() < first.dim():
@@ -222,7 +249,7 @@ class FakeCuda(TorchDispatchMode):
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
-                if index.device.type == "cuda":
+                if is_cuda(index):
                     self.sync("boolean index")
                 values = self.value(index)
                 assert values is not None, f"a mask of {tuple(index.shape)} is too large for its values to be known"
@@ -251,14 +278,14 @@ class FakeCuda(TorchDispatchMode):
 
     def _count_host_copies(self, name: str, args: Any, kwargs: Any, *, to_cuda: bool) -> None:
         """A copy from the host waits for the device unless it is `non_blocking`; so does an index that lies there."""
-        if name == "_to_copy" and to_cuda and args[0].device.type == "cpu" and not kwargs.get("non_blocking"):
+        if name == "_to_copy" and to_cuda and not is_cuda(args[0]) and not kwargs.get("non_blocking"):
             self.sync("to cuda")
-        elif name == "copy_" and args[0].device.type == "cuda" and args[1].device.type == "cpu":
+        elif name == "copy_" and is_cuda(args[0]) and not is_cuda(args[1]):
             if (len(args) < 3 or not args[2]) and args[1].dim():
                 self.sync("copy_ to cuda")
-        elif name in ("index", "index_put", "index_put_") and args[0].device.type == "cuda":
+        elif name in ("index", "index_put", "index_put_") and is_cuda(args[0]):
             for index in args[1]:
-                if isinstance(index, Tensor) and index.device.type == "cpu":
+                if isinstance(index, Tensor) and not is_cuda(index):
                     self.sync("index on cpu")
 
     def _carry_values(
@@ -295,10 +322,10 @@ class FakeCuda(TorchDispatchMode):
     def _count(
         self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], out: Any, outputs: list[Tensor]
     ) -> None:
-        made = [tensor for tensor in outputs if tensor.device.type == "cuda"]
+        made = [tensor for tensor in outputs if is_cuda(tensor)]
         for tensor in made:
             self.memory.track(tensor)
-        if not made and not any(tensor.device.type == "cuda" for tensor in inputs):
+        if not made and not any(map(is_cuda, inputs)):
             return
         if name in _NO_KERNEL or (func.is_view and not func._schema.is_mutable):
             return
@@ -320,6 +347,57 @@ class FakeCuda(TorchDispatchMode):
         self.launch(name, [*inputs, *made], flops=flops, launches=launches, nbytes=nbytes)
 
 
+class _Output(NamedTuple):
+    """A tensor that an operator gives, of memory of its own or of its first argument's."""
+
+    shape: Any
+    stride: Any
+    dtype: torch.dtype
+    device: torch.device
+    offset: Any
+    is_view: bool
+
+
+class _Outputs(NamedTuple):
+    """What an operator gives: one tensor, or a list or tuple of them; None for its first argument itself."""
+
+    made: list[_Output | None]
+    kind: type | None
+
+
+def _key(args: Any) -> tuple[Any, ...]:
+    """Arguments as far as the outputs' shapes depend on them. A number is not equal to one of another type."""
+    found: list[Any] = []
+    for arg in args:
+        if isinstance(arg, FakeTensor):
+            found.append((arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.fake_device))
+        elif isinstance(arg, (list, tuple)):
+            found.append(_key(arg))
+        else:
+            found.append((type(arg), arg))
+    return tuple(found)
+
+
+def _outputs(out: Any, args: Any, tensors: list[Any]) -> _Outputs | None:
+    """How to make an operator's outputs again; None for what is made otherwise."""
+    outs = list(out) if isinstance(out, (list, tuple)) else [out]
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+    first = args[0] if args and isinstance(args[0], FakeTensor) else None
+    made: list[_Output | None] = []
+    for one in outs:
+        if one is first and first is not None:
+            made.append(None)
+            continue
+        if not isinstance(one, FakeTensor) or one.constant is not None or one.is_conj() or one.is_neg():
+            return None
+        storage = one.untyped_storage()._cdata
+        is_view = first is not None and storage == first.untyped_storage()._cdata
+        if storage in storages and not is_view:
+            return None
+        made.append(_Output(one.shape, one.stride(), one.dtype, one.fake_device, one.storage_offset(), is_view))
+    return _Outputs(made, type(out) if isinstance(out, (list, tuple)) else None) if made else None
+
+
 def _leaves(args: Any, kwargs: Any) -> list[Any]:
     """Arguments of an operator, which nests them in lists at most."""
     found = []
@@ -332,8 +410,12 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
 
 
 def size_of(tensor: Tensor) -> int:
-    """Bytes."""
     return tensor.numel() * tensor.element_size()
+
+
+def is_cuda(tensor: Tensor) -> bool:
+    """Whether it is a fake tensor of the device; its own `device` would be an operator."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
 
 
 def _is_small(tensor: Tensor) -> bool:

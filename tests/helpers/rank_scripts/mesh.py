@@ -1,8 +1,7 @@
-"""Two ranks check their mesh. Usage: mesh.py TENSOR_MODEL_PARALLEL_SIZE"""
+"""Two ranks check their mesh, as data-parallel ranks and as tensor-parallel ones."""
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 
 import torch
@@ -71,9 +70,13 @@ def check(mesh: Mesh, tp_size: int) -> None:
 
 
 def main() -> None:
-    with parallel_mesh(tensor_model_parallel_size=int(sys.argv[1]), timeout_seconds=SECONDS) as mesh:
-        check_time_limits()
-        check(mesh, mesh.tp_size)
+    # Once, as joining the same store again is a race.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
+    for tp_size in (1, 2):
+        with parallel_mesh(tensor_model_parallel_size=tp_size, timeout_seconds=SECONDS) as mesh:
+            check_time_limits()
+            check(mesh, tp_size)
+    dist.destroy_process_group()
     print("all checks passed", flush=True)
 
 

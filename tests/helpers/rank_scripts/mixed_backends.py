@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ def main() -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.set_device = lambda device: None
     tp_size = int(sys.argv[1])
-    with parallel_mesh(tensor_model_parallel_size=tp_size) as mesh:
+    with parallel_mesh(tensor_model_parallel_size=tp_size, timeout_seconds=61) as mesh:
+        assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=61)  # type: ignore
         assert mesh.device.type == "cuda"
         for group in (dist.group.WORLD, mesh.block_group, mesh.dp_group, mesh.tp_group, mesh.pp_group):
             assert _get_object_coll_device(group) == "cpu"

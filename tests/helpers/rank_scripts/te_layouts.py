@@ -27,7 +27,7 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model import layers as layer_spec
+from reinforce_rl.megatron.model import layers
 
 
 def kernels(out: Path, layout: str, mesh: Mesh) -> dict[str, dict[str, int]]:
@@ -60,7 +60,7 @@ def check_that_passes_add_up(out: Path, layout: str, mesh: Mesh) -> None:
 
 
 def check_that_an_old_one_is_refused(model: Path, layout: Layout, mesh: Mesh) -> None:
-    known, layer_spec.OLDEST_VERSION = layer_spec.OLDEST_VERSION, "99.0"
+    known, layers.OLDEST_VERSION = layers.OLDEST_VERSION, "99.0"
     try:
         megatron_model(model, mesh, options=layout.model)
     except ConfigError as error:
@@ -68,7 +68,7 @@ def check_that_an_old_one_is_refused(model: Path, layout: Layout, mesh: Mesh) ->
     else:
         raise AssertionError("no error")
     finally:
-        layer_spec.OLDEST_VERSION = known
+        layers.OLDEST_VERSION = known
 
 
 def main() -> None:
