@@ -45,7 +45,8 @@ class Result:
 
 def run_once(case: Case) -> Result:
     from reinforce_rl.megatron.mesh import parallel_mesh
-    from reinforce_rl.megatron.model.log_probs import VocabShard, chunked_log_probs
+    from reinforce_rl.megatron.model.log_probs import chunked_log_probs
+    from reinforce_rl.megatron.model.model import VocabShard
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(case.tokens, case.hidden, generator=generator).requires_grad_()

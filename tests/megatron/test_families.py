@@ -47,8 +47,8 @@ def on_two_ranks(root, folders):
     """The folder that the ranks wrote into."""
     out = root / "out"
     out.mkdir()
-    script = Path(__file__).parents[1] / "helpers/rank_scripts/families_tp2.py"
-    run_ranks(script, 2, out, *(folders[name] for name in ON_TWO_RANKS), timeout=240)
+    script = Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py"
+    run_ranks(script, 2, out, "family", *(folders[name] for name in ON_TWO_RANKS), timeout=240)
     return out
 
 

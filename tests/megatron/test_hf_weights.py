@@ -370,7 +370,7 @@ def two_ranks(tmp_path_factory):
     folders.append(smollm2_folder())
     out = root / "out"
     out.mkdir()
-    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/weights_tp2.py", 2, out, *folders)
+    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py", 2, out, "weights", *folders)
     return {folder.name: (folder, out) for folder in folders}
 
 

@@ -21,7 +21,8 @@ from helpers.token_scores import PROMPT_LENGTHS, RESPONSE_LENGTHS, scores_and_gr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from reinforce_rl.megatron.model.log_probs import VocabShard, chunked_log_probs
+from reinforce_rl.megatron.model.log_probs import chunked_log_probs
+from reinforce_rl.megatron.model.model import VocabShard
 
 CHUNK = 5  # of the 12 response tokens
 
@@ -148,17 +149,25 @@ def test_bfloat16_model_gives_float32_softmax(folder, mesh, batch):
             torch.testing.assert_close(scores.entropy[row, t], entropy, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
-def test_two_tensor_parallel_ranks(tmp_path, mesh):
-    """In float64, with vocabularies that must be padded: a padded column would take probability from the others."""
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Models whose vocabularies must be padded, and what two tensor-parallel ranks computed."""
+    root = tmp_path_factory.mktemp("two_ranks")
     folders = [
-        tiny_llama_folder(tmp_path / "untied", vocab_size=63, tied=False),
-        tiny_llama_folder(tmp_path / "odd_groups", vocab_size=61, heads=9, groups=3, hidden=36),
+        tiny_llama_folder(root / "untied", vocab_size=63, tied=False),
+        tiny_llama_folder(root / "odd_groups", vocab_size=61, heads=9, groups=3, hidden=36),
     ]
-    (tmp_path / "out").mkdir()
-    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/log_probs_tp2.py", 2, tmp_path / "out", *folders)
+    (root / "out").mkdir()
+    script = Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py"
+    run_ranks(script, 2, root / "out", "scores", *folders, "--", "chunked_head", 16, 13, 8)
+    return folders, root / "out"
+
+
+def test_two_tensor_parallel_ranks(two_ranks, mesh):
+    """In float64: a padded column would take probability from the others."""
+    folders, out = two_ranks
     for folder in folders:
-        found = torch.load(tmp_path / "out" / f"{folder.name}.pt")
+        found = torch.load(out / f"{folder.name}.pt")
         model = transformers_model(folder)
         batch = padded_sequences(PROMPT_LENGTHS, RESPONSE_LENGTHS, vocab_size=model.config.vocab_size)
         with torch.no_grad():
@@ -350,11 +359,9 @@ class LargestTensor(TorchDispatchMode):
         return outputs
 
 
-def test_ranks_without_the_largest_logit_or_without_tokens(tmp_path):
+def test_ranks_without_the_largest_logit_or_without_tokens(two_ranks):
     """Two ranks with 8 rows each: 16, 13 and 8 tokens, so that the second one has 8, 5 and none."""
-    script = Path(__file__).parents[1] / "helpers/rank_scripts/chunked_head_tp2.py"
-    run_ranks(script, 2, tmp_path / "out.pt", 16, 13, 8)
-    for tokens, found in torch.load(tmp_path / "out.pt").items():
+    for tokens, found in torch.load(two_ranks[1] / "head.pt").items():
         hidden, weight, targets = head_inputs(POSITIONS, tokens, ROWS, scale=30.0)
         outputs = full_log_probs(hidden, weight[:tokens], targets, 0.6)
         gradients = torch.autograd.grad(outputs[0].sum() - 0.3 * outputs[1].sum(), (hidden, weight))

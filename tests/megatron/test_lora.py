@@ -68,7 +68,7 @@ def one_rank(folders, mesh, root):
 def two_ranks(folders, root):
     out = root / "two"
     out.mkdir()
-    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/lora_tp2.py", 2, out, root, timeout=240)
+    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py", 2, out, "lora_cases", root, timeout=240)
     return {name: torch.load(out / f"{name}.pt") for name in CASES}
 
 
