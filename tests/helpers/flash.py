@@ -1,13 +1,140 @@
-"""What flash's kernel for sequences of unequal length computes, on a CPU, from nothing but the tensors it is given."""
+"""torch's flash attention operators on the CPU, where it has none: their mathematics, in plain torch.
+
+What the kernels do is taken from flash-attention's own description of `flash_attn_varlen_func` (causality and windows
+are aligned to the lower right corner of the score matrix) and from `torch.nn.attention.varlen` and `.bias`, which call
+the same operators. Their autograd formulas are torch's: only the two kernels behind each are replaced.
+"""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
+from torch.library import Library
 
 from reinforce_rl.generation.native import generator as native
-from reinforce_rl.megatron.model import kv_cache
+from reinforce_rl.megatron.model import attention, kv_cache, sequences
+
+
+@contextlib.contextmanager
+def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
+    """Inside the block the CPU has flash attention in any dtype, and our code takes it.
+
+    Args:
+        calls: has the sequences, queries and keys of each forward call appended.
+    """
+    library = Library("aten", "IMPL")
+
+    def of_sequences(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout, causal, _, *, scale=None, **sides):
+        _check(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout)
+        if calls is not None:
+            calls.append((len(starts_q) - 1, len(q), len(k)))
+        out = torch.empty_like(q)
+        for of_q, of_k in _sequences(starts_q, starts_k):
+            each = (part.transpose(0, 1) for part in (q[of_q], k[of_k], v[of_k]))
+            out[of_q] = _attended(*each, _sides(causal, **sides), scale)[0].transpose(0, 1)
+        return out, q.new_zeros(q.shape[1], len(q)), torch.zeros(2), torch.zeros(0), q.new_zeros(0)
+
+    def of_sequences_backward(grad, q, k, v, _, __, starts_q, starts_k, *rest, scale=None, **sides):
+        causal = rest[3]
+        found = [torch.zeros_like(part) for part in (q, k, v)]
+        for of_q, of_k in _sequences(starts_q, starts_k):
+            each = (part.transpose(0, 1) for part in (grad[of_q], q[of_q], k[of_k], v[of_k]))
+            parts = _gradients(*each, _sides(causal, **sides), scale)
+            for total, where, part in zip(found, (of_q, of_k, of_k), parts, strict=True):
+                total[where] = part.transpose(0, 1)
+        return tuple(found)
+
+    def dense(q, k, v, dropout, causal, _=False, *, scale=None):
+        assert dropout == 0
+        _check_heads(*(part.transpose(1, 2) for part in (q, k, v)))
+        assert q.shape[2] <= k.shape[2]
+        out = torch.stack([_attended(*each, _sides(causal), scale)[0] for each in zip(q, k, v, strict=True)])
+        nothing = torch.zeros(0)
+        return out, nothing, None, None, q.shape[2], k.shape[2], nothing, nothing, nothing
+
+    def dense_backward(grad, q, k, v, *rest, scale=None):
+        causal = rest[7]
+        parts = [_gradients(*each, _sides(causal), scale) for each in zip(grad, q, k, v, strict=True)]
+        return tuple(torch.stack(each) for each in zip(*parts, strict=True))
+
+    library.impl("_flash_attention_forward", of_sequences, "CPU")
+    library.impl("_flash_attention_backward", of_sequences_backward, "CPU")
+    library.impl("_scaled_dot_product_flash_attention", dense, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_backward", dense_backward, "CPU")
+    before = attention.flash_takes
+    attention.flash_takes = sequences.flash_takes = lambda *_: True
+    try:
+        yield
+    finally:
+        attention.flash_takes = sequences.flash_takes = before
+        library._destroy()
+
+
+def _sides(causal: bool, window_size_left: int | None = None, window_size_right: int | None = None) -> tuple[int, int]:
+    left, right = (-1 if size is None else size for size in (window_size_left, window_size_right))
+    return left, 0 if causal else right
+
+
+def _sequences(starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    ends = zip(starts_q.tolist(), starts_q[1:].tolist(), starts_k.tolist(), starts_k[1:].tolist(), strict=False)
+    for start_q, end_q, start_k, end_k in ends:
+        yield slice(start_q, end_q), slice(start_k, end_k)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int], scale: float | None) -> tuple[Tensor, ...]:
+    """The output and what its gradient needs.
+
+    Args:
+        q: [h, s, d]; k, v: [g, t, d].
+        sides: keys that a query sees left and right of the diagonal which ends in the last corner; -1 for all.
+    """
+    k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
+    scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    for i in range(scores.shape[1]):
+        diagonal = i + scores.shape[2] - scores.shape[1]
+        for j in range(scores.shape[2]):
+            if 0 <= sides[1] < j - diagonal or 0 <= sides[0] < diagonal - j:
+                scores[:, i, j] = -torch.inf
+    weights = scores.softmax(dim=-1)
+    return weights @ v, weights, k, v
+
+
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int], scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `_attended`. Written out: autograd does not work inside an operator."""
+    out, weights, keys, values = _attended(q, k, v, sides, scale)
+    of_scores = weights * (grad @ values.transpose(1, 2) - (grad * out).sum(-1, keepdim=True))
+    of_scores = of_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    of_keys, of_values = of_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad
+    return of_scores @ keys, *(part.unflatten(0, (len(k), -1)).sum(1) for part in (of_keys, of_values))
+
+
+def _check(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout) -> None:
+    """What the kernel demands or what would be slow or unknown ground in it."""
+    _check_heads(q, k, v)
+    assert dropout == 0
+    for starts, tokens, longest in ((starts_q, len(q), longest_q), (starts_k, len(k), longest_k)):
+        assert starts.dtype == torch.int32
+        assert starts.is_contiguous()
+        lengths = starts.diff()
+        assert starts[0] == 0
+        assert starts[-1] == tokens
+        assert lengths.min() > 0, "an empty sequence"
+        assert lengths.max() == longest
+    assert bool((starts_q.diff() <= starts_k.diff()).all()), "the first queries would see nothing"
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """[..., heads, d]."""
+    assert k.shape == v.shape
+    assert q.shape[-2] % k.shape[-2] == 0
+    assert q.shape[-1] % 8 == 0, "the kernel reads 16 bytes at a time"
+    assert all(part.stride(-1) == 1 for part in (q, k, v))
 
 
 def emulated_varlen_attention(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.flash_kernels import flash_on_cpu
+from helpers.flash import flash_on_cpu
 from torch.nn.attention.bias import causal_lower_right
 
 from reinforce_rl.megatron.model import attention

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.full_head import full_log_probs, head_inputs
-from helpers.log_probs import response_log_probs
+from helpers.log_probs import (
+    PROMPT_LENGTHS,
+    RESPONSE_LENGTHS,
+    full_log_probs,
+    head_inputs,
+    response_log_probs,
+    scores_and_gradients,
+)
 from helpers.models import tiny_llama_folder
 from helpers.policies import (
     brute_force_entropies,
@@ -17,7 +23,6 @@ from helpers.policies import (
     transformers_model,
 )
 from helpers.ranks import run_ranks
-from helpers.token_scores import PROMPT_LENGTHS, RESPONSE_LENGTHS, scores_and_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 from helpers.families import family_folder
-from helpers.flash_kernels import flash_on_cpu
+from helpers.flash import flash_on_cpu
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model, random_tokens
 from hypothesis import given, settings

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.memory_cases import CASES
-from helpers.memory_use import PROMPT, overrides_of, planned
+from helpers.memory_use import CASES, PROMPT, overrides_of, planned
 from helpers.models import tiny_llama_folder
 from helpers.ranks import run_ranks
 from helpers.tiny_run import write_prompts

@@ -8,8 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from helpers.memory_cases import CASES
-from helpers.memory_use import measured, overrides_of
+from helpers.memory_use import CASES, measured, overrides_of
 from torch import distributed
 
 

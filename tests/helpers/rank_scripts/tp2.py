@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from helpers import families, lora
-from helpers.full_head import head_inputs
+from helpers.log_probs import head_inputs, scores_and_gradients
 from helpers.policies import all_logits, megatron_model, random_tokens
-from helpers.token_scores import scores_and_gradients
 
 from reinforce_rl.megatron.lora import add_lora
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
