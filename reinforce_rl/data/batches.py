@@ -164,16 +164,7 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
 def join_prompts_and_responses(
     prompts: Sequence[Prompt], completions: Completions, pad_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Put each response right behind its prompt.
-
-    Args:
-        prompts: N prompts, one a row of the completions.
-        completions: N responses.
-        pad_id: fills the right.
-
-    Returns:
-        sequences int64 [N, S] and prompt_lengths int64 [N].
-    """
+    """Put each response right behind its row's prompt: sequences int64 [N, S] and prompt_lengths int64 [N]."""
     prompt_lengths = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.long)
     width = int((prompt_lengths + completions.lengths).max()) if prompts else 0
     sequences = torch.full((len(prompts), width), pad_id, dtype=torch.long)

@@ -121,12 +121,7 @@ def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
     """Causal attention where the last query is at the position of the last key.
 
-    Args:
-        query: [b, h, s, d].
-        key, value: [b, g, t, d] with t at least s.
-
-    Returns:
-        [b, h, s, d].
+    query [b, h, s, d], key and value [b, g, t, d] with t at least s, to [b, h, s, d].
     """
     if window is None or key.shape[2] <= window:
         # SDPA's `is_causal` would align the first query with the first key. The kernel aligns the last ones, and
@@ -154,14 +149,11 @@ def flash_attention_of_sequences(
 
     `torch.nn.attention.varlen.varlen_attn`, which torch 2.9 does not have, is a wrapper of the same operator.
 
+    query [all queries, h, d], key and value [all keys, g, d] to [all queries, h, d].
+
     Args:
-        query: [all queries, h, d].
-        key, value: [all keys, g, d].
         starts: int32 [n + 1], where the queries of each sequence begin, and their number at the end; the same of keys.
         longest: the most queries of a sequence, and keys.
-
-    Returns:
-        [all queries, h, d].
     """
     return torch.ops.aten._flash_attention_forward(
         query,
@@ -194,12 +186,7 @@ def causal_attention(
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """Attention with grouped keys where `mask`, bool, [b, 1, s, t] or as it broadcasts to that, is True.
 
-    Args:
-        query: [b, h, s, d].
-        key, value: [b, g, t, d].
-
-    Returns:
-        [b, h, s, d].
+    query [b, h, s, d], key and value [b, g, t, d] to [b, h, s, d].
     """
     return _attention(query, key, value, scale, attn_mask=mask)
 
@@ -217,15 +204,10 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, *
 def causal_attention_of_share(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, group: dist.ProcessGroup
 ) -> Tensor:
-    """As `causal_attention` of whole sequences, for the positions that this context-parallel rank holds.
+    """`causal_attention` of whole sequences, at this context-parallel rank's `zigzag_positions`.
 
-    A collective call, and so is its backward pass.
-
-    Args:
-        query: [b, h, s / n, d]; key, value: [b, g, s / n, d], at this rank's `zigzag_positions`.
-
-    Returns:
-        [b, h, s / n, d].
+    query [b, h, s / n, d], key and value [b, g, s / n, d] to [b, h, s / n, d]. A collective call, and so is its
+    backward pass.
     """
     shares = torch.stack((key, value)).permute(0, 3, 1, 2, 4)  # [2, s / n, b, g, d]
     keys, values = gather_positions(shares, group).permute(0, 2, 3, 1, 4)

@@ -117,13 +117,11 @@ class KVCache:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Store this pass's keys and values and attend over all stored so far.
 
+        query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d].
+
         Args:
             layer: its number in the whole model, from 0.
-            query: [b, h, s, d]; key, value: [b, g, s, d].
             scale: of the scores; None for 1 / sqrt(d).
-
-        Returns:
-            [b, h, s, d].
         """
         prompts = self._prompts[layer - self._first_layer]
         if self._reading is not None:
@@ -138,13 +136,7 @@ class KVCache:
     def step(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
         """As `attend` for one token of each row, its heads by key-value group.
 
-        Args:
-            layer: its number in the whole model, from 0.
-            queries: [R, g, h / g, d], scaled.
-            new: keys and values, [R, g, 2, d].
-
-        Returns:
-            [R, g, h / g, d].
+        Scaled queries [R, g, h / g, d], and new keys and values [R, g, 2, d], to [R, g, h / g, d].
         """
         at = layer - self._first_layer
         self._all_responses[at].index_copy_(0, self._write_at, new.reshape(-1, new.shape[-1]))
@@ -189,16 +181,14 @@ def varlen_attention(
     torch's operator under `torch.nn.attention.varlen.varlen_attn`, which torch 2.9 has not: with `seqused_k`, the
     kernel reads of `starts` only where a sequence begins, so that sequences may lie anywhere.
 
+    query [q, g, d], key and value [k, g, d] of any strides but the last, to [q, g, d] and the log-sum-exp of the
+    scores, float32 [g, q].
+
     Args:
-        query: [q, g, d].
-        key, value: [k, g, d], any strides but the last.
         query_starts: int32 [sequences + 1], ascending.
         starts: int32 [sequences + 1], where each sequence's keys begin; the last is not read.
         used: int32 [sequences], its keys.
         most: queries and keys of a sequence at most.
-
-    Returns:
-        [q, g, d], and the log-sum-exp of the scores, float32 [g, q].
     """
     out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, query_starts, starts, *most, 0.0, False, False, scale=1.0, seqused_k=used

@@ -132,10 +132,7 @@ def counted_lengths(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tens
     transformers' classifiers read the last token that is not `pad_token_id`, also where it was the text's own: an
     end-of-sequence token that serves as padding too.
 
-    Args:
-        tokens: int64 [N, S], right-padded with anything.
-        lengths: int64 [N].
-        pad_id: None to leave them as they are.
+    tokens int64 [N, S], right-padded with anything, and lengths int64 [N]; without `pad_id` these stay as they are.
     """
     if pad_id is None:
         return lengths
@@ -147,13 +144,8 @@ def counted_lengths(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tens
 def pool(hidden: Tensor, lengths: Tensor, pooling: str, positions: Tensor | None = None) -> Tensor:
     """A rank's share of the pooled hidden states of right-padded sequences; the shares' sum is the whole.
 
-    Args:
-        hidden: [N, s, h].
-        lengths: int64 [N].
-        positions: int64 [s], which positions these are; None for 0 .. s-1, all of them.
-
-    Returns:
-        float32 [N, h], float64 where the hidden states are.
+    hidden [N, s, h] and lengths int64 [N] to float32 [N, h], float64 where the hidden states are. `positions`, int64
+    [s], says which these are; None for 0 .. s-1, all of them.
     """
     hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     if positions is None:
@@ -166,13 +158,8 @@ def pool(hidden: Tensor, lengths: Tensor, pooling: str, positions: Tensor | None
 def head_scores(hidden: Tensor, lm: CausalLM, weight: Tensor, lengths: Tensor, width: int, pooling: str) -> Tensor:
     """Scores without a bias, [N, K], the same on every tensor- and context-parallel rank, with gradient.
 
-    A collective call over context-parallel ranks.
-
-    Args:
-        hidden: [N, s, h], of the last stage.
-        weight: [K, h].
-        lengths: int64 [N].
-        width: S, the tokens that `lm` was given.
+    Of hidden [N, s, h] on the last stage, weight [K, h], lengths int64 [N] and `width`, S, the tokens that `lm` was
+    given. A collective call over context-parallel ranks.
     """
     pooled = pool(hidden, lengths, pooling, lm.own_positions(width))
     share = pooled @ weight.to(pooled.dtype).t()
