@@ -206,8 +206,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended too
     from reinforce_rl.megatron.mesh import parallel_mesh
-    from reinforce_rl.reward_model.batching import Batching
-    from reinforce_rl.reward_model.scorer import load_reward_model
+    from reinforce_rl.reward_model.scorer import Batching, load_reward_model
 
     with tempfile.TemporaryDirectory() as name, parallel_mesh() as mesh:
         folder = Path(name)

@@ -38,9 +38,7 @@ def serve(cfg: DictConfig) -> None:
 
     from reinforce_rl.config.reading import precision_here
     from reinforce_rl.megatron.mesh import parallel_mesh
-    from reinforce_rl.reward_model.batching import Batching
-    from reinforce_rl.reward_model.merging import Merging
-    from reinforce_rl.reward_model.scorer import load_head, load_reward_model
+    from reinforce_rl.reward_model.scorer import Batching, Merging, load_head, load_reward_model
     from reinforce_rl.reward_server.ranks import end_process, follow_rank_0, lead_ranks
     from reinforce_rl.trainer.build_actor import DTYPES
 
@@ -49,7 +47,7 @@ def serve(cfg: DictConfig) -> None:
     weights: Any = (
         OmegaConf.to_container(cfg.reward_model.attribute_weights) if cfg.reward_model.attribute_weights else None
     )
-    merging = Merging.of(
+    merging = Merging.from_names(
         head.attributes,
         weights,
         head.mean if cfg.reward_model.mean is None else cfg.reward_model.mean,

@@ -20,18 +20,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
 
 @with_config("train_reward_model")
 def main(cfg: DictConfig) -> None:
-    from reinforce_rl.reward_model.checks import load_config
+    from reinforce_rl.reward_model.config import load_config
 
     config, command = load_config(cfg), shlex.join(["python", *sys.argv])
-    if config.mode == "head":
-        from reinforce_rl.reward_model.head.job import train_reward_model
+    if config.mode == "full":
+        start_ranks(config.trainer.devices, config.trainer.num_nodes)
+    from reinforce_rl.reward_model.job import train_reward_model
 
-        train_reward_model(config, command=command)
-        return
-    start_ranks(config.trainer.devices, config.trainer.num_nodes)
-    from reinforce_rl.reward_model.full.job import train_all_weights
-
-    train_all_weights(config, command=command)
+    train_reward_model(config, command=command)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,46 @@
-"""What a reward model is trained for: to rank pairs, or to predict the ratings of attributes.
+"""What a reward model is trained for, to rank pairs or to predict ratings, and how good it is on held-out data.
 
-Notation: E examples of a micro-batch, G sequences of an example, K scores of a sequence.
+Losses are sums: divided by counts over a whole global batch, they add up over any cut of it.
+
+Notation: P pairs, N sequences, E examples of a micro-batch, G sequences of an example, K scores of a sequence.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from reinforce_rl.reward_model.evaluation import ReliabilityBin, attribute_fit, calibration, pair_accuracy
-from reinforce_rl.reward_model.losses import bradley_terry, squared_error
-from reinforce_rl.reward_model.pairs import EncodedPair
-from reinforce_rl.reward_model.ratings import EncodedRating
+from reinforce_rl.errors import DataError
+from reinforce_rl.reward_model.data import EncodedPair, EncodedRating
 
 Example = TypeVar("Example", contravariant=True)
 Tokens = tuple[int, ...]
+
+NUM_BINS = 10
+
+
+@dataclass(frozen=True)
+class ReliabilityBin:
+    """Pairs whose predictions are alike.
+
+    Attributes:
+        low, high: of the predicted probability.
+        count: pairs.
+        predicted: their mean predicted probability that the answer with the higher score is the preferred one.
+        observed: how often it is.
+    """
+
+    low: float
+    high: float
+    count: int
+    predicted: float
+    observed: float
 
 
 @dataclass(frozen=True)
@@ -34,7 +55,22 @@ class Evaluation:
 
     loss: float
     metrics: dict[str, float]
-    reliability: tuple[ReliabilityBin, ...] = field(default=())
+    reliability: tuple[ReliabilityBin, ...] = ()
+
+
+@dataclass(frozen=True)
+class Best:
+    """The evaluation with the lowest loss so far, and its step."""
+
+    step: int
+    evaluation: Evaluation
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> Best:
+        """Inverse of `dataclasses.asdict`."""
+        evaluation = state["evaluation"]
+        bins = tuple(ReliabilityBin(**one) for one in evaluation["reliability"])
+        return cls(state["step"], Evaluation(evaluation["loss"], evaluation["metrics"], bins))
 
 
 class Objective(Protocol[Example]):
@@ -42,27 +78,20 @@ class Objective(Protocol[Example]):
 
     Attributes:
         names: of the K scores; none where there is a single one.
-        sequences_per_example: G.
     """
 
     names: tuple[str, ...]
-    sequences_per_example: int
 
     def sequences_of(self, example: Example) -> tuple[Tokens, ...]:
         """The G sequences that are scored."""
         ...
 
     def count(self, examples: Sequence[Example]) -> int:
-        """What the loss of these is a mean over: its denominator."""
+        """The denominator of the mean loss."""
         ...
 
     def loss(self, scores: Tensor, examples: Sequence[Example]) -> tuple[Tensor, dict[str, float]]:
-        """The sum of the losses, with gradient, and sums of metrics over the same count.
-
-        Args:
-            scores: [E, G, K].
-            examples: E.
-        """
+        """The sum of the losses of E examples with scores [E, G, K], with gradient, and sums of metrics."""
         ...
 
     def evaluate(self, scores: Tensor, examples: Sequence[Example]) -> Evaluation:
@@ -74,7 +103,6 @@ class Ranking:
     """Bradley-Terry on pairs: the chosen answer's score should be above the rejected one's."""
 
     names: tuple[str, ...] = ()
-    sequences_per_example = 2
 
     def sequences_of(self, example: EncodedPair) -> tuple[Tokens, ...]:
         return example.prompt + example.chosen, example.prompt + example.rejected
@@ -84,24 +112,23 @@ class Ranking:
 
     def loss(self, scores: Tensor, examples: Sequence[EncodedPair]) -> tuple[Tensor, dict[str, float]]:
         chosen, rejected = scores[:, 0, 0], scores[:, 1, 0]
-        detached = (chosen - rejected).detach()
-        hits = (detached > 0).double() + 0.5 * (detached == 0).double()
-        return bradley_terry(chosen, rejected), {"accuracy": float(hits.sum()), "margin": float(detached.sum())}
+        margin = float((chosen - rejected).detach().sum())
+        return bradley_terry(chosen, rejected), {"accuracy": float(_hits(chosen, rejected).sum()), "margin": margin}
 
     def evaluate(self, scores: Tensor, examples: Sequence[EncodedPair]) -> Evaluation:
         chosen, rejected = scores[:, 0, 0].double(), scores[:, 1, 0].double()
-        accuracy, calibrated = pair_accuracy(chosen, rejected), calibration(chosen, rejected)
+        accuracy, (error, bins) = pair_accuracy(chosen, rejected), calibration(chosen, rejected)
         longer = pair_accuracy(*torch.tensor([[len(e.chosen), len(e.rejected)] for e in examples]).t())
         metrics = {
             "accuracy": accuracy.value,
             "accuracy_standard_error": accuracy.standard_error,
             "accuracy_of_longer_wins": longer.value,
-            "calibration_error": calibrated.error,
+            "calibration_error": error,
             "margin": float((chosen - rejected).mean()),
             "score_mean": float(scores.double().mean()),
             "score_deviation": float(scores.double().std()),
         }
-        return Evaluation(float(bradley_terry(chosen, rejected)) / len(examples), metrics, calibrated.bins)
+        return Evaluation(float(bradley_terry(chosen, rejected)) / len(examples), metrics, bins)
 
 
 class Regression:
@@ -110,8 +137,6 @@ class Regression:
     Args:
         names: of the attributes, in the order of the examples' ratings.
     """
-
-    sequences_per_example = 1
 
     def __init__(self, names: Sequence[str]):
         self.names = tuple(names)
@@ -127,11 +152,106 @@ class Regression:
 
     def evaluate(self, scores: Tensor, examples: Sequence[EncodedRating]) -> Evaluation:
         predicted, targets = scores[:, 0].double(), _targets(examples)
-        metrics = {}
-        for i, name in enumerate(self.names):
-            fit = attribute_fit(predicted[:, i], targets[:, i])
-            metrics |= {f"mse_{name}": fit.mse, f"pearson_{name}": fit.pearson, f"spearman_{name}": fit.spearman}
+        metrics = {
+            f"{measure}_{name}": value
+            for i, name in enumerate(self.names)
+            for measure, value in attribute_fit(predicted[:, i], targets[:, i]).items()
+        }
         return Evaluation(float(squared_error(predicted, targets)) / max(self.count(examples), 1), metrics)
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """The sum over pairs of -log sigmoid(s_chosen - s_rejected), in nats (Bradley and Terry, 1952); scores are [P]."""
+    return F.softplus(rejected - chosen).sum()
+
+
+def squared_error(predicted: Tensor, targets: Tensor) -> Tensor:
+    """The sum of (predicted - target)^2, [N, K], over the targets that are not NaN; the others give no gradient."""
+    given = ~targets.isnan()
+    difference = torch.where(given, predicted - targets.nan_to_num(), 0.0)
+    return difference.square().sum()
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Share of pairs that are ordered rightly, a tie counting half, and its standard error over pairs."""
+
+    value: float
+    standard_error: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f}±{self.standard_error:.3f}"
+
+
+def pair_accuracy(chosen: Tensor, rejected: Tensor) -> Accuracy:
+    """How often the chosen answer's score, [P], is above the rejected one's."""
+    if not len(chosen):
+        raise DataError("no pair to measure accuracy on")
+    hits = _hits(chosen, rejected)
+    value = float(hits.mean())
+    return Accuracy(value, math.sqrt(float(((hits - value) ** 2).mean()) / len(hits)))
+
+
+def calibration(
+    chosen: Tensor, rejected: Tensor, num_bins: int = NUM_BINS
+) -> tuple[float, tuple[ReliabilityBin, ...]]:
+    """Predicted against observed preferences, in bins of equal width from 0.5 to 1.
+
+    Args:
+        chosen, rejected: scores [P]; sigmoid of their distance is the prediction.
+        num_bins: at least 1.
+
+    Returns:
+        The expected calibration error (arXiv:1706.04599): the mean of |predicted - observed| over the bins, weighted
+        by their pairs. And the bins that hold a pair.
+    """
+    predicted = torch.sigmoid((chosen.double() - rejected.double()).abs())
+    hits = _hits(chosen, rejected)
+    number = ((predicted - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)
+    bins = []
+    for i in range(num_bins):
+        rows = number == i
+        if rows.any():
+            edges = (0.5 + 0.5 * i / num_bins, 0.5 + 0.5 * (i + 1) / num_bins)
+            means = (float(predicted[rows].mean()), float(hits[rows].mean()))
+            bins.append(ReliabilityBin(*edges, int(rows.sum()), *means))
+    error = sum(b.count * abs(b.predicted - b.observed) for b in bins) / max(len(hits), 1)
+    return error, tuple(bins)
+
+
+def attribute_fit(predicted: Tensor, targets: Tensor) -> dict[str, float]:
+    """Mean squared error, and the correlations of values (Pearson) and of ranks (Spearman), of one attribute.
+
+    Args:
+        predicted: [N].
+        targets: [N]; NaN where none is given.
+
+    Returns:
+        `mse`, NaN without a rating; `pearson` and `spearman`, NaN where one side does not vary.
+    """
+    given = ~targets.isnan()
+    x, y = predicted[given].double(), targets[given].double()
+    mse = float((x - y).square().mean())
+    return {"mse": mse, "pearson": correlation(x, y), "spearman": correlation(ranks(x), ranks(y))}
+
+
+def correlation(x: Tensor, y: Tensor) -> float:
+    """Pearson's, of float64 [N] twice."""
+    if len(x) < 2 or (x == x[0]).all() or (y == y[0]).all():
+        return math.nan
+    x, y = x - x.mean(), y - y.mean()
+    return float((x @ y) / (x.norm() * y.norm()))
+
+
+def ranks(values: Tensor) -> Tensor:
+    """float64 [N], from 1; equal values share the mean of their ranks."""
+    _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts.double() - 1) / 2)[inverse]
+
+
+def _hits(chosen: Tensor, rejected: Tensor) -> Tensor:
+    return (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
 
 
 def _targets(examples: Sequence[EncodedRating]) -> Tensor:

@@ -1,4 +1,6 @@
-"""A reward model: the actor's model class as trunk, and a linear head on a pooled hidden state.
+"""Scoring sequences with a reward model: the actor's model class as trunk, a linear head on a pooled hidden state.
+
+A call is divided into micro-batches, which copies of the model share; a head's scores are merged into one reward.
 
 Notation: N sequences, S tokens, h hidden, K attributes.
 """
@@ -6,7 +8,9 @@ Notation: N sequences, S tokens, h hidden, K attributes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
@@ -21,9 +26,174 @@ from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, head_scores
 from reinforce_rl.megatron.schedule import forward_passes
 from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
-from reinforce_rl.reward_model.batching import Batching, MicroBatch
-from reinforce_rl.reward_model.merging import Merging
 from reinforce_rl.rewards.base import AttributeScores
+
+
+@dataclass(frozen=True)
+class Merging:
+    """reward = (sum over attributes of weight * score - mean) / deviation.
+
+    Attributes:
+        weights: of each of the K attributes; one of 1.0 for a head with one score.
+        mean, deviation: of merged scores; 0 and 1 leave them as they are.
+    """
+
+    weights: tuple[float, ...] = (1.0,)
+    mean: float = 0.0
+    deviation: float = 1.0
+
+    @classmethod
+    def from_names(
+        cls,
+        names: Sequence[str],
+        weights: Mapping[str, float] | None,
+        mean: float = 0.0,
+        deviation: float = 1.0,
+    ) -> Merging:
+        """From what a user gave; all faults in one error.
+
+        Args:
+            names: of the head's attributes; none for a head with one score.
+            weights: by name; an attribute that is not named has weight 0. None gives each 1 / K, the mean.
+            mean, deviation: as above.
+
+        Raises:
+            ConfigError: unknown names, weights that are all 0, or a deviation that is not above 0.
+        """
+        faults = []
+        unknown = sorted(set(weights or {}) - set(names))
+        if unknown:
+            known = f"the head has {', '.join(names)}" if names else "the head has one score and no attributes"
+            faults.append(f"reward_model.attribute_weights names {', '.join(unknown)}; {known}")
+        elif weights is not None and not any(weights.values()):
+            faults.append("reward_model.attribute_weights has no weight other than 0, so every reward would be 0")
+        if not all(math.isfinite(weight) for weight in (weights or {}).values()):
+            faults.append(f"reward_model.attribute_weights is {dict(weights or {})}; expected finite numbers")
+        if not math.isfinite(mean):
+            faults.append(f"reward_model.mean is {mean}; expected a finite number")
+        if not (math.isfinite(deviation) and deviation > 0):
+            faults.append(f"reward_model.deviation is {deviation}; expected above 0")
+        if faults:
+            raise ConfigError(faults)
+        if not names:
+            return cls((1.0,), mean, deviation)
+        if weights is None:
+            return cls((1 / len(names),) * len(names), mean, deviation)
+        return cls(tuple(float(weights.get(name, 0.0)) for name in names), mean, deviation)
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Scores [N, K] to rewards float64 [N]."""
+        merged = scores.double() @ torch.tensor(self.weights, dtype=torch.float64, device=scores.device)
+        return (merged - self.mean) / self.deviation
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass.
+
+    Attributes:
+        rows: int64 [n], where its sequences stand in the call.
+        tokens: int64 [n, s], right-padded with 0.
+        lengths: int64 [n], tokens of each sequence.
+    """
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+@dataclass(frozen=True)
+class Batching:
+    """What bounds a forward pass.
+
+    Attributes:
+        micro_batch_size: sequences, where `tokens_per_micro_batch` is None.
+        tokens_per_micro_batch: tokens, padding included, instead of a number of sequences.
+        pad_to_multiple: sequences are padded to a multiple of this many tokens, so that passes have few shapes.
+    """
+
+    micro_batch_size: int = 8
+    tokens_per_micro_batch: int | None = None
+    pad_to_multiple: int = 1
+
+    def faults(self, section: str = "inference") -> list[str]:
+        """One sentence for each value that cannot work; keys are named below `section`."""
+        return [
+            f"{section}.{key} is {value}; expected at least 1"
+            for key, value in vars(self).items()
+            if value is not None and value < 1
+        ]
+
+    def plan(self, sequences: Sequence[Sequence[int]]) -> list[MicroBatch]:
+        """Passes over sequences of like length, longest first. They follow from the list's content alone.
+
+        Args:
+            sequences: N lists of token ids, none empty.
+        """
+        lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+        padded = -(-lengths // self.pad_to_multiple) * self.pad_to_multiple
+        groups = micro_batches(torch.from_numpy(padded), self.micro_batch_size, self.tokens_per_micro_batch)
+        return [_fill(sequences, rows.numpy(), lengths, int(padded[rows].max())) for rows in groups]
+
+
+def share(passes: Sequence[MicroBatch], blocks: int) -> list[list[int]]:
+    """Deal the passes to `blocks` copies of the model so that their tokens are about even.
+
+    The largest first, each to the block with the least so far: at most 4/3 of the best split's time (Graham, "Bounds
+    on Multiprocessing Timing Anomalies", 1969). A pass is never cut, so the scores do not depend on `blocks`.
+
+    Returns:
+        for each block the indices of its passes.
+    """
+    dealt: list[list[int]] = [[] for _ in range(blocks)]
+    load = [0] * blocks
+    for index in sorted(range(len(passes)), key=lambda i: (-passes[i].tokens.size, i)):
+        block = load.index(min(load))
+        dealt[block].append(index)
+        load[block] += passes[index].tokens.size
+    return dealt
+
+
+def pack(passes: Sequence[MicroBatch]) -> np.ndarray:
+    """The passes as one int64 array, to be sent; `rows` are not part of it."""
+    parts: list[np.ndarray] = [np.array([len(passes)], np.int64)]
+    for one in passes:
+        parts += [np.array(one.tokens.shape, np.int64), one.lengths, one.tokens.reshape(-1)]
+    return np.concatenate(parts)
+
+
+def unpack(values: np.ndarray) -> list[MicroBatch]:
+    """Inverse of `pack`; `rows` count through all passes.
+
+    Raises:
+        ValueError: it is no such array.
+    """
+    passes: list[MicroBatch] = []
+    position = first_row = 0
+
+    def take(count: int) -> np.ndarray:
+        nonlocal position
+        if count < 0 or position + count > len(values):
+            raise ValueError(f"a message of {len(values)} numbers ends too early")
+        position += count
+        return values[position - count : position]
+
+    for _ in range(int(take(1)[0])):
+        count, width = take(2).tolist()
+        lengths = take(count)
+        tokens = take(count * width).reshape(count, width)
+        passes.append(MicroBatch(np.arange(first_row, first_row + count), tokens, lengths))
+        first_row += count
+    if position != len(values):
+        raise ValueError(f"a message of {len(values)} numbers should end after {position}")
+    return passes
+
+
+def _fill(sequences: Sequence[Sequence[int]], rows: np.ndarray, lengths: np.ndarray, width: int) -> MicroBatch:
+    tokens = np.zeros((len(rows), width), np.int64)
+    for row, source in enumerate(rows.tolist()):
+        tokens[row, : lengths[source]] = sequences[source]
+    return MicroBatch(rows, tokens, lengths[rows])
 
 
 class MegatronRewardModel:
@@ -57,7 +227,7 @@ class MegatronRewardModel:
         if faults := self.batching.faults():
             raise ConfigError(faults)
         self._weight = head.rows.to(lm.mesh.device)
-        self.merging = merging or Merging.of(head.attributes, None, head.mean, head.deviation)
+        self.merging = merging or Merging.from_names(head.attributes, None, head.mean, head.deviation)
         self.attributes = head.attributes
         self.pooling = head.pooling
         self.vocab_size = lm.architecture.vocab_size
@@ -99,10 +269,10 @@ class MegatronRewardModel:
     def _scores(self, sequences: list[list[int]]) -> Tensor:
         """float64 [N, K]."""
         out = torch.zeros((len(sequences), len(self._weight)), dtype=torch.float64)
-        micro_batches = self.batching.plan(sequences)
-        if micro_batches:
-            found = self._lm.mesh.from_last_stage(self.score_micro_batches(micro_batches))
-            out[np.concatenate([one.rows for one in micro_batches])] = torch.from_numpy(found)
+        passes = self.batching.plan(sequences)
+        if passes:
+            found = self._lm.mesh.from_last_stage(self.score_micro_batches(passes))
+            out[np.concatenate([one.rows for one in passes])] = torch.from_numpy(found)
         return out
 
     def _head_scores(self, hidden: Tensor, one: MicroBatch) -> Tensor:

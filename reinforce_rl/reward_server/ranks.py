@@ -30,8 +30,7 @@ import numpy as np
 import torch
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_LOST_RANK, ModelStuckError, RankLostError, RewardServerError
-from reinforce_rl.reward_model.batching import Batching, MicroBatch, pack, share, unpack
-from reinforce_rl.reward_model.merging import Merging
+from reinforce_rl.reward_model.scorer import Batching, Merging, MicroBatch, pack, share, unpack
 from reinforce_rl.reward_server import rank_links
 from reinforce_rl.reward_server.rank_links import Link, Listener, Member, connect
 from reinforce_rl.rewards.base import AttributeScores

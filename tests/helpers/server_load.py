@@ -16,8 +16,7 @@ from helpers.real_run import RealServer
 
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
-from reinforce_rl.reward_model.batching import Batching
-from reinforce_rl.reward_model.scorer import load_reward_model
+from reinforce_rl.reward_model.scorer import Batching, load_reward_model
 from reinforce_rl.rewards.base import RewardRequest, Rewards
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 

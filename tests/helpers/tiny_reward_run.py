@@ -21,10 +21,9 @@ import hydra
 from helpers.models import tiny_llama_folder
 
 from reinforce_rl.launch.cli import CONF_FOLDER
-from reinforce_rl.reward_model.checks import load_config
-from reinforce_rl.reward_model.config import TrainRewardModelConfig
-from reinforce_rl.reward_model.full.job import train_all_weights
-from reinforce_rl.reward_model.full.training import FullTrainer
+from reinforce_rl.reward_model.config import TrainRewardModelConfig, load_config
+from reinforce_rl.reward_model.job import train_reward_model
+from reinforce_rl.reward_model.train_full import FullTrainer
 
 GOOD, BAD = "etaoin", "shrdlu"
 NAMES = ("vowels", "length")
@@ -98,7 +97,9 @@ def tiny_config(*overrides: str) -> TrainRewardModelConfig:
 
 
 def run(*overrides: str) -> FullTrainer[Any]:
-    return train_all_weights(tiny_config(*overrides), command="a test")
+    trainer = train_reward_model(tiny_config(*overrides), command="a test")
+    assert isinstance(trainer, FullTrainer)
+    return trainer
 
 
 def die_before(suffix: str) -> None:

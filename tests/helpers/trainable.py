@@ -15,10 +15,9 @@ from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
+from reinforce_rl.reward_model.data import EncodedPair, EncodedRating
 from reinforce_rl.reward_model.objectives import Objective, Ranking, Regression
-from reinforce_rl.reward_model.pairs import EncodedPair
-from reinforce_rl.reward_model.ratings import EncodedRating
-from reinforce_rl.reward_model.trainable import TrainableRewardModel, load_trainable
+from reinforce_rl.reward_model.train_full import TrainableRewardModel, load_trainable
 
 VOCAB_SIZE = 61
 PAD_ID = 0

@@ -15,9 +15,7 @@ from helpers.ranks import run_ranks
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, pool
 from reinforce_rl.megatron.weights.hf_folder import HFFolder
-from reinforce_rl.reward_model.batching import Batching
-from reinforce_rl.reward_model.merging import Merging
-from reinforce_rl.reward_model.scorer import load_reward_model, reward_model_identity
+from reinforce_rl.reward_model.scorer import Batching, Merging, load_reward_model, reward_model_identity
 from reinforce_rl.rewards.base import attributes_of
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/classifiers.py"
@@ -135,18 +133,18 @@ def test_the_demo_head_still_loads():
 def test_merging():
     scores = torch.tensor([[1.0, 2.0, 3.0], [0.0, -1.0, 4.0]])
     names = ("a", "b", "c")
-    assert Merging.of(names, None)(scores).tolist() == pytest.approx([2.0, 1.0])
-    assert Merging.of(names, {"c": 0.5, "a": -1})(scores).tolist() == pytest.approx([0.5, 2.0])
-    assert Merging.of(names, {"c": 0.5, "a": -1}, 0.5, 2.0)(scores).tolist() == pytest.approx([0.0, 0.75])
-    assert Merging.of((), None, 1.0, 0.5)(scores[:, :1]).tolist() == pytest.approx([0.0, -2.0])
+    assert Merging.from_names(names, None)(scores).tolist() == pytest.approx([2.0, 1.0])
+    assert Merging.from_names(names, {"c": 0.5, "a": -1})(scores).tolist() == pytest.approx([0.5, 2.0])
+    assert Merging.from_names(names, {"c": 0.5, "a": -1}, 0.5, 2.0)(scores).tolist() == pytest.approx([0.0, 0.75])
+    assert Merging.from_names((), None, 1.0, 0.5)(scores[:, :1]).tolist() == pytest.approx([0.0, -2.0])
 
 
 def test_merging_refuses_all_at_once():
     with pytest.raises(ConfigError) as caught:
-        Merging.of(HELPSTEER, {"helpfulnes": 1.0}, mean=float("nan"), deviation=0.0)
+        Merging.from_names(HELPSTEER, {"helpfulnes": 1.0}, mean=float("nan"), deviation=0.0)
     text = str(caught.value)
     assert "helpfulnes;" in text and "verbosity" in text and "mean is nan" in text and "deviation is 0" in text
     with pytest.raises(ConfigError, match="no attributes"):
-        Merging.of((), {"helpfulness": 1.0})
+        Merging.from_names((), {"helpfulness": 1.0})
     with pytest.raises(ConfigError, match="no weight other than 0"):
-        Merging.of(HELPSTEER, {"helpfulness": 0.0})
+        Merging.from_names(HELPSTEER, {"helpfulness": 0.0})

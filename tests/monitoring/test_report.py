@@ -203,9 +203,16 @@ def test_as_a_command(tmp_path, capsys):
         main([])
 
 
-@pytest.mark.parametrize("program", ["reinforce_rl.monitoring.report", "reinforce_rl.reward_model.full.report"])
-def test_help_is_help(program):
-    done = subprocess.run([sys.executable, "-m", program, "--help"], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(
+    ("module", "program"),
+    [
+        ("reinforce_rl.monitoring.report", "reinforce_rl.monitoring.report"),
+        ("reinforce_rl.reward_model.report", "reinforce_rl.reward_model.report"),
+        ("reinforce_rl.reward_model.full.report", "reinforce_rl.reward_model.report"),  # the old name
+    ],
+)
+def test_help_is_help(module, program):
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"usage: python -m {program} [-h] RUN_DIR" in done.stdout
 

@@ -12,8 +12,7 @@ from helpers.models import tiny_llama_folder
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
-from reinforce_rl.reward_model.batching import Batching, pack, share, unpack
-from reinforce_rl.reward_model.scorer import MegatronRewardModel, load_trunk
+from reinforce_rl.reward_model.scorer import Batching, MegatronRewardModel, load_trunk, pack, share, unpack
 
 CUTS = [Batching(1), Batching(5), Batching(64), Batching(8, 100), Batching(8, 100, 16), Batching(3, None, 7)]
 

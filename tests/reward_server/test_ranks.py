@@ -21,9 +21,7 @@ from helpers.ranks import run_ranks
 
 from reinforce_rl.errors import RankLostError, RewardServerError
 from reinforce_rl.megatron.model.reward_head import POOLINGS, RewardHead
-from reinforce_rl.reward_model.batching import Batching, MicroBatch
-from reinforce_rl.reward_model.merging import Merging
-from reinforce_rl.reward_model.scorer import load_reward_model
+from reinforce_rl.reward_model.scorer import Batching, Merging, MicroBatch, load_reward_model
 from reinforce_rl.reward_server import ranks
 from reinforce_rl.reward_server.rank_links import Listener, Member, connect
 from reinforce_rl.reward_server.ranks import DistributedScorer, follow
@@ -41,7 +39,7 @@ class SumModel:
     def __init__(self, me: Member, only: int = -1, columns: int = 0):
         self._me, self._only, self._columns = me, only, max(columns, 1)
         self.attributes = tuple(f"a{column}" for column in range(columns))
-        self.merging = Merging.of(self.attributes, None)
+        self.merging = Merging.from_names(self.attributes, None)
         self.seen: list[list[int]] = []
         self.hang = threading.Event()
 

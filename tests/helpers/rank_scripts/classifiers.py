@@ -12,8 +12,7 @@ import torch
 from helpers.classifiers import sequences_to_score
 
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.reward_model.batching import Batching
-from reinforce_rl.reward_model.scorer import load_reward_model
+from reinforce_rl.reward_model.scorer import Batching, load_reward_model
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from helpers.trainable import (
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.checkpoint.checkpointer import Checkpoint, Checkpointer
 from reinforce_rl.megatron.optimizer import build_optimizer
-from reinforce_rl.reward_model.trainable import load_trainable
+from reinforce_rl.reward_model.train_full import load_trainable
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/trainable.py"
 ON_TWO_RANKS = ["TP2 SP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("PP2", "CP2", "DP2"))]

@@ -1,9 +1,7 @@
 """Bradley-Terry training of a linear reward head on pooled features of a frozen trunk.
 
-The loss of P pairs is the mean of -log sigmoid(s_chosen - s_rejected), plus l2 / 2 * |w|^2. It is convex and the whole
-of it is in memory, so it is minimised to the end, in float64, and the result depends on neither seed nor batch order.
-
-Left out on purpose: training the trunk, a margin, more than two answers a prompt, calibration.
+The loss of P pairs is the mean of -log sigmoid(s_chosen - s_rejected), plus l2 / 2 * |w|^2. It is convex and the data
+are in memory, so it is minimised to the end, in float64, and the result depends on neither seed nor batch order.
 
 Notation: P pairs, h hidden.
 """
@@ -20,46 +18,14 @@ from torch import Tensor
 
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.megatron.model.reward_head import RewardHead
-from reinforce_rl.reward_model.evaluation import Accuracy, pair_accuracy
-from reinforce_rl.reward_model.pairs import prompt_position
-
-DEFAULT_L2_GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
-DEFAULT_FOLDS = 5
-
-
-@dataclass(frozen=True)
-class PairFeatures:
-    """Pooled features of P pairs.
-
-    Attributes:
-        chosen, rejected: [P, h].
-        keys: the prompt key of each pair; pairs of one prompt stay together in every split.
-    """
-
-    chosen: Tensor
-    rejected: Tensor
-    keys: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if self.chosen.shape != self.rejected.shape or len(self.keys) != len(self.chosen):
-            raise ConfigError(
-                [
-                    f"chosen {tuple(self.chosen.shape)}, rejected {tuple(self.rejected.shape)} and "
-                    f"{len(self.keys)} keys do not belong together; expected [P, h] twice and P keys"
-                ]
-            )
-        if not (self.chosen.isfinite().all() and self.rejected.isfinite().all()):
-            raise DataError("the trunk gave features that are not finite; are its weights damaged?")
+from reinforce_rl.reward_model.data import prompt_position
+from reinforce_rl.reward_model.head import PairFeatures
+from reinforce_rl.reward_model.objectives import Accuracy, pair_accuracy
 
 
 @dataclass(frozen=True)
 class FoldScore:
-    """Cross-validation of one L2 strength.
-
-    Attributes:
-        loss: mean loss of a pair, in nats; log 2 is a guess.
-        accuracy: share of pairs that are ordered rightly.
-    """
+    """Cross-validation of one L2 strength: a pair's mean loss in nats, and the share of pairs ordered rightly."""
 
     loss: float
     accuracy: float
@@ -67,7 +33,7 @@ class FoldScore:
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """What training gives.
+    """A trained head and how it came about.
 
     Attributes:
         head: standardised: its scores over the training answers have mean 0 and standard deviation 1.
@@ -140,12 +106,12 @@ def cross_validate(
     Args:
         features: P pairs, fitted on and measured.
         l2_grid: strengths.
-        folds: into how many parts the prompts are dealt, by the seed.
-        seed: see above.
+        folds: number of parts the prompts are dealt into.
+        seed: deals them.
         extra: pairs that are fitted on and not measured.
 
     Raises:
-        DataError: too few prompts for so many folds.
+        DataError: a fold would have no prompt.
     """
     fold_of, extra_fold_of = (
         torch.tensor(
@@ -158,7 +124,7 @@ def cross_validate(
             f"{len(set(features.keys))} prompts are too few for {folds} folds of cross-validation; "
             "use more pairs, or give one L2 strength"
         )
-    scaled = _ScaledDifferences.of(features, extra)
+    scaled = _ScaledDifferences.from_features(features, extra)
     result = {}
     for l2 in l2_grid:
         loss = hits = 0.0
@@ -176,8 +142,8 @@ def train_head(
     features: PairFeatures,
     pooling: str,
     *,
-    l2_grid: Sequence[float] = DEFAULT_L2_GRID,
-    folds: int = DEFAULT_FOLDS,
+    l2_grid: Sequence[float],
+    folds: int,
     seed: int = 0,
     extra: PairFeatures | None = None,
     cross_validate_always: bool = False,
@@ -202,7 +168,7 @@ def train_head(
     needed = len(l2_grid) > 1 or cross_validate_always
     validation = cross_validate(features, l2_grid, folds=folds, seed=seed, extra=extra) if needed else {}
     l2 = min(validation, key=lambda strength: validation[strength].loss) if validation else l2_grid[0]
-    scaled = _ScaledDifferences.of(features, extra)
+    scaled = _ScaledDifferences.from_features(features, extra)
     w = fit_direction(torch.cat((scaled.pairs, scaled.extra)), l2) / scaled.size
     raw = torch.cat((features.chosen, features.rejected)).double() @ w
     mean, std = float(raw.mean()), float(raw.std())
@@ -221,7 +187,7 @@ class _ScaledDifferences:
     size: float
 
     @classmethod
-    def of(cls, features: PairFeatures, extra: PairFeatures | None) -> _ScaledDifferences:
+    def from_features(cls, features: PairFeatures, extra: PairFeatures | None) -> _ScaledDifferences:
         pairs = features.chosen.double() - features.rejected.double()
         more = pairs[:0] if extra is None else extra.chosen.double() - extra.rejected.double()
         size = float(pairs.square().sum(1).mean().sqrt())

@@ -22,9 +22,9 @@ from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.monitoring.jsonl import read_metrics
 from reinforce_rl.reward_model.config import DataConfig, ModelConfig, TrainRewardModelConfig
-from reinforce_rl.reward_model.full.job import read_data
-from reinforce_rl.reward_model.full.report import EVALUATION_FILE, read_best, write_full_report
+from reinforce_rl.reward_model.data import load_examples
 from reinforce_rl.reward_model.objectives import Objective, Ranking, Regression
+from reinforce_rl.reward_model.report import EVALUATION_FILE, read_best, write_report
 from reinforce_rl.reward_model.scorer import load_reward_model
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def held_out_groups(overrides: list[str]) -> tuple[list[Any], list[tuple[int, ..
     """The held-out examples of a run, and their sequences."""
     cfg = tiny_config(*overrides)
     objective: Objective[Any] = Ranking() if cfg.full.objective == "ranking" else Regression(cfg.full.attributes)
-    examples = read_data(cfg, load_tokenizer(cfg.model.restore_from_path)).held_out
+    examples = load_examples(cfg, load_tokenizer(cfg.model.restore_from_path)).held_out
     return examples, [s for example in examples for s in objective.sequences_of(example)]
 
 
@@ -103,9 +103,9 @@ def test_report_and_card(ranked):
     card = (ranked / "out/model/README.md").read_text()
     assert f"reward_model.mean={best.evaluation.metrics['score_mean']:.4f}" in card
     (ranked / "out" / EVALUATION_FILE).rename(ranked / "kept.json")
-    assert "No evaluation has been made" in write_full_report(ranked / "out").read_text()
+    assert "No evaluation has been made" in write_report(ranked / "out").read_text()
     (ranked / "kept.json").rename(ranked / "out" / EVALUATION_FILE)
-    write_full_report(ranked / "out")
+    write_report(ranked / "out")
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):

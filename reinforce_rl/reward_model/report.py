@@ -1,6 +1,6 @@
-"""`report.html` of the training of a reward model: one page without scripts, made from the run's folder.
+"""What the training of all weights shows and writes: display, `metrics.jsonl`, and `report.html` from these files.
 
-`python -m reinforce_rl.reward_model.full.report FOLDER` writes it, also while the run goes on.
+`python -m reinforce_rl.reward_model.report FOLDER` writes the page, also while the run goes on.
 """
 
 from __future__ import annotations
@@ -10,20 +10,37 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment
 from markupsafe import Markup
 
 from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.base import Loggers
 from reinforce_rl.monitoring.charts import Series, legend, line_chart
-from reinforce_rl.monitoring.jsonl import read_metrics
+from reinforce_rl.monitoring.jsonl import JsonlLogger, read_metrics
+from reinforce_rl.monitoring.progress import Shown, TrainingProgress
 from reinforce_rl.monitoring.report import main
 from reinforce_rl.monitoring.report_template import STYLE
-from reinforce_rl.reward_model.full.training import Best, best_of
+from reinforce_rl.monitoring.rollouts import RolloutWriter
+from reinforce_rl.monitoring.run import RunMonitor
+from reinforce_rl.reward_model.objectives import Best, Evaluation
 from reinforce_rl.utils.files import write_atomically
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from reinforce_rl.megatron.optimizer import OptimizerUpdate
+
 EVALUATION_FILE = "evaluation.json"
+
+SHOWN: tuple[Shown, ...] = (
+    ("loss", "loss", "loss", "{:.4f}"),
+    ("accuracy", "accuracy", "accuracy", "{:.3f}"),
+    ("calibration_error", "calibration error", "ECE", "{:.3f}"),
+    ("grad_norm", "gradient norm", "grad", "{:.3g}"),
+    ("lr", "learning rate", "lr", "{:.2e}"),
+)
 
 PAGE = """\
 <!DOCTYPE html>
@@ -79,7 +96,56 @@ of the difference of their scores; and how often it is. A calibrated model has b
 """
 
 
-def write_full_report(folder: str | Path) -> Path:
+class RewardModelMonitor(RunMonitor):
+    """The terminal and `metrics.jsonl`, on the first rank; nothing on the others.
+
+    Args:
+        folder: of the run.
+        total_steps: of the whole run.
+        start_step: of the checkpoint that it resumes from; 0 for none.
+        enabled: False on every rank but the first.
+        regression: there are no pairs, so no accuracy.
+        console: where to; None is standard output.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        total_steps: int,
+        start_step: int,
+        *,
+        enabled: bool,
+        regression: bool = False,
+        console: Console | None = None,
+    ):
+        of_pairs = ("accuracy", "calibration_error")
+        progress = TrainingProgress(
+            total_steps,
+            start_step,
+            enabled,
+            console,
+            title="reward model",
+            shown=[one for one in SHOWN if not (regression and one[0] in of_pairs)],
+            phases=("train_time",),
+        )
+        metrics = [JsonlLogger(Path(folder) / "metrics.jsonl", resume_step=start_step)] if enabled else []
+        super().__init__(folder, Loggers(metrics), RolloutWriter(folder), progress)
+
+    def log_update(self, step: int, metrics: dict[str, float], update: OptimizerUpdate, seconds: float) -> None:
+        """A training step; stored by `commit`."""
+        values = {**metrics, "grad_norm": update.grad_norm, "lr": update.lr, "skipped_step": float(update.skipped)}
+        self._metrics.log_metrics(values, step, "train/")
+        self._metrics.log_metrics({"train_time": seconds}, step, "timers/")
+        self._progress.update(step, values, {"train_time": seconds, "step_time": seconds})
+
+    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """An evaluation after `step`; stored by `commit`."""
+        values = {"loss": evaluation.loss, **evaluation.metrics}
+        self._metrics.log_metrics(values, step, "val/")
+        self._progress.validation(step, values)
+
+
+def write_report(folder: str | Path) -> Path:
     """Write the page from `metrics.jsonl`, `evaluation.json` and `config.yaml`; the last two may be missing.
 
     Raises:
@@ -118,7 +184,7 @@ def read_best(path: Path) -> Best | None:
     if not path.is_file():
         return None
     try:
-        return best_of(json.loads(path.read_text(encoding="utf-8")))
+        return Best.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no evaluation ({error!r}); remove it, or start the run again") from error
 
@@ -171,4 +237,4 @@ def charts(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Series]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], "reinforce_rl.reward_model.full.report", write_full_report))
+    sys.exit(main(sys.argv[1:], "reinforce_rl.reward_model.report", write_report))

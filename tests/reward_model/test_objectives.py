@@ -9,11 +9,18 @@ import random
 import pytest
 import torch
 
-from reinforce_rl.reward_model.evaluation import attribute_fit, calibration, correlation, ranks
-from reinforce_rl.reward_model.losses import bradley_terry, squared_error
-from reinforce_rl.reward_model.objectives import Ranking, Regression
-from reinforce_rl.reward_model.pairs import EncodedPair
-from reinforce_rl.reward_model.ratings import EncodedRating
+from reinforce_rl.reward_model.data import EncodedPair, EncodedRating
+from reinforce_rl.reward_model.objectives import (
+    Ranking,
+    Regression,
+    attribute_fit,
+    bradley_terry,
+    calibration,
+    correlation,
+    pair_accuracy,
+    ranks,
+    squared_error,
+)
 
 NAN = math.nan
 
@@ -42,31 +49,37 @@ def test_missing_targets_give_neither_loss_nor_gradient():
     assert gradient.tolist() == [[1.0, 0.0], [0.0, -6.0]]
 
 
+def test_accuracy_counts_ties_half():
+    accuracy = pair_accuracy(torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.tensor([0.0, 2.0, 1.0, 1.0]))
+    assert accuracy.value == pytest.approx(0.625)
+    assert accuracy.standard_error == pytest.approx(math.sqrt(0.171875 / 4))
+
+
 def test_calibration_bin_by_bin():
     generator = random.Random(0)
     pairs = [(generator.gauss(0, 2), generator.gauss(0, 2)) for _ in range(400)] + [(1.0, 1.0)] * 5
-    found = calibration(*(torch.tensor(side) for side in zip(*pairs, strict=True)), num_bins=7)
+    found_error, bins = calibration(*(torch.tensor(side) for side in zip(*pairs, strict=True)), num_bins=7)
     buckets: dict[int, list[tuple[float, float]]] = {}
     for chosen, rejected in pairs:
         confidence = 1 / (1 + math.exp(-abs(chosen - rejected)))
         right = 1.0 if chosen > rejected else 0.0 if chosen < rejected else 0.5
         buckets.setdefault(min(int((confidence - 0.5) / 0.5 * 7), 6), []).append((confidence, right))
-    assert [one.count for one in found.bins] == [len(buckets[i]) for i in sorted(buckets)]
+    assert [one.count for one in bins] == [len(buckets[i]) for i in sorted(buckets)]
     error = 0.0
-    for i, one in zip(sorted(buckets), found.bins, strict=True):
+    for i, one in zip(sorted(buckets), bins, strict=True):
         predicted, observed = (sum(values) / len(values) for values in zip(*buckets[i], strict=True))
         assert (one.predicted, one.observed) == pytest.approx((predicted, observed))
         assert one.low <= one.predicted <= one.high and one.high - one.low == pytest.approx(0.5 / 7)
         error += len(buckets[i]) / len(pairs) * abs(predicted - observed)
-    assert found.error == pytest.approx(error)
+    assert found_error == pytest.approx(error)
 
 
 def test_a_calibrated_model_has_little_calibration_error():
     margins = 2 * doubles(20_000, 3)
     chosen_first = torch.rand(20_000, generator=torch.Generator().manual_seed(4)) < torch.sigmoid(margins)
     chosen, rejected = torch.where(chosen_first, margins, 0), torch.where(chosen_first, 0, margins)
-    assert calibration(chosen, rejected).error < 0.01
-    assert calibration(3 * chosen, 3 * rejected).error > 0.05  # overconfident
+    assert calibration(chosen, rejected)[0] < 0.01
+    assert calibration(3 * chosen, 3 * rejected)[0] > 0.05  # overconfident
 
 
 def test_ranks_share_ties():
@@ -85,12 +98,11 @@ def test_correlations():
     # Without ties Spearman's is 1 - 6 sum d^2 / (n (n^2 - 1)).
     differences = sum((a - b) ** 2 for a, b in zip(ranks(x).tolist(), ranks(y).tolist(), strict=True))
     fit = attribute_fit(torch.cat((x, torch.ones(2))), torch.cat((y, torch.tensor([NAN, NAN]))))
-    assert fit.spearman == pytest.approx(1 - 6 * differences / (40 * (40**2 - 1)))
-    assert fit.pearson == pytest.approx(covariance / spread)
-    assert fit.mse == pytest.approx(sum((a - b) ** 2 for a, b in pairs) / 40)
-    assert fit.count == 40
-    assert math.isnan(attribute_fit(torch.ones(3), torch.arange(3.0)).pearson)
-    assert math.isnan(attribute_fit(torch.ones(3), torch.full((3,), NAN)).mse)
+    assert fit["spearman"] == pytest.approx(1 - 6 * differences / (40 * (40**2 - 1)))
+    assert fit["pearson"] == pytest.approx(covariance / spread)
+    assert fit["mse"] == pytest.approx(sum((a - b) ** 2 for a, b in pairs) / 40)
+    assert math.isnan(attribute_fit(torch.ones(3), torch.arange(3.0))["pearson"])
+    assert math.isnan(attribute_fit(torch.ones(3), torch.full((3,), NAN))["mse"])
 
 
 def test_the_objectives_agree_with_their_parts():

@@ -1,0 +1,370 @@
+"""Training all weights of a reward model, on any layout of ranks: the model, and `fit` on one screen.
+
+The loss of a batch is a mean over the whole of it, however ranks and micro-batches divide it. A held-out part is
+evaluated now and then; the model is exported whenever its loss there is the lowest so far, and the run ends early
+where it has not fallen for long enough.
+
+Notation: E examples of G sequences each, S tokens, K scores of a sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.actor.micro_batches import micro_batches
+from reinforce_rl.data.sampler import PromptSampler, shard
+from reinforce_rl.errors import CheckpointError, ConfigError, DataError
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.model.reward_head import POOLING_KEY, RewardHead, counted_lengths, head_scores
+from reinforce_rl.megatron.model.transformer_config import DEFAULT_OPTIONS, ModelOptions
+from reinforce_rl.megatron.optimizer import DEFAULT_DATA_PARALLEL, DataParallelSettings, wrap_data_parallel
+from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
+from reinforce_rl.megatron.weights.hf_weights import HFFolder, export_hf_folder, load_hf_weights
+from reinforce_rl.megatron.weights.weight_map import SCORE_LAYER
+from reinforce_rl.reward_model.objectives import Best, Evaluation, Objective
+
+if TYPE_CHECKING:
+    from reinforce_rl.megatron.checkpoint.checkpointer import Checkpoint, Checkpointer
+    from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerUpdate
+    from reinforce_rl.reward_model.config import FullConfig
+    from reinforce_rl.reward_model.report import RewardModelMonitor
+
+T = TypeVar("T")
+Example = TypeVar("Example")
+Group = Sequence[Sequence[int]]
+"""The G sequences of one example."""
+
+STATE_VERSION = 1
+SCORE_NAME = "reward"  # of the only score, in an exported folder
+_NOTHING: Group = [[0]]  # a rank with nothing to train on still runs one pass, or the others would wait for it
+
+
+class FullTrainer(Generic[Example]):
+    """Coordinates passes, optimizer steps, evaluations and checkpoints. Every rank runs the same code.
+
+    Args:
+        model: trained.
+        optimizer: applies the gradient.
+        objective: ranking or regression.
+        train, held_out: all examples, the same on every rank.
+        sampler: the order of the training examples; its batches are global.
+        checkpointer: saves and restores.
+        monitor: shows the run and writes its metrics.
+        export: writes the model, for the best evaluation so far; a collective call.
+        total_steps: at most.
+        settings: interval of evaluations and patience.
+    """
+
+    def __init__(
+        self,
+        model: TrainableRewardModel,
+        optimizer: ActorOptimizer,
+        objective: Objective[Example],
+        train: Sequence[Example],
+        held_out: Sequence[Example],
+        sampler: PromptSampler,
+        checkpointer: Checkpointer,
+        monitor: RewardModelMonitor,
+        export: Callable[[Best], None],
+        total_steps: int,
+        settings: FullConfig,
+    ):
+        self._model, self._optimizer, self._objective = model, optimizer, objective
+        self._train, self._held_out, self._sampler = train, held_out, sampler
+        self._checkpointer, self._monitor, self._export = checkpointer, monitor, export
+        self._total_steps, self._settings = total_steps, settings
+        self.step = 0
+        self.best: Best | None = None
+        self._evaluations_since_best = 0
+        self._data_digest = data_digest(objective.names, train, held_out)
+
+    def fit(self) -> None:
+        """Train until the last step, or until patience runs out."""
+        if self.step == 0:
+            self._monitor.log_evaluation(0, self._evaluate())  # where it began; nothing to keep
+            self._monitor.commit(0)
+        while self.step < self._total_steps and not self.stopped_early:
+            start = time.monotonic()
+            self._monitor.phase("train")
+            metrics, update = self._train_step([self._train[i] for i in next(self._sampler)])
+            self.step += 1
+            self._monitor.log_update(self.step, metrics, update, time.monotonic() - start)
+            if self.step == self._total_steps or self.step % self._settings.val_check_interval == 0:
+                self._monitor.phase("evaluate")
+                self._keep_if_best(self._evaluate())
+                self._monitor.commit(self.step)
+                self._monitor.phase("checkpoint")
+                keep = [] if self.best is None else [self.best.step]
+                self._checkpointer.save(self.step, self.state_dict(), keep)
+            else:
+                self._monitor.commit(self.step)
+
+    @property
+    def stopped_early(self) -> bool:
+        """True once `patience` evaluations in a row did not find a lower loss."""
+        patience = self._settings.patience
+        return patience is not None and self._evaluations_since_best >= patience
+
+    def _train_step(self, batch: list[Example]) -> tuple[dict[str, float], OptimizerUpdate]:
+        mesh, objective = self._model.mesh, self._objective
+        mine = shard(batch, mesh.dp_rank, mesh.dp_size)
+        count = max(objective.count(batch), 1)
+
+        def loss_of(scores: Tensor, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
+            total, sums = objective.loss(scores, [mine[i] for i in rows])
+            return total / count, {**sums, "loss": total.item()}
+
+        sums = self._model.accumulate([objective.sequences_of(example) for example in mine], loss_of)
+        update = self._optimizer.step()
+        every = [one for part in mesh.gather_over_dp(sums) for one in part]
+        return {name: sum(one[name] for one in every) / count for name in every[0]}, update
+
+    def _evaluate(self) -> Evaluation:
+        mesh = self._model.mesh
+        mine = shard(self._held_out, mesh.dp_rank, mesh.dp_size)
+        scores = self._model.scores([self._objective.sequences_of(example) for example in mine])
+        every = torch.cat([part for part in mesh.gather_over_dp(scores) if len(part)])
+        if not every.isfinite().all():
+            raise DataError(
+                f"the model's scores of held-out data are not finite after step {self.step}; lower model.optim.lr"
+            )
+        return self._objective.evaluate(every, self._held_out)
+
+    def _keep_if_best(self, evaluation: Evaluation) -> None:
+        self._monitor.log_evaluation(self.step, evaluation)
+        if self.best is not None and evaluation.loss >= self.best.evaluation.loss:
+            self._evaluations_since_best += 1
+            return
+        self.best, self._evaluations_since_best = Best(self.step, evaluation), 0
+        self._monitor.phase("export")
+        self._export(self.best)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "version": STATE_VERSION,
+            "step": self.step,
+            "sampler": self._sampler.state_dict(),
+            "best": None if self.best is None else dataclasses.asdict(self.best),
+            "evaluations_since_best": self._evaluations_since_best,
+            "data": self._data_digest,
+        }
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Resume from a checkpoint of this run; a collective call.
+
+        Raises:
+            CheckpointError: it is of other data or another program, or damaged.
+        """
+        state = checkpoint.trainer_state
+        if state.get("version") != STATE_VERSION or "evaluations_since_best" not in state:
+            raise CheckpointError(f"{checkpoint.folder} is no checkpoint of this program; choose another output_dir")
+        if state["data"] != self._data_digest:
+            raise CheckpointError(
+                f"{checkpoint.folder} was made with other data (files, lengths, split or attributes); set them back, "
+                "or start a new run with another output_dir"
+            )
+        self._sampler.load_state_dict(state["sampler"])
+        self._checkpointer.restore(checkpoint)
+        self.step, self._evaluations_since_best = state["step"], state["evaluations_since_best"]
+        if state["best"] is not None:
+            self.best = Best.from_dict(state["best"])
+
+
+def data_digest(names: Sequence[str], train: Sequence[object], held_out: Sequence[object]) -> str:
+    """sha256 (hex) over the data that a run learns from and is measured on."""
+    digest = hashlib.sha256(json.dumps(names).encode())
+    for example in (*train, None, *held_out):
+        digest.update(repr(example).encode())
+    return digest.hexdigest()
+
+
+class TrainableRewardModel:
+    """A trunk and a linear head without bias, as transformers' classifiers have it.
+
+    Args:
+        lm: a classifier, weights loaded.
+        pooling: of `POOLINGS`.
+        pad_id: with pooling `last`, trailing tokens of this id do not count; see `counted_lengths`.
+        micro_batch_size: sequences in one pass; an example's sequences are always in one.
+        data_parallel: how data-parallel ranks share their work.
+    """
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        *,
+        pooling: str = "last",
+        pad_id: int | None = None,
+        micro_batch_size: int = 8,
+        data_parallel: DataParallelSettings = DEFAULT_DATA_PARALLEL,
+    ):
+        self.lm = lm
+        self.ddp = wrap_data_parallel(lm, data_parallel)
+        self._pooling = pooling
+        self._pad_id = pad_id if pooling == "last" else None
+        self._micro_batch_size = micro_batch_size
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.lm.mesh
+
+    def accumulate(self, groups: Sequence[Group], loss_of: Callable[[Tensor, list[int]], tuple[Tensor, T]]) -> list[T]:
+        """Accumulate the gradient of a loss into the gradient buffers, which are zeroed first; a collective call.
+
+        Args:
+            groups: this data-parallel rank's examples; there may be none.
+            loss_of: of scores [E', G, K] and the indices of the E' examples of a micro-batch, their share of the
+                global loss, with gradient, and whatever is wanted besides.
+
+        Returns:
+            what `loss_of` gave besides.
+        """
+
+        def loss(hidden: Tensor, part: tuple[list[int], list[Group]]) -> tuple[Tensor, list[T]]:
+            rows, scores = part[0], self._score(hidden, part[1])
+            if not rows:
+                return 0.0 * scores.sum(), []
+            share, result = loss_of(scores, rows)
+            return share, [result]
+
+        self.lm.train()
+        found = accumulate_gradients(
+            self.ddp,
+            self._micro_batches(groups) or [([], [_NOTHING])],
+            lambda model, part: self._hidden(model, part[1]),
+            loss,
+            lambda part: self._stage_shape(part[1]),
+        )
+        return [result for results in self.mesh.from_last_stage(found) for result in results]
+
+    def scores(self, groups: Sequence[Group]) -> Tensor:
+        """float32 [E, G, K] on the CPU of every rank of the block, without gradient; a collective call."""
+        if not groups:
+            return torch.zeros((0, 1, 1))
+        parts = self._micro_batches(groups)
+        self.lm.eval()
+        found = forward_passes(
+            self.lm,
+            [part for _, part in parts],
+            self._hidden,
+            lambda hidden, part: self._score(hidden, part).float().cpu(),
+            self._stage_shape,
+        )
+        found = self.mesh.from_last_stage(found)
+        out = torch.zeros((len(groups), *found[0].shape[1:]))
+        for (rows, _), scores in zip(parts, found, strict=True):
+            out[rows] = scores
+        return out
+
+    def export(self, source: str | Path, out: str | Path, names: Sequence[str], pad_id: int | None) -> Path:
+        """Write it as a Hugging Face `...ForSequenceClassification` folder; a collective call.
+
+        Args:
+            source: the folder that the run began with.
+            out: the folder to write; replaced where it exists.
+            names: of the K scores; none where there is a single one.
+            pad_id: the tokenizer's padding token, which transformers asks for to tell padding from text.
+        """
+        values = classifier_config(self.lm.architecture, names or (SCORE_NAME,), self._pooling, pad_id)
+        return export_hf_folder(self.lm, source, out, config_values=values)
+
+    def _micro_batches(self, groups: Sequence[Group]) -> list[tuple[list[int], list[Group]]]:
+        """Indices and examples of each pass."""
+        if not groups:
+            return []
+        lengths = torch.tensor([max(map(len, group)) for group in groups])
+        cuts = micro_batches(lengths, max(self._micro_batch_size // len(groups[0]), 1))
+        return [(rows.tolist(), [groups[i] for i in rows.tolist()]) for rows in cuts]
+
+    def _hidden(self, model: torch.nn.Module, groups: Sequence[Group]) -> Tensor:
+        return model(self._tokens(groups)[0])
+
+    def _stage_shape(self, groups: Sequence[Group]) -> tuple[int, int, int]:
+        lengths = [len(sequence) for group in groups for sequence in group]
+        return self.lm.stage_shape(len(lengths), max(lengths))
+
+    def _score(self, hidden: Tensor, groups: Sequence[Group]) -> Tensor:
+        """[E, G, K], on the last stage."""
+        tokens, lengths = self._tokens(groups)
+        counted = counted_lengths(tokens, lengths, self._pad_id)
+        scores = head_scores(hidden, self.lm, self.lm.score.weight, counted, tokens.shape[1], self._pooling)
+        return scores.view(len(groups), len(groups[0]), -1)
+
+    def _tokens(self, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
+        """int64 [E G, S], right-padded, and lengths int64 [E G]."""
+        sequences = [torch.tensor(sequence) for group in groups for sequence in group]
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        tokens = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        return tokens.to(self.mesh.device), lengths.to(self.mesh.device)
+
+
+def load_trainable(
+    folder: str | Path,
+    mesh: Mesh,
+    names: Sequence[str],
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    options: ModelOptions = DEFAULT_OPTIONS,
+) -> CausalLM:
+    """A classifier with the weights of a Hugging Face folder; a language model gets a new head.
+
+    Args:
+        folder: a language model, or a classifier with the same scores.
+        mesh: this rank's place.
+        names: of the scores; none for a single one.
+        seed: of a new head's weights, normal with variance 1 / (hidden size + 1) (arXiv:2203.02155's choice).
+        dtype: of the parameters.
+        options: how it computes.
+
+    Raises:
+        ConfigError: the folder's head has other scores, or the model is not supported.
+        CheckpointError: the folder cannot be read.
+    """
+    architecture, weights = Architecture.from_folder(folder), HFFolder(folder)
+    if SCORE_LAYER in weights:
+        found = RewardHead.of_classifier(weights).attributes
+        if found != tuple(names):
+            raise ConfigError(
+                [
+                    f"the head of {folder} scores {', '.join(found) or 'one reward'}; this run trains "
+                    f"{', '.join(names) or 'one reward'}. Set full.objective and full.attributes to it, or begin with "
+                    "a language model's folder"
+                ]
+            )
+    lm = CausalLM(architecture.as_classifier(max(len(names), 1)), mesh, dtype, options)
+    if mesh.is_last_stage:
+        generator = torch.Generator().manual_seed(seed)
+        start = torch.randn(lm.score.weight.shape, generator=generator) / (architecture.hidden_size + 1) ** 0.5
+        with torch.no_grad():
+            lm.score.weight.copy_(start)
+    load_hf_weights(lm, weights)
+    return lm
+
+
+def classifier_config(
+    architecture: Architecture, names: Sequence[str], pooling: str, pad_id: int | None
+) -> dict[str, Any]:
+    """What config.json of a classifier has besides the trunk's."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    return {
+        "architectures": [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[architecture.raw["model_type"]]],
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+        "problem_type": "regression",
+        "pad_token_id": pad_id,
+        POOLING_KEY: pooling,
+    }

@@ -1,0 +1,110 @@
+"""Training a reward head on made features."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.reward_model.config import HeadConfig
+from reinforce_rl.reward_model.head import PairFeatures
+from reinforce_rl.reward_model.train_head import cross_validate, fit_direction, head_accuracy, scores, train_head
+
+train = partial(train_head, l2_grid=HeadConfig().l2, folds=HeadConfig().folds)
+
+
+def made_features(pairs: int, width: int = 16, noise: float = 0.5, seed: int = 0) -> tuple[PairFeatures, torch.Tensor]:
+    """Pairs whose preference follows from a known direction, and that direction."""
+    generator = torch.Generator().manual_seed(seed)
+    direction = torch.randn(width, generator=generator, dtype=torch.float64)
+    direction /= direction.norm()
+    first, second = (torch.randn(pairs, width, generator=generator, dtype=torch.float64) + 5 for _ in range(2))
+    margin = (first - second) @ direction + noise * torch.randn(pairs, generator=generator, dtype=torch.float64)
+    better = (margin > 0)[:, None]
+    chosen, rejected = torch.where(better, first, second), torch.where(better, second, first)
+    return PairFeatures(chosen, rejected, tuple(f"prompt {i // 2}" for i in range(pairs))), direction
+
+
+def test_a_known_direction_is_recovered():
+    features, direction = made_features(2000)
+    trained = train(features, "mean")
+    cosine = torch.nn.functional.cosine_similarity(trained.head.weight.double(), direction, dim=0)
+    assert cosine > 0.98
+    fresh, _ = made_features(2000, seed=0)
+    assert head_accuracy(trained.head, fresh).value > 0.85
+
+
+def test_scores_over_the_training_answers_are_standardised():
+    features, _ = made_features(300)
+    trained = train(features, "last")
+    values = scores(trained.head, torch.cat((features.chosen, features.rejected)))
+    assert float(values.mean()) == pytest.approx(0, abs=1e-4)
+    assert float(values.std()) == pytest.approx(1, abs=1e-4)
+    assert trained.head.pooling == "last"
+
+
+def test_standardising_keeps_the_log_odds():
+    features, _ = made_features(300)
+    trained = train(features, "mean", l2_grid=[0.01])
+    difference = (features.chosen - features.rejected).double()
+    size = difference.square().sum(1).mean().sqrt()
+    log_odds = difference @ (fit_direction(difference / size, 0.01) / size)
+    ours = (scores(trained.head, features.chosen) - scores(trained.head, features.rejected)) * trained.raw_std
+    torch.testing.assert_close(ours, log_odds, atol=1e-4, rtol=1e-4)
+
+
+def test_the_minimum_is_a_minimum():
+    features, _ = made_features(100)
+    differences = (features.chosen - features.rejected).double()
+    w = fit_direction(differences, 0.1).requires_grad_()
+    loss = torch.nn.functional.softplus(-(differences @ w)).mean() + 0.05 * w.dot(w)
+    (gradient,) = torch.autograd.grad(loss, w)
+    assert gradient.abs().max() < 1e-6
+
+
+def test_training_is_deterministic_and_blind_to_the_order_of_pairs():
+    features, _ = made_features(200)
+    turned = PairFeatures(features.chosen.flip(0), features.rejected.flip(0), features.keys[::-1])
+    first, again, other = (train(part, "mean") for part in (features, features, turned))
+    assert torch.equal(first.head.weight, again.head.weight)
+    torch.testing.assert_close(first.head.weight, other.head.weight, atol=1e-5, rtol=1e-4)
+
+
+def test_noise_gets_more_regularisation_than_signal():
+    signal, _ = made_features(120, noise=0.01)
+    generator = torch.Generator().manual_seed(1)
+    noise = PairFeatures(*(torch.randn(120, 16, generator=generator) for _ in range(2)), signal.keys)
+    assert train(noise, "mean").l2 > train(signal, "mean").l2
+    assert train(noise, "mean").chosen_validation.loss == pytest.approx(math.log(2), abs=0.05)
+
+
+def test_extra_pairs_are_learnt_but_not_measured():
+    features, direction = made_features(400)
+    away = torch.zeros(16, dtype=torch.float64)
+    away[0] = 1  # a region that no pair shows, and that the preferred direction leans to
+    bad = features.chosen.mean(0) + 20 * (away - direction[0] * direction) + 2 * direction
+    extra = PairFeatures(features.chosen, bad.expand(400, 16), features.keys)
+    plain, taught = train(features, "mean"), train(features, "mean", extra=extra)
+    assert head_accuracy(plain.head, extra).value < 0.5
+    assert head_accuracy(taught.head, extra).value > 0.95
+    assert head_accuracy(taught.head, features).value > 0.8
+    # The extra pairs are many and of one mind against the pairs: they win the fit, and the pairs alone are measured.
+    against = PairFeatures(*(part.repeat(5, 1) for part in (features.rejected, features.chosen)), features.keys * 5)
+    assert cross_validate(features, [0.01], folds=3, seed=0, extra=against)[0.01].accuracy < 0.2
+    values = scores(taught.head, torch.cat((features.chosen, features.rejected)))
+    assert float(values.std()) == pytest.approx(1, abs=1e-4)
+
+
+def test_unusable_features_are_refused():
+    features, _ = made_features(10)
+    with pytest.raises(DataError, match="not finite"):
+        PairFeatures(features.chosen * float("nan"), features.rejected, features.keys)
+    with pytest.raises(DataError, match="same features"):
+        train(PairFeatures(features.chosen, features.chosen, features.keys), "mean", l2_grid=[0.1])
+    with pytest.raises(DataError, match="too few for 5 folds"):
+        train(PairFeatures(features.chosen[:2], features.rejected[:2], features.keys[:2]), "mean")
+    with pytest.raises(ConfigError, match="above 0"):
+        fit_direction(features.chosen, 0.0)
