@@ -29,7 +29,7 @@ from rich.table import Table  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
-from reinforce_rl.config.reading import load_config  # noqa: E402
+from reinforce_rl.config.load import load_config  # noqa: E402
 from reinforce_rl.launch.cli import compose  # noqa: E402
 from reinforce_rl.preflight.deep.machine import MACHINES  # noqa: E402
 from reinforce_rl.preflight.deep.run import job_of  # noqa: E402

@@ -36,7 +36,7 @@ def serve(cfg: DictConfig) -> None:
     # Only now: torch and megatron take seconds to import, and a wrong path or a busy port should not cost them.
     import torch
 
-    from reinforce_rl.config.reading import precision_here
+    from reinforce_rl.config.load import precision_here
     from reinforce_rl.megatron.mesh import parallel_mesh
     from reinforce_rl.reward_model.scorer import Batching, Merging, load_head, load_reward_model
     from reinforce_rl.reward_server.ranks import end_process, follow_rank_0, lead_ranks

@@ -17,7 +17,7 @@ from reinforce_rl.runtime.stop import StopRequest
 
 @with_config("train_reinforce_actor")
 def main(cfg: DictConfig) -> None:
-    from reinforce_rl.config.reading import load_config
+    from reinforce_rl.config.load import load_config
     from reinforce_rl.runtime.settings import may_start
 
     if cfg.preflight in (True, "deep"):

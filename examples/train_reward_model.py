@@ -20,7 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
 
 @with_config("train_reward_model")
 def main(cfg: DictConfig) -> None:
-    from reinforce_rl.reward_model.config import load_config
+    from reinforce_rl.config.reward_model import load_config
 
     config, command = load_config(cfg), shlex.join(["python", *sys.argv])
     if config.mode == "full":

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.loader import FixedPrompts, PromptLoader
 from reinforce_rl.data.prompts import RLHFDatasets
@@ -135,7 +134,7 @@ def build_monitor(
             wandb_cfg.project,
             wandb_cfg.name,
             folder,
-            dataclasses.asdict(cfg),
+            cfg.model_dump(),
             run_id=wandb_run_id,
             mode=wandb_cfg.mode,  # type: ignore[arg-type]
         )

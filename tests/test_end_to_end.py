@@ -35,7 +35,7 @@ from helpers.tiny_run import compose, json_lines, tiny_trainer, without_times
 from helpers.toy_server import is_alive, wait_for
 
 import reinforce_rl.run
-from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.rollouts import RolloutRow, read_rollouts, rollout_files

@@ -16,7 +16,7 @@ from helpers.tiny_run import compose
 
 from findings.language import reward
 from findings.pretraining import MAX_POSITIONS, MAX_RESPONSE, NUM_VALIDATION
-from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.rollouts import RolloutRow

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 import reinforce_rl
-from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.launch.cli import compose
 from reinforce_rl.megatron.mesh import parallel_mesh

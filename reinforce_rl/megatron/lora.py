@@ -22,7 +22,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class LoraSettings:
     seed: int = 0  # of A
 
     @classmethod
-    def of(cls, rank: int, alpha: float, target_modules: list[str], seed: int) -> LoraSettings:
+    def of(cls, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> LoraSettings:
         """With "all" for every projection."""
         named = tuple(name for name in PROJECTIONS if ALL in target_modules or name in target_modules)
         return cls(rank, alpha, named, seed)

@@ -23,7 +23,8 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from reinforce_rl.config.parallelism import Layout, layout_faults, rank_at
+from reinforce_rl.config.parallelism import Layout, rank_at
+from reinforce_rl.config.rules import layout_faults
 from reinforce_rl.errors import (
     CheckpointError,
     ConfigError,

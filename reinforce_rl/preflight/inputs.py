@@ -3,7 +3,6 @@ prompts and disk. The real start and the preflight call the same function."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from reinforce_rl.config.checks import TOO_LONG, shape_faults
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.actor_rules import shape_faults
 from reinforce_rl.config.parallelism import Layout
-from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.data.jsonl import resolve_data_prefix
 from reinforce_rl.data.prompts import RLHFDatasets
 from reinforce_rl.data.tokenizer import load_tokenizer
@@ -119,10 +118,10 @@ def layout_of(cfg: TrainConfig) -> Layout | None:
 
 def _prompts_can_be_read(cfg: TrainConfig) -> bool:
     try:
-        resolve_data_prefix(dataclasses.asdict(cfg.model.data.data_prefix))
+        resolve_data_prefix(cfg.model.data.data_prefix.model_dump())
     except ConfigError:
         return False
-    return cfg.model.max_prompt_tokens >= 1 and cfg.model.data.too_long in TOO_LONG
+    return cfg.model.max_prompt_tokens >= 1 and cfg.model.data.too_long in ("refuse", "skip")
 
 
 def _disk(cfg: TrainConfig, architecture: Architecture, datasets: RLHFDatasets) -> DiskNeed:

@@ -12,8 +12,10 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
-from reinforce_rl.config.reading import read_config
-from reinforce_rl.config.schema import DEEP, NOT_SET, RewardServerConfig, TrainConfig
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.base import DEEP, NOT_SET
+from reinforce_rl.config.load import read_config
+from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.errors import CheckpointError, ConfigError, RewardServerError
 from reinforce_rl.megatron.weights.hf_folder import HFFolder
 from reinforce_rl.megatron.weights.hf_weights import check_headers

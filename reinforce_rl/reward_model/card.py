@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import reinforce_rl
+from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import CheckpointError
-from reinforce_rl.reward_model.config import TrainRewardModelConfig
 from reinforce_rl.reward_model.head import MAX_EARLY_TOKENS, MAX_PHRASE_TOKENS
 from reinforce_rl.reward_model.objectives import Accuracy, Best
 from reinforce_rl.reward_model.train_head import TrainedHead

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from reinforce_rl.data.jsonl import LineFaults, describe_type, read_jsonl
 from reinforce_rl.data.prepare import check_encodable, messages_of_text
 from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.reward_model.template import encode_answer, encode_conversation, encode_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from reinforce_rl.reward_model.config import DataConfig, TrainRewardModelConfig
+    from reinforce_rl.config.reward_model import PairsConfig, TrainRewardModelConfig
 
 Message = dict[str, str]
 
@@ -137,6 +138,11 @@ class Examples(Generic[Encoded]):
         return describe_skipped(self.skipped, self.num_lines)
 
 
+def longest_example(cfg: TrainRewardModelConfig) -> int:
+    """`data.max_length`, or the trunk's longest sequence."""
+    return cfg.data.max_length or Architecture.from_folder(cfg.model.restore_from_path).max_positions
+
+
 def load_examples(cfg: TrainRewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[Any]:
     """Read pairs, or ratings where the run regresses on them; tokenise and split.
 
@@ -144,7 +150,7 @@ def load_examples(cfg: TrainRewardModelConfig, tokenizer: PreTrainedTokenizerBas
         ConfigError: the file cannot be read, or the tokenizer has no chat template or no end-of-sequence token.
         DataError: lines cannot be understood, or too few are left.
     """
-    data, limits = cfg.data, {"max_length": cfg.max_length, "seed": cfg.seed}
+    data, limits = cfg.data, {"max_length": longest_example(cfg), "seed": cfg.seed}
     lines: Sequence[PromptLine]
     used: list[Any]
     if cfg.mode == "full" and cfg.full.objective == "regression":
@@ -203,7 +209,7 @@ def read_ratings(path: str | Path, names: Sequence[str]) -> list[RatedAnswer]:
 def encode_pairs(
     pairs: Sequence[PreferencePair],
     tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
+    data: PairsConfig,
     *,
     max_length: int,
     seed: int = 0,
@@ -239,7 +245,7 @@ def encode_pairs(
 def encode_ratings(
     answers: Sequence[RatedAnswer],
     tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
+    data: PairsConfig,
     *,
     max_length: int,
     seed: int = 0,

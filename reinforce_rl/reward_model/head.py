@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from reinforce_rl.config.reward_model import CutsConfig
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError
 from reinforce_rl.megatron.model.reward_head import pool
-from reinforce_rl.reward_model.config import CutsConfig
 from reinforce_rl.reward_model.data import EncodedPair
 
 Trunk = Callable[[Tensor], Tensor]

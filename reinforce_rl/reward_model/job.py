@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from torch import Tensor
 
+from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.data.tokenizer import load_tokenizer, token_id
 from reinforce_rl.errors import ConfigError
@@ -43,8 +44,7 @@ from reinforce_rl.reward_model.card import (
     sha256_of_files,
     write_head,
 )
-from reinforce_rl.reward_model.config import TrainRewardModelConfig
-from reinforce_rl.reward_model.data import Examples, load_examples
+from reinforce_rl.reward_model.data import Examples, load_examples, longest_example
 from reinforce_rl.reward_model.head import (
     CUT,
     WHOLE,
@@ -125,7 +125,7 @@ def _run_head(cfg: TrainRewardModelConfig, command: str, console: Console) -> He
     )
     sequences = cut_sequences(data.used, cfg.cuts, cfg.seed)
     for item in made:
-        tokens = (data.used[item.pair].prompt + item.tokens)[: cfg.max_length]
+        tokens = (data.used[item.pair].prompt + item.tokens)[: longest_example(cfg)]
         sequences.append(CutSequence(tokens, (len(tokens),)))
     features = _features(cfg, sequences, trunk_sha256, console)
 
@@ -249,7 +249,7 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh, command: str) -> FullTrai
     steps = cfg.full.max_epochs * sampler.steps_per_epoch
     steps = steps if cfg.full.max_steps == -1 else min(steps, cfg.full.max_steps)
     checkpoint = latest_checkpoint(folder / "checkpoints") if cfg.full.resume_if_exists else None
-    settings = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg)))
+    settings = OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump()))
     if checkpoint is not None:
         refuse_changes(folder, settings)
     if mesh.is_main:

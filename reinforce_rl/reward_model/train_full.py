@@ -35,9 +35,9 @@ from reinforce_rl.megatron.weights.weight_map import SCORE_LAYER
 from reinforce_rl.reward_model.objectives import Best, Evaluation, Objective
 
 if TYPE_CHECKING:
+    from reinforce_rl.config.reward_model import FullConfig
     from reinforce_rl.megatron.checkpoint.checkpointer import Checkpoint, Checkpointer
     from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerUpdate
-    from reinforce_rl.reward_model.config import FullConfig
     from reinforce_rl.reward_model.report import RewardModelMonitor
 
 T = TypeVar("T")

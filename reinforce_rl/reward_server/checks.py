@@ -7,8 +7,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from reinforce_rl.config.checks import PRECISIONS, model_values, tensor_faults
-from reinforce_rl.config.parallelism import layout_faults
+from reinforce_rl.config.base import PRECISIONS
+from reinforce_rl.config.rules import layout_faults, model_values, tensor_faults
 
 
 def serves_function(cfg: DictConfig) -> bool:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from reinforce_rl.config.schema import RewardServerConfig, TrainConfig
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.data.tokenizer import TokenizerInfo, pad_id_of
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture

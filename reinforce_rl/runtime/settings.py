@@ -7,7 +7,6 @@ steps done by then, and the configuration from there on, in YAML. Nothing here i
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -17,8 +16,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from reinforce_rl.config.reading import required_keys
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.base import Section
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.utils.files import read_json_lines, write_atomically, write_json_lines
@@ -38,11 +37,11 @@ LENGTH = re.compile(r"trainer\.reinforce\.max_(steps|epochs)$")
 SILENT = re.compile(r"resume_with_changes$|preflight|remote_rm\.reward_model\.(ip|port|replicas|token_file)$")
 
 
-def compare(before: str, now: str, schema: type = TrainConfig) -> dict[str, str]:
+def compare(before: str, now: str, schema: type[Section] = TrainConfig) -> dict[str, str]:
     """Give both values of each key that differs between two YAML texts; a key that one lacks has its default."""
     trees: list[Any] = [OmegaConf.to_container(OmegaConf.create(text)) for text in (before, now)]
     found = {}
-    for key, default in flatten(dataclasses.asdict(schema(**required_keys(schema)))):
+    for key, default in flatten(schema().model_dump()):
         old, new = (_value(tree, key, default) for tree in trees)
         if old != new and not SILENT.match(key):
             found[key] = f"{json.dumps(old)} -> {json.dumps(new)}"
@@ -136,7 +135,7 @@ def _place(cfg: TrainConfig) -> tuple[Path, int]:
 
 
 def _text(cfg: TrainConfig) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg)))
+    return OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump()))
 
 
 def _history(folder: Path, step: int) -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import LossSettings
-from reinforce_rl.config.schema import ModelConfig, OptimConfig, ReinforceConfig, SamplingConfig, TrainConfig
+from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
+from reinforce_rl.config.model import ModelConfig, OptimConfig, SamplingConfig
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator

@@ -14,7 +14,7 @@ from reinforce_rl.algorithm.moments import RunningMoments
 from reinforce_rl.data.batches import ReinforceBatch
 
 if TYPE_CHECKING:
-    from reinforce_rl.config.schema import ReinforceConfig
+    from reinforce_rl.config.actor import ReinforceConfig
 
 
 class PastSteps:

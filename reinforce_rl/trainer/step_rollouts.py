@@ -19,7 +19,7 @@ from reinforce_rl.trainer.rollouts import PendingRollouts, RolloutMaker
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
-    from reinforce_rl.config.schema import ReinforceConfig
+    from reinforce_rl.config.actor import ReinforceConfig
     from reinforce_rl.data.loader import PromptLoader
 
 

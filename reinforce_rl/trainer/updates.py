@@ -14,7 +14,7 @@ from torch import Tensor
 from reinforce_rl.algorithm.rewards import RewardShaping
 
 if TYPE_CHECKING:
-    from reinforce_rl.config.schema import ReinforceConfig
+    from reinforce_rl.config.actor import ReinforceConfig
 
 
 def mini_batches(

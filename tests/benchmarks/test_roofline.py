@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from helpers.models import tiny_llama_folder
 from helpers.tiny_run import compose, tiny_overrides
 from omegaconf import OmegaConf
 
-from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.load import load_config
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.monitoring.jsonl import JsonlLogger
 from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
@@ -92,7 +91,7 @@ def write_run(folder: Path, *overrides: str) -> Path:
     config = load_config(compose(*tiny_overrides(folder), *overrides))
     run = folder / "run"
     run.mkdir()
-    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())))
     logger, rollouts = JsonlLogger(run / "metrics.jsonl"), RolloutWriter(run)
     for step in (1, 2, 3):
         # The first is slow, and is left out.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -19,14 +18,8 @@ from helpers.tiny_tokenizer import write_model_without_weights
 from helpers.toy_server import free_port
 from omegaconf import OmegaConf
 
-from reinforce_rl.config.reading import load_config
-from reinforce_rl.config.schema import (
-    DataConfig,
-    DataPrefixConfig,
-    ModelConfig,
-    PretrainedConfig,
-    TrainConfig,
-)
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.load import load_config
 from reinforce_rl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -415,10 +408,9 @@ def test_all_faults_are_in_one_message(folder):
 
 
 def defaults() -> dict[str, Any]:
-    required = TrainConfig(
-        PretrainedConfig(restore_from_path="???"), ModelConfig(DataConfig(DataPrefixConfig(train="???")))
-    )
-    return dataclasses.asdict(required)
+    config = TrainConfig()
+    config.pretrained_checkpoint.restore_from_path = config.model.data.data_prefix.train = "???"
+    return config.model_dump()
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -438,7 +430,7 @@ def test_the_yaml_and_the_dataclasses_have_the_same_keys_and_defaults():
 
 def test_checking_a_configuration_imports_no_heavy_library(folder):
     code = (
-        "import sys; from omegaconf import OmegaConf; from reinforce_rl.config.reading import load_config\n"
+        "import sys; from omegaconf import OmegaConf; from reinforce_rl.config.load import load_config\n"
         "load_config(OmegaConf.load(sys.argv[1])); from reinforce_rl.launch.cli import with_config\n"
         "print(*(m for m in ('torch', 'transformers', 'megatron') if m in sys.modules))"
     )

@@ -8,8 +8,8 @@ import pytest
 from helpers.tiny_run import compose
 from omegaconf import OmegaConf
 
-from reinforce_rl.config.reading import read_config
-from reinforce_rl.config.renamed_keys import _ADVICE, renamed
+from reinforce_rl.config.keys import _ADVICE, renamed
+from reinforce_rl.config.load import read_config
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.cli import compose as compose_or_explain
 

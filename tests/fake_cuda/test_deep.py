@@ -16,13 +16,12 @@ import pytest
 import torch
 from helpers.public_configs import LLAMA_3_1_8B
 from helpers.tiny_run import compose, write_prompts
-from omegaconf import OmegaConf
 
-from reinforce_rl.config.reading import build, load_config
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.load import load_config
 from reinforce_rl.megatron.model.layers import RMSNorm
 from reinforce_rl.preflight.deep import rank
-from reinforce_rl.preflight.deep.machine import MACHINES, Cost, Traffic, total
+from reinforce_rl.preflight.deep.machine import MACHINES, Cost, Hardware, Traffic, total
 from reinforce_rl.preflight.deep.rank import Case, RankRun
 from reinforce_rl.preflight.fake_cuda.machine import Machine
 from reinforce_rl.preflight.inputs import layout_of, read_inputs
@@ -48,7 +47,7 @@ def case_of(folder: Path, *overrides: str, **changes: object) -> Case:
         )
     )
     case = Case(
-        config=dataclasses.asdict(config),
+        config=config.model_dump(),
         rank=0,
         layers=2,
         in_flight=2,
@@ -114,7 +113,7 @@ def test_memory_is_as_the_plan_has_it(machine: Machine, folders: dict[int, Path]
     config = {**LLAMA_3_1_8B, "num_hidden_layers": 2, "eos_token_id": 2, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     case = case_of(folder, "trainer.devices=8")
-    cfg = build(TrainConfig, OmegaConf.create(case.config), "", [])
+    cfg = TrainConfig(**case.config)
     layout, inputs = layout_of(cfg), read_inputs(cfg)
     assert layout is not None and inputs.architecture is not None and inputs.layers is not None
     batches = plan_batches(cfg, layout, inputs.datasets)
@@ -149,7 +148,7 @@ def test_a_fault_names_phase_and_lines(machine: Machine, folders: dict[int, Path
         norm.weight = torch.nn.Parameter(torch.ones(norm.weight.shape, dtype=norm.weight.dtype))
 
     monkeypatch.setattr(RMSNorm, "__init__", on_cpu)
-    line = json.dumps(dataclasses.asdict(case_of(folders[2], *BLOCKS)))
+    line = json.dumps(dataclasses.asdict(case_of(folders[2], *BLOCKS)), default=Hardware.model_dump)
     monkeypatch.setattr(sys, "stdin", io.StringIO(line + "\n"))
     monkeypatch.setattr(rank, "install", lambda: machine)
     out = io.StringIO()

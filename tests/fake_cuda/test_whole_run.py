@@ -11,7 +11,7 @@ from helpers.rewards import FunctionReward
 from helpers.tiny_run import PROMPT_TOKENS, compose, metrics_of, odd_share, tiny_overrides
 
 from reinforce_rl import run as build
-from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.load import load_config
 from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
 

@@ -26,7 +26,7 @@ from helpers.tiny_run import (
 )
 from safetensors.torch import load_file
 
-from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP, Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, GenerationError

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
-from reinforce_rl.config.reading import load_config
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.architecture import Architecture

@@ -14,8 +14,8 @@ from helpers.rewards import FunctionReward
 from omegaconf import DictConfig
 from torch import Tensor
 
-from reinforce_rl.config.reading import load_config
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.launch.cli import CONF_FOLDER
 from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint

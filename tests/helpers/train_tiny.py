@@ -42,7 +42,7 @@ from reinforce_rl.runtime.stop import StopRequest  # noqa: E402
 
 @with_config("train_reinforce_actor")
 def main(cfg: DictConfig) -> None:
-    from reinforce_rl.config.reading import load_config
+    from reinforce_rl.config.load import load_config
     from reinforce_rl.runtime.settings import may_start
 
     config = load_config(cfg)
@@ -75,7 +75,7 @@ def die_before(suffix: str) -> None:
 
 
 def limit_collectives(seconds: float) -> None:
-    from reinforce_rl.config.schema import TrainConfig
+    from reinforce_rl.config.actor import TrainConfig
 
     TrainConfig.torch_timeout_seconds = seconds  # type: ignore[assignment, misc]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from helpers.policies import all_logits, megatron_model, transformers_logits, tr
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file
 
-from reinforce_rl.config.checks import LORA_TARGETS
+from reinforce_rl.config.model import LoraTarget
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
@@ -243,7 +244,7 @@ def test_recomputed_layers_have_the_same_gradients(folders, mesh):
 
 
 def test_names_of_the_configuration():
-    assert (*PROJECTIONS, ALL) == LORA_TARGETS
+    assert (*PROJECTIONS, ALL) == get_args(LoraTarget)
     assert LoraSettings.of(4, 2.0, ["all"], 0).targets == PROJECTIONS
     some = LoraSettings.of(4, 2.0, ["down_proj", "q_proj"], 0)
     assert (some.targets, some.scale) == (("q_proj", "down_proj"), 0.5)

@@ -36,7 +36,7 @@ from helpers.tiny_run import (
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer, wait_for
 
-from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import FINISH_STOP, Prompt
 from reinforce_rl.data.loader import PromptLoader
 from reinforce_rl.data.prompts import PromptDataset

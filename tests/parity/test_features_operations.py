@@ -33,8 +33,8 @@ from helpers.tiny_run import (
 )
 from helpers.toy_server import free_port
 
-from reinforce_rl.config.reading import load_config
-from reinforce_rl.config.schema import ReinforceConfig
+from reinforce_rl.config.actor import ReinforceConfig
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import DataError, RewardServerError, StoppedEarly
 from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
@@ -273,7 +273,7 @@ class TestOperations:
         assert len(rows) == 16 and len(answered) == 3
         assert all({"prompt", "response", "reward", "finish_reason"} <= row.keys() for row in rows + answered)
         # Which names a source of rewards must not have is written down where torch is not imported.
-        from reinforce_rl.config.reward_checks import REWARD_METRICS
+        from reinforce_rl.config.actor_rules import REWARD_METRICS
 
         assert {name[6:] for name in lines[1] if name.startswith("train/rewards_")} == set(REWARD_METRICS)
 
@@ -369,4 +369,4 @@ def test_feature_names_of_configuration_keys():
         "max_epochs max_steps val_check_interval save_interval gradient_clip_val initial_policy_kl_penalty "
         "use_absolute_kl num_rollouts_per_prompt reinforce_epochs discount_factor"
     )
-    assert set(keys.split()) <= {field.name for field in dataclasses.fields(ReinforceConfig)}
+    assert set(keys.split()) <= ReinforceConfig.model_fields.keys()

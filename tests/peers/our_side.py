@@ -13,7 +13,7 @@ from torch import Tensor
 
 from reinforce_rl.actor.policy import LossShare
 from reinforce_rl.algorithm.loss import Denominators, LossInputs, policy_loss
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, ReinforceBatch, RolloutBatch
 from reinforce_rl.megatron.optimizer import OptimizerUpdate
 from reinforce_rl.trainer.build_actor import loss_settings

@@ -19,8 +19,8 @@ from peers.our_side import Trained, train
 from peers.random_groups import SHAPES, Batch, random_batch, write_batches
 from torch import Tensor
 
-from reinforce_rl.config.reading import load_config
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.load import load_config
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-6

@@ -10,7 +10,7 @@ import statistics
 import pytest
 from helpers.public_configs import LLAMA_3_1_8B
 
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.preflight.deep import step
@@ -27,8 +27,10 @@ LLAMA_70B = {**LLAMA_70B, "num_attention_heads": 64, "num_hidden_layers": 80}
 def test_a_machine_of_a_file_is_a_known_one_with_other_numbers(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("base: a100\nname: ours\nnetwork: 50e9\ngpus_per_node: 4\n")
-    assert load_machine(str(path)) == dataclasses.replace(MACHINES["a100"], name="ours", network=50e9, gpus_per_node=4)
-    whole = "".join(f"{key}: {value!r}\n" for key, value in dataclasses.asdict(H100).items())
+    assert load_machine(str(path)) == MACHINES["a100"].model_copy(
+        update={"name": "ours", "network": 50e9, "gpus_per_node": 4}
+    )
+    whole = "".join(f"{key}: {value!r}\n" for key, value in H100.model_dump().items())
     path.write_text(whole)
     assert load_machine(str(path)) == H100
 
@@ -148,6 +150,4 @@ def test_measured_depths_keep_the_share_of_recomputed_layers(
 
 @pytest.fixture
 def tiny_config_without_files() -> TrainConfig:
-    from reinforce_rl.config.schema import DataConfig, DataPrefixConfig, ModelConfig, PretrainedConfig
-
-    return TrainConfig(PretrainedConfig("model"), ModelConfig(DataConfig(DataPrefixConfig("prompts.jsonl"))))
+    return TrainConfig()

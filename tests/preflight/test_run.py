@@ -18,7 +18,7 @@ from helpers.tiny_run import compose, three_letters, write_prompts
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from rich.console import Console
 
-from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.load import load_config
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.preflight import plan
 from reinforce_rl.preflight.inputs import read_inputs

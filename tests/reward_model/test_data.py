@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
+from reinforce_rl.config.reward_model import PairsConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, DataError
-from reinforce_rl.reward_model.config import DataConfig
 from reinforce_rl.reward_model.data import (
     SKIP_LIMIT,
     SKIP_MULTI_TURN,
@@ -121,7 +121,7 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
         {"prompt": "four", "chosen": "yes", "rejected": "no"},
     )
     pairs = read_pairs(path)
-    found, skipped = encode_pairs(pairs, tokenizer, DataConfig(max_pairs=1, single_turn_only=True), max_length=30)
+    found, skipped = encode_pairs(pairs, tokenizer, PairsConfig(max_pairs=1, single_turn_only=True), max_length=30)
     assert len(found) == 1
     too_long = "62 to 62 tokens, above data.max_length=30; data.max_length=62 keeps all"
     assert skipped == {SKIP_SAME: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
@@ -132,11 +132,11 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
         f"  1 of 5 (20%) left out: {SKIP_LIMIT}",
     ]
     assert describe_skipped({too_long: 1}, 10) == [f"  1 of 10 (10%) left out: {too_long}"], "no more than a tenth"
-    assert len(encode_pairs(pairs, tokenizer, DataConfig(), max_length=62)[0]) == 4, "the remedy is one"
-    _, skipped = encode_pairs(pairs, tokenizer, DataConfig(max_answer_tokens=10), max_length=30)
+    assert len(encode_pairs(pairs, tokenizer, PairsConfig(), max_length=62)[0]) == 4, "the remedy is one"
+    _, skipped = encode_pairs(pairs, tokenizer, PairsConfig(max_answer_tokens=10), max_length=30)
     assert too_long not in skipped
     with pytest.raises(DataError, match="none of 5 pairs"):
-        encode_pairs(pairs, tokenizer, DataConfig(), max_length=3)
+        encode_pairs(pairs, tokenizer, PairsConfig(), max_length=3)
 
 
 def test_attributes_in_an_object_or_as_keys_and_missing_ones(tmp_path):
@@ -188,7 +188,7 @@ def test_ratings_that_are_left_out_are_counted(tmp_path, tokenizer):
         {"messages": turns, "response": "fine", **rated},
     )
     found, skipped = encode_ratings(
-        read_ratings(path, NAMES), tokenizer, DataConfig(max_pairs=3, single_turn_only=True), max_length=40, seed=1
+        read_ratings(path, NAMES), tokenizer, PairsConfig(max_pairs=3, single_turn_only=True), max_length=40, seed=1
     )
     too_long = "128 to 128 tokens, above data.max_length=40; data.max_length=128 keeps all"
     assert skipped == {SKIP_UNRATED: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
@@ -196,4 +196,4 @@ def test_ratings_that_are_left_out_are_counted(tmp_path, tokenizer):
     prompt = json.loads(found[0].prompt_key)[0][1]
     assert list(found[0].tokens) == encode_conversation(tokenizer, [{"role": "user", "content": prompt}], "fine")
     with pytest.raises(DataError, match="none of 7 rated answers"):
-        encode_ratings(read_ratings(path, NAMES), tokenizer, DataConfig(), max_length=2)
+        encode_ratings(read_ratings(path, NAMES), tokenizer, PairsConfig(), max_length=2)

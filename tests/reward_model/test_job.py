@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -16,12 +15,12 @@ import torch
 from helpers.tiny_reward_run import NAMES, run, tiny_config, tiny_overrides, write_pairs, write_ratings
 from safetensors.torch import load_file
 
-from reinforce_rl.config.reading import resolve_defaults
+from reinforce_rl.config.load import resolve_defaults
+from reinforce_rl.config.reward_model import PairsConfig, TrainRewardModelConfig, TrunkConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.monitoring.jsonl import read_metrics
-from reinforce_rl.reward_model.config import DataConfig, ModelConfig, TrainRewardModelConfig
 from reinforce_rl.reward_model.data import load_examples
 from reinforce_rl.reward_model.objectives import Objective, Ranking, Regression
 from reinforce_rl.reward_model.report import EVALUATION_FILE, read_best, write_report
@@ -214,9 +213,11 @@ def test_all_faults_are_told_at_once(tmp_path):
 def test_the_shipped_settings_are_the_defaults_of_the_code(tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl", 2)
     shipped = tiny_config(f"model.restore_from_path={tmp_path}", f"data.pairs_path={pairs}")
-    code = TrainRewardModelConfig(ModelConfig(str(tmp_path)), DataConfig(str(pairs)))
+    code = TrainRewardModelConfig(
+        model=TrunkConfig(restore_from_path=str(tmp_path)), data=PairsConfig(pairs_path=str(pairs))
+    )
     resolve_defaults(code.trainer, code.model.optim, 1)
-    assert dataclasses.asdict(shipped) == dataclasses.asdict(code)
+    assert shipped == code
 
 
 def test_faults_of_the_modes(tmp_path):

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
+from reinforce_rl.config.reward_model import HeadConfig
 from reinforce_rl.errors import ConfigError, DataError
-from reinforce_rl.reward_model.config import HeadConfig
 from reinforce_rl.reward_model.head import PairFeatures
 from reinforce_rl.reward_model.train_head import cross_validate, fit_direction, head_accuracy, scores, train_head
 

@@ -13,8 +13,8 @@ from helpers import reward_functions
 from helpers.real_run import RealServer
 from helpers.tiny_run import compose, rollouts_of, three_letters, tiny_overrides, tiny_trainer, weights
 
-from reinforce_rl.config.reading import load_config
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, RewardServerError, TooManyFailedRewardsError
 from reinforce_rl.monitoring.run import SilentMonitor

@@ -9,8 +9,8 @@ from helpers.tiny_run import compose, tiny_config, tiny_overrides
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import free_port
 
-from reinforce_rl.config.reading import load_config
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError, RewardServerError
 from reinforce_rl.monitoring.run import SilentMonitor

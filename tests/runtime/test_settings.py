@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -15,8 +14,8 @@ from helpers.tiny_run import compose, metrics_of, run, three_letters, tiny_confi
 from helpers.trainer_processes import TrainerProcesses
 from omegaconf import OmegaConf
 
-from reinforce_rl.config.reading import load_config, required_keys
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.load import load_config
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.runtime import settings as run_settings
@@ -155,7 +154,7 @@ class TestOtherSettings:
         assert list(compare(text, text.replace("1.0e-07", "2.0e-07"))) == ["reward_function.kwargs"]
 
     def test_every_pattern_names_keys_that_there_are(self):
-        keys = dict(run_settings.flatten(dataclasses.asdict(TrainConfig(**required_keys(TrainConfig)))))
+        keys = dict(run_settings.flatten(TrainConfig().model_dump()))
         alternatives = re.findall(r"[a-z_]{4,}", run_settings.MEANING.pattern + run_settings.SILENT.pattern)
         parts = {part for key in keys for part in key.split(".")}
         assert set(alternatives) - parts == set()
@@ -196,7 +195,7 @@ class TestFinished:
         overrides = [*tiny_overrides(finished, num_prompts=10), TWO_STEPS]
         code = (
             "import sys\n"
-            "from reinforce_rl.launch.cli import compose\nfrom reinforce_rl.config.reading import load_config\n"
+            "from reinforce_rl.launch.cli import compose\nfrom reinforce_rl.config.load import load_config\n"
             "from reinforce_rl.runtime.settings import may_start\n"
             f"assert not may_start(load_config(compose('train_reinforce_actor', {overrides!r})))\n"
             "assert 'torch' not in sys.modules or sys.modules['torch'].cuda.is_available()"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.tiny_run import tiny_config
 
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture

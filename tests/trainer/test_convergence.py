@@ -14,7 +14,7 @@ from helpers.rewards import FunctionReward
 from helpers.tiny_run import compose, write_prompts
 from torch import Tensor
 
-from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor

@@ -27,7 +27,7 @@ from helpers.tiny_run import (
     without_times,
 )
 
-from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.load import load_config
 from reinforce_rl.rewards.base import RewardRequest
 
 RL = "trainer.reinforce"

@@ -38,7 +38,7 @@ from helpers.tiny_run import (
 from torch import Tensor
 
 from reinforce_rl.algorithm.loss import LossSettings
-from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import ReinforceBatch
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.trainer.reinforce import ReinforceTrainer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from pathlib import Path
@@ -13,8 +12,8 @@ from helpers.tiny_run import compose, rollouts_of, run, tiny_overrides
 from omegaconf import OmegaConf
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from reinforce_rl.config.reading import load_config
-from reinforce_rl.config.schema import ReinforceConfig, TrainConfig
+from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
+from reinforce_rl.config.load import load_config
 from reinforce_rl.launch.cli import CONF_FOLDER
 
 RL = "trainer.reinforce"
@@ -59,7 +58,7 @@ def test_it_sets_keys_of_the_algorithm_and_passes_the_checks(preset, right):
     own = OmegaConf.to_container(OmegaConf.create(text))
     assert text.startswith("# @package trainer.reinforce\n")
     assert isinstance(own, dict) and own
-    assert own.keys() <= {field.name for field in dataclasses.fields(ReinforceConfig)}
+    assert own.keys() <= ReinforceConfig.model_fields.keys()
     found = vars(config_of(right, f"algorithm={preset}").trainer.reinforce)
     assert {key: found[str(key)] for key in own} == own
 
@@ -72,7 +71,7 @@ def test_the_default_is_rloo(right):
 def test_a_key_given_besides_it_wins(preset, right):
     overrides = [f"{RL}.num_rollouts_per_prompt=3", f"{RL}.initial_policy_kl_penalty=0.125"]
     own = config_of(right, f"algorithm={preset}").trainer.reinforce
-    expected = dataclasses.replace(own, num_rollouts_per_prompt=3, initial_policy_kl_penalty=0.125)
+    expected = own.model_copy(update={"num_rollouts_per_prompt": 3, "initial_policy_kl_penalty": 0.125})
     assert own != expected
     assert config_of(right, *overrides, f"algorithm={preset}").trainer.reinforce == expected
     assert config_of(right, f"algorithm={preset}", *overrides).trainer.reinforce == expected

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforce_rl.config.schema import ReinforceConfig
+from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.sampler import shard
 from reinforce_rl.trainer.updates import mini_batches, total_steps, total_updates
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from reinforce_rl.config.overrides import override_of
+from reinforce_rl.config.keys import override_of
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.settings import Settings

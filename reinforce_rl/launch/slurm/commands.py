@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reinforce_rl.config.overrides import override_of
+from reinforce_rl.config.keys import override_of
 from reinforce_rl.launch.slurm.allocation import Allocation, Component
 from reinforce_rl.launch.slurm.rendezvous import Place
 from reinforce_rl.launch.slurm.settings import SRUN, Settings

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reinforce_rl.config.overrides import override_of
+from reinforce_rl.config.keys import override_of
 from reinforce_rl.errors import ConfigError
 
 RUN_DIR = "REINFORCE_RUN_DIR"

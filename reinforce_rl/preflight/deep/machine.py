@@ -5,55 +5,55 @@ Every number is a data sheet's, or a share of one that is commonly reached; none
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from reinforce_rl.config.reading import build
+from reinforce_rl.config.base import NOT_SET, Positive, Section, Text
+from reinforce_rl.config.base import key as setting
+from reinforce_rl.config.load import read
 from reinforce_rl.errors import ConfigError
 
 KEY = "preflight_machine"
 
 
-@dataclass(frozen=True)
-class Hardware:
+class Hardware(Section):
     """A GPU, its node and its network. Bandwidths are bytes a second in one direction, of one GPU."""
 
-    name: str  # of the GPU
-    memory: float  # bytes of a GPU
+    name: Text = setting(NOT_SET)  # of the GPU
+    memory: Positive = setting(NOT_SET)  # bytes of a GPU
     # bf16, fp32: FLOP/s of dense matrix products by the data sheet; fp32 without TF32, which is off here.
-    bf16: float
-    fp32: float
-    hbm: float  # memory bandwidth by the data sheet; `hbm_share` is reached
+    bf16: Positive = setting(NOT_SET)
+    fp32: Positive = setting(NOT_SET)
+    hbm: Positive = setting(NOT_SET)  # memory bandwidth by the data sheet; `hbm_share` is reached
     # nvlink, network: bandwidth inside a node and between nodes; `nvlink_share` and `network_share` are reached.
-    nvlink: float
-    network: float
-    pcie: float  # bandwidth to pinned host memory, as reached
-    matmul_share: float  # of these that large products reach
-    gpus_per_node: int = 8  # that NVLink joins
+    nvlink: Positive = setting(NOT_SET)
+    network: Positive = setting(NOT_SET)
+    pcie: Positive = setting(NOT_SET)  # bandwidth to pinned host memory, as reached
+    matmul_share: Positive = setting(NOT_SET)  # of these that large products reach
+    gpus_per_node: int = setting(8, gt=0)  # that NVLink joins
     # Bytes that CUDA, NCCL and the kernels' workspaces take besides tensors.
-    reserved: float = 3e9  # CUDA context 0.5 GB, NCCL's buffers, cuBLAS workspaces
-    hbm_share: float = 0.8  # of mixed elementwise kernels; plain copies reach 0.9
+    reserved: Positive = 3e9  # CUDA context 0.5 GB, NCCL's buffers, cuBLAS workspaces
+    hbm_share: Positive = 0.8  # of mixed elementwise kernels; plain copies reach 0.9
     # NIM 1.8, one request (docs.nvidia.com/nim/benchmarking/llm): Llama 3.3 70B in fp8 on two H100 takes 18.91 ms a
     # token; 3.1 8B 4.63 ms, taken to be fp8 on one: 0.56 and 0.52 with all kernels. 0.6 gives these.
-    decode_share: float = 0.6  # of the memory bandwidth that an engine's decode step reaches
+    decode_share: Positive = 0.6  # of the memory bandwidth that an engine's decode step reaches
     # Seconds that the smallest kernel takes.
-    kernel_floor: float = 2e-6  # an empty kernel, back to back
+    kernel_floor: Positive = 2e-6  # an empty kernel, back to back
     # Seconds that the host takes for a kernel in eager PyTorch.
-    launch: float = 5e-6  # PyTorch's dispatcher, autograd and cudaLaunchKernel on one core
+    launch: Positive = 5e-6  # PyTorch's dispatcher, autograd and cudaLaunchKernel on one core
     # Seconds that the GPU idles where the host waits for it.
-    sync: float = 2e-5  # cudaStreamSynchronize, and the launches that are not queued meanwhile
-    nvlink_share: float = 0.8  # nccl-tests' bus bandwidth of an all-reduce in a node, without NVLS
-    network_share: float = 0.9  # the same between nodes, one rail a GPU
+    sync: Positive = 2e-5  # cudaStreamSynchronize, and the launches that are not queued meanwhile
+    nvlink_share: Positive = 0.8  # nccl-tests' bus bandwidth of an all-reduce in a node, without NVLS
+    network_share: Positive = 0.9  # the same between nodes, one rail a GPU
     # nvlink_latency, network_latency: seconds of one hop of a collective.
-    nvlink_latency: float = 2.5e-6  # a small all-reduce over 8 GPUs takes about 15 us: 6 hops of a tree
-    network_latency: float = 6e-6
+    nvlink_latency: Positive = 2.5e-6  # a small all-reduce over 8 GPUs takes about 15 us: 6 hops of a tree
+    network_latency: Positive = 6e-6
 
     @property
     def rates(self) -> dict[str, float]:
@@ -112,7 +112,7 @@ _H100 = Hardware(
 )
 MACHINES = {
     "h100": _H100,
-    "h200": replace(_H100, name="H200 SXM 141 GB", memory=141e9, hbm=4.8e12),
+    "h200": _H100.model_copy(update={"name": "H200 SXM 141 GB", "memory": 141e9, "hbm": 4.8e12}),
     "a100": Hardware(
         name="A100 SXM 80 GB",
         memory=80e9,
@@ -149,12 +149,8 @@ def load_machine(value: str) -> Hardware:
     base = given.pop("base", None)
     if base is not None and base not in MACHINES:
         raise ConfigError([f"{where}: base is {base!r}; expected {', '.join(MACHINES)}"])
-    faults: list[str] = []
-    whole = given if base is None else OmegaConf.merge(dataclasses.asdict(MACHINES[base]), given)
-    machine = build(Hardware, whole, f"{where}: ", faults)  # type: ignore[arg-type]
-    for name, number in dataclasses.asdict(machine).items():
-        if not faults and not isinstance(number, str) and not 0 < number < math.inf:
-            faults.append(f"{where}: {name} is {number}; expected above 0")
+    whole = given if base is None else OmegaConf.merge(MACHINES[base].model_dump(), given)
+    machine, faults = read(Hardware, whole, f"{where}: ")  # type: ignore[arg-type]
     if faults:
         raise ConfigError(faults)
     return machine

@@ -85,10 +85,7 @@ class RankRun:
 
     def measure(self, fake: Machine) -> None:
         """Run every phase of a step on this rank."""
-        from omegaconf import OmegaConf
-
-        from reinforce_rl.config.reading import build
-        from reinforce_rl.config.schema import TrainConfig
+        from reinforce_rl.config.actor import TrainConfig
         from reinforce_rl.data.tokenizer import load_tokenizer
         from reinforce_rl.megatron.architecture import Architecture
         from reinforce_rl.megatron.mesh import parallel_mesh
@@ -96,7 +93,7 @@ class RankRun:
         from reinforce_rl.trainer.build_actor import build_actor, optimizer_settings
 
         case, self._gpu = self._case, fake.gpu
-        cfg = build(TrainConfig, OmegaConf.create(case.config), "", [])
+        cfg = TrainConfig(**case.config)
         model, folder = cfg.model, cfg.pretrained_checkpoint.restore_from_path
         self._devices = cfg.trainer.devices
         stages = model.pipeline_model_parallel_size

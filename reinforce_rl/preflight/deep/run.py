@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import random
 import statistics
@@ -15,8 +14,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from reinforce_rl.config.checks import find_faults
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.actor_rules import find_faults
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.model.transformer_config import layers_of_stages
 from reinforce_rl.preflight.deep.machine import Hardware, load_machine
@@ -77,7 +76,7 @@ def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> PredictedJob:
     layers = layers_of_stages(architecture, layout, dtype, model_options(cfg))
     lengths = Lengths(cfg.model.reinforce.length_params.max_length, cfg.preflight_response_tokens)
     batches = plan_batches(cfg, layout, inputs.datasets)
-    machine = dataclasses.replace(machine, gpus_per_node=min(machine.gpus_per_node, cfg.trainer.devices))
+    machine = machine.model_copy(update={"gpus_per_node": min(machine.gpus_per_node, cfg.trainer.devices)})
     most = _most_of_update(batches, layout.data) * batches.samples
     return PredictedJob(cfg, architecture, layout, tuple(layers), batches, machine, lengths, most)
 

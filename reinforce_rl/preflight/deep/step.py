@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import Layout
-from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.preflight.deep.machine import Cost, Hardware, total
 from reinforce_rl.preflight.memory import WEIGHT_BYTES, Decoding, stage_shapes

@@ -10,10 +10,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import rank_at
-from reinforce_rl.config.schema import TrainConfig
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.preflight.deep.machine import Cost, Traffic, total
+from reinforce_rl.preflight.deep.machine import Cost, Hardware, Traffic, total
 from reinforce_rl.preflight.deep.rank import Case
 from reinforce_rl.preflight.deep.step import PredictedJob, Role
 
@@ -70,7 +70,7 @@ class Worker:
 
     def _run(self, job: PredictedJob, stage: int, depth: int, response: int) -> Phases:
         plan, layout, layers = job.batches, job.layout, job.layers[stage]
-        config = dataclasses.asdict(dataclasses.replace(job.cfg, generation="native", preflight=False))
+        config = job.cfg.model_copy(update={"generation": "native", "preflight": False}).model_dump()
         model = config["model"]
         # Stages of other sizes are measured one by one, each as if all had its.
         overrides = job.cfg.model.megatron_overrides
@@ -94,7 +94,7 @@ class Worker:
         )
         role = f"rank {case.rank} (stage {stage} of {layout.pipeline})"
         self._tell(f"{role}: {depth} of {layers} layers, {plan.longest_prompt + response} tokens")
-        return self._answers(json.dumps(dataclasses.asdict(case)), role)
+        return self._answers(json.dumps(dataclasses.asdict(case), default=Hardware.model_dump), role)
 
     def _answers(self, case: str, role: str) -> Phases:
         stdin, stdout = self._process.stdin, self._process.stdout

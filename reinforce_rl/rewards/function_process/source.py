@@ -12,7 +12,7 @@ from reinforce_rl.rewards.function_process.loading import FunctionSpec
 from reinforce_rl.rewards.function_process.pool import OPTIONS, FunctionPool, PendingScores
 
 if TYPE_CHECKING:
-    from reinforce_rl.config.schema import TrainConfig
+    from reinforce_rl.config.actor import TrainConfig
     from reinforce_rl.megatron.mesh import Mesh
 
 

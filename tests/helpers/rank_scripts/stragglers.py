@@ -11,7 +11,7 @@ from pathlib import Path
 
 from helpers import tiny_run
 
-from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.load import load_config
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from helpers import tiny_run
 
-from reinforce_rl.config.reading import load_config
+from reinforce_rl.config.load import load_config
 from reinforce_rl.megatron.mesh import parallel_mesh
 
 

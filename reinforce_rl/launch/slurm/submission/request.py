@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from reinforce_rl.config.overrides import override_of
-from reinforce_rl.config.schema import TrainConfig
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.keys import override_of
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.cli import compose
 from reinforce_rl.launch.slurm import settings as names

@@ -1,6 +1,8 @@
-"""NeMo-Aligner's configuration keys that have another name here, or no counterpart."""
+"""Keys as they are given: NeMo-Aligner's that have another name or no counterpart here, and Hydra overrides."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 _SAVING = "exp_manager.checkpoint_callback_params"
 _ADVICE = {  # of keys, each with all below it
@@ -39,3 +41,11 @@ def renamed(key: str) -> str | None:
     if set(_GONE.split()) & set(key.split(".")):
         found = "leave it out: there is nothing to choose"
     return found and f"{key} is a key of NeMo-Aligner; {found} (docs/migration-from-nemo-aligner.md)"
+
+
+def override_of(args: Sequence[str], key: str) -> str | None:
+    """The value that Hydra overrides on a command line give to a key; the last one counts."""
+    values = [
+        value for name, found, value in (arg.partition("=") for arg in args) if found and name.lstrip("+") == key
+    ]
+    return values[-1] if values else None

@@ -1,0 +1,404 @@
+"""Schema of `examples/train_reinforce_actor.py`; `config/load.py` reads it and `config/actor_rules.py` checks it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from reinforce_rl.config.base import DEEP, NOT_SET, Positive, Precision, Section, Steps, Text, key
+from reinforce_rl.config.model import ModelConfig
+from reinforce_rl.config.rewards import RemoteRMConfig, RewardFunctionConfig
+
+
+def _registered(name: str) -> str:
+    if name not in ADVANTAGE_ESTIMATORS:
+        raise ValueError("no estimator")
+    return name
+
+
+class RewardShapingConfig(Section):
+    standardisation: Literal["none", "given", "running"] = key(
+        "none", "given: (r - mean) / deviation; running: with the moments of past steps"
+    )
+    mean: float = key(0.0, "of given")
+    deviation: Positive = key(1.0, "of given")
+    scale: Positive = key(1.0, "multiplies the standardised reward")
+    clip: Positive | None = key(None, "then keeps it within -clip .. clip; null for no bound")
+    length_penalty: float = key(0.0, "then subtracted for each response token", unit="reward per token", ge=0)
+
+
+class ReinforceConfig(Section):
+    max_epochs: int = key(1, "passes over the training prompts", unit="epochs", origin="NeMo", ge=1)
+    max_steps: Steps = key(
+        -1,
+        "rollout batches in all, resumes included; -1 for all of max_epochs",
+        unit="steps",
+        origin="NeMo",
+        expected="at least 1, or -1 for all of max_epochs",
+    )
+    val_check_interval: int = key(
+        10,
+        "steps between validations, with one before the first and one after the last; 0 for never",
+        unit="steps",
+        origin="NeMo*",
+        ge=0,
+    )
+    save_interval: int = key(
+        10,
+        "steps between checkpoints, with one after the last; 0 for the last only",
+        unit="steps",
+        origin="NeMo",
+        follows="trainer.reinforce.val_check_interval",
+        ge=0,
+    )
+    gradient_clip_val: float = key(1.0, "bound on the gradient's norm; 0 for none", origin="NeMo", ge=0)
+    num_rollouts_per_prompt: int = key(
+        4,
+        "samples of each prompt (G); at least 2 for estimators that compare samples",
+        unit="samples",
+        origin="NeMo",
+        ge=1,
+    )
+
+    initial_policy_kl_penalty: float = key(
+        0.05,
+        "beta: cost of a nat of KL in reward; 0 skips the reference",
+        unit="reward per nat",
+        origin="NeMo*",
+        ge=0,
+        heading="KL from the initial policy. See docs/algorithms.md for what is biased.",
+    )
+    use_absolute_kl: bool = key(False, "NeMo-Aligner's name for kl_estimator=absolute_k1; biased", origin="NeMo*")
+    kl_estimator: Literal["k1", "absolute_k1", "k2", "k3"] = key(
+        "k1",
+        "k1 (exact), absolute_k1, k2 or k3; in the reward the last three are biased",
+        more=". See [algorithms.md](algorithms.md#kl)",
+    )
+    kl_reduction: Literal["sum", "mean"] = key(
+        "sum", "over a response's tokens: sum, or mean as in NeMo-Aligner, which is biased"
+    )
+    kl_placement: Literal["reward", "advantage", "loss"] = key(
+        "reward", "reward (before the baseline), advantage (after it) or loss"
+    )
+    kl_loss_weights: Literal["prefix", "token", "none"] = key(
+        "prefix", "of kl_placement=loss: prefix (exact for k1, k3), token or none (GRPO), which are biased"
+    )
+    kl_target: Positive | None = key(
+        None, "KL of a response that beta is steered towards; null keeps beta", unit="nats"
+    )
+    kl_horizon: Positive = key(
+        10_000.0, "responses in which an error of 20 % or more changes beta by 20 %", unit="responses"
+    )
+
+    advantage_estimator: Annotated[str, AfterValidator(_registered)] = key(
+        "rloo",
+        "none, running_mean, moving_average, exponential_moving_average, batch_mean, prompt_mean, rloo, grpo or raft",
+        expected=f"one of {', '.join(ADVANTAGE_ESTIMATORS)}",
+        heading="Baseline and credit",
+        more="; see [algorithms.md](algorithms.md#baselines-and-advantages)",
+    )
+    baseline_window: int = key(10, "steps that moving_average averages over", unit="steps", ge=1)
+    baseline_decay: float = key(
+        0.9,
+        "weight of a reward in exponential_moving_average, relative to the next step's",
+        gt=0,
+        lt=1,
+        expected="above 0 and below 1; running_mean never forgets",
+    )
+    advantage_whitening: Literal["none", "sequence", "token"] = key(
+        "none", "none, or mean 0 and deviation 1 over the batch's responses (sequence) or tokens (token)"
+    )
+    credit_assignment: Literal["sequence", "token"] = key(
+        "sequence", "sequence: the response is one action; token: return-to-go of each token"
+    )
+    discount_factor: float = key(
+        1.0, "gamma a token, with credit_assignment=token; below 1 is biased", origin="NeMo*", gt=0, le=1
+    )
+
+    loss_aggregation: Literal["sequence_sum", "sequence_mean", "token_mean", "fixed_length"] = key(
+        "sequence_sum",
+        "tokens summed, sequences averaged; or sequence_mean (GRPO), token_mean (DAPO), fixed_length (Dr. GRPO)",
+        heading="Loss",
+        more=". See [algorithms.md](algorithms.md#loss)",
+    )
+    entropy_bonus: float = key(0.0, "reward for the entropy of each token's distribution", unit="reward per nat", ge=0)
+
+    reinforce_epochs: int = key(
+        1,
+        "optimizer passes over a rollout batch",
+        unit="epochs",
+        origin="NeMo*",
+        ge=1,
+        heading="Off-policy: several passes, or model.global_batch_size below a step's sequences, need a ratio",
+    )
+    importance_ratio: Literal["none", "token", "sequence", "sequence_geometric"] = key(
+        "none", "none, token (PPO), sequence (TRL's RLOO) or sequence_geometric (GSPO)"
+    )
+    ratio_clip_low: float = key(
+        0.2,
+        "the ratio is clipped at 1 - this",
+        ge=0,
+        le=1,
+        expected="at least 0 and at most 1, since no ratio is below 0",
+    )
+    ratio_clip_high: float = key(0.2, "and at 1 + this", ge=0)
+    generator_correction: Literal["none", "token", "sequence"] = key(
+        "none", "truncated importance weights against the generator's log-probs: none, token or sequence"
+    )
+    generator_ratio_cap: Positive = key(2.0, "largest of these weights")
+
+    truncated_samples: Literal["keep", "drop", "mask", "penalise"] = key(
+        "keep",
+        "responses cut at max_length: keep (train), drop (out of loss and baseline), mask (out of the loss), "
+        "penalise (train, with truncation_penalty)",
+        heading="Which samples count",
+    )
+    truncation_penalty: float = key(
+        0.0, "subtracted from the reward, with truncated_samples=penalise", unit="reward", ge=0
+    )
+    overlong_buffer: int = key(
+        0,
+        "tokens before max_length over which that penalty grows from 0 (DAPO); 0: at the cut only",
+        unit="tokens",
+        ge=0,
+    )
+    dynamic_filtering: bool = key(
+        False, "drop prompts whose samples all earn the same, and draw others instead (DAPO)"
+    )
+    max_resampling_rounds: int = key(3, "rollout batches that a step may draw besides the first", ge=0)
+    generation_work_queue: bool = key(
+        False,
+        "free data-parallel ranks generate the others' remaining micro-batches; no number changes",
+        origin="NeMo*",
+        more=(
+            ". Needs more than one micro-batch a rank (`model.reinforce.rollout_micro_batch_size`); see "
+            "[parallelism.md](parallelism.md#work-queue)"
+        ),
+    )
+    generator_log_probs: bool = key(
+        True,
+        "take the KL from the native generator's own log-probs, which saves a pass",
+        more=(
+            ". Without effect with `tensorrt_llm`, in bf16, and where a rollout batch takes several optimizer "
+            "steps: there the trainer computes its own"
+        ),
+    )
+    max_failed_fraction: float = key(
+        0.1,
+        "samples of a step, a validation or the test set that may lack a score; above it the run saves and ends",
+        unit="share",
+        ge=0,
+        le=1,
+        expected="a share, 0 to 1",
+    )
+    max_skipped_steps: int = key(
+        3,
+        "optimizer steps in a row without a finite gradient; then the run ends with exit code 77",
+        unit="optimizer steps",
+        ge=1,
+    )
+    rollout_batch_seq_length: int | None = key(
+        None,
+        "pad each sequence to this length in log-prob passes and updates, so that all passes have one shape; null "
+        "pads to the longest of a micro-batch",
+        unit="tokens",
+        origin="NeMo",
+        ge=1,
+        more=". Longer ones are not cut, and no number changes",
+    )
+
+    reward_shaping: RewardShapingConfig = key(RewardShapingConfig(), "in this order")
+
+    @property
+    def kl_estimator_used(self) -> str:
+        """`kl_estimator`, or what `use_absolute_kl` stands for."""
+        return "absolute_k1" if self.use_absolute_kl else self.kl_estimator
+
+
+class RanksConfig(Section):
+    """Ranks and numbers, of the actor and of a reward model that is trained."""
+
+    num_nodes: int = key(1, "nodes; above 1 start it by torchrun", origin="NeMo", ge=1)
+    devices: int = key(
+        1, "ranks on each node; above 1, a plain python starts them itself", unit="ranks", origin="NeMo", ge=1
+    )
+    precision: Precision = key(
+        "auto",
+        "32, bf16 (keeps fp32 main weights and gradients), or auto: bf16 on GPUs, else 32",
+        origin="NeMo*",
+        more=". See [parallelism.md](parallelism.md#bf16)",
+    )
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.devices
+
+
+class TrainerConfig(RanksConfig):
+    collective_timeout_seconds: Positive = key(
+        1800.0,
+        "abort after this long without progress on any rank; the error names the stuck one",
+        unit="s",
+        more=". See [operations.md](operations.md#a-rank-that-dies-or-hangs)",
+    )
+    heartbeat_timeout_seconds: Positive = key(
+        120.0,
+        "abort if a rank sends no heartbeat for this long",
+        unit="s",
+        more=": its machine is down, or its process is stopped",
+    )
+    straggler_factor: float = key(
+        1.5,
+        "log a rank that takes this many times the median of a phase",
+        ge=1,
+        more=". See [operations.md](operations.md#stragglers)",
+    )
+    reinforce: ReinforceConfig = ReinforceConfig()
+
+
+class WandbConfig(Section):
+    project: Text = key("reinforce_rl", "wandb's project", origin="NeMo")
+    name: Text = key("reinforce", "the run's name in wandb", origin="NeMo", follows="exp_manager.name")
+    mode: Literal["online", "offline"] = key("online", "online or offline")
+
+
+class CheckpointConfig(Section):
+    keep_last: int = key(2, "newest checkpoints to keep", ge=1)
+    keep_best: int = key(
+        0,
+        "best checkpoints to keep besides; a validation that is among them is saved at once",
+        ge=0,
+        more=", whatever `save_interval` is",
+    )
+    best_metric: Text = key("val/rewards", "metric of validation that ranks them")
+    best_mode: Literal["max", "min"] = key("max", "max or min: which values are better")
+    async_save: bool = key(
+        False, "write during training, from a copy in host memory", more="; see [checkpoints.md](checkpoints.md)"
+    )
+    save_hf_on_train_end: bool = key(True, "write the trained model as a Hugging Face folder, explicit_log_dir/hf")
+
+
+class ExpManagerConfig(Section):
+    explicit_log_dir: Text = key(
+        "results/reinforce",
+        "folder of the run: checkpoints, metrics, rollouts and the report",
+        kind="path",
+        origin="NeMo",
+    )
+    name: Text = key("reinforce", "the run's name", origin="NeMo")
+    resume_if_exists: bool = key(
+        True,
+        "resume from the newest checkpoint in explicit_log_dir",
+        origin="NeMo",
+        more=". With false, a folder that holds metrics is refused",
+    )
+    max_time_per_run: Text | None = key(
+        None,
+        "DD:HH:MM:SS from the allocation's start, else the process's; saved by then; null: no bound",
+        kind="`DD:HH:MM:SS`",
+        origin="NeMo",
+        more=(
+            ". The allocation's start is `SLURM_JOB_START_TIME`. The run validates, saves and ends with exit code "
+            "75; see [operations.md](operations.md#a-run-that-ends-in-time-by-itself)"
+        ),
+    )
+    create_tensorboard_logger: bool = key(
+        False,
+        "write event files to explicit_log_dir/tensorboard",
+        origin="NeMo*",
+        more=" (`pip install 'reinforce-rl[tensorboard]'`)",
+    )
+    create_wandb_logger: bool = key(False, "log to wandb too", origin="NeMo", more=" (`pip install wandb`)")
+    wandb_logger_kwargs: WandbConfig = WandbConfig()
+    checkpoint_callback_params: CheckpointConfig = CheckpointConfig()
+
+
+class PretrainedConfig(Section):
+    restore_from_path: Text = key(
+        NOT_SET, "local Hugging Face folder: the policy at the start, and the reference", kind="path", origin="NeMo*"
+    )
+
+
+class TensorRTLLMConfig(Section):
+    mode: Literal["colocated"] = key(
+        "colocated",
+        "on the GPUs that train",
+        more="; nothing else is built",
+        expected=(
+            "colocated. TensorRT-LLM 1.2 takes weights through CUDA IPC only, from a process on the same GPU, so "
+            "engines on GPUs of their own are not built"
+        ),
+    )
+    tensor_parallel_size: int | None = key(
+        None, "GPUs of an engine; null: all that share a copy of the model", unit="GPUs", origin="NeMo*"
+    )
+    free_gpu_memory_fraction: float = key(
+        0.5, "share of the memory free at the engine's start that its cache takes", gt=0, lt=1
+    )
+    max_batch_size: int = key(256, "responses decoded together", unit="responses", ge=1)
+    max_num_tokens: int = key(8192, "tokens of a forward pass of the engine", unit="tokens", ge=1)
+    weight_bucket_megabytes: int = key(512, "weights in transfer at a time", unit="MiB", ge=1)
+    start_timeout_seconds: Positive = key(600.0, "until an engine is ready", unit="s")
+    update_timeout_seconds: Positive = key(
+        120.0, "for a bucket of weights, and for falling asleep or waking up", unit="s"
+    )
+    request_timeout_seconds: Positive = key(480.0, "for all responses of one rollout_micro_batch_size", unit="s")
+
+
+class TrainConfig(Section):
+    trainer: TrainerConfig = TrainerConfig()
+    generation: Text = key(
+        "native",
+        "native: on the actor's own weights; tensorrt_llm; or a class's dotted name (CONTRIBUTING.md)",
+        origin="NeMo*",
+        more=", see [A generator](../CONTRIBUTING.md#a-generator)",
+    )
+    tensorrt_llm: TensorRTLLMConfig = key(TensorRTLLMConfig(), "of generation=tensorrt_llm; see docs/tensorrt-llm.md")
+    reward: Literal["server", "function"] = key(
+        "server", "server: remote_rm.reward_model; function: reward_function, in processes of the trainer"
+    )
+    reward_function: RewardFunctionConfig = key(RewardFunctionConfig(), "see docs/reward-functions.md")
+    remote_rm: RemoteRMConfig = RemoteRMConfig()
+    exp_manager: ExpManagerConfig = ExpManagerConfig()
+    pretrained_checkpoint: PretrainedConfig = PretrainedConfig()
+    model: ModelConfig = ModelConfig()
+    resume_with_changes: bool = key(
+        False,
+        "resume although algorithm, samples a prompt, KL, data or model have changed",
+        more="; see [operations.md](operations.md#going-on-with-other-settings)",
+    )
+    preflight: bool | Literal["deep"] = key(
+        False,
+        "true: print the plan and all errors, and start nothing; deep: also predict time and memory of a step on "
+        "fake GPUs",
+        expected=f"true, false or {DEEP}",
+        more="; see [parallelism.md](parallelism.md#preflight)",
+    )
+    preflight_machine: Text = key(
+        "h100",
+        "of preflight=deep: h100, h200, a100, or a YAML file with a machine's rates",
+        more="; see [parallelism.md](parallelism.md#deep-preflight)",
+    )
+    preflight_response_tokens: int | None = key(
+        None, "of preflight=deep: mean length of a response; null: max_length", unit="tokens", ge=1
+    )
+
+    @property
+    def prompts_per_update(self) -> int | None:
+        """Prompts, over all ranks, of one optimizer step; None where it takes the whole rollout batch."""
+        size, samples = self.model.global_batch_size, self.trainer.reinforce.num_rollouts_per_prompt
+        prompts = None if size is None else size // max(samples, 1)
+        return None if prompts == self.model.reinforce.num_rollout_samples else prompts
+
+    @property
+    def torch_timeout_seconds(self) -> float:
+        """Timeout of torch's own collectives.
+
+        Longer than `collective_timeout_seconds`, so that the watchdog names the culprit first, and than one rank may
+        wait for the reward server while the others wait for it.
+        """
+        remote = self.remote_rm
+        longest = max(self.trainer.collective_timeout_seconds, remote.deadline_seconds, remote.ready_timeout_seconds)
+        return 60 + 1.1 * longest

@@ -1,0 +1,464 @@
+"""Rules across the keys of the actor's configuration. Each yields one message per error; none imports torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, EstimatorEntry
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.base import NOT_SET
+from reinforce_rl.config.model import LoraTuningConfig
+from reinforce_rl.config.rewards import RewardServerConfig
+from reinforce_rl.config.rules import model_values, optimizer_faults, ranks_faults, tensor_faults
+from reinforce_rl.data.jsonl import resolve_data_prefix
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.utils.addresses import Address
+from reinforce_rl.utils.choices import PROVIDED, PROVIDED_NAMES
+from reinforce_rl.utils.duration import Allocation, parse_duration
+from reinforce_rl.utils.files import folder_faults
+
+GENERATIONS = ("native", "tensorrt_llm")
+REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
+
+
+def find_faults(cfg: TrainConfig) -> list[str]:
+    """All faults of a configuration whose keys and types are right."""
+    return [fault for check in _CHECKS for fault in check(cfg)]
+
+
+def algorithm_faults(cfg: TrainConfig) -> Iterator[str]:
+    """Baseline, KL, credit and reward shaping."""
+    rl = cfg.trainer.reinforce
+    estimator = ADVANTAGE_ESTIMATORS.get(rl.advantage_estimator)
+    if estimator is not None and estimator.compares_samples and rl.num_rollouts_per_prompt < 2:
+        yield (
+            f"trainer.reinforce.num_rollouts_per_prompt is {rl.num_rollouts_per_prompt}; "
+            f"advantage_estimator={rl.advantage_estimator} compares the samples of one prompt with "
+            "each other, so it needs at least 2 (with 1 every advantage would be 0)"
+        )
+    if rl.use_absolute_kl and rl.kl_estimator != "k1":
+        yield (
+            f"trainer.reinforce.use_absolute_kl is true and kl_estimator is {rl.kl_estimator!r}; "
+            "set one of them (use_absolute_kl means kl_estimator=absolute_k1)"
+        )
+    if rl.kl_target is not None and not rl.initial_policy_kl_penalty > 0:
+        yield (
+            f"trainer.reinforce.kl_target is {rl.kl_target} and initial_policy_kl_penalty is "
+            f"{rl.initial_policy_kl_penalty}; it is the value that beta starts from, so it must be above 0"
+        )
+    yield from _credit(cfg, estimator)
+    yield from _shaping(cfg)
+
+
+def _credit(cfg: TrainConfig, estimator: EstimatorEntry | None) -> Iterator[str]:
+    rl = cfg.trainer.reinforce
+    if rl.credit_assignment != "token":
+        if rl.discount_factor != 1.0:
+            yield (
+                f"trainer.reinforce.discount_factor is {rl.discount_factor}, but the response is one action; "
+                "set credit_assignment=token, or leave it at 1.0"
+            )
+        return
+    if rl.kl_reduction != "sum":
+        yield (
+            f"trainer.reinforce.kl_reduction is {rl.kl_reduction!r} with credit_assignment=token, which charges each "
+            "token its own KL; expected sum"
+        )
+    if rl.importance_ratio.startswith("sequence"):
+        yield (
+            f"trainer.reinforce.importance_ratio is {rl.importance_ratio!r} with credit_assignment=token; a ratio of "
+            "the whole response needs one advantage for all of it: set importance_ratio=token"
+        )
+    if estimator is not None and not estimator.only_subtracts and rl.kl_placement == "reward":
+        yield (
+            f"trainer.reinforce.advantage_estimator is {rl.advantage_estimator!r} with credit_assignment=token and "
+            "kl_placement=reward; it does more than subtract a baseline, so the KL of single tokens cannot go "
+            "through it: set kl_placement=advantage or loss"
+        )
+
+
+def _shaping(cfg: TrainConfig) -> Iterator[str]:
+    rl, shaping = cfg.trainer.reinforce, cfg.trainer.reinforce.reward_shaping
+    if shaping.standardisation != "given" and (shaping.mean, shaping.deviation) != (0.0, 1.0):
+        yield (
+            f"trainer.reinforce.reward_shaping has mean={shaping.mean} and deviation={shaping.deviation}, which only "
+            f"standardisation=given reads; it is {shaping.standardisation!r}"
+        )
+    if (rl.truncated_samples == "penalise") != (rl.truncation_penalty > 0):
+        yield (
+            f"trainer.reinforce.truncated_samples is {rl.truncated_samples!r} and truncation_penalty is "
+            f"{rl.truncation_penalty}; expected a penalty above 0 with truncated_samples=penalise, and 0 otherwise"
+        )
+    if rl.overlong_buffer and rl.truncated_samples != "penalise":
+        yield (
+            f"trainer.reinforce.overlong_buffer is {rl.overlong_buffer}, which only truncated_samples=penalise reads; "
+            f"it is {rl.truncated_samples!r}"
+        )
+    if rl.overlong_buffer > cfg.model.reinforce.length_params.max_length:
+        yield (
+            f"trainer.reinforce.overlong_buffer is {rl.overlong_buffer}, above "
+            f"model.reinforce.length_params.max_length, which is {cfg.model.reinforce.length_params.max_length}"
+        )
+    if rl.dynamic_filtering and rl.num_rollouts_per_prompt < 2:
+        yield (
+            f"trainer.reinforce.dynamic_filtering is true and num_rollouts_per_prompt is "
+            f"{rl.num_rollouts_per_prompt}; it compares the samples of one prompt, so it needs at least 2"
+        )
+
+
+def batch_size_faults(cfg: TrainConfig) -> Iterator[str]:
+    """How a rollout batch is cut into optimizer steps."""
+    rl, model = cfg.trainer.reinforce, cfg.model
+    samples = rl.num_rollouts_per_prompt
+    sequences = model.reinforce.num_rollout_samples * samples
+    size = model.global_batch_size
+    if size is not None and (size < 1 or size > sequences or sequences % size or size % samples):
+        yield (
+            f"model.global_batch_size is {size}, but a step makes num_rollout_samples x num_rollouts_per_prompt = "
+            f"{model.reinforce.num_rollout_samples} x {samples} = {sequences} sequences; expected a number of whole "
+            f"prompts (a multiple of {samples}) that divides {sequences}, or null for all of them"
+        )
+    elif rl.importance_ratio == "none" and (rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None):
+        yield (
+            f"trainer.reinforce.reinforce_epochs is {rl.reinforce_epochs} and model.global_batch_size is "
+            f"{'null' if size is None else size}: "
+            "several optimizer steps on one rollout batch are off-policy; set "
+            "trainer.reinforce.importance_ratio=token, sequence or sequence_geometric"
+        )
+
+
+def _layout(cfg: TrainConfig) -> Iterator[str]:
+    model, world = cfg.model, cfg.trainer.world_size
+    yield from ranks_faults(model, cfg.trainer.num_nodes, cfg.trainer.devices)
+    blocks = world // max(model.block_size, 1)
+    if world % max(model.block_size, 1) == 0 and model.reinforce.num_rollout_samples < blocks:
+        yield (
+            f"model.reinforce.num_rollout_samples is {model.reinforce.num_rollout_samples}, fewer prompts a step "
+            f"than the {blocks} data-parallel ranks; some would always be idle"
+        )
+
+
+def _peft(cfg: TrainConfig) -> Iterator[str]:
+    scheme, tuning = cfg.model.peft.peft_scheme, cfg.model.peft.lora_tuning
+    if scheme is None:
+        if tuning != LoraTuningConfig():
+            yield (
+                "model.peft.lora_tuning is given, but model.peft.peft_scheme is null, so all weights are trained; set "
+                "model.peft.peft_scheme=lora"
+            )
+        return
+    if cfg.model.reference_placement == "device":
+        yield (
+            "model.reference_placement is 'device', but with model.peft.peft_scheme=lora the reference is the frozen "
+            "model without its updates, and there is no copy to place; leave it at host"
+        )
+
+
+def _lengths(cfg: TrainConfig) -> Iterator[str]:
+    model, lengths = cfg.model, cfg.model.reinforce.length_params
+    if model.max_prompt_tokens < 1:
+        yield (
+            f"model.reinforce.length_params.max_length is {lengths.max_length}, which leaves no room for a prompt in "
+            f"model.encoder_seq_length, which is {model.encoder_seq_length}"
+        )
+    padded = cfg.trainer.reinforce.rollout_batch_seq_length
+    if padded is not None and padded > model.encoder_seq_length:
+        yield (
+            f"trainer.reinforce.rollout_batch_seq_length is {padded}, above model.encoder_seq_length, which is "
+            f"{model.encoder_seq_length}; no sequence is that long"
+        )
+    if model.shared_prefix and padded is not None:
+        yield (
+            f"model.shared_prefix is true and trainer.reinforce.rollout_batch_seq_length is {padded}; a row of "
+            "several sequences has the length that it has: set one of them to null"
+        )
+    if model.shared_prefix and model.context_parallel_size > 1:
+        yield (
+            f"model.shared_prefix is true and model.context_parallel_size is {model.context_parallel_size}; ranks "
+            "cannot share a row of several sequences: set shared_prefix to null or context_parallel_size to 1"
+        )
+    tokens = model.tokens_per_micro_batch
+    if tokens is not None and tokens < model.encoder_seq_length:
+        yield (
+            f"model.tokens_per_micro_batch is {tokens}, below model.encoder_seq_length, which is "
+            f"{model.encoder_seq_length}; the longest sequence must fit"
+        )
+    if lengths.min_length > lengths.max_length:
+        yield (
+            f"model.reinforce.length_params.min_length is {lengths.min_length}, above max_length, "
+            f"which is {lengths.max_length}"
+        )
+
+
+def _sampling(cfg: TrainConfig) -> Iterator[str]:
+    rollout = cfg.model.reinforce
+    own = rollout.sampling_params
+    if own.use_greedy:
+        yield (
+            "model.reinforce.sampling_params.use_greedy is true; greedy samples of one prompt are all alike, so there "
+            "is nothing to learn from: set it to false (validation has its own val_sampling_params)"
+        )
+    narrowed = [
+        f"sampling_params.{name}={getattr(own, name)}"
+        for name, full in (("top_k", 0), ("top_p", 1.0), ("repetition_penalty", 1.0))
+        if getattr(own, name) != full
+    ]
+    if rollout.length_params.min_length:
+        narrowed.append(f"length_params.min_length={rollout.length_params.min_length}")
+    if narrowed and not rollout.allow_biased_sampling:
+        yield (
+            f"model.reinforce has {', '.join(narrowed)}: samples would not come from the policy whose "
+            "log-probs are trained, which biases the gradient; use the full distribution (top_k=0, top_p=1.0, "
+            "repetition_penalty=1.0, min_length=0) or set model.reinforce.allow_biased_sampling=true"
+        )
+
+
+def generation_faults(cfg: TrainConfig) -> Iterator[str]:
+    """Needs of the engine and of its modes."""
+    if cfg.generation not in GENERATIONS and not _is_importable(cfg.generation):
+        yield (
+            f"generation is {cfg.generation!r}; expected one of {', '.join(GENERATIONS)}, or the dotted name of a "
+            "generator's class in a module that can be imported"
+        )
+    if cfg.generation == "tensorrt_llm":
+        yield from _tensorrt_llm(cfg)
+    if cfg.model.reinforce.generation_cache_tokens is not None:
+        yield from _cache(cfg)
+    if cfg.model.reinforce.static_decoding:
+        yield from _static_decoding(cfg)
+    if cfg.model.reinforce.cuda_graphs:
+        yield from _cuda_graphs(cfg)
+    if cfg.trainer.reinforce.generation_work_queue:
+        yield from _work_queue(cfg)
+
+
+def _is_importable(name: str) -> bool:
+    module = name.rpartition(".")[0]
+    try:
+        return bool(module) and importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _tensorrt_llm(cfg: TrainConfig) -> Iterator[str]:
+    engine, block, rollout = cfg.tensorrt_llm, cfg.model.block_size, cfg.model.reinforce
+    if engine.tensor_parallel_size is not None and not 1 <= engine.tensor_parallel_size <= block:
+        yield (
+            f"tensorrt_llm.tensor_parallel_size is {engine.tensor_parallel_size}; expected 1 to {block}, the ranks "
+            "that share a copy of the model, or null for all of them"
+        )
+    limit = cfg.trainer.collective_timeout_seconds
+    longest = engine.start_timeout_seconds + engine.update_timeout_seconds + 2 * engine.request_timeout_seconds
+    if not longest < limit:
+        yield (
+            f"tensorrt_llm's start_, update_ and twice request_timeout_seconds are {longest:g} together; expected "
+            f"below trainer.collective_timeout_seconds, which is {limit:g}: the other ranks may wait this long "
+            "for an engine that is started anew"
+        )
+    if rollout.length_params.min_length:
+        yield (
+            f"model.reinforce.length_params.min_length is {rollout.length_params.min_length}, but TensorRT-LLM holds "
+            "back one end token only; set it to 0, or generation=native"
+        )
+    if cfg.trainer.reinforce.generator_correction != "none" and rollout.sampling_params.temperature != 1.0:
+        yield (
+            f"trainer.reinforce.generator_correction is {cfg.trainer.reinforce.generator_correction!r} and "
+            f"model.reinforce.sampling_params.temperature is {rollout.sampling_params.temperature}; whether "
+            "TensorRT-LLM's log-probs are those at the temperature has not been established, so expected 1.0"
+        )
+
+
+def _cache(cfg: TrainConfig) -> Iterator[str]:
+    tokens, longest = cfg.model.reinforce.generation_cache_tokens, cfg.model.encoder_seq_length
+    what = f"model.reinforce.generation_cache_tokens is {tokens}"
+    if cfg.generation != "native":
+        yield f"{what}, but generation is {cfg.generation!r}, whose engine has a cache of its own; expected null"
+    elif tokens is not None and tokens < longest:
+        yield f"{what}, below model.encoder_seq_length, which is {longest}; the longest sequence must fit"
+
+
+def _static_decoding(cfg: TrainConfig) -> Iterator[str]:
+    what = "model.reinforce.static_decoding is true, but"
+    if cfg.generation != "native":
+        yield f"{what} generation is {cfg.generation!r}; only the native engine has such steps; expected false"
+    if not cfg.model.reinforce.lean_decoding:
+        yield f"{what} model.reinforce.lean_decoding is false, which asks for megatron's own layers; expected true"
+
+
+def _cuda_graphs(cfg: TrainConfig) -> Iterator[str]:
+    what = "model.reinforce.cuda_graphs is true, but"
+    if not cfg.model.reinforce.static_decoding:
+        yield f"{what} model.reinforce.static_decoding is false, whose steps change their shape; expected true"
+    if cfg.model.pipeline_model_parallel_size > 1:
+        yield (
+            f"{what} model.pipeline_model_parallel_size is {cfg.model.pipeline_model_parallel_size}: stages hand over "
+            "between the kernels of a step, which a graph does not hold; expected 1, or cuda_graphs=false"
+        )
+
+
+def _work_queue(cfg: TrainConfig) -> Iterator[str]:
+    rollout, ranks = cfg.model.reinforce, cfg.trainer.world_size // max(cfg.model.block_size, 1)
+    if ranks > 1 and (most := -(-rollout.num_rollout_samples // ranks)) <= rollout.rollout_micro_batch_size:
+        yield (
+            f"trainer.reinforce.generation_work_queue is true, but each of {ranks} data-parallel ranks has at most "
+            f"{most} of a step's prompts and model.reinforce.rollout_micro_batch_size is "
+            f"{rollout.rollout_micro_batch_size}: one micro-batch each, so none is left to others; expected a size "
+            f"below {most}, or generation_work_queue=false"
+        )
+
+
+def reward_faults(cfg: TrainConfig) -> Iterator[str]:
+    """Which source it is, its servers and functions, and the names that their scores are logged under."""
+    yield from _servers(cfg)
+    yield from _reward_functions(cfg)
+
+
+def _servers(cfg: TrainConfig) -> Iterator[str]:
+    servers = {"remote_rm.reward_model": cfg.remote_rm.reward_model}
+    servers |= {
+        f"remote_rm.more_reward_models.{name}": more for name, more in cfg.remote_rm.more_reward_models.items()
+    }
+    for key, server in servers.items():
+        yield from _replicas(key, server)
+    for key, name in _reward_names(cfg):
+        if f"rewards_{name}" in REWARD_METRICS:
+            yield (
+                f"{key} is named {name!r}, and its scores are logged as rewards_{name}, which is a metric already; "
+                "give it another name"
+            )
+    if cfg.remote_rm.reward_model.name in cfg.remote_rm.more_reward_models:
+        yield (
+            f"remote_rm.more_reward_models.{cfg.remote_rm.reward_model.name} is named as remote_rm.reward_model is; "
+            "both are logged as rewards_NAME, so give it another name"
+        )
+
+
+def _replicas(key: str, server: RewardServerConfig) -> Iterator[str]:
+    """Form and uniqueness of the further addresses of one reward model."""
+    known = {Address(server.ip.lower(), server.port): f"{key}.ip and port"}
+    for number, text in enumerate(server.replicas):
+        place = f"{key}.replicas[{number}]"
+        try:
+            address = Address.parse(text)
+        except ValueError:
+            yield f"{place} is {text!r}; expected HOST:PORT with a port of 1 to 65535"
+            continue
+        if address in known:
+            yield f"{place} is {text}, the same server as {known[address]}; name each server once"
+        known[address] = place
+
+
+def _reward_names(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Where each source is configured, and the name that its scores are logged under; none of a single one."""
+    remote, own = cfg.remote_rm, cfg.reward_function
+    several = bool(remote.more_reward_models or own.more_functions)
+    if cfg.reward == "server" and (several or remote.reward_model.weight != 1.0):
+        yield "remote_rm.reward_model", remote.reward_model.name
+    if cfg.reward == "function" and own.name is not None and (several or own.weight != 1.0):
+        yield "reward_function", own.name.rpartition(".")[2]
+    for name in remote.more_reward_models:
+        yield f"remote_rm.more_reward_models.{name}", name
+    for name in own.more_functions:
+        yield f"reward_function.more_functions.{name}", name
+
+
+def _reward_functions(cfg: TrainConfig) -> Iterator[str]:
+    own = cfg.reward_function
+    if cfg.reward == "function" and own.name is None:
+        names = ", ".join(f"{PROVIDED}.{name}" for name in PROVIDED_NAMES)
+        yield (
+            "reward is 'function', but reward_function.name is not set; expected the dotted name of a function: one "
+            f"of your own, or {names}"
+        )
+    if cfg.reward == "server" and own.name is not None:
+        yield (
+            f"reward_function.name is {own.name!r}, but reward is 'server', which asks remote_rm.reward_model; set "
+            "reward=function, or name it under reward_function.more_functions to add it to the server's rewards"
+        )
+    first = (own.name or "").rpartition(".")[2] if cfg.reward == "function" else cfg.remote_rm.reward_model.name
+    others = [*cfg.remote_rm.more_reward_models, *own.more_functions]
+    clash = first in (others if cfg.reward == "function" else own.more_functions)
+    if clash or len(set(others)) < len(others):
+        yield (
+            f"reward sources are named {', '.join([first, *others])}; each is logged as rewards_NAME, so give each a "
+            "name of its own in reward_function.more_functions and remote_rm.more_reward_models"
+        )
+
+
+def _best_checkpoints(cfg: TrainConfig) -> Iterator[str]:
+    key, saving = "exp_manager.checkpoint_callback_params", cfg.exp_manager.checkpoint_callback_params
+    if not saving.best_metric.startswith("val/"):
+        yield f"{key}.best_metric is {saving.best_metric!r}; expected a metric of validation, such as val/rewards"
+    if saving.keep_best < 1:
+        return
+    if cfg.model.data.data_prefix.validation is None:
+        yield f"{key}.keep_best is {saving.keep_best}, but model.data.data_prefix.validation is not set: no validation"
+    elif cfg.trainer.reinforce.val_check_interval == 0:
+        yield f"{key}.keep_best is {saving.keep_best}, but trainer.reinforce.val_check_interval is 0: no validation"
+
+
+def _files(cfg: TrainConfig) -> Iterator[str]:
+    folder = Path(cfg.pretrained_checkpoint.restore_from_path)
+    key = "pretrained_checkpoint.restore_from_path"
+    if cfg.pretrained_checkpoint.restore_from_path == NOT_SET:
+        pass  # reported where the key is read
+    elif not os.path.isdir(folder):
+        yield f"{key} is {folder}, which does not exist; expected a Hugging Face model folder"
+    else:
+        for name in ("config.json", "tokenizer_config.json"):
+            if not os.access(folder / name, os.R_OK):
+                yield f"{key} is {folder}, which has no {name} that can be read; expected a Hugging Face model folder"
+        yield from shape_faults(cfg)
+    prefix = cfg.model.data.data_prefix
+    try:
+        resolve_data_prefix({"train": prefix.train, "validation": prefix.validation, "test": prefix.test})
+    except ConfigError as error:
+        yield from (fault for fault in error.faults if NOT_SET not in fault)
+    if cfg.exp_manager.max_time_per_run is not None:
+        try:
+            parse_duration(cfg.exp_manager.max_time_per_run)
+        except ValueError as error:
+            yield f"exp_manager.max_time_per_run is {cfg.exp_manager.max_time_per_run!r}: {error}"
+    try:
+        Allocation.of(os.environ)
+    except ConfigError as error:
+        yield from error.faults
+    yield from folder_faults("exp_manager.explicit_log_dir", cfg.exp_manager.explicit_log_dir)
+
+
+def shape_faults(cfg: TrainConfig) -> Iterator[str]:
+    """What of the model's `config.json` does not go with the configuration."""
+    config_file, values = model_values(cfg.pretrained_checkpoint.restore_from_path)
+    limit, layers = values.get("max_position_embeddings"), values.get("num_hidden_layers")
+    if isinstance(limit, int) and cfg.model.encoder_seq_length > limit:
+        yield (
+            f"model.encoder_seq_length is {cfg.model.encoder_seq_length}, above the {limit} positions "
+            f"(max_position_embeddings) of {config_file}"
+        )
+    stages = cfg.model.pipeline_model_parallel_size
+    uneven = any("pipeline" in name for name in cfg.model.megatron_overrides)
+    if isinstance(layers, int) and stages > 1 and layers % stages and not uneven:
+        yield (
+            f"model.pipeline_model_parallel_size is {stages}, which does not divide the {layers} layers "
+            f"(num_hidden_layers) of {config_file}; choose another, or say how many the first stage has: "
+            "+model.megatron_overrides.num_layers_in_first_pipeline_stage=N"
+        )
+    yield from tensor_faults(values, config_file, cfg.model.tensor_model_parallel_size)
+
+
+_CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
+    reward_faults,
+    algorithm_faults,
+    batch_size_faults,
+    _peft,
+    _layout,
+    lambda cfg: optimizer_faults(cfg.model.optim),
+    _lengths,
+    _sampling,
+    generation_faults,
+    _best_checkpoints,
+    _files,
+)

@@ -1,0 +1,75 @@
+"""Base of the configuration schemas: pydantic sections whose fields carry bound, unit, origin and sentence.
+
+The comments of conf/*.yaml, the tables of docs/configuration.md and the JSON schemas are generated from these fields
+by `tools/config_docs.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+DEEP = "deep"  # value of `preflight`
+NOT_SET = "(not set)"  # default of a required key
+
+
+class Section(BaseModel):
+    """A group of keys. Types are strict; an int may stand for a float."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def key(
+    default: Any,
+    sentence: str = "",
+    *,
+    unit: str = "",
+    origin: str = "-",
+    more: str = "",
+    kind: str = "",
+    expected: str = "",
+    follows: str | dict[str, str] = "",
+    heading: str = "",
+    **bounds: Any,
+) -> Any:
+    """A key of the configuration.
+
+    Args:
+        default: its default; `NOT_SET` makes it a required key.
+        sentence: what it does; the comment in the YAML and the start of its row in the documentation.
+        unit: of a number.
+        origin: NeMo (NeMo-Aligner's name and meaning), NeMo* (its name; the default or something else differs), or -.
+        more: continues the sentence in the documentation only; Markdown.
+        kind: the type in the documentation, where the annotation does not say it.
+        expected: the end of the error message, where bounds and choices do not say it.
+        follows: dotted key that the YAML takes the default from; of a section, by name of its key.
+        heading: comment line before the key in the YAML.
+        bounds: constraints of pydantic's `Field`: ge, gt, le, lt.
+    """
+    extra: dict[str, Any] = {"unit": unit, "origin": origin, "more": more, "kind": kind, "expected": expected}
+    extra |= {"follows": follows, "heading": heading}
+    return Field(default, description=sentence, json_schema_extra={k: v for k, v in extra.items() if v}, **bounds)
+
+
+def _digits_as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _keys_as_text(value: Any) -> Any:
+    return {str(name): item for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def _not_zero(value: Any) -> Any:
+    if value == 0:
+        raise ValueError("zero")
+    return value
+
+
+Text = Annotated[str, BeforeValidator(_digits_as_text)]  # YAML and Hydra read 32 as a number
+Fields = Annotated[dict[str, Any], BeforeValidator(_keys_as_text)]  # names that the user chooses
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_zero)]
+PRECISIONS = ("auto", "32", "bf16")
+Precision = Annotated[Literal["auto", "32", "bf16"], BeforeValidator(_digits_as_text)]
+Steps = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]  # -1: no bound

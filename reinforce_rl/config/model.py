@@ -1,0 +1,338 @@
+"""Schema of `model`: parallelism, batches, LoRA, rollouts, optimizer and data."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from reinforce_rl.config.base import NOT_SET, Fields, Positive, Section, Text, key
+
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all"]
+
+
+def _two_decays(betas: list[float]) -> list[float]:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError("no decays")
+    return betas
+
+
+class SamplingConfig(Section):
+    use_greedy: bool = key(
+        False, "take the likeliest token", origin="NeMo", more="; refused in training: all samples would be alike"
+    )
+    temperature: Positive = key(
+        1.0,
+        "applies to the log-probs of actor and reference too",
+        origin="NeMo*",
+        expected="a finite number above 0 (use_greedy=true takes the likeliest)",
+    )
+    top_k: int = key(
+        0,
+        "sample from the k likeliest tokens only; 0 for all",
+        unit="tokens",
+        origin="NeMo",
+        ge=0,
+        expected="at least 0 (0 for all tokens)",
+    )
+    top_p: float = key(
+        1.0, "sample from the likeliest tokens that reach this probability only", origin="NeMo", gt=0, le=1
+    )
+    repetition_penalty: Positive = key(
+        1.0,
+        "1 for none; counts the prompt's tokens too",
+        origin="NeMo",
+        expected="a finite number above 0 (1 for none)",
+    )
+    end_strings: list[Text] = key(
+        [], "a response ends where its text contains one of these, besides the model's end tokens", origin="NeMo*"
+    )
+
+
+class LengthConfig(Section):
+    max_length: int = key(128, "longest response, its end token included", unit="tokens", origin="NeMo*", ge=1)
+    min_length: int = key(
+        0,
+        "tokens before an end token may come; above 0 biases the gradient, as top_k does",
+        unit="tokens",
+        origin="NeMo",
+        ge=0,
+        more=": the end token is banned there, and the log-probs do not know of the ban",
+    )
+
+
+class RolloutConfig(Section):
+    num_rollout_samples: int = key(8, "prompts of a step, over all ranks", unit="prompts", origin="NeMo*", ge=1)
+    rollout_micro_batch_size: int = key(
+        8, "prompts generated together, each with all its samples", unit="prompts", origin="NeMo*", ge=1
+    )
+    forward_micro_batch_size: int = key(
+        4, "sequences in one log-prob pass", unit="sequences", origin="NeMo*", follows="model.micro_batch_size", ge=1
+    )
+    val_rollout_micro_batch_size: int = key(
+        32, "prompts generated together in validation", unit="prompts", origin="NeMo", ge=1
+    )
+    generation_cache_tokens: int | None = key(
+        None,
+        "capacity of the native engine's KV cache on a rank; further sequences wait for room. At least "
+        "encoder_seq_length; null: no bound",
+        unit="tokens",
+        more=", all sequences of a call at once. No number changes",
+    )
+    lean_decoding: bool = key(
+        True,
+        "native engine: decode without megatron's bookkeeping, on a CPU from packed weights",
+        more=(
+            ", which take the weights' memory once more during generation. False: megatron's own layers. No number "
+            "changes but for rounding"
+        ),
+    )
+    static_decoding: bool = key(
+        False,
+        "native engine on a GPU in bf16: steps of a static shape; needs `lean_decoding`",
+        more=(
+            ". It reads the cache by flash attention and checks every eighth step which responses have ended; "
+            "pipeline stages decode at the same time. Off until `tools/gpu_check.py` has passed it on hardware"
+        ),
+    )
+    cuda_graphs: bool = key(
+        False,
+        "replay these steps as CUDA graphs, one for each number of rows; needs `static_decoding`",
+        more=" and no pipeline stages. Off until `tools/gpu_check.py` has passed it on hardware",
+    )
+    num_val_samples: int | None = key(
+        None, "validate on the first prompts of the set only; null for all", unit="prompts", origin="NeMo*", ge=1
+    )
+    offload_adam_states: bool = key(
+        False,
+        "on a GPU: Adam's moments and fp32 weights in host memory, gradients freed, during generation",
+        origin="NeMo",
+    )
+    overlap_offload: bool = key(
+        False,
+        "with `offload_adam_states`: copy them back while log-probs are computed",
+        more=", on a stream of their own; not yet run on a GPU",
+    )
+    sampling_params: SamplingConfig = SamplingConfig()
+    allow_biased_sampling: bool = key(
+        False,
+        "permit top_k, top_p, a repetition penalty or min_length in training; the samples are then not the "
+        "policy's, and the gradient is biased",
+    )
+    val_sampling_params: SamplingConfig = key(
+        SamplingConfig(use_greedy=True),
+        "of validation",
+        follows={"end_strings": "model.reinforce.sampling_params.end_strings"},
+    )
+    length_params: LengthConfig = LengthConfig()
+
+
+class ScheduleConfig(Section):
+    name: Literal["constant", "linear", "CosineAnnealing"] = key(
+        "constant", "constant, linear or CosineAnnealing; the last two end at `min_lr`", origin="NeMo*"
+    )
+    warmup_steps: int = key(0, "linear from 0 to `lr`", unit="optimizer steps", origin="NeMo*", ge=0)
+    constant_steps: int = key(
+        0, "at `min_lr` at the end (linear, CosineAnnealing)", unit="optimizer steps", origin="NeMo*", ge=0
+    )
+    min_lr: float = key(0.0, "where linear and CosineAnnealing end", origin="NeMo*", ge=0)
+
+
+class OptimConfig(Section):
+    name: Literal["adam"] = key("adam", "with decoupled weight decay on matrices", origin="NeMo*")
+    lr: Positive = key(1e-6, "learning rate after the warm-up", origin="NeMo*")
+    weight_decay: float = key(0.01, origin="NeMo*", ge=0)
+    betas: Annotated[list[float], AfterValidator(_two_decays)] = key(
+        [0.9, 0.98], origin="NeMo", expected="two numbers, each at least 0 and below 1"
+    )
+    eps: Positive = key(1e-8, origin="NeMo")
+    fused: bool = key(
+        True,
+        "torch's fused Adam, which goes over memory once",
+        more=(
+            "; false: its plain one, which on a GPU takes 4 bytes a parameter more. Where Transformer Engine or "
+            "Apex is installed, megatron takes theirs"
+        ),
+    )
+    distributed: bool | None = key(
+        None,
+        "ranks share Adam's moments and fp32 weights (ZeRO stage 1); null: on GPUs with several data- or "
+        "context-parallel ranks",
+    )
+    overlap_grad_sync: bool | None = key(
+        None, "sum gradients over ranks during the last backward pass; null: as for `distributed`", origin="NeMo"
+    )
+    in_place_gradients: bool = key(
+        True,
+        "on a CPU in fp32: backward passes add to megatron's gradient buffers in place",
+        more=(
+            ". False: each gradient is made anew in every micro-batch and added afterwards. No number changes but "
+            "for rounding"
+        ),
+    )
+    sched: ScheduleConfig = ScheduleConfig()
+
+
+class DataPrefixConfig(Section):
+    train: Text | list[float | str] = key(
+        NOT_SET,
+        "JSONL files of prompts: a path or a list of paths",
+        kind="path or list",
+        origin="NeMo",
+        more=(
+            ". `[a, b]`: every prompt once an epoch; `[0.3, a, 0.7, b]`: [blended by "
+            "weight](#blending-files-by-weight)"
+        ),
+    )
+    validation: Text | list[Text] | None = key(None, "null for no validation", kind="path or list", origin="NeMo")
+    test: Text | list[Text] | None = key(
+        None,
+        "prompts that the trained policy answers once, after the last step",
+        kind="path or list",
+        origin="NeMo*",
+        more=", with validation's sampling: `test/...` metrics, samples in `test/`",
+    )
+
+
+class DataConfig(Section):
+    data_prefix: DataPrefixConfig = DataPrefixConfig()
+    apply_chat_template: bool = key(
+        False,
+        "wrap a plain prompt as one user message of the chat template",
+        more=". `messages` always go through the template",
+    )
+    add_bos: bool = key(
+        False,
+        "put the begin-of-sequence token before a prompt that no template rendered",
+        origin="- (there `add_BOS`)",
+    )
+    too_long: Literal["refuse", "skip"] = key(
+        "refuse",
+        "a prompt above encoder_seq_length - max_length tokens: refuse, or skip with a count",
+        more=". None is ever cut",
+    )
+    shuffle: bool = key(True, "a new order each epoch, from seed and epoch")
+
+
+class LoraTuningConfig(Section):
+    adapter_dim: int = key(32, "rank of an update", origin="NeMo", ge=1)
+    alpha: Positive = key(32.0, "updates are scaled by alpha / adapter_dim", origin="NeMo")
+    target_modules: Annotated[list[LoraTarget], Field(min_length=1)] = key(
+        ["all"],
+        "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or all of them",
+        origin="NeMo*",
+        expected="some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, all",
+    )
+
+
+class PeftConfig(Section):
+    peft_scheme: Literal["lora"] | None = key(
+        None,
+        "lora: train low-rank updates of frozen weights; null: train all weights",
+        origin="NeMo*",
+        more=". See [architecture.md](architecture.md#lora)",
+    )
+    lora_tuning: LoraTuningConfig = LoraTuningConfig()
+
+
+class ParallelConfig(Section):
+    """Model parallelism and recomputation, of the actor and of a reward model that is trained."""
+
+    tensor_model_parallel_size: int = key(
+        1,
+        "ranks that share each weight matrix",
+        unit="ranks",
+        origin="NeMo",
+        ge=1,
+        heading="Ranks = tensor x pipeline x context x data; see docs/parallelism.md for what to choose.",
+        more="; see [parallelism.md](parallelism.md)",
+    )
+    pipeline_model_parallel_size: int = key(1, "stages that share the layers", unit="ranks", origin="NeMo", ge=1)
+    context_parallel_size: int = key(
+        1,
+        "ranks that share each sequence in log-prob passes and updates",
+        unit="ranks",
+        origin="NeMo",
+        ge=1,
+        more="; when generating, they share the prompts",
+    )
+    sequence_parallel: bool = key(
+        False, "tensor-parallel ranks share the positions where they share no matrix: less memory", origin="NeMo"
+    )
+    activations_checkpoint_granularity: Literal["selective", "full"] | None = key(
+        None, "recompute in the backward pass: selective (attention), full (layers); null: nothing", origin="NeMo"
+    )
+    activations_checkpoint_method: Literal["uniform", "block"] | None = key(
+        None, "of full: uniform (all layers) or block (the first num_layers of each stage)", origin="NeMo"
+    )
+    activations_checkpoint_num_layers: int | None = key(
+        None,
+        "of full: layers between two kept inputs (uniform), or recomputed layers (block)",
+        unit="layers",
+        origin="NeMo",
+        ge=1,
+    )
+    megatron_overrides: Fields = key(
+        {},
+        "fields of megatron-core's TransformerConfig: +model.megatron_overrides.NAME=VALUE",
+        more="; plain values only",
+    )
+
+    @property
+    def block_size(self) -> int:
+        """Ranks that share one copy of the model and work on the same prompts."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+class ModelConfig(ParallelConfig):
+    seed: int = key(1234, "of sampling and of the prompts' order", origin="NeMo", ge=0)
+    transformer_engine: bool = key(
+        False,
+        "use Transformer Engine's layers; on GPUs, where it is installed",
+        more=" ([details](tensorrt-llm.md#transformer-engine)). Off until it has run on one",
+    )
+    encoder_seq_length: int = key(2048, "longest sequence, prompt and response together", unit="tokens", origin="NeMo")
+    micro_batch_size: int = key(
+        4, "sequences in one forward and backward pass", unit="sequences", origin="NeMo*", ge=1
+    )
+    tokens_per_micro_batch: int | None = key(
+        None,
+        "tokens in a pass, padding included, instead of `micro_batch_size` and `forward_micro_batch_size`; at least"
+        " `encoder_seq_length`",
+        unit="tokens",
+    )
+    logits_chunk_tokens: int | None = key(
+        None,
+        "response tokens whose logits exist at a time; null: 1024, on a CPU 128",
+        unit="tokens",
+        ge=1,
+        more=", where larger chunks are slower than its allocator's cache",
+    )
+    shared_prefix: bool | None = key(
+        None,
+        "log-prob passes and updates read a group's prompt once, without padding; null: on a CPU, where possible",
+        more=(
+            ". No number changes. Needs `context_parallel_size=1` and no `rollout_batch_seq_length`; not yet run on"
+            " a GPU. See [performance.md](performance.md#shared-prefix)"
+        ),
+    )
+    global_batch_size: int | None = key(
+        None,
+        "sequences of an optimizer step; null for all of num_rollout_samples x num_rollouts_per_prompt",
+        unit="sequences",
+        origin="NeMo*",
+    )
+    reference_placement: Literal["host", "device"] = key(
+        "host",
+        "where the reference's weights lie: host (transferred for each pass) or device (no transfer)",
+        more=". With LoRA there is no copy",
+    )
+    peft: PeftConfig = PeftConfig()
+    reinforce: RolloutConfig = RolloutConfig()
+    optim: OptimConfig = OptimConfig()
+    data: DataConfig = DataConfig()
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens a prompt may have, so that it fits with its response."""
+        return self.encoder_seq_length - self.reinforce.length_params.max_length

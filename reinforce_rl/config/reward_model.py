@@ -1,0 +1,232 @@
+"""Schema and rules of `examples/train_reward_model.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from omegaconf import DictConfig
+from pydantic import AfterValidator
+
+from reinforce_rl.config.actor import RanksConfig
+from reinforce_rl.config.base import NOT_SET, Section, Steps, Text, key
+from reinforce_rl.config.load import read, resolve_defaults
+from reinforce_rl.config.model import OptimConfig, ParallelConfig
+from reinforce_rl.config.rules import model_values, optimizer_faults, ranks_faults, tensor_faults
+from reinforce_rl.data.jsonl import file_fault
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.utils.files import folder_faults
+
+_L2_GRID = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0]
+_HELPSTEER = ["helpfulness", "correctness", "coherence", "complexity", "verbosity"]
+
+
+def _strengths(values: list[float]) -> list[float]:
+    if not values or not all(value > 0 for value in values):
+        raise ValueError("no strengths")
+    return values
+
+
+class TrunkConfig(ParallelConfig):
+    restore_from_path: Text = key(
+        NOT_SET, "a Hugging Face folder with safetensors and a chat template: the trunk", kind="path"
+    )
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+
+
+class FullConfig(Section):
+    objective: Literal["ranking", "regression"] = key(
+        "ranking", "ranking: Bradley-Terry on data.pairs_path; regression: squared error on data.ratings_path"
+    )
+    attributes: list[Text] = key(_HELPSTEER, "of regression, one score each")
+    pooling: Literal["mean", "last"] = key(
+        "last", "last: hidden state of the last token, as in transformers; mean, which transformers does not know"
+    )
+    global_batch_size: int = key(64, "pairs, or rated answers, of an optimizer step", unit="examples", ge=1)
+    max_epochs: int = key(1, "passes over the training examples", unit="epochs", ge=1)
+    max_steps: Steps = key(
+        -1,
+        "optimizer steps at most; -1 for all of max_epochs",
+        unit="optimizer steps",
+        expected="at least 1, or -1 for all of full.max_epochs",
+    )
+    val_check_interval: int = key(
+        100,
+        "optimizer steps between evaluations on the held-out part; a checkpoint follows each",
+        unit="optimizer steps",
+        ge=1,
+    )
+    patience: int | None = key(
+        3, "evaluations without a lower loss, after which the run ends; null for never", unit="evaluations", ge=1
+    )
+    gradient_clip_val: float = key(1.0, "bound on the gradient's norm; 0 for none", ge=0)
+    keep_last: int = key(2, "checkpoints to keep", ge=1)
+    resume_if_exists: bool = key(True, "resume from the newest checkpoint in output_dir")
+
+
+class PairsConfig(Section):
+    pairs_path: Text | None = key(
+        None,
+        'JSONL of {"prompt", "chosen", "rejected"}; prompt: HH form, plain text, or a list of messages',
+        kind="path",
+    )
+    ratings_path: Text | None = key(
+        None, 'of regression: JSONL of {"prompt", "response", "attributes": {NAME: number}}', kind="path"
+    )
+    max_length: int | None = key(
+        None,
+        "longest prompt with answer, longer ones are left out; null: the trunk's longest sequence",
+        unit="tokens",
+        ge=2,
+    )
+    max_pairs: int | None = key(
+        None, "pairs, or rated answers, to use, drawn by the seed; null: all", unit="examples", ge=2
+    )
+    max_answer_tokens: int | None = key(
+        None, "cut every answer there, in training and in evaluation", unit="tokens", ge=1
+    )
+    held_out_fraction: float = key(
+        0.2,
+        "share of the prompts that is never trained on; follows from the seed and the prompt",
+        gt=0,
+        lt=1,
+        expected="above 0 and below 1, for instance 0.2",
+    )
+    single_turn_only: bool = key(False, "leave out conversations of several turns")
+
+
+class CutsConfig(Section):
+    per_pair: int = key(4, "0 trains on whole answers alone", ge=0)
+    min_tokens: int = key(8, unit="tokens", ge=1)
+    max_tokens: int = key(32, unit="tokens")
+    evaluate_at: int = key(24, "also report held-out accuracy for answers cut here", unit="tokens", ge=1)
+
+
+class DegenerateConfig(Section):
+    fraction: float = key(0.35, "of the pairs; 0 makes none", unit="share", ge=0, le=1, expected="from 0 to 1")
+
+
+class HeadConfig(Section):
+    pooling: Literal["mean", "last", "auto"] = key(
+        "mean", "mean, last, or auto: the one with the lower cross-validated loss on the training pairs"
+    )
+    l2: Annotated[list[float], AfterValidator(_strengths)] = key(
+        _L2_GRID,
+        "strengths to choose from, by cross-validation on the training pairs",
+        expected="at least one strength, each above 0",
+    )
+    folds: int = key(5, "of the cross-validation", ge=2)
+
+    @property
+    def poolings(self) -> tuple[str, ...]:
+        """The poolings to try."""
+        return ("mean", "last") if self.pooling == "auto" else (self.pooling,)
+
+
+class TrainRewardModelConfig(Section):
+    mode: Literal["head", "full"] = key(
+        "head", "head: a convex fit on a frozen trunk, in one process; full: all weights, on any layout of ranks"
+    )
+    trainer: RanksConfig = key(RanksConfig(), "of mode=full")
+    model: TrunkConfig = key(TrunkConfig(), "all but restore_from_path is of mode=full")
+    full: FullConfig = key(FullConfig(), "of mode=full")
+    data: PairsConfig = PairsConfig()
+    cuts: CutsConfig = key(
+        CutsConfig(),
+        "of mode=head: beginnings of the answers that are trained on besides the whole answers, so that the head can "
+        "judge an answer that an actor's max_length has cut. They cost no forward pass: the trunk is causal",
+    )
+    degenerate: DegenerateConfig = key(
+        DegenerateConfig(),
+        "of mode=head: answers that end at once or repeat a phrase, made from the pairs' own words. Preference data "
+        "has none, and a policy in search of reward finds them; the head learns that the pair's answers are better",
+    )
+    head: HeadConfig = key(HeadConfig(), "of mode=head")
+    micro_batch_size: int = key(8, "sequences in a forward pass", unit="sequences", ge=1)
+    num_threads: int | None = key(None, "of torch; null leaves it as it is", ge=1)
+    seed: int = key(
+        0, "draws the held-out prompts, the pairs of max_pairs, the cuts and folds, the order, a new head", ge=0
+    )
+    features_cache: Text | None = key(
+        None, "of mode=head: file to keep the features in, so that a second run needs no trunk", kind="path"
+    )
+    output_dir: Text = key(
+        "results/reward_head",
+        "head: head.safetensors, README.md; full: model/, checkpoints/, report.html, ...",
+        kind="path",
+    )
+
+
+def load_config(cfg: DictConfig) -> TrainRewardModelConfig:
+    """Convert and check what Hydra composed.
+
+    Raises:
+        ConfigError: unknown or missing keys, wrong types, or values that cannot work, all together.
+    """
+    config, faults = read(TrainRewardModelConfig, cfg)
+    faults += find_faults(config)
+    if faults:
+        raise ConfigError(faults)
+    model = config.model
+    block = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+    resolve_defaults(config.trainer, model.optim, config.trainer.world_size // block)
+    return config
+
+
+def find_faults(cfg: TrainRewardModelConfig) -> Iterator[str]:
+    folder = cfg.model.restore_from_path
+    if folder != NOT_SET and not Path(folder).is_dir():
+        yield f"model.restore_from_path is {folder}, which is no folder"
+    yield from _full(cfg) if cfg.mode == "full" else _head(cfg)
+    yield from _shape(cfg)
+    yield from folder_faults("output_dir", cfg.output_dir)
+    if cfg.cuts.max_tokens < cfg.cuts.min_tokens:
+        yield f"cuts.max_tokens is {cfg.cuts.max_tokens}; expected at least {cfg.cuts.min_tokens}"
+
+
+def _head(cfg: TrainRewardModelConfig) -> Iterator[str]:
+    yield from _file("data.pairs_path", cfg.data.pairs_path)
+    if cfg.data.ratings_path is not None:
+        yield "data.ratings_path is given, but mode=head trains on pairs only; set mode=full"
+    if cfg.trainer.world_size != 1 or cfg.model.block_size != 1:
+        yield (
+            "mode is head, which runs in one process; leave trainer.devices, trainer.num_nodes and the model's "
+            "parallel sizes at 1, or set mode=full"
+        )
+
+
+def _full(cfg: TrainRewardModelConfig) -> Iterator[str]:
+    full, data = cfg.full, cfg.data
+    if full.objective == "regression":
+        yield from _file("data.ratings_path", data.ratings_path)
+        if data.pairs_path is not None:
+            yield "data.pairs_path is given, but full.objective=regression trains on data.ratings_path; leave it out"
+        if not full.attributes or len(set(full.attributes)) < len(full.attributes):
+            yield f"full.attributes is {full.attributes}; expected at least one name, and each once"
+    elif full.objective == "ranking":
+        yield from _file("data.pairs_path", data.pairs_path)
+        if data.ratings_path is not None:
+            yield "data.ratings_path is given, but full.objective=ranking trains on data.pairs_path; leave it out"
+        if cfg.micro_batch_size == 1:
+            yield "micro_batch_size is 1; full.objective=ranking passes both answers of a pair together: at least 2"
+    yield from optimizer_faults(cfg.model.optim)
+    yield from ranks_faults(cfg.model, cfg.trainer.num_nodes, cfg.trainer.devices)
+
+
+def _shape(cfg: TrainRewardModelConfig) -> Iterator[str]:
+    config_file, values = model_values(cfg.model.restore_from_path)
+    yield from tensor_faults(values, config_file, cfg.model.tensor_model_parallel_size)
+    limit = values.get("max_position_embeddings")
+    if isinstance(limit, int) and cfg.data.max_length is not None and cfg.data.max_length > limit:
+        yield (
+            f"data.max_length is {cfg.data.max_length}, above the {limit} positions (max_position_embeddings) of "
+            f"{config_file}"
+        )
+
+
+def _file(key: str, path: str | None) -> Iterator[str]:
+    if path is None:
+        yield f"{key} is not set; give it as {key}=VALUE"
+    elif fault := file_fault(Path(path)):
+        yield f"{key} is {path}, which {fault}"
