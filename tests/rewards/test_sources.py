@@ -114,15 +114,15 @@ def test_a_replica_that_is_down_is_noted_and_the_run_starts(tmp_path, mesh, serv
     first, second = servers
     second.answers = first.answers
     down = free_port()
-    told: list[str] = []
-    monkeypatch.setattr(SilentMonitor, "note", lambda self, text, **_: told.append(text))
+    notes: list[str] = []
+    monkeypatch.setattr(SilentMonitor, "note", lambda self, text, **_: notes.append(text))
     replicas = f"{RM}.reward_model.replicas=['127.0.0.1:{down}','127.0.0.1:{second.port}']"
     rm = connect(tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}", replicas), mesh)
     while not (first.calls and second.calls):
         assert rm.infer_rm(REQUEST).result().values.tolist() == [1.0, 2.0]
     rm.close()
-    assert any(f"The reward server at 127.0.0.1:{down} does not answer (connection refused)" in text for text in told)
-    assert sum("goes on with the others" in text for text in told) == 1
+    assert any(f"The reward server at 127.0.0.1:{down} does not answer (connection refused)" in text for text in notes)
+    assert sum("goes on with the others" in text for text in notes) == 1
 
 
 @pytest.mark.parametrize("name", ["reward_model", "other"])
