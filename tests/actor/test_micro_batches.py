@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from helpers.batches import VOCAB_SIZE, actor_of, gradient_of, relative_difference, sequences, whole_batch
 from helpers.models import tiny_llama_folder
@@ -57,6 +58,12 @@ def test_packed_ones_hold_groups_together_where_there_is_room(groups, size, max_
             assert sum(bool(set(part) & set(members)) for part in passes) == 1
 
 
+def test_packed_groups_that_fill_a_pass_exactly_share_it():
+    ids, prompts, responses = torch.tensor([5, 9]), torch.tensor([2, 2]), torch.tensor([3, 3])
+    assert len(packed_micro_batches(ids, prompts, responses, 1, 10)) == 1
+    assert len(packed_micro_batches(ids, prompts, responses, 1, 9)) == 2
+
+
 def test_tokens_of_packed_groups_count_a_prompt_once():
     ids, prompts, responses = torch.tensor([5, 5, 9]), torch.tensor([4, 4, 7]), torch.tensor([1, 2, 3])
     assert packed_tokens(ids, prompts, responses) == 4 + 7 + 6
@@ -74,6 +81,18 @@ def test_packing_by_tokens_pads_less_than_a_number_of_sequences():
     assert 1 - tokens / padded < 0.06
     unsorted = [torch.arange(256)[i : i + 8] for i in range(0, 256, 8)]
     assert 1 - tokens / padding(lengths, unsorted)[1] > 0.3
+
+
+@pytest.mark.parametrize("shared_prefix", [False, True])
+def test_log_probs_come_in_the_order_of_the_rows(tmp_path, mesh, shared_prefix):
+    folder = tiny_llama_folder(tmp_path, vocab_size=VOCAB_SIZE)
+    actor = actor_of(folder, mesh, with_reference=False, tokens_per_micro_batch=20, shared_prefix=shared_prefix)
+    rollouts = whole_batch().rollouts
+    fields = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
+    found = actor.get_inference_log_probs(*fields)
+    for row, length in enumerate(rollouts.response_lengths.tolist()):
+        alone = actor.get_inference_log_probs(*(each[row : row + 1] for each in fields))
+        torch.testing.assert_close(found[row, :length], alone[0], atol=1e-5, rtol=1e-5)
 
 
 def test_the_gradient_is_that_of_fixed_micro_batches(tmp_path, mesh):

@@ -147,6 +147,13 @@ def test_large_equal_rewards_cancel_exactly_enough_in_float32():
     assert advantages.abs().max() <= 0.25, "more than a few units in the last place of a float32 of 1e6"
 
 
+@pytest.mark.parametrize("mean", [RewardGroups.mean, RewardGroups.mean_by_group])
+def test_the_mean_of_many_large_rewards_is_exact_to_float32(mean):
+    rewards = 9e5 + 1e5 * torch.rand(5000, generator=torch.Generator().manual_seed(0))
+    found = mean(RewardGroups.of(rewards, torch.zeros(5000, dtype=torch.long)))
+    assert float((found.double() - rewards.double().mean()).abs().max()) <= 0.032  # half a unit in the last place
+
+
 def test_equal_prompts_with_different_ids_are_different_groups():
     rewards = torch.tensor([0.0, 1.0, 10.0, 11.0])
     assert rloo(rewards, torch.tensor([3, 3, 8, 8])).tolist() == [-1.0, 1.0, -1.0, 1.0]

@@ -82,3 +82,12 @@ def test_a_small_spread_on_a_large_mean_is_not_cancelled():
 def test_sums_are_taken_in_float64(dtype):
     values = torch.tensor([1, 2, 4, 256], dtype=dtype)
     check(RunningMoments.of(values.repeat(1000)), [1.0, 2.0, 4.0, 256.0] * 1000)
+
+
+def test_decayed_numbers_count_less_in_mean_and_deviation():
+    moments = RunningMoments.of(double([1.0, 3.0]))
+    moments.decay(0.5)
+    moments.update(double([4.0, 6.0]))
+    mean = (0.5 * (1 + 3) + 4 + 6) / 3
+    squares = 0.5 * ((1 - mean) ** 2 + (3 - mean) ** 2) + (4 - mean) ** 2 + (6 - mean) ** 2
+    assert (moments.count, moments.mean, moments.squares) == pytest.approx((3.0, mean, squares))

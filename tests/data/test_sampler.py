@@ -236,6 +236,11 @@ def test_passes_differ_and_depend_on_the_seed():
     assert blend.epoch(2, 0, shuffle=True) != blend.epoch(1, 0, shuffle=True)
 
 
+def test_draws_of_files_alternate_evenly():
+    """Each file's draws lie in the middle of equal parts of the epoch."""
+    assert Blend((2, 4), (1.0, 2.0)).epoch(0, 0, shuffle=False) == [2, 0, 3, 4, 1, 5]
+
+
 def test_only_the_ratio_of_weights_counts():
     assert Blend((10, 30), (3, 1)).draws == Blend((10, 30), (0.75, 0.25)).draws == (30, 10)
     assert Blend((1, 1, 1), (1, 1, 1)).draws == (1, 1, 1)
