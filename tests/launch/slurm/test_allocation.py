@@ -67,6 +67,13 @@ def test_numbers_that_do_not_go_together() -> None:
     assert "component 0 has 4 nodes" in faults[0]
 
 
+def test_nodes_are_counted_for_each_server() -> None:
+    environment = {**ENVIRONMENT, "SLURM_JOB_NUM_NODES_HET_GROUP_0": "4"}
+    read_allocation(settings_with(servers=2, server_args=("num_nodes=2",)), environment)
+    with pytest.raises(ConfigError, match="num_nodes is 4, but the job has 2 nodes of each reward server"):
+        read_allocation(settings_with(servers=2, server_args=("num_nodes=4",)), environment)
+
+
 def test_a_reward_function_is_one_process() -> None:
     args = ("reward_function.name=a.b",)
     with pytest.raises(ConfigError, match="each server has 2 ranks"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from reinforce_rl.launch.slurm.history import Attempt, History, close, decide, newest_checkpoint, refusal
+from reinforce_rl.launch.slurm.history import Attempt, History, close, decide, finished, newest_checkpoint, refusal
+from reinforce_rl.runtime.status import STATUS_FILE, Status
 
 FIRST = Attempt("7", 0, 100.0, 4, (("a=1",), ("b=2",)))
 
@@ -72,3 +74,13 @@ def test_newest_checkpoint(tmp_path: Path) -> None:
     for name in ("step_00000004", "step_00000012", "step_00000016.part", "best"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert newest_checkpoint(tmp_path) == 12
+
+
+def test_a_run_has_finished_until_its_arguments_change(tmp_path: Path) -> None:
+    now, earlier = FIRST.arguments, (("a=0",), ())
+    attempts = [replace(FIRST, exit_code=0, arguments=earlier), replace(FIRST, job="8", exit_code=0)]
+    assert finished(tmp_path, attempts, now) is None, "there is no status"
+    for state, arguments, expected in (("running", now, None), ("finished", now, True), ("finished", earlier, None)):
+        (tmp_path / STATUS_FILE).write_text(json.dumps(asdict(Status(state=state, step=9))))
+        found = finished(tmp_path, attempts, arguments)
+        assert found == (expected and f"the run in {tmp_path} has finished, at step 9")

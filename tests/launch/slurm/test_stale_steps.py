@@ -62,7 +62,8 @@ def test_a_step_that_does_not_is_killed(home):
 
 def test_other_steps_are_let_alone(home):
     (home / "step-batch").write_text("")
-    (home / "step-bash").write_text("")
+    for name in ("bash", "actor-of-mine", "rm-1x"):
+        (home / f"step-{name}").write_text("")
     said: list[str] = []
     end_earlier_steps(["7", "8"], 2.0, said.append)
     assert said == []
