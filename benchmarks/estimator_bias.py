@@ -26,13 +26,13 @@ from rich.table import Table
 from torch.nn.functional import cosine_similarity
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from reinforce_rl.algorithm.choices import (
+from reinforce_rl.algorithm.loss import LossSettings
+from reinforce_rl.config.actor import (
     KL_ESTIMATORS,
     KL_LOSS_WEIGHTS,
     KL_REDUCTIONS,
     LOSS_AGGREGATIONS,
 )
-from reinforce_rl.algorithm.loss import LossSettings
 
 SAMPLES = 2
 RATIOS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)

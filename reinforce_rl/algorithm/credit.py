@@ -88,8 +88,8 @@ def assign_credit(
         token_kl: [N, T], of each token, 0 outside the mask.
         mask: bool [N, T], the tokens that train.
         beta: of the KL.
-        kl_placement: of `KL_PLACEMENTS`; a KL in the loss is no part of any advantage.
-        assignment: of `CREDIT_ASSIGNMENTS`.
+        kl_placement: a value of the key `kl_placement`; a KL in the loss is no part of any advantage.
+        assignment: a value of the key `credit_assignment`.
         discount: gamma of `returns_to_go`, for credit by token.
 
     Returns:

@@ -61,8 +61,8 @@ def sequence_kl(
         log_probs: [N, T] under the policy.
         reference_log_probs: [N, T] under the reference.
         mask: bool [N, T], True on response tokens.
-        estimator: of `KL_ESTIMATORS`.
-        reduction: of `KL_REDUCTIONS`; see `reduce_over_tokens`.
+        estimator: a value of the key `kl_estimator`.
+        reduction: a value of the key `kl_reduction`; see `reduce_over_tokens`.
 
     Returns:
         [N], in nats a response (a token under `mean`), without gradient; 0 for an empty response.
@@ -88,8 +88,8 @@ def kl_loss_terms(
         log_probs: [N, T] under the policy that drew the tokens, with gradient.
         reference_log_probs: [N, T] under the reference.
         mask: bool [N, T], True on response tokens.
-        estimator: of `KL_ESTIMATORS`.
-        weights: of `KL_LOSS_WEIGHTS`.
+        estimator: a value of the key `kl_estimator`.
+        weights: a value of the key `kl_loss_weights`.
 
     Returns:
         [N, T] in nats, 0 outside the mask.

@@ -23,13 +23,13 @@ class LossSettings:
     """What the loss is made of.
 
     Attributes:
-        aggregation: of `LOSS_AGGREGATIONS`; see `token_weights`.
-        ratio: of `IMPORTANCE_RATIOS`; see `policy_terms`.
+        aggregation: a value of the key `loss_aggregation`; see `token_weights`.
+        ratio: a value of the key `importance_ratio`; see `policy_terms`.
         clip_low, clip_high: the ratio is clipped to 1 - clip_low .. 1 + clip_high.
-        generator_correction: of `GENERATOR_CORRECTIONS`; see `generator_weights`.
+        generator_correction: a value of the key `generator_correction`; see `generator_weights`.
         generator_ratio_cap: above it those weights are truncated.
         kl_estimator: of a KL in the loss.
-        kl_weights: of `KL_LOSS_WEIGHTS`; see `kl_loss_terms`.
+        kl_weights: a value of the key `kl_loss_weights`; see `kl_loss_terms`.
         entropy_bonus: subtracted from the loss for each nat of entropy a token.
     """
 
@@ -92,7 +92,7 @@ def token_weights(
         mask: bool [N, T].
         trains: bool [N].
         denominators: of the global batch; zeros give a loss of 0.
-        aggregation: one of `LOSS_AGGREGATIONS`:
+        aggregation: a value of the key `loss_aggregation`:
             sequence_sum: tokens summed, sequences averaged: the response is one action, so its log-probability is the
                 sum of its tokens' (RLOO, Ahmadian et al. 2024, arXiv:2402.14740, equation 6). Unbiased.
             sequence_mean: tokens averaged within their sequence, then sequences (GRPO, arXiv:2402.03300). Biased:
@@ -131,7 +131,7 @@ def policy_terms(
         old_log_probs: [N, T] under pi_old, 0 outside the mask.
         advantages: [N, T]; constant within a response for the sequence ratios.
         mask: bool [N, T].
-        ratio: one of `IMPORTANCE_RATIOS`:
+        ratio: a value of the key `importance_ratio`:
             none: -A l, REINFORCE. For the policy that drew the samples only.
             token: -min(rho A, clip(rho) A), rho = pi / pi_old a token (PPO, arXiv:1707.06347; GRPO).
             sequence: the same with rho = pi / pi_old of the whole response, as TRL's RLOO.
@@ -173,8 +173,8 @@ def generator_weights(
     Args:
         old_log_probs, generator_log_probs: [N, T], 0 outside the mask.
         mask: bool [N, T].
-        correction: of `GENERATOR_CORRECTIONS`: `token` weighs each token by its own ratio, `sequence` all tokens of a
-            response by the ratio of the whole, which alone is unbiased (but for the cap).
+        correction: a value of the key `generator_correction`: `token` weighs each token by its own ratio, `sequence`
+            all tokens of a response by the ratio of the whole, which alone is unbiased (but for the cap).
         cap: the largest weight.
     """
     if correction == "none":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator
 
@@ -215,6 +215,22 @@ class ReinforceConfig(Section):
     def kl_estimator_used(self) -> str:
         """`kl_estimator`, or what `use_absolute_kl` stands for."""
         return "absolute_k1" if self.use_absolute_kl else self.kl_estimator
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    return get_args(ReinforceConfig.model_fields[name].annotation)
+
+
+ADVANTAGE_WHITENINGS = _choices("advantage_whitening")
+CREDIT_ASSIGNMENTS = _choices("credit_assignment")
+GENERATOR_CORRECTIONS = _choices("generator_correction")
+IMPORTANCE_RATIOS = _choices("importance_ratio")
+KL_ESTIMATORS = _choices("kl_estimator")
+KL_LOSS_WEIGHTS = _choices("kl_loss_weights")
+KL_PLACEMENTS = _choices("kl_placement")
+KL_REDUCTIONS = _choices("kl_reduction")
+LOSS_AGGREGATIONS = _choices("loss_aggregation")
+REWARD_STANDARDISATIONS = get_args(RewardShapingConfig.model_fields["standardisation"].annotation)
 
 
 class RanksConfig(Section):

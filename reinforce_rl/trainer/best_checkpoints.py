@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reinforce_rl.algorithm.choices import BEST_MODES
 from reinforce_rl.errors import ConfigError
 
 
@@ -20,7 +19,6 @@ class BestCheckpoints:
     """
 
     def __init__(self, keep: int = 0, metric: str = "val/rewards", mode: str = "max"):
-        assert mode in BEST_MODES
         self._keep, self._metric, self._mode = keep, metric, mode
         self._found: list[tuple[int, float]] = []  # (step, value), the best first
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reinforce_rl.algorithm.choices import KL_ESTIMATORS, KL_LOSS_WEIGHTS, KL_REDUCTIONS
 from reinforce_rl.algorithm.kl import (
     KLCoefficient,
     absolute_k1,
@@ -22,6 +21,7 @@ from reinforce_rl.algorithm.kl import (
     sequence_kl,
     token_kl,
 )
+from reinforce_rl.config.actor import KL_ESTIMATORS, KL_LOSS_WEIGHTS, KL_REDUCTIONS
 from reinforce_rl.data.batches import length_mask
 
 

@@ -13,8 +13,8 @@ from helpers.losses import random_batch, reinforce_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforce_rl.algorithm.choices import LOSS_AGGREGATIONS
 from reinforce_rl.algorithm.loss import Denominators
+from reinforce_rl.config.actor import LOSS_AGGREGATIONS
 
 WORKED = Path(__file__).with_name("worked_example.json")
 

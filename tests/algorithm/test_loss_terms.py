@@ -11,7 +11,6 @@ from helpers.losses import random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforce_rl.algorithm.choices import IMPORTANCE_RATIOS, KL_ESTIMATORS, KL_LOSS_WEIGHTS, LOSS_AGGREGATIONS
 from reinforce_rl.algorithm.kl import kl_loss_terms
 from reinforce_rl.algorithm.loss import (
     MAX_LOG_RATIO,
@@ -23,6 +22,7 @@ from reinforce_rl.algorithm.loss import (
     policy_terms,
     token_weights,
 )
+from reinforce_rl.config.actor import IMPORTANCE_RATIOS, KL_ESTIMATORS, KL_LOSS_WEIGHTS, LOSS_AGGREGATIONS
 from reinforce_rl.data.batches import length_mask
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reinforce_rl.algorithm.advantages import MAX_REWARD, RewardGroups
-from reinforce_rl.algorithm.choices import REWARD_STANDARDISATIONS
 from reinforce_rl.algorithm.moments import RunningMoments
 from reinforce_rl.algorithm.rewards import RewardShaping, shape_rewards
+from reinforce_rl.config.actor import REWARD_STANDARDISATIONS
 
 NOTHING_PAST = RunningMoments()
 

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, MAX_REWARD, RewardGroups, leave_one_out
-from reinforce_rl.algorithm.choices import (
+from reinforce_rl.algorithm.credit import assign_credit, whiten
+from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
+from reinforce_rl.config.actor import (
     ADVANTAGE_WHITENINGS,
     CREDIT_ASSIGNMENTS,
     GENERATOR_CORRECTIONS,
     IMPORTANCE_RATIOS,
     LOSS_AGGREGATIONS,
 )
-from reinforce_rl.algorithm.credit import assign_credit, whiten
-from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
 
 BETA = 0.1
 FIXED_LENGTH = 7.0
