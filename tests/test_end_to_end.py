@@ -170,7 +170,9 @@ def test_texts_are_scored_by_the_servers_own_template(servers, world, mesh):
     request = RewardRequest(tokens, torch.ones(2).long(), ("", "tell me"), texts, (messages, ()), ({}, {}), ends)
     client = RemoteGPTRMClient(port=servers["last"].port)
     try:
-        assert client.check_compatible(TokenizerInfo.of(load_tokenizer(world.policy)), VOCAB_SIZE) == "text"
+        assert (
+            client.check_compatible(TokenizerInfo.from_tokenizer(load_tokenizer(world.policy)), VOCAB_SIZE) == "text"
+        )
         found = client.infer_rm(request).result()
     finally:
         client.close()

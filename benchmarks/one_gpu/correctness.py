@@ -35,7 +35,7 @@ class Deviation:
 
 def is_checked(arch: Architecture) -> bool:
     """Whether the model is small enough."""
-    return ModelSize.of(arch, None).parameters <= LARGEST
+    return ModelSize.from_architecture(arch, None).parameters <= LARGEST
 
 
 def deviations(arch: Architecture, mesh: Mesh, dtypes: list[torch.dtype]) -> list[Deviation]:

@@ -39,7 +39,7 @@ def transformers_model(
 
 def least_bytes(arch: Architecture, dtype: torch.dtype, phase: str) -> int:
     """Weights, and in training gradients and Adam's moments, all in fp32."""
-    size = ModelSize.of(arch, None).parameters
+    size = ModelSize.from_architecture(arch, None).parameters
     return size * (dtype.itemsize if phase == GENERATION else 2 * FP32 + ADAM_MOMENTS)
 
 

@@ -9,6 +9,6 @@ from rloo_step.floors import ModelParts
 
 def parts_of(arch: Architecture) -> ModelParts:
     """The parameters, counted."""
-    size = ModelSize.of(arch, None).parameters
+    size = ModelSize.from_architecture(arch, None).parameters
     table = arch.vocab_size * arch.hidden_size
     return ModelParts(body=size - table * (1 if arch.tied_embeddings else 2), head=table, all=size)

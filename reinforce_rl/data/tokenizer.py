@@ -26,7 +26,7 @@ class TokenizerInfo:
     chat_template_sha256: str | None
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerInfo:
+    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerInfo:
         vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
         template = getattr(tokenizer, "chat_template", None)
         return cls(

@@ -145,7 +145,7 @@ def _add_lora_of(checkpoint: Path, lm: CausalLM, source: Path) -> MergedWeights 
     if trainer_state.get("lora") is None:
         return None
     weights = HFFolder(source)
-    stored = LoraIdentity.of_state(trainer_state["lora"])
+    stored = LoraIdentity.from_state(trainer_state["lora"])
     check_lora_identity(replace(stored, base_weights=weights.fingerprint()), checkpoint, trainer_state)
     load_hf_weights(lm, weights)
     add_lora(lm, LoraSettings(stored.rank, stored.alpha, stored.targets))

@@ -57,7 +57,7 @@ class LoraSettings:
     seed: int = 0  # of A
 
     @classmethod
-    def of(cls, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> LoraSettings:
+    def from_names(cls, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> LoraSettings:
         """With "all" for every projection."""
         named = tuple(name for name in PROJECTIONS if ALL in target_modules or name in target_modules)
         return cls(rank, alpha, named, seed)
@@ -390,7 +390,7 @@ class LoraIdentity:
     base_weights: str  # fingerprint of the frozen weights; see `HFFolder.fingerprint`
 
     @classmethod
-    def of_state(cls, state: dict[str, Any]) -> LoraIdentity:
+    def from_state(cls, state: dict[str, Any]) -> LoraIdentity:
         """Inverse of `state`."""
         return cls(**{**state, "targets": tuple(state["targets"])})
 

@@ -126,4 +126,4 @@ def _prompts_can_be_read(cfg: TrainConfig) -> bool:
 
 def _disk(cfg: TrainConfig, architecture: Architecture, datasets: RLHFDatasets) -> DiskNeed:
     steps = total_steps(cfg.trainer.reinforce, build_sampler(cfg, datasets.train).steps_per_epoch)
-    return disk_need(cfg, ModelSize.of(architecture, lora_settings(cfg)), steps)
+    return disk_need(cfg, ModelSize.from_architecture(architecture, lora_settings(cfg)), steps)

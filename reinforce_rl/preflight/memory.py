@@ -338,7 +338,7 @@ class ModelSize:
     trained: int
 
     @classmethod
-    def of(cls, arch: Architecture, lora: LoraSettings | None) -> ModelSize:
+    def from_architecture(cls, arch: Architecture, lora: LoraSettings | None) -> ModelSize:
         """LoRA's updates count as parameters too; without them all weights are trained."""
         weights = sum(math.prod(row.shape) for row in weight_map(arch, 1))
         if lora is None:

@@ -41,7 +41,7 @@ class Share:
     most: int
 
     @classmethod
-    def of(cls, count: int, ranks: int) -> Share:
+    def split(cls, count: int, ranks: int) -> Share:
         sizes = [len(shard(range(count), rank, ranks)) for rank in range(ranks)]
         return cls(min(sizes), max(sizes))
 
@@ -77,7 +77,7 @@ def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None
     """
     rl, rollout = cfg.trainer.reinforce, cfg.model.reinforce
     samples, response = rl.num_rollouts_per_prompt, rollout.length_params.max_length
-    share = Share.of(rollout.num_rollout_samples, layout.data)
+    share = Share.split(rollout.num_rollout_samples, layout.data)
     of_update = cfg.prompts_per_update or rollout.num_rollout_samples
     # Prompts of an optimizer step are drawn from the whole batch, wherever they lie.
     most = share.most if cfg.prompts_per_update is None else min(share.most, of_update)
@@ -100,7 +100,7 @@ def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None
         longest_prompt=longest_prompt,
         longest=longest,
         validation=validation,
-        validation_calls=-(-Share.of(validation or 0, layout.data).most // rollout.val_rollout_micro_batch_size),
+        validation_calls=-(-Share.split(validation or 0, layout.data).most // rollout.val_rollout_micro_batch_size),
         train_prompts=None if train is None else len(train),
         steps_per_epoch=None if sizes is None else len(sizes),
         steps=None if sizes is None else total_steps(rl, len(sizes)),
@@ -151,7 +151,7 @@ def plan_memory(
     decoding = call(of_rank, rollout.rollout_micro_batch_size, samples, batches.longest_prompt)
     validation = None
     if batches.validation is not None:
-        most = Share.of(batches.validation, layout.data).most
+        most = Share.split(batches.validation, layout.data).most
         validation = call(most, rollout.val_rollout_micro_batch_size, 1, validation_prompt)
     found = []
     for stage, shape in enumerate(stage_shapes(architecture, layout, layers, lora_settings(cfg))):

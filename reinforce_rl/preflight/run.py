@@ -97,7 +97,7 @@ def _print_plan(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[Rank
     validation = inputs.datasets.validation if inputs.datasets else None
     longest = 0 if validation is None else longest_of(validation)
     memory = plan_memory(cfg, inputs.architecture, layout, inputs.layers, batches, longest, gpu=gpu)
-    size = ModelSize.of(inputs.architecture, lora_settings(cfg))
+    size = ModelSize.from_architecture(inputs.architecture, lora_settings(cfg))
     print_plan(console, layout, size, batches, memory, inputs.disk, gpu=gpu)
     return memory
 

@@ -294,7 +294,7 @@ def load_head(trunk_folder: str | Path, head_file: str | Path | None) -> RewardH
     Raises:
         CheckpointError: there is none.
     """
-    return RewardHead.of_classifier(HFFolder(trunk_folder)) if head_file is None else RewardHead.load(head_file)
+    return RewardHead.from_classifier(HFFolder(trunk_folder)) if head_file is None else RewardHead.load(head_file)
 
 
 def load_reward_model(

@@ -335,7 +335,7 @@ def load_trainable(
     """
     architecture, weights = Architecture.from_folder(folder), HFFolder(folder)
     if SCORE_LAYER in weights:
-        found = RewardHead.of_classifier(weights).attributes
+        found = RewardHead.from_classifier(weights).attributes
         if found != tuple(names):
             raise ConfigError(
                 [

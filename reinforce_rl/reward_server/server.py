@@ -119,7 +119,7 @@ class RewardServer:
             max_batch_size=max_batch_size,
             max_length=scorer.max_length,
             vocab_size=scorer.vocab_size,
-            tokenizer=None if tokenizer is None else TokenizerInfo.of(tokenizer),
+            tokenizer=None if tokenizer is None else TokenizerInfo.from_tokenizer(tokenizer),
             input_forms=self._requests.input_forms,
             deterministic=deterministic,
             add_special_tokens=add_special_tokens,

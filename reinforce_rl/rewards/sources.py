@@ -134,7 +134,7 @@ def connect_to_reward_server(
         for sentence in client.missing():
             monitor.note(f"{sentence} The run goes on with the others; this one is asked again now and then.")
         vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
-        form = client.check_compatible(TokenizerInfo.of(tokenizer), vocab_size, server.input)
+        form = client.check_compatible(TokenizerInfo.from_tokenizer(tokenizer), vocab_size, server.input)
         if form == TEXT_FORM:
             monitor.note(f"The reward model '{server.name}' is sent texts.")
     except Exception as error:  # whatever it is, the other ranks must hear of it

@@ -185,7 +185,7 @@ def lora_settings(cfg: TrainConfig) -> LoraSettings | None:
     if cfg.model.peft.peft_scheme is None:
         return None
     tuning = cfg.model.peft.lora_tuning
-    return LoraSettings.of(tuning.adapter_dim, tuning.alpha, tuning.target_modules, cfg.model.seed)
+    return LoraSettings.from_names(tuning.adapter_dim, tuning.alpha, tuning.target_modules, cfg.model.seed)
 
 
 def loss_settings(cfg: ReinforceConfig) -> LossSettings:

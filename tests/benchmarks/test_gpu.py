@@ -224,12 +224,12 @@ def test_a_model_larger_than_the_memory_is_not_built():
 def test_least_memory_of_both_sides():
     assert (
         ours.least_bytes(TINY, torch.bfloat16, torch.device("cuda"), WORKLOAD, GENERATION)
-        == 2 * ModelSize.of(TINY, None).parameters
+        == 2 * ModelSize.from_architecture(TINY, None).parameters
     )
     # Weights and gradients, main weights and two moments: 2 + 4 + 12.
     assert (
         ours.least_bytes(TINY, torch.bfloat16, torch.device("cuda"), WORKLOAD, TRAINING)
-        == 18 * ModelSize.of(TINY, None).parameters
+        == 18 * ModelSize.from_architecture(TINY, None).parameters
     )
 
 
@@ -246,7 +246,7 @@ def test_shapes_are_those_of_the_models():
         found, expected = Architecture.from_hf(SHAPES[name]), Architecture.from_hf(public)
         assert replace(found, raw={}) == replace(expected, raw={})
         assert all(SHAPES[name][key] == public[key] for key in ("rope_theta", "rope_scaling"))
-    assert ModelSize.of(Architecture.from_hf(SHAPES["135m"]), None).parameters == 134_515_008
+    assert ModelSize.from_architecture(Architecture.from_hf(SHAPES["135m"]), None).parameters == 134_515_008
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,6 @@ def test_recomputed_layers_have_the_same_gradients(folders, mesh):
 
 def test_names_of_the_configuration():
     assert (*PROJECTIONS, ALL) == get_args(LoraTarget)
-    assert LoraSettings.of(4, 2.0, ["all"], 0).targets == PROJECTIONS
-    some = LoraSettings.of(4, 2.0, ["down_proj", "q_proj"], 0)
+    assert LoraSettings.from_names(4, 2.0, ["all"], 0).targets == PROJECTIONS
+    some = LoraSettings.from_names(4, 2.0, ["down_proj", "q_proj"], 0)
     assert (some.targets, some.scale) == (("q_proj", "down_proj"), 0.5)

@@ -111,7 +111,7 @@ def test_labels_that_do_not_belong_to_the_head_are_refused(folders, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(folders["llama", 5] / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"5 rows, config\.json's id2label 2 names"):
-        RewardHead.of_classifier(HFFolder(tmp_path))
+        RewardHead.from_classifier(HFFolder(tmp_path))
 
 
 def test_a_head_of_attributes_survives_its_file(tmp_path):

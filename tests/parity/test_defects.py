@@ -248,7 +248,7 @@ def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tm
     client = RemoteGPTRMClient(port=server.port, deadline_seconds=20, first_backoff_seconds=0.02)
     try:
         assert client.wait_until_ready(60).name == "reward_model"
-        other = TokenizerInfo.of(load_tokenizer(write_tiny_tokenizer(tmp_path / "other", vocab_size=64)))
+        other = TokenizerInfo.from_tokenizer(load_tokenizer(write_tiny_tokenizer(tmp_path / "other", vocab_size=64)))
         with pytest.raises(ConfigError, match="vocabulary size 64 here, 128 there"):
             client.check_compatible(other, 64, "tokens")
         tokens = torch.tensor([[5, 6, 7], [5, 999, 7], [8, 9, 0]])

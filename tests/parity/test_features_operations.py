@@ -58,7 +58,7 @@ class TestRewardClient:
     def server(self, tmp_path):
         tiny_overrides(tmp_path)
         with FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as server:
-            tokenizer = TokenizerInfo.of(load_tokenizer(tmp_path / "model"))
+            tokenizer = TokenizerInfo.from_tokenizer(load_tokenizer(tmp_path / "model"))
             server.info = describe(tokenizer=tokenizer, vocab_size=32)
             yield server
 

@@ -84,7 +84,7 @@ def test_a_model_that_gives_another_number_of_scores_is_an_internal_error(tokeni
 
 
 def test_a_description_survives_its_json_and_other_versions_are_refused(tokenizer):
-    info = ServerInfo("rm", 8, 32, 128, TokenizerInfo.of(tokenizer), True, False, {"pooling": "mean"})
+    info = ServerInfo("rm", 8, 32, 128, TokenizerInfo.from_tokenizer(tokenizer), True, False, {"pooling": "mean"})
     assert ServerInfo.from_json(info.to_json()) == info
     with pytest.raises(ValueError, match=f"this client version {PROTOCOL_VERSION}:"):
         ServerInfo.from_json(info.to_json().replace(f'"protocol": {PROTOCOL_VERSION}', '"protocol": 99'))

@@ -225,7 +225,7 @@ def test_the_server_describes_itself(server, tokenizer):
     info = ServerInfo.from_json(body["outputs"][0]["data"][0])
     assert info.name == "reward_model"
     assert (info.max_batch_size, info.max_length, info.vocab_size) == (8, MAX_LENGTH, VOCAB_SIZE)
-    assert info.tokenizer == TokenizerInfo.of(tokenizer)
+    assert info.tokenizer == TokenizerInfo.from_tokenizer(tokenizer)
 
 
 def test_only_the_front_door_listens_and_on_the_loopback(server):

@@ -131,8 +131,10 @@ def test_infer_rm_returns_at_once_and_several_can_be_under_way(server, make_clie
 
 
 def test_the_handshake_accepts_the_same_tokenizer_and_names_every_difference(server, make_client, tmp_path):
-    same = TokenizerInfo.of(load_tokenizer(write_tiny_tokenizer(tmp_path / "same", vocab_size=VOCAB_SIZE)))
-    other = TokenizerInfo.of(load_tokenizer(write_tiny_tokenizer(tmp_path / "other", vocab_size=VOCAB_SIZE - 30)))
+    same = TokenizerInfo.from_tokenizer(load_tokenizer(write_tiny_tokenizer(tmp_path / "same", vocab_size=VOCAB_SIZE)))
+    other = TokenizerInfo.from_tokenizer(
+        load_tokenizer(write_tiny_tokenizer(tmp_path / "other", vocab_size=VOCAB_SIZE - 30))
+    )
     client = make_client(server.port)
     assert client.check_compatible(same, VOCAB_SIZE) == "tokens"
     assert client.check_compatible(other, VOCAB_SIZE + 1) == "text"  # by the server's own template

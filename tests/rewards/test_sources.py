@@ -48,7 +48,7 @@ def servers(tmp_path):
         FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as first,
         FakeRewardServer([answer([10.0, 20.0], [0, 0])]) as second,
     ):
-        first.info = second.info = describe(tokenizer=TokenizerInfo.of(tokenizer), vocab_size=VOCAB_SIZE)
+        first.info = second.info = describe(tokenizer=TokenizerInfo.from_tokenizer(tokenizer), vocab_size=VOCAB_SIZE)
         yield first, second
 
 

@@ -121,8 +121,8 @@ def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
     assert CHAT_TEMPLATE != OTHER_TEMPLATE
     scorer = RequestScorer(load_reward_model(world / "trunk", world / "head.safetensors", mesh), theirs)
     assert scorer.input_forms == BOTH
-    info = describe(tokenizer=TokenizerInfo.of(theirs), vocab_size=96, input_forms=scorer.input_forms)
-    assert choose_form(info, "", TokenizerInfo.of(ours), len(ours), "auto") == wire.TEXT_FORM
+    info = describe(tokenizer=TokenizerInfo.from_tokenizer(theirs), vocab_size=96, input_forms=scorer.input_forms)
+    assert choose_form(info, "", TokenizerInfo.from_tokenizer(ours), len(ours), "auto") == wire.TEXT_FORM
 
     samples = [
         TextSample(ours.apply_chat_template(MESSAGES, tokenize=False), "oh dear", {}, MESSAGES, finished=True),

@@ -98,7 +98,7 @@ class RewardHead:
             ) from error
 
     @classmethod
-    def of_classifier(cls, folder: HFFolder) -> RewardHead:
+    def from_classifier(cls, folder: HFFolder) -> RewardHead:
         """Of a Hugging Face `...ForSequenceClassification` folder: `score.weight`, and names by `id2label`.
 
         Raises:
