@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.public_configs import LLAMA_3_1_8B
 
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import Denominators, LossSettings
@@ -23,20 +24,7 @@ from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
 
 LAYERS = 2
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+MODEL = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS}
 DENSE, RAGGED = "_scaled_dot_product_flash_attention", "_flash_attention_forward"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 # Of the unfused kernel, and cuDNN's.

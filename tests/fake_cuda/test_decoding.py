@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.fake_cuda import check_collectives
 from helpers.policies import megatron_model
+from helpers.public_configs import LLAMA_3_1_8B, LLAMA_3_1_70B
 
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
@@ -24,18 +25,6 @@ from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
 
-LLAMA = {
-    "model_type": "llama",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-}
-LLAMA_8B = {**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
-LLAMA_70B = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
 PROMPTS, SAMPLES, PROMPT_TOKENS, SHORT, STEPS = 8, 8, 512, 10, 8
 ROWS = PROMPTS * SAMPLES
 
@@ -77,7 +66,7 @@ def whole_model(machine: Machine, folder: Path, shape: dict, layers: int, tp: in
 
 def test_8b_at_batch_64(machine, folders):
     """1,123 kernels, 2 syncs and 22.1 GB before there were static steps."""
-    step = whole_model(machine, folders[2], LLAMA_8B, 32)
+    step = whole_model(machine, folders[2], LLAMA_3_1_8B, 32)
     assert step.kernels == step.launches <= 714  # torch's rule for `roll` without a GPU counts 32 of `cat`
     assert step.syncs == 1 / 8
     layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)  # query, key and value, output, and the MLP's three
@@ -88,8 +77,8 @@ def test_8b_at_batch_64(machine, folders):
 
 def test_a_graph_is_one_launch(machine, folders):
     """Within a capture a sync is an error; tensor-parallel sums are in it."""
-    eager = cost_of_a_step(machine, folders[2], LLAMA_70B, 2, tp=8)
-    graphed = cost_of_a_step(machine, folders[2], LLAMA_70B, 2, tp=8, use_graphs=True)
+    eager = cost_of_a_step(machine, folders[2], LLAMA_3_1_70B, 2, tp=8)
+    graphed = cost_of_a_step(machine, folders[2], LLAMA_3_1_70B, 2, tp=8, use_graphs=True)
     assert graphed.launches == 1
     assert eager.launches == eager.kernels == graphed.kernels > 100
     assert graphed.syncs == eager.syncs == 1 / 8

@@ -1,25 +1,18 @@
-"""Models at their real width on the layouts that they are trained on: 8B on 8 ranks, 70B on 128."""
+"""Models at their real width on the layouts that they are trained on, and the peak memory of an update, by hand."""
 
 from __future__ import annotations
 
 import gc
-from typing import Any
 
+import pytest
 from helpers.fake_cuda import Work, check_collectives, real_step
-from helpers.public_configs import LLAMA_3_1_8B
+from helpers.public_configs import LLAMA_3_1_8B, LLAMA_3_1_70B
 
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.optimizer import DataParallelSettings
 from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
 
-LLAMA_3_1_70B: dict[str, Any] = {
-    **LLAMA_3_1_8B,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-}
 # Ranks' shares of the optimizer begin and end in different parameters, each of which has a counter of steps.
 COUNTERS = 1e-4  # of the memory
 DISTRIBUTED = DataParallelSettings(distributed_optimizer=True, overlap_grad_sync=True)
@@ -53,3 +46,42 @@ def test_70b_on_128_ranks(machine: Machine) -> None:
         check_collectives({rank: ledgers[phase] for rank, ledgers in found.items()})
     peaks = [found[rank]["update"].peak for rank in (0, 1, 8)]
     assert max(peaks) - min(peaks) <= COUNTERS * max(peaks)
+
+
+LAYERS = 2
+PROMPT, RESPONSE = 1024, 513
+
+
+def by_hand(tp: int, shards: int) -> float:
+    """Bytes on a rank at Llama 3.1 8B's width, sequence parallel where tp > 1, in the output layer's backward pass.
+
+    Then every layer's activations are alive, and the gradient of the vocabulary's table in fp32 and in bf16.
+    """
+    h, kv, f, v = 4096, 1024, 14336, 128256
+    s, n = PROMPT + RESPONSE - 1, RESPONSE  # the last token predicts nothing
+    matrices = 2 * v * h + LAYERS * (h * (h + 2 * kv) + h * h + 3 * h * f)
+    norms = (2 * LAYERS + 1) * h
+    parameters = matrices / tp + norms
+    states = parameters * (2 + 4) + parameters * (4 + 8) / shards  # weights, gradients; main weights, Adam's moments
+    # bf16, so two bytes each. Shared out by sequence parallelism: both norms' outputs, both residual sums.
+    shared = 2 * s * (4 * h) / tp
+    # Shared out by tensor parallelism: query, key and value as they come; query and key rotated; attention's output;
+    # the MLP's first product, which is two matrices wide, and what SwiGLU makes of it.
+    split = 2 * s * ((h + 2 * kv) + h + kv + h + 2 * f + f) / tp
+    ends = 2 * s * h / tp + 2 * s * h  # the embedding's output; the last norm's, gathered for the output layer
+    if tp > 1:
+        ends += 2 * s * h / tp  # the last norm's before that
+    table = (4 + 2) * v / tp * h
+    logits = (4 + 2) * n * v / tp  # fp32, and their gradient in bf16
+    return states + LAYERS * (shared + split) + ends + table + logits
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (4, 2)], ids=["one rank", "TP4 SP DP2, distributed optimizer"])
+def test_an_update_takes_what_was_counted(machine: Machine, tp: int, dp: int) -> None:
+    config = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS}
+    work = Work(prompts=1, samples=1, prompt_tokens=PROMPT, response_tokens=RESPONSE)
+    with machine.rank(0, tp * dp), parallel_mesh(tp, sequence_parallel=tp > 1) as mesh:
+        options = {"data_parallel": DISTRIBUTED} if dp > 1 else {}
+        before = machine.gpu.memory.bytes
+        found = real_step(machine, config, mesh, work, **options)["update"].peak - before
+    assert found == pytest.approx(by_hand(tp, dp), rel=0.03)

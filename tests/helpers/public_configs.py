@@ -55,6 +55,13 @@ LLAMA_3_2_1B = {
     "rope_scaling": {**LLAMA_3_1_8B["rope_scaling"], "factor": 32.0},
     "tie_word_embeddings": True,
 }
+LLAMA_3_1_70B = {
+    **LLAMA_3_1_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
 MISTRAL_7B_V0_1 = {
     "model_type": "mistral",
     "hidden_act": "silu",

@@ -8,7 +8,7 @@ import random
 import statistics
 
 import pytest
-from helpers.public_configs import LLAMA_3_1_8B
+from helpers.public_configs import LLAMA_3_1_8B, LLAMA_3_1_70B
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import ConfigError
@@ -20,8 +20,6 @@ from reinforce_rl.preflight.deep.step import Engine, Lengths
 from reinforce_rl.preflight.deep.worker import depths_of
 
 H100 = MACHINES["h100"]
-LLAMA_70B = {**LLAMA_3_1_8B, "hidden_size": 8192, "intermediate_size": 28672}
-LLAMA_70B = {**LLAMA_70B, "num_attention_heads": 64, "num_hidden_layers": 80}
 
 
 def test_a_machine_of_a_file_is_a_known_one_with_other_numbers(tmp_path):
@@ -106,7 +104,7 @@ def test_responses_of_one_length_keep_nobody_waiting():
 
 
 @pytest.mark.parametrize(
-    ("raw", "gpus", "context", "published"), [(LLAMA_3_1_8B, 1, 1000, 4.63e-3), (LLAMA_70B, 2, 1500, 18.91e-3)]
+    ("raw", "gpus", "context", "published"), [(LLAMA_3_1_8B, 1, 1000, 4.63e-3), (LLAMA_3_1_70B, 2, 1500, 18.91e-3)]
 )
 def test_a_decode_step_is_within_a_fifth_of_published_ones(monkeypatch, raw, gpus, context, published):
     """NVIDIA NIM 1.8, one request, see `decode_share`, chosen by them: this checks the form alone."""

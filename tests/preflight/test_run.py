@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.fake_reward_server import FakeRewardServer, describe
 from helpers.models import tiny_llama_folder
-from helpers.public_configs import LLAMA_3_1_8B
+from helpers.public_configs import LLAMA_3_1_70B
 from helpers.tiny_run import compose, three_letters, write_prompts
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from rich.console import Console
@@ -25,13 +25,6 @@ from reinforce_rl.preflight.inputs import read_inputs
 from reinforce_rl.preflight.run import preflight
 
 ROOT = Path(__file__).parents[2]
-LLAMA_70B = {
-    **LLAMA_3_1_8B,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-}
 ON_1024 = (
     "trainer.devices=8",
     "trainer.num_nodes=128",
@@ -49,7 +42,7 @@ def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     tiny_llama_folder(folder / "model", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=64)
     write_tiny_tokenizer(folder / "large", vocab_size=32)
-    (folder / "large" / "config.json").write_text(json.dumps(LLAMA_70B))
+    (folder / "large" / "config.json").write_text(json.dumps(LLAMA_3_1_70B))
     write_prompts(folder / "train.jsonl", three_letters(8))
     return folder
 
