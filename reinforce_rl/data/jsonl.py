@@ -35,6 +35,8 @@ _FORMATS = (
     (rb'("[^"\n]+"|[\w .-]+)([,;\t]("[^"\n]+"|[\w .-]+))+\r?\n', "CSV", _CONVERT.format("csv")),
 )
 
+SPLITS = ("train", "validation", "test")
+
 
 @dataclass(frozen=True)
 class JsonLine:
@@ -159,9 +161,6 @@ def describe_type(value: object) -> str:
     """The JSON name of a value's type, with its article, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
-
-
-SPLITS = ("train", "validation", "test")
 
 
 def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> dict[str, list[Path]]:

@@ -12,6 +12,8 @@ import numpy as np
 from reinforce_rl.data.jsonl import weight_faults
 from reinforce_rl.errors import CheckpointError, ConfigError
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Blend:
@@ -89,9 +91,6 @@ class Blend:
             for i, (size, draws) in enumerate(zip(self.sizes, self.draws, strict=True), 1)
         ]
         return f"Weighted blending: of an epoch's {self.num_prompts} draws, {', '.join(parts)}."
-
-
-T = TypeVar("T")
 
 
 class PromptSampler:

@@ -45,6 +45,10 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 ALL = "all"
 # Of a megatron layer, where its updates are submodules.
 SUBMODULE = "lora"
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+# PEFT's names begin at its own wrapper of the model.
+PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -318,12 +322,6 @@ def trained_state(lm: CausalLM) -> dict[str, Any]:
         sharded = make_sharded_tensors_for_checkpoint({row.hf: own[name]}, "", axes)
         found[local_names[id(own[name])]] = sharded[row.hf]
     return found
-
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
-# PEFT's names begin at its own wrapper of the model.
-PREFIX = "base_model.model."
 
 
 def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:

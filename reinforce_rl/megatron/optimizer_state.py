@@ -27,6 +27,10 @@ from torch import Tensor
 # torch rounds pinned blocks up to a power of two, so the host memory is made of such blocks, and each is filled.
 BLOCK_BYTES = 2**28
 _COPIES = "reinforce_rl_host_copies"
+PREFIX = "optimizer.state."  # then what it is, then the parameter's key
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN = "fp32_param"
+STEP = "step"
 
 
 class HostCopies:
@@ -113,12 +117,6 @@ def wait_for_copies(optimizer: Any) -> None:
     copies: HostCopies | None = getattr(optimizer, _COPIES, None)
     if copies is not None:
         copies.wait()
-
-
-PREFIX = "optimizer.state."  # then what it is, then the parameter's key
-MOMENTS = ("exp_avg", "exp_avg_sq")
-MAIN = "fp32_param"
-STEP = "step"
 
 
 def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str, Any]:

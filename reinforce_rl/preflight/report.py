@@ -17,6 +17,7 @@ from reinforce_rl.preflight.memory import ModelSize, RankMemory
 from reinforce_rl.preflight.plan import BatchPlan, DiskNeed, Share, gigabytes
 
 _UNKNOWN = "not known: the prompts cannot be read"
+LEAST_SHARE, LEAST_BYTES = 0.02, 1e6  # of what is printed of a phase's parts and of its collectives
 
 
 def print_plan(
@@ -152,9 +153,6 @@ def _disk(disk: DiskNeed) -> Group:
         ("free", f"{gigabytes(disk.free)} in {disk.folder}, {gigabytes(disk.needed)} needed"),
     ]
     return _lines("Disk", rows)
-
-
-LEAST_SHARE, LEAST_BYTES = 0.02, 1e6  # of what is printed of a phase's parts and of its collectives
 
 
 @dataclass(frozen=True)

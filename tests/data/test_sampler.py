@@ -17,6 +17,8 @@ from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.sampler import Blend, PromptSampler, shard
 from reinforce_rl.errors import CheckpointError, ConfigError
 
+EPOCHS = 4
+
 
 def epoch_of(sampler: PromptSampler) -> list[list[int]]:
     start = sampler.epoch
@@ -158,9 +160,6 @@ def test_shards_are_contiguous_and_near_equal():
     for rank, size in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(ConfigError, match="rank"):
             shard([1], rank, size)
-
-
-EPOCHS = 4
 
 
 @st.composite

@@ -16,6 +16,8 @@ from reinforce_rl.preflight.fake_cuda.machine import Machine
 # Ranks' shares of the optimizer begin and end in different parameters, each of which has a counter of steps.
 COUNTERS = 1e-4  # of the memory
 DISTRIBUTED = DataParallelSettings(distributed_optimizer=True, overlap_grad_sync=True)
+LAYERS = 2
+PROMPT, RESPONSE = 1024, 513
 
 
 def test_8b_on_8_ranks(machine: Machine) -> None:
@@ -46,10 +48,6 @@ def test_70b_on_128_ranks(machine: Machine) -> None:
         check_collectives({rank: ledgers[phase] for rank, ledgers in found.items()})
     peaks = [found[rank]["update"].peak for rank in (0, 1, 8)]
     assert max(peaks) - min(peaks) <= COUNTERS * max(peaks)
-
-
-LAYERS = 2
-PROMPT, RESPONSE = 1024, 513
 
 
 def by_hand(tp: int, shards: int) -> float:

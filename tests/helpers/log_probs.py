@@ -14,6 +14,9 @@ from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.sequences import PaddedSequences
 from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
 
+PROMPT_LENGTHS = [5, 1, 9, 3]
+RESPONSE_LENGTHS = [4, 7, 1, 0]
+
 
 def response_log_probs(
     model: torch.nn.Module,
@@ -64,10 +67,6 @@ def full_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     """Log-probs of the targets and entropies, both [n]."""
     table = torch.log_softmax(hidden @ weight.t() / temperature, dim=-1)
     return table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(dim=-1)
-
-
-PROMPT_LENGTHS = [5, 1, 9, 3]
-RESPONSE_LENGTHS = [4, 7, 1, 0]
 
 
 def scores_and_gradients(folder: str | Path, mesh: Mesh) -> dict[str, Tensor]:

@@ -31,13 +31,6 @@ from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import plan_batches, plan_memory
 from reinforce_rl.trainer.build_actor import build_actor, optimizer_settings
 
-
-@dataclass(frozen=True)
-class Case:
-    ranks: int
-    overrides: tuple[str, ...]
-
-
 TP2, PP2, CP2 = (f"model.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline", "context"))
 CP2 = "model.context_parallel_size=2"
 SP, DISTRIBUTED, BF16 = "model.sequence_parallel=true", "model.optim.distributed=true", "trainer.precision=bf16"
@@ -47,6 +40,14 @@ UNIFORM = (_FULL, "model.activations_checkpoint_method=uniform", "model.activati
 UNIFORM_2 = (_FULL, "model.activations_checkpoint_method=uniform", "model.activations_checkpoint_num_layers=2")
 BLOCK = (_FULL, "model.activations_checkpoint_method=block", "model.activations_checkpoint_num_layers=2")
 ATTENTION_ONLY = "model.peft.lora_tuning.target_modules=[q_proj,v_proj]"
+PROMPT, RESPONSE = 144, 48
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int
+    overrides: tuple[str, ...]
+
 
 CASES = {
     "one": Case(1, ()),
@@ -74,9 +75,6 @@ CASES = {
     "DP2 distributed": Case(2, (DISTRIBUTED,)),
     "DP2 distributed bf16": Case(2, (DISTRIBUTED, BF16)),
 }
-
-
-PROMPT, RESPONSE = 144, 48
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,57 @@ SMOLLM2 = {
     "intermediate_size": 1536,
     "tie_word_embeddings": True,
 }
+USED = {"sliding_window": 512, "use_sliding_window": True}
+WINDOWS = {
+    "mistral, window": ("mistral", {"sliding_window": 512}, 512),
+    "mistral, null": ("mistral", {"sliding_window": None}, None),
+    "mistral, as long as the model": ("mistral", {"sliding_window": 2048}, None),
+    "qwen2, not used": ("qwen2", {"sliding_window": 512}, None),
+    "qwen2, on all layers": (
+        "qwen2",
+        {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 0},
+        512,
+    ),
+    "qwen2, on no layer": (
+        "qwen2",
+        {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 30},
+        None,
+    ),
+    "qwen3, by layer_types": ("qwen3", {**USED, "layer_types": ["sliding_attention"] * 30}, 512),
+    "qwen2, long, on some layers": ("qwen2", {**USED, "sliding_window": 4096, "max_window_layers": 15}, None),
+    "llama has none": ("llama", {"sliding_window": 512}, None),
+}
+SHAPE = [
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "vocab_size",
+    "sliding_window",
+    "use_sliding_window",
+    "attention_bias",
+    "attention_dropout",
+    "rope_theta",
+]
+# Where a class without arguments is another model than ours: its predecessor, or none that was published.
+OTHERWISE = {
+    "Llama-2-7b": {"max_position_embeddings", "rms_norm_eps"},  # Llama 1's
+    "Mistral-7B-v0.1": {"max_position_embeddings", "rms_norm_eps"},
+    "Mistral-7B-v0.3": {"max_position_embeddings", "rms_norm_eps", "rope_theta", "sliding_window", "vocab_size"},
+    "Qwen3-8B": {
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "rope_theta",
+    },
+}
 
 
 def test_reads_what_transformers_wrote(tmp_path):
@@ -75,28 +126,6 @@ def test_biases_and_norms_of_the_families():
     assert not any(arch.output_bias for arch in found.values())
     biased = Architecture.from_hf({**SMOLLM2, "attention_bias": True})
     assert (biased.qkv_bias, biased.output_bias) == (True, True)
-
-
-USED = {"sliding_window": 512, "use_sliding_window": True}
-WINDOWS = {
-    "mistral, window": ("mistral", {"sliding_window": 512}, 512),
-    "mistral, null": ("mistral", {"sliding_window": None}, None),
-    "mistral, as long as the model": ("mistral", {"sliding_window": 2048}, None),
-    "qwen2, not used": ("qwen2", {"sliding_window": 512}, None),
-    "qwen2, on all layers": (
-        "qwen2",
-        {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 0},
-        512,
-    ),
-    "qwen2, on no layer": (
-        "qwen2",
-        {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 30},
-        None,
-    ),
-    "qwen3, by layer_types": ("qwen3", {**USED, "layer_types": ["sliding_attention"] * 30}, 512),
-    "qwen2, long, on some layers": ("qwen2", {**USED, "sliding_window": 4096, "max_window_layers": 15}, None),
-    "llama has none": ("llama", {"sliding_window": 512}, None),
-}
 
 
 @pytest.mark.parametrize(("family", "keys", "window"), WINDOWS.values(), ids=WINDOWS.keys())
@@ -206,40 +235,6 @@ def test_rope_of_every_kind_is_that_of_transformers():
         assert torch.equal(frequencies, theirs.inv_freq)
         assert scale == theirs.attention_scaling
         assert (scale != 1) == (kind == "yarn")
-
-
-SHAPE = [
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "vocab_size",
-    "sliding_window",
-    "use_sliding_window",
-    "attention_bias",
-    "attention_dropout",
-    "rope_theta",
-]
-
-# Where a class without arguments is another model than ours: its predecessor, or none that was published.
-OTHERWISE = {
-    "Llama-2-7b": {"max_position_embeddings", "rms_norm_eps"},  # Llama 1's
-    "Mistral-7B-v0.1": {"max_position_embeddings", "rms_norm_eps"},
-    "Mistral-7B-v0.3": {"max_position_embeddings", "rms_norm_eps", "rope_theta", "sliding_window", "vocab_size"},
-    "Qwen3-8B": {
-        "intermediate_size",
-        "max_position_embeddings",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "rope_theta",
-    },
-}
 
 
 @pytest.mark.parametrize("name", OTHERWISE)

@@ -43,6 +43,8 @@ SHAPES = {
     "linear scaling": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "several files": {"max_shard_size": "20KB"},
 }
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+TEXT = "The tide comes in twice a day because the Moon pulls at the sea, and the Earth turns below it."
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -133,9 +135,6 @@ def edit_tensors(folder: Path, edit) -> None:
     tensors = load_file(path)
     edit(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
-
-
-K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
 def test_missing_tensor(mesh, tmp_path):
@@ -331,9 +330,6 @@ class TestSeveralFiles:
         (folder / "model.safetensors.index.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
             megatron_model(folder, mesh)
-
-
-TEXT = "The tide comes in twice a day because the Moon pulls at the sea, and the Earth turns below it."
 
 
 @pytest.fixture(scope="module")

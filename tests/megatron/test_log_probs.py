@@ -30,6 +30,8 @@ from reinforce_rl.megatron.model.log_probs import chunked_log_probs
 from reinforce_rl.megatron.model.model import VocabShard
 
 CHUNK = 5  # of the 12 response tokens
+POSITIONS, TOKENS, ROWS = 7, 13, 16  # 3 padded rows of the weight
+LOG_PROBS, ENTROPY, BOTH = (1.0, 0.0), (0.0, 1.0), (1.0, -0.3)
 
 
 @pytest.fixture(scope="module")
@@ -188,11 +190,6 @@ def log_probs_of(lm, sequences, prompt_lengths, response_lengths, temperature=0.
     return response_log_probs(
         lm, lm, sequences, prompt_lengths, response_lengths, temperature=temperature, width=7, chunk_tokens=CHUNK
     ).log_probs
-
-
-POSITIONS, TOKENS, ROWS = 7, 13, 16  # 3 padded rows of the weight
-
-LOG_PROBS, ENTROPY, BOTH = (1.0, 0.0), (0.0, 1.0), (1.0, -0.3)
 
 
 @pytest.fixture(scope="module")

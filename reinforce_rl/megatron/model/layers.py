@@ -41,6 +41,13 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.attention import CoreAttention
 
+# Of Transformer Engine. The extra `dev` of megatron-core 0.16.1 asks for this, and for one below 2.12.
+OLDEST_VERSION = "2.9.0"
+# Without Transformer Engine megatron has a mock of this name, which isinstance() refuses.
+_TE_LINEAR: tuple[Any, ...] = (te.TELinear,) if te.HAVE_TE else ()
+# All linear layers that tensor-parallel ranks share.
+LINEAR: tuple[Any, ...] = (ColumnParallelLinear, RowParallelLinear, *_TE_LINEAR)
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467), in float32 where x is bf16."""
@@ -102,15 +109,6 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(gradient, F.silu(a), out=grad_b)
         grad_a.copy_(torch.ops.aten.silu_backward(gradient * b, a))
         return found
-
-
-# Of Transformer Engine. The extra `dev` of megatron-core 0.16.1 asks for this, and for one below 2.12.
-OLDEST_VERSION = "2.9.0"
-
-# Without Transformer Engine megatron has a mock of this name, which isinstance() refuses.
-_TE_LINEAR: tuple[Any, ...] = (te.TELinear,) if te.HAVE_TE else ()
-# All linear layers that tensor-parallel ranks share.
-LINEAR: tuple[Any, ...] = (ColumnParallelLinear, RowParallelLinear, *_TE_LINEAR)
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -41,6 +41,8 @@ from reinforce_rl.megatron.model.attention import (
 )
 from reinforce_rl.megatron.model.model import CausalLM
 
+Span = tuple[int, int]  # columns of the row, the end excluded
+
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies of CPU tensors on a device; on a GPU the host does not wait for them."""
@@ -187,9 +189,6 @@ class PackedGroups(PackedSeqParams):
     def predictions(self, hidden: Tensor) -> Predictions:
         rows, columns, before, targets = self._predictions
         return Predictions(rows, columns, hidden[0].index_select(0, before), targets)
-
-
-Span = tuple[int, int]  # columns of the row, the end excluded
 
 
 def _spans(prompts: list[int], responses: list[int], group_of: list[int], padding: int) -> list[tuple[Span, ...]]:

@@ -29,6 +29,10 @@ from reinforce_rl.utils.files import write_atomically
 
 MOST_TRIED, MOST_TOLD = 4, 3
 BETTER = 0.97  # of the seconds of a step, from which on a change is worth telling
+TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
+_GRANULARITY, _METHOD, _NUMBER = (f"model.activations_checkpoint_{n}" for n in ("granularity", "method", "num_layers"))
+_RECOMPUTE = {_GRANULARITY: "full", _METHOD: "uniform", _NUMBER: 1}
+Change = dict[str, Any]
 
 
 def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
@@ -105,12 +109,6 @@ def _try(worker: Worker, job: PredictedJob, inputs: Inputs, step: StepTime) -> l
         except (ConfigError, DeepFault):
             continue
     return tried
-
-
-TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
-_GRANULARITY, _METHOD, _NUMBER = (f"model.activations_checkpoint_{n}" for n in ("granularity", "method", "num_layers"))
-_RECOMPUTE = {_GRANULARITY: "full", _METHOD: "uniform", _NUMBER: 1}
-Change = dict[str, Any]
 
 
 def alternatives(job: PredictedJob, step: StepTime) -> Iterator[tuple[Change, TrainConfig]]:

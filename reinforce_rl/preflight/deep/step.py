@@ -23,6 +23,7 @@ from reinforce_rl.trainer.build_actor import lora_settings
 BF16 = 2
 _SMALL_KERNELS = 4  # a layer, besides four matrices and attention: two norms, RoPE with the cache's write, SwiGLU
 _POINTS, _DRAWS = 128, 64  # of the integral over t; of the ranks' lengths
+BACKWARD = 2 / 3  # of a micro-batch's time, in which gradients can be summed over the ranks meanwhile
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,6 @@ class Engine:
             any_left = 1 - (1 - share) ** rows
             seconds += step * any_left * self.pass_seconds(max(rows * share, 1.0), 1, prompt_tokens + tokens)
         return seconds
-
-
-BACKWARD = 2 / 3  # of a micro-batch's time, in which gradients can be summed over the ranks meanwhile
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_map_only
 from reinforce_rl.preflight.fake_cuda.mode import CUDA, LOW_PRECISION, FakeCuda, size_of
 
 GPUS_OF_NODE = 8
+_MAX_HEAD = 256  # of flash and cuDNN
+_aten = torch.ops.aten
 
 
 class _Idle:
@@ -209,10 +211,6 @@ def _replace_tensor_methods(gpu: FakeCuda) -> None:
     Tensor.pin_memory = lambda self, *args, **options: self  # type: ignore[method-assign]
     torch.tensor = tensor
     torch.compile = compiled  # type: ignore[assignment]
-
-
-_MAX_HEAD = 256  # of flash and cuDNN
-_aten = torch.ops.aten
 
 
 def replace_kernels(gpu: FakeCuda) -> None:

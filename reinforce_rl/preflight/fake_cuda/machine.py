@@ -28,6 +28,8 @@ GIBIBYTES = 80
 _LEFT_OVER = 1 << 26
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _machine: Machine | None = None
+SOURCE = Path(__file__).with_name("guard.cpp")
+COMPILE_SECONDS = 300.0
 
 
 class Machine:
@@ -99,10 +101,6 @@ def install(gibibytes: int = GIBIBYTES) -> Machine:
     network.install()
     _machine = Machine(gpu, network)
     return _machine
-
-
-SOURCE = Path(__file__).with_name("guard.cpp")
-COMPILE_SECONDS = 300.0
 
 
 def load_guard() -> None:
