@@ -181,6 +181,26 @@ def _patch_tensor_methods() -> None:
     torch.Tensor.cuda = cuda  # type: ignore[method-assign]
 
 
+def _import_megatron() -> None:
+    """Import megatron.core without what takes two thirds of the time of it, and of no use here.
+
+    Its jit_fuser is torch.compile, which loads dynamo and inductor, and would look for a C++ compiler at run time. It
+    also loads wandb where that is installed, for the metrics of an inference engine of its own.
+    """
+    if _MEGATRON in sys.modules:
+        torch._dynamo.config.disable = True  # type: ignore[assignment]
+        return
+    compile_, has_wandb = torch.compile, "wandb" in sys.modules
+    torch.compile = lambda function, **_: function  # type: ignore[assignment]
+    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch.compile = compile_
+        if not has_wandb:
+            del sys.modules["wandb"]
+
+
 def _patch_rng_tracker() -> None:
     import megatron.core.tensor_parallel.random as tracker
 
@@ -209,13 +229,10 @@ def enable_cpu_support() -> bool:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if torch.cuda.is_available():
         return False
-    # megatron's jit_fuser is torch.compile, which would look for a C++ compiler at run time.
-    torch._dynamo.config.disable = True  # type: ignore[assignment]
-    import megatron.core
-
+    _import_megatron()
     facade = _torch_facade()
     for name, module in list(sys.modules.items()):
-        if name.startswith(megatron.core.__name__):
+        if name.startswith(_MEGATRON):
             _rebind(module, facade)
     sys.meta_path.insert(0, _RebindOnImport(facade))
     _patch_rng_tracker()
