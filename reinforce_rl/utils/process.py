@@ -179,7 +179,11 @@ class ModuleChild(Child):
             )
         self._silence = Silence()
         if on_message is not None:
-            threading.Thread(target=self._read, args=(on_message,), daemon=True, name=f"{module}-messages").start()
+            self.listen(on_message)
+
+    def listen(self, on_message: Callable[[Message | None], None]) -> None:
+        """Call `on_message` on a thread with each message from now on."""
+        threading.Thread(target=self._read, args=(on_message,), daemon=True, name=f"messages of {self.pid}").start()
 
     def send(self, message: Message) -> None:
         """A child that has ended takes none; `fault` tells."""
@@ -217,10 +221,10 @@ def connect_to_parent(death_signal: int | None = signal.SIGKILL) -> Connection:
 
 
 def receive(connection: Connection) -> Message | None:
-    """Wait for a message of JSON; None at the end of the connection."""
+    """Wait for a message of JSON; None at the end of the connection, which a message of anything else is too."""
     try:
         return json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
-    except (EOFError, OSError):
+    except (EOFError, OSError, ValueError, RecursionError):
         return None
 
 

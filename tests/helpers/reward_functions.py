@@ -47,9 +47,9 @@ def hostile(prompt: str, response: str, record: Mapping[str, Any]) -> float:
     if response == "isfinite":
         math.isfinite = lambda _: False  # type: ignore[assignment]
     if response == "worker":
-        from reinforce_rl.rewards.function_process import worker as function_worker
+        import __main__ as host
 
-        function_worker.score = None  # type: ignore[assignment]
+        host._score = host._work = host._Host = None  # type: ignore[attr-defined]
     if response == "nonblocking":
         os.set_blocking(1, False)
     if response == "is blocking":

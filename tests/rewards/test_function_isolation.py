@@ -18,8 +18,7 @@ from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import TextSample
 from reinforce_rl.rewards.function_process import pool as function_pool
 from reinforce_rl.rewards.function_process.loading import FunctionSpec
-from reinforce_rl.rewards.function_process.pool import FunctionPool
-from reinforce_rl.rewards.function_process.sandbox import bubblewrap
+from reinforce_rl.rewards.function_process.pool import FunctionPool, bubblewrap
 
 NAME = "helpers.reward_functions."
 

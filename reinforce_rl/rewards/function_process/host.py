@@ -2,10 +2,8 @@
 
 The trainer and the reward server have threads, torch and CUDA, and cannot fork. So this small process, which has none
 of that, imports the functions and forks itself for each sample. Whatever a sample does to its process (it replaces the
-function, raises, exits, never returns), the next sample finds the state that the import left. The end of the input
-means that the owner is gone, however it went; then this process ends with all of its samples.
-
-Two one-way `multiprocessing.connection`s, whose descriptors are the arguments, connect it with its owner.
+function, raises, exits, never returns), the next sample finds the state that the import left. Once the connection
+ends, the owner is gone, however it went; then this process ends with all of its samples.
 
 To it:    first `FunctionPool`'s settings, then (ID, JSON of {"function", "prompt", "response", "record"}) for each
           sample; {} is a ping
@@ -18,28 +16,50 @@ import contextlib
 import fcntl
 import gc
 import json
+import math
 import os
 import resource
 import signal
 import stat
 import sys
 import time
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
+from select import POLLIN, POLLRDHUP, poll
 from typing import Any
 
 from reinforce_rl.rewards import base
-from reinforce_rl.rewards.function_process import worker as function_worker
 from reinforce_rl.rewards.function_process.loading import LoadFault, load_function, source_sha256
-from reinforce_rl.rewards.function_process.worker import Outcome
+from reinforce_rl.utils.process import connect_to_parent, die_with_parent, send
 
 ANSWER_BYTES = 1 << 16  # at most
+MESSAGE_LETTERS = 500  # an answer must fit into a pipe that nobody reads yet
 MEBIBYTE = 1 << 20
 FILE_MEBIBYTES = 64  # of each file that a function writes
-MOST_SECONDS = 3600.0  # of one wait; poll(2) takes no more than 24 days
-OWNER = 0  # its end of the input says that this host is not wanted any more; a module may replace sys.stdin
+MAX_WAIT_SECONDS = 3600.0  # poll(2) takes no more than 24 days
 STATUSES = (base.STATUS_OK, base.STATUS_NOT_FINITE, base.STATUS_INTERNAL)
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one sample.
+
+    Attributes:
+        status: STATUS_OK, STATUS_NOT_FINITE, STATUS_INTERNAL or STATUS_TIMED_OUT.
+        value: NaN unless the status is STATUS_OK.
+        fault: what went wrong and where, without any text of the sample.
+        message: the error's own text, which may hold the sample's.
+    """
+
+    status: int
+    value: float = math.nan
+    fault: str = ""
+    message: str = ""
 
 
 @dataclass
@@ -54,33 +74,34 @@ class _Sample:
 
 
 class _Host:
-    """Forks for the samples that come on one connection and answers on another. It has one thread, since it forks."""
+    """Forks for the samples that come on the connection. It has one thread, since it forks."""
 
-    def __init__(
-        self, functions: function_worker.Functions, settings: dict[str, Any], requests: Connection, answers: Connection
-    ):
+    def __init__(self, functions: Functions, settings: dict[str, Any], connection: Connection):
         self._functions = functions
         self._num_workers = int(settings["num_workers"])
         self._timeout = float(settings["sample_timeout_seconds"])
-        self._requests = requests
-        self._answers = answers
+        self._connection = connection
         self._running: dict[int, _Sample] = {}  # by answer_fd
 
     def run(self) -> None:
-        """Until the input ends."""
+        """Until the owner's end of the connection is closed."""
+        owner = self._connection.fileno()
         while True:
-            first = min((sample.deadline for sample in self._running.values()), default=None)
-            seconds = None if first is None else min(MOST_SECONDS, max(0.0, first - time.monotonic()))
+            poller = poll()
             # A sample is read when there is room for it, so a large batch waits in the owner's memory.
-            inputs = [self._requests] if len(self._running) < self._num_workers else []
-            anything: list[Any] = [OWNER, *inputs, *self._running]
-            ready = wait(anything, seconds)
-            if OWNER in ready:
+            poller.register(owner, POLLRDHUP | (POLLIN if len(self._running) < self._num_workers else 0))
+            for fd in self._running:
+                poller.register(fd, POLLIN)
+            first = min((sample.deadline for sample in self._running.values()), default=math.inf)
+            seconds = min(MAX_WAIT_SECONDS, max(0.0, first - time.monotonic()))
+            ready = dict(poller.poll(math.ceil(1000 * seconds)))
+            event = ready.pop(owner, 0)
+            if event & ~POLLIN:
                 break
-            if self._requests in ready:
-                self._start(*self._requests.recv())
-            for sample in [self._running[fd] for fd in ready if isinstance(fd, int)]:
-                self._read_answer(sample)
+            if event:
+                self._start(*self._connection.recv())
+            for fd in ready:
+                self._read_answer(self._running[fd])
             now = time.monotonic()
             for sample in [one for one in self._running.values() if one.deadline <= now]:
                 self._finish(sample, Outcome(base.STATUS_TIMED_OUT, fault="exceeded the time limit"))
@@ -94,13 +115,13 @@ class _Host:
             pid = os.fork()
         except OSError as error:  # too many processes or files
             outcome = Outcome(base.STATUS_INTERNAL, fault=f"no process could be started: {error}")
-            self.send({"id": number, **asdict(outcome)})
+            send(self._connection, {"id": number, **asdict(outcome)})
             return
         if pid == 0:
             try:
-                for fd in (self._requests.fileno(), self._answers.fileno(), read_end, *self._running):
+                for fd in (self._connection.fileno(), read_end, *self._running):
                     os.close(fd)
-                function_worker.work(self._functions, request, write_end, parent)
+                _work(self._functions, request, write_end, parent)
             finally:
                 os._exit(1)
         os.close(write_end)
@@ -120,25 +141,22 @@ class _Host:
                 os.waitpid(ended.si_pid, 0)
 
     def _finish(self, sample: _Sample, outcome: Outcome | None = None) -> None:
-        """End a sample's process and answer for it: what it said itself, where it was not too late."""
+        """End a sample's process and answer for it: its own answer, where that is one."""
         code = _end(sample.pid)
         del self._running[sample.answer_fd]
         os.close(sample.answer_fd)
         self._reap_orphans()
         if outcome is None:
             try:
-                said = json.loads(sample.answer.partition(b"\n")[0])
-                outcome = Outcome(int(said["status"]), float(said["value"]), str(said["fault"]), str(said["message"]))
+                answer = json.loads(sample.answer.partition(b"\n")[0])
+                texts = str(answer["fault"]), str(answer["message"])
+                outcome = Outcome(int(answer["status"]), float(answer["value"]), *texts)
                 if outcome.status not in STATUSES:
                     raise ValueError("the function has written it, not its process")
             except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
                 outcome = Outcome(base.STATUS_INTERNAL, fault=f"its process ended with {how}")
-        self.send({"id": sample.id, **asdict(outcome)})
-
-    def send(self, message: dict[str, Any]) -> None:
-        """To the owner."""
-        self._answers.send_bytes(json.dumps(message).encode())
+        send(self._connection, {"id": sample.id, **asdict(outcome)})
 
 
 def _end(pid: int) -> int:
@@ -149,9 +167,54 @@ def _end(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def main(requests: Connection, answers: Connection) -> None:
-    """Serve until the input ends."""
-    settings = requests.recv()
+def _work(functions: Functions, request: bytes, answer_fd: int, parent: int) -> None:
+    """In a sample's process: score it, write its `Outcome` as a line of JSON and end the process."""
+    code = 1
+    try:
+        os.setpgid(0, 0)  # what the function starts is ended with it
+        die_with_parent(parent)
+        with contextlib.suppress(OSError):  # opened anew: flags such as O_NONBLOCK are not other samples' too
+            output = os.open("/proc/self/fd/1", os.O_WRONLY)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+        outcome = _score(functions, request)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os.write(answer_fd, json.dumps(asdict(outcome)).encode() + b"\n")
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _score(functions: Functions, request: bytes) -> Outcome:
+    sample = json.loads(request)
+    if "function" not in sample:
+        return Outcome(base.STATUS_OK, 0.0)  # a ping
+    try:
+        value = functions[sample["function"]](sample["prompt"], sample["response"], sample["record"])
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+            return Outcome(base.STATUS_INTERNAL, fault=f"returned a {type(value).__name__}; expected a number")
+        number = float(value)
+    except BaseException as error:  # whatever a user's function raises, KeyboardInterrupt and SystemExit too
+        fault = f"{type(error).__name__}{_place(error)}"
+        return Outcome(base.STATUS_INTERNAL, fault=fault, message=str(error)[:MESSAGE_LETTERS])
+    if not math.isfinite(number):
+        return Outcome(base.STATUS_NOT_FINITE, fault=f"returned {number}")
+    return Outcome(base.STATUS_OK, number)
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the function's own file that the error went through, where it went through any."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def main() -> None:
+    """Load the functions and score samples until the owner's end of the connection is closed."""
+    connection = connect_to_parent(death_signal=None)  # any thread of the owner's may have started this process
+    settings = connection.recv()
     functions, faults = {}, []
     for name, spec in settings["functions"].items():
         before = _open_files()
@@ -167,10 +230,10 @@ def main(requests: Connection, answers: Connection) -> None:
     sys.stdout.flush()  # else each sample would print it once more
     gc.freeze()  # a collection in a sample's process would copy every page
     _limit(settings["sample_memory_mb"] * MEBIBYTE)
-    host = _Host(functions, settings, requests, answers)
-    host.send({"faults": faults, "sources": {name: source_sha256(function) for name, function in functions.items()}})
+    sources = {name: source_sha256(function) for name, function in functions.items()}
+    send(connection, {"faults": faults, "sources": sources})
     if not faults:
-        host.run()
+        _Host(functions, settings, connection).run()
     os._exit(0)
 
 
@@ -200,4 +263,4 @@ def _limit(memory: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False))
+    main()

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import queue
-import signal
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +29,7 @@ from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import TextSample
 from reinforce_rl.rewards.function_process.loading import FunctionSpec
-from reinforce_rl.rewards.function_process.sandbox import bubblewrap
+from reinforce_rl.utils.process import PACKAGE_PARENT, Message, ModuleChild, receive
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +43,19 @@ ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPEN
 # What a function may read of this process's environment, which has tokens and keys too.
 VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
 VARIABLE_PREFIXES = ("LC_", "PYTHON")
+SANDBOX = "reward_function.sandbox"
+SYSTEM_FOLDERS = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/localtime",
+)
+TMPFS_BYTES = 256 << 20
+PROBE_SECONDS = 30.0
 # Keys of `reward_function` that are arguments of `FunctionPool`.
 OPTIONS = ("num_workers", "sample_timeout_seconds", "sample_memory_mb", "environment", "sandbox")
 
@@ -118,58 +129,82 @@ class PendingScores:
             ) from None
 
 
-class _Host:
-    """A running host process and the samples that it has."""
+class _Host(ModuleChild):
+    """A host process and the samples that it has."""
 
-    def __init__(self, process: subprocess.Popen[bytes], requests: Connection, answers: Connection):
-        self.process = process
-        self.requests = requests
-        self.answers = answers
-        self.lock = threading.Lock()
-        self.samples: dict[int, tuple[_Batch, int]] = {}
-        self.next_id = 0
+    def __init__(self, folders: Sequence[str], variables: Mapping[str, str], *, in_sandbox: bool):
+        super().__init__(
+            "reinforce_rl.rewards.function_process.host",
+            prefix=bubblewrap(folders) if in_sandbox else (),
+            env={**variables, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(folders)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         self.ended = False
-        self.waiting: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._samples: dict[int, tuple[_Batch, int]] = {}
+        self._next_id = 0
+        self._waiting: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+
+    def load(self, settings: Mapping[str, Any]) -> Message | None:
+        """Have it load the functions; return the faults and sources, None where it has ended."""
+        output = threading.Thread(target=self._show_output, daemon=True)
+        output.start()
+        with contextlib.suppress(OSError):
+            self.connection.send(settings)
+        if not self.connection.poll(START_SECONDS):
+            self.kill()
+        found = receive(self.connection)
+        if found is None:
+            self.wait()
+            output.join(STOP_SECONDS)
+        else:
+            threading.Thread(target=self._write, daemon=True).start()
+            self.listen(self._on_message)
+        return found
 
     def add(self, batch: _Batch, requests: Sequence[tuple[int, bytes]]) -> int:
-        """Send the samples of these rows; how many are under way then.
+        """Send the samples of these rows; return the number of samples under way.
 
         Raises:
             RewardServerError: the host has ended.
         """
-        with self.lock:
+        with self._lock:
             if self.ended:
                 raise RewardServerError("the processes of the reward function have ended")
             for row, request in requests:
-                self.samples[self.next_id] = (batch, row)
-                self.waiting.put((self.next_id, request))
-                self.next_id += 1
-            return len(self.samples)
+                self._samples[self._next_id] = (batch, row)
+                self._waiting.put((self._next_id, request))
+                self._next_id += 1
+            return len(self._samples)
 
-    def write(self) -> None:
+    def _write(self) -> None:
         """Thread: to the host, which takes a sample when it has room for it."""
         with contextlib.suppress(OSError):
-            while (sample := self.waiting.get()) is not None:
-                self.requests.send(sample)
+            while (sample := self._waiting.get()) is not None:
+                self.connection.send(sample)
 
-    def read(self) -> None:
-        """Thread: the host's answers, until it ends."""
-        with contextlib.suppress(OSError, EOFError):
-            while True:
-                answer = json.loads(self.answers.recv_bytes())
-                try:
-                    self._take(answer)
-                except Exception:  # nobody else reads: a host whose answers cannot be taken is of no use
-                    logger.exception("event=function_host_fault")
-                    self.kill()
-                    break
-        code = self.process.wait()
-        with self.lock:
+    def _on_message(self, message: Message | None) -> None:
+        if message is None:
+            self._fail_batches(self.wait())
+            return
+        try:
+            with self._lock:
+                batch, row = self._samples.pop(message["id"])
+            if message["fault"]:
+                logger.debug("event=function_failed fault=%s message=%s", message["fault"], message["message"])
+            batch.take(row, message["status"], message["value"], message["fault"])
+        except Exception:  # nobody else reads: a host whose answers cannot be taken is of no use
+            logger.exception("event=function_host_fault")
+            self.kill()
+
+    def _fail_batches(self, code: int | None) -> None:
+        with self._lock:
             self.ended = True
-            waiting = {id(batch): batch for batch, _ in self.samples.values()}
-            self.samples.clear()
-        self.waiting.put(None)
-        for batch in waiting.values():
+            batches = {id(batch): batch for batch, _ in self._samples.values()}
+            self._samples.clear()
+        self._waiting.put(None)
+        for batch in batches.values():
             batch.future.set_exception(
                 RewardServerError(
                     f"the processes of the reward function ended with {batch.left} samples under way (exit code "
@@ -177,24 +212,12 @@ class _Host:
                 )
             )
 
-    def _take(self, answer: dict[str, Any]) -> None:
-        with self.lock:
-            batch, row = self.samples.pop(answer["id"])
-        if answer["fault"]:
-            logger.debug("event=function_failed fault=%s message=%s", answer["fault"], answer["message"])
-        batch.take(row, answer["status"], answer["value"], answer["fault"])
-
-    def show_output(self) -> None:
+    def _show_output(self) -> None:
         """Thread: what the functions print. On a pipe their limit of a file's size does not count the log's."""
         assert self.process.stdout is not None
         while chunk := os.read(self.process.stdout.fileno(), 1 << 16):
             with contextlib.suppress(OSError):  # a full log must not hold up who prints
                 os.write(2, chunk)
-
-    def kill(self) -> None:
-        """End the host and, in a sandbox, bubblewrap's processes."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class FunctionPool:
@@ -286,56 +309,30 @@ class FunctionPool:
         with self._lock:
             host, self._host, self._closed = self._host, None, True
         if host is not None:
-            _end(host)
+            host.stop(STOP_SECONDS)
 
     def _running_host(self) -> _Host:
         if self._closed or self._host is None:
             state = "is closed" if self._closed else "was not started"
             raise RewardServerError(f"the pool of reward functions {state}")
         if self._host.ended:
-            logger.error("event=function_host_restarted exit_code=%s", self._host.process.returncode)
+            logger.error("event=function_host_restarted exit_code=%s", self._host.exit_code)
             self._host = self._launch()
         return self._host
 
     def _launch(self) -> _Host:
-        places = [str(Path(__file__).resolve().parents[3]), *filter(None, sys.path)]
-        kept = {k: v for k, v in os.environ.items() if k in self._variables or k.startswith(VARIABLE_PREFIXES)}
-        (host_requests, requests), (answers, host_answers) = Pipe(duplex=False), Pipe(duplex=False)
-        with host_requests, host_answers:
-            ends = (host_requests.fileno(), host_answers.fileno())
-            command = [sys.executable, "-m", "reinforce_rl.rewards.function_process.host", *map(str, ends)]
-            # A session of its own: Ctrl-C is the owner's affair, whose end then ends the host.
-            process = subprocess.Popen(
-                [*bubblewrap(places), *command] if self._has_sandbox else command,
-                stdin=subprocess.PIPE,  # its end is the host's
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**kept, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(places)},
-                pass_fds=ends,
-                start_new_session=True,
-            )
-        host = _Host(process, requests, answers)
-        output, *others = (
-            threading.Thread(target=work, daemon=True) for work in (host.show_output, host.write, host.read)
-        )
-        output.start()
-        try:
-            requests.send(self._settings)
-            if not answers.poll(START_SECONDS):
-                host.kill()
-            found = json.loads(answers.recv_bytes())
-        except (OSError, EOFError):
-            code = process.wait()
-            output.join(STOP_SECONDS)
+        folders = [PACKAGE_PARENT, *filter(None, sys.path)]
+        variables = {k: v for k, v in os.environ.items() if k in self._variables or k.startswith(VARIABLE_PREFIXES)}
+        host = _Host(folders, variables, in_sandbox=self._has_sandbox)
+        found = host.load(self._settings)
+        if found is None:
             raise RewardServerError(
-                f"the process of the reward function ended before it was ready (exit code {code}; it is killed after "
-                f"{START_SECONDS:.0f} s); what it said is above. Does the import of "
+                f"the process of the reward function ended before it was ready (exit code {host.exit_code}; it is "
+                f"killed after {START_SECONDS:.0f} s); what it said is above. Does the import of "
                 f"{', '.join(self._names[name] for name in self._settings['functions'])} end?"
-            ) from None
-        for thread in others:
-            thread.start()
+            )
         if found["faults"]:
-            _end(host)
+            host.stop(STOP_SECONDS)
             raise ConfigError(found["faults"])
         self.sources = found["sources"]
         return host
@@ -348,12 +345,29 @@ def _request(function: str, sample: TextSample) -> bytes:
     return json.dumps({"function": function, **fields}).encode()
 
 
-def _end(host: _Host) -> None:
-    """It ends by itself at the end of its input."""
-    assert host.process.stdin is not None
-    host.process.stdin.close()
-    try:
-        host.process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        host.kill()
-        host.process.wait()
+def bubblewrap(folders: Sequence[str]) -> list[str]:
+    """The beginning of a command that has no network, sees no other processes and cannot change a file.
+
+    It reads Python's own folders, the current one and `folders`. /tmp and /dev/shm are empty, writable and its own.
+
+    Raises:
+        ConfigError: bubblewrap is not installed or cannot work here.
+    """
+    program = shutil.which("bwrap")
+    if program is None:
+        raise ConfigError([f"{SANDBOX} is true, but there is no 'bwrap'; install bubblewrap, 0.8 or later"])
+    libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    folders = {*SYSTEM_FOLDERS, sys.prefix, sys.base_prefix, *folders, *filter(None, libraries), os.getcwd()}
+    real = {os.path.realpath(folder) for folder in folders}
+    size = ["--size", str(TMPFS_BYTES), "--tmpfs"]
+    # No signal from inside ends process 1, so no sample can end the host.
+    command = [program, "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--as-pid-1"]
+    command += ["--proc", "/proc", "--dev", "/dev", *size, "/dev/shm", *size, "/tmp"]
+    # A folder comes after those in it, which it covers: so a symbolic link in it stays one.
+    for folder in sorted(folders | real, key=len, reverse=True):
+        command += ["--ro-bind-try", folder, folder]
+    command += ["--remount-ro", "/", "--setenv", "TMPDIR", "/tmp", "--setenv", "HOME", "/tmp", "--chdir", os.getcwd()]
+    probe = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    if probe.returncode != 0:
+        raise ConfigError([f"{SANDBOX} is true, but bubblewrap cannot work here: {probe.stderr.strip()}"])
+    return command
