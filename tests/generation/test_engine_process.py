@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +12,15 @@ import pytest
 from reinforce_rl.errors import EngineLostError, GenerationError
 from reinforce_rl.generation.trtllm import process as engine_process
 from reinforce_rl.generation.trtllm.engine import EngineArguments, EngineSampling, Request
-from reinforce_rl.generation.trtllm.model_folder import write_engine_model
 from reinforce_rl.generation.trtllm.process import (
     MAX_FOLDER_CHARACTERS,
     Deadlines,
     EngineProcess,
     engine_environment,
     private_folder,
+    write_engine_model,
 )
+from reinforce_rl.utils.process import ModuleChild
 
 
 def process_of(tmp_path: Path, **deadlines: float) -> EngineProcess:
@@ -100,29 +100,27 @@ def test_without_the_package_it_says_so_and_leaves_nothing_behind(tmp_path):
     with pytest.raises(GenerationError, match=r"did not start: .*No module named 'tensorrt_llm'") as raised:
         process.start()
     assert not isinstance(raised.value, EngineLostError), "another try would not help"
-    assert not process._folder.exists() and process._process is None
+    assert not process._folder.exists() and process._child is None
 
 
 def test_a_start_that_takes_too_long_is_ended(tmp_path):
     process = process_of(tmp_path, start=0.001)
     with pytest.raises(GenerationError, match=r"no answer to start within 0.001 s \(tensorrt_llm.start_timeout_sec"):
         process.start()
-    assert process._process is None
+    assert process._child is None
 
 
 def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_process, "STUCK_SECONDS", 0.1)
     monkeypatch.setattr(engine_process, "ABORT_SECONDS", 0.0)
     process = process_of(tmp_path, request=1.0)
-    process._connection, theirs = multiprocessing.Pipe()
-    process._process = subprocess.Popen(["sleep", "60"], pass_fds=[theirs.fileno()], start_new_session=True)
-    theirs.close()
+    process._child = ModuleChild("timeit", prefix=["sh", "-c", "exec sleep 60", "sh"])
     prompts = [
         Request(tuple(range(100_000)), EngineSampling(8, 0, None, None, None, None, []))
     ] * 20  # far more than the connection holds
     with pytest.raises(EngineLostError, match=r"no answer to generate within 1 s \(tensorrt_llm.request_timeout"):
         process.generate(prompts)
-    assert process._process is None
+    assert process._child is None
 
 
 def test_the_host_does_not_outlive_a_trainer_that_is_not_its_parent():

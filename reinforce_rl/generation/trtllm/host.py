@@ -1,7 +1,7 @@
-"""The process that owns a TensorRT-LLM engine: `python -m reinforce_rl.generation.trtllm.host FD PARENT`.
+"""The process that owns a TensorRT-LLM engine: `python -m reinforce_rl.generation.trtllm.host`.
 
 A process of its own, because importing TensorRT-LLM and starting Ray reach far into a process, and because a process
-can be ended whatever state it is in. It takes one command after the other from the connection FD, and ends with it.
+can be ended whatever state it is in. It takes one command after the other from its connection, and ends with it.
 The calls are those of TensorRT-LLM 1.2; `tests/generation/tensorrt_llm_signatures.json` has their signatures.
 """
 
@@ -31,7 +31,7 @@ from reinforce_rl.generation.trtllm.engine import (
     Request,
     Started,
 )
-from reinforce_rl.utils.process import die_with_parent
+from reinforce_rl.utils.process import connect_to_parent
 
 SHUTDOWN_SECONDS = 20.0
 
@@ -162,9 +162,8 @@ def _text(error: BaseException) -> str:
 
 
 def main() -> None:
-    descriptor, parent = (int(text) for text in sys.argv[1:])
-    die_with_parent(parent, signal.SIGTERM)  # a call into the engine may never return
-    asyncio.run(serve(Connection(descriptor)))
+    # The signal, too, since a call into the engine may never return.
+    asyncio.run(serve(connect_to_parent(death_signal=signal.SIGTERM)))
     # Threads of the engine that do not end must not keep the process.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,14 +13,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import EngineLostError, GenerationError
 from reinforce_rl.generation.trtllm import engine
 from reinforce_rl.generation.trtllm.engine import Answer, EngineArguments, Request, Started
-from reinforce_rl.generation.trtllm.model_folder import write_engine_model
+from reinforce_rl.megatron.architecture import with_old_rope_keys
+from reinforce_rl.megatron.weights.hf_weights import carry_over
+from reinforce_rl.utils.process import PACKAGE_PARENT, ModuleChild
 
 KEY = "tensorrt_llm"
 STOP_SECONDS = 30.0
@@ -73,8 +73,7 @@ class EngineProcess:
         self._log = log
         self._folder = private_folder(os.environ, os.getpid(), dp_rank)
         self._devices = devices
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._child: ModuleChild | None = None
 
     def start(self) -> Started:
         """Bring it up, and wait until it is ready.
@@ -87,16 +86,11 @@ class EngineProcess:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         model = write_engine_model(Path(self._arguments.model), self._folder / "model")
         arguments = replace(self._arguments, model=str(model))
-        self._connection, theirs = multiprocessing.Pipe()
-        command = [sys.executable, "-m", "reinforce_rl.generation.trtllm.host", str(theirs.fileno()), str(os.getpid())]
-        with self._log.open("ab") as log, theirs:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
+        with self._log.open("ab") as log:
+            self._child = ModuleChild(
+                "reinforce_rl.generation.trtllm.host",
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
                 env=engine_environment(os.environ, self._folder, self._devices),
             )
         try:
@@ -132,20 +126,17 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End it in good order, or else at once."""
-        if self._connection is not None:
+        if self._child is not None:
             with contextlib.suppress(EngineLostError):
                 self._call(engine.STOP, (), STOP_SECONDS, "stop")
         self.kill()
 
     def kill(self) -> None:
         """End the process and all that it started in its session, and remove its files."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._process is not None:
-            self._kill_group(self._process)
-            self._process.wait()
-            self._process = None
+        if self._child is not None:
+            self._child.connection.close()
+            self._child.kill()
+            self._child = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _call(self, command: str, arguments: tuple[Any, ...], seconds: float, key: str) -> Any:
@@ -154,25 +145,24 @@ class EngineProcess:
         Raises:
             EngineLostError: it ended, did not answer in time, or answered with a fault; then it is ended.
         """
-        assert self._connection is not None and self._process is not None
+        assert self._child is not None
+        child, connection = self._child, self._child.connection
         late = EngineLostError(f"no answer to {command} within {seconds:g} s ({KEY}.{key}); log: {self._log}")
         # A process that is stopped in the middle of a message would hold up the sending or the reading of it.
-        stuck = threading.Timer(seconds + STUCK_SECONDS, self._kill_group, (self._process,))
+        stuck = threading.Timer(seconds + STUCK_SECONDS, child.kill)
         stuck.daemon = True
         stuck.start()
         begin = time.monotonic()
         try:
-            self._connection.send((command, arguments))
-            if not self._connection.poll(seconds):
+            connection.send((command, arguments))
+            if not connection.poll(seconds):
                 raise late
-            kind, value = self._connection.recv()
+            kind, value = connection.recv()
             if kind == engine.FAULT:
                 raise EngineLostError(f"the engine's {command} failed: {value}; log: {self._log}")
             return value
         except (EOFError, OSError) as error:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
-            status = self._process.poll()
+            status = child.wait(1.0)
             self.kill()
             if time.monotonic() - begin > seconds:
                 raise late from error
@@ -182,11 +172,6 @@ class EngineProcess:
             raise
         finally:
             stuck.cancel()
-
-    @staticmethod
-    def _kill_group(process: subprocess.Popen[bytes]) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def private_folder(environment: Mapping[str, str], pid: int, dp_rank: int) -> Path:
@@ -205,7 +190,7 @@ def engine_environment(environment: Mapping[str, str], folder: Path, devices: Se
         for name, value in environment.items()
         if not name.startswith(_OF_THE_LAUNCHER) and name not in _OF_THE_RANK
     }
-    places = [str(Path(__file__).resolve().parents[3]), *sys.path]
+    places = [PACKAGE_PARENT, *sys.path]
     own = {
         "PYTHONPATH": os.pathsep.join(filter(None, places)),
         "TLLM_DISABLE_MPI": "1",
@@ -216,3 +201,15 @@ def engine_environment(environment: Mapping[str, str], folder: Path, devices: Se
         "TMPDIR": str(folder),
     }
     return {**kept, **own, **({} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)})}
+
+
+def write_engine_model(source: Path, out: Path) -> Path:
+    """Copy all but the weights, with a config.json that transformers 4, which TensorRT-LLM 1.2 uses, reads too."""
+    out.mkdir(parents=True, exist_ok=True)
+    carry_over(source, out)
+    config = out / "config.json"
+    values = with_old_rope_keys(json.loads(config.read_text(encoding="utf-8")))
+    if "dtype" in values:
+        values.setdefault("torch_dtype", values["dtype"])
+    config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return out
