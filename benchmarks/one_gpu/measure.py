@@ -14,7 +14,7 @@ import torch
 from rloo_step.rates import synchronize
 
 from one_gpu.workload import OURS, PLAIN
-from reinforce_rl.utils.memory import PeakMemory
+from reinforce_rl.runtime.phases import PeakMemory
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # of CUDA, a CPU's allocator, cuBLAS
 

@@ -1,17 +1,31 @@
-"""What this rank is doing, told once and heard by all who want to know: display, timers, memory, faults."""
+"""What this rank is doing: its phase, the seconds and memory of each, and where its main thread is."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 
+import psutil
 import torch
 
-from reinforce_rl.runtime.stack import WaitMeter
-from reinforce_rl.utils.memory import PeakMemory
+PACKAGE = Path(__file__).parents[1]
+SAMPLE_SECONDS = 0.02  # between two samples of a `WaitMeter`
+CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+RESET_PEAK = "5"  # written to clear_refs: forget the peak of the resident set (man 5 proc)
+# Files whose innermost calls are those that wait for other ranks.
+_COLLECTIVES = (
+    "torch/distributed/distributed_c10d.py",
+    "megatron/core/tensor_parallel/mappings.py",
+    "megatron/core/pipeline_parallel/p2p_communication.py",
+    "megatron/core/distributed/param_and_grad_buffer.py",  # not its neighbours, which add up gradients themselves
+    "reinforce_rl/megatron/mesh.py",
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,7 @@ class Phase:
 
 
 class Activity:
-    """The phase that this rank is in. Told by one thread, read by any."""
+    """The phase that this rank is in; set by one thread, read by any."""
 
     def __init__(self) -> None:
         self.phase = Phase("start", 0, 0, time.monotonic())
@@ -42,7 +56,7 @@ class Activity:
         self._listeners: list[Callable[[str], None]] = []
 
     def listen(self, listener: Callable[[str], None]) -> None:
-        """Have each new phase's name told to `listener`."""
+        """Call `listener` with the name of each new phase."""
         self._listeners.append(listener)
 
     def at_step(self, step: int) -> None:
@@ -60,7 +74,7 @@ class StepClock:
     """Seconds and the peak of memory of each phase of the present step, on this rank.
 
     Args:
-        activity: hears of the phases.
+        activity: is given the phases.
         device: whose memory is looked at.
         among_ranks: measure how long this thread waits for other ranks.
 
@@ -101,3 +115,122 @@ class StepClock:
     def stop(self) -> None:
         """The step ends: its whole time is `step_time`."""
         self.seconds["step_time"] = time.perf_counter() - self._started
+
+
+class PeakMemory:
+    """The peak since `start`: of the device's memory on CUDA, else of this process's resident set.
+
+    Args:
+        device: where this rank computes.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def start(self) -> None:
+        """Forget the peak so far."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        # Not Linux, or not allowed here: the peak is then that of the whole run so far.
+        with contextlib.suppress(OSError):
+            CLEAR_REFS.write_text(RESET_PEAK)
+
+    def gigabytes(self) -> float:
+        """The peak in 10^9 bytes."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) / 1e9
+        try:
+            line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+            return int(line.split()[1]) * 1024 / 1e9
+        except (OSError, StopIteration):
+            return psutil.Process().memory_info().rss / 1e9
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a thread is.
+
+    Attributes:
+        line: file and line of this package, the innermost; empty where there is none.
+        in_collective: it waits for other ranks.
+        still_since: `time.monotonic` of the first of the samples that all found it there.
+    """
+
+    line: str
+    in_collective: bool
+    still_since: float
+
+
+class PlaceWatcher:
+    """Follows where a thread is.
+
+    Args:
+        thread: its id, as of `threading.get_ident`.
+    """
+
+    def __init__(self, thread: int):
+        self._thread = thread
+        self._last: tuple[tuple[str, int], ...] = ()
+        self._still_since = time.monotonic()
+
+    def look(self) -> Place:
+        """The thread's place now."""
+        stack = _stack(sys._current_frames().get(self._thread))
+        if stack != self._last:
+            self._last, self._still_since = stack, time.monotonic()
+        innermost = stack[0][0] if stack else ""
+        own = next(((file, line) for file, line in stack if Path(file).is_relative_to(PACKAGE)), None)
+        text = f"{Path(own[0]).relative_to(PACKAGE)}:{own[1]}" if own else ""
+        return Place(text, _waits_for_ranks(innermost), self._still_since)
+
+
+class WaitMeter:
+    """How long a thread waits for other ranks, by sampling its stack every few milliseconds.
+
+    Collectives that return before they are done, as NCCL's do, are not seen.
+
+    Args:
+        thread: its id, as of `threading.get_ident`.
+
+    Attributes:
+        seconds: of the last block that was measured; right to about `SAMPLE_SECONDS` a wait.
+    """
+
+    def __init__(self, thread: int):
+        self._thread = thread
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Around what the thread does."""
+        self.seconds = 0.0
+        done = threading.Event()
+        sampler = threading.Thread(target=self._sample, args=(done,), name="wait meter", daemon=True)
+        sampler.start()
+        try:
+            yield
+        finally:
+            done.set()
+            sampler.join()
+
+    def _sample(self, done: threading.Event) -> None:
+        before = time.perf_counter()
+        while not done.wait(SAMPLE_SECONDS):
+            frame, now = sys._current_frames().get(self._thread), time.perf_counter()
+            if frame is not None and _waits_for_ranks(frame.f_code.co_filename):
+                self.seconds += now - before
+            before = now
+
+
+def _waits_for_ranks(file: str) -> bool:
+    return any(part in file for part in _COLLECTIVES)
+
+
+def _stack(frame: FrameType | None) -> tuple[tuple[str, int], ...]:
+    """File and line of each frame, the innermost first."""
+    found = []
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)

@@ -19,9 +19,8 @@ from dataclasses import asdict
 from typing import Any
 
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_STOPPED, ReinforceError
-from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.phases import Activity, PlaceWatcher
 from reinforce_rl.runtime.rank_reports import Report, Verdict, died, failed, hung, silent, waited_for
-from reinforce_rl.runtime.stack import PlaceWatcher
 from reinforce_rl.runtime.stop import StopRequest
 
 BEAT_SECONDS = 1.0

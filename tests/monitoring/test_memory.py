@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reinforce_rl.utils import memory
-from reinforce_rl.utils.memory import PeakMemory
+from reinforce_rl.runtime import phases
+from reinforce_rl.runtime.phases import PeakMemory
 
 GIGABYTE = 1e9
 
@@ -16,7 +16,7 @@ def use(gigabytes: float) -> None:
 
 
 def test_each_phase_has_its_own_peak():
-    if not memory._CLEAR.exists():
+    if not phases.CLEAR_REFS.exists():
         pytest.skip("the kernel's peak of a process cannot be reset here")
     peak = PeakMemory(torch.device("cpu"))
     peak.start()
@@ -29,8 +29,8 @@ def test_each_phase_has_its_own_peak():
 
 
 def test_without_the_kernels_help_it_is_what_the_process_has(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "no" / "clear")
-    monkeypatch.setattr(memory, "_STATUS", tmp_path / "no" / "status")
+    monkeypatch.setattr(phases, "CLEAR_REFS", tmp_path / "no" / "clear")
+    monkeypatch.setattr(phases, "STATUS", tmp_path / "no" / "status")
     peak = PeakMemory(torch.device("cpu"))
     peak.start()
     assert peak.gigabytes() > 0.05

@@ -23,7 +23,7 @@ from reinforce_rl.monitoring.stragglers import (
     slowest_of_phases,
     timing_metrics,
 )
-from reinforce_rl.runtime.stack import WaitMeter
+from reinforce_rl.runtime.phases import WaitMeter
 
 SCRIPT = TESTS / "helpers" / "rank_scripts" / "stragglers.py"
 

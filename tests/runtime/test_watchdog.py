@@ -12,9 +12,8 @@ import pytest
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_LOST_RANK, ReinforceError
 from reinforce_rl.runtime import watchdog
-from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.phases import Activity, PlaceWatcher
 from reinforce_rl.runtime.rank_reports import Verdict
-from reinforce_rl.runtime.stack import PlaceWatcher
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.runtime.watchdog import Watchdog
 

@@ -14,7 +14,7 @@ from one_gpu.workload import Workload
 from gpu_checks.base import FAKE, Context, Finding, judged
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.utils.memory import PeakMemory
+from reinforce_rl.runtime.phases import PeakMemory
 
 TOLERANCE = 0.10
 WORKLOAD = Workload(prompts=8, group=8, prompt_tokens=448, response_tokens=64, micro_batch=4)
