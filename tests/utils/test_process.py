@@ -1,0 +1,104 @@
+"""Children: how they end, and that they end with their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.toy_server import is_alive, wait_for
+
+from reinforce_rl.utils.process import Child, Message, ModuleChild
+
+STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+ECHO = """
+from reinforce_rl.utils.process import connect_to_parent, receive, send
+connection = connect_to_parent()
+while (message := receive(connection)) is not None:
+    connection.send_bytes(b"no JSON") if message == "garbage" else send(connection, message)
+"""
+
+
+def python(code: str, **options) -> Child:
+    return Child([sys.executable, "-c", code], **options)
+
+
+@pytest.fixture
+def echo(tmp_path, monkeypatch):
+    """A ModuleChild that sends back what it is sent, and the list of what came."""
+    (tmp_path / "echo_of_tests.py").write_text(ECHO)
+    folders = [str(tmp_path), str(Path(__file__).parents[2])]
+    came: list[Message | None] = []
+    child = ModuleChild("echo_of_tests", came.append, env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)})
+    yield child, came
+    child.kill()
+
+
+def test_a_child_that_ignores_sigterm_is_killed_and_another_is_not():
+    stubborn = python(STUBBORN, stdout=subprocess.PIPE)
+    assert stubborn.process.stdout is not None and stubborn.process.stdout.readline()
+    assert stubborn.wait(0.0) is None and stubborn.exit_code is None
+    stubborn.stop(0.1)
+    assert stubborn.exit_code == -signal.SIGKILL
+    stubborn.stop(0.1)
+    stubborn.process.stdout.close()
+    obedient = python("import time; time.sleep(600)")
+    obedient.stop(60.0)
+    assert obedient.exit_code == -signal.SIGTERM
+
+
+def test_what_a_child_started_ends_with_it():
+    child = Child(["sh", "-c", "sleep 600 & echo $!"], stdout=subprocess.PIPE)
+    assert child.process.stdout is not None
+    grandchild = psutil.Process(int(child.process.stdout.readline()))
+    assert child.wait(30.0) == 0 and is_alive(grandchild)
+    child.kill()
+    assert wait_for(lambda: not is_alive(grandchild), 30)
+    child.process.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
+def test_a_child_dies_with_a_parent_that_is_killed():
+    code = (
+        "from reinforce_rl.utils.process import Child; print(Child(['sleep', '600'], death_signal=9).pid, flush=True)"
+    )
+    parent = python(code + "; import time; time.sleep(600)", stdout=subprocess.PIPE)
+    assert parent.process.stdout is not None
+    child = psutil.Process(int(parent.process.stdout.readline()))
+    parent.send_signal(signal.SIGKILL)
+    assert wait_for(lambda: not is_alive(child), 30)
+    parent.kill()
+    parent.process.stdout.close()
+
+
+def test_messages_come_back_and_the_end_is_one_too(echo):
+    child, came = echo
+    child.send({"text": "é" * 100_000})
+    assert wait_for(lambda: came == [{"text": "é" * 100_000}], 60)
+    assert child.fault(60.0) is None
+    child.stop(60.0)
+    assert child.exit_code == 0 and wait_for(lambda: came[-1] is None, 30)
+    assert child.fault(60.0) == f"died (process {child.pid}, exit code 0)"
+    child.send({})  # nobody is there
+
+
+def test_a_child_that_writes_garbage_counts_as_gone(echo):
+    child, came = echo
+    child.connection.send_bytes(b'"garbage"')
+    assert wait_for(lambda: came == [None], 60)
+
+
+def test_a_stop_does_not_wait_for_what_is_being_sent(echo):
+    child, _ = echo
+    child.send({})
+    psutil.Process(child.pid).suspend()
+    sender = threading.Thread(target=child.send, args=({"text": "x" * 10_000_000},))
+    sender.start()
+    child.stop(0.1)
+    sender.join(30.0)
+    assert not sender.is_alive() and child.exit_code == -signal.SIGKILL
