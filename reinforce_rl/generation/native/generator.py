@@ -21,9 +21,8 @@ from reinforce_rl.data.batches import Completions, Prompt, join_completions
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.errors import DataError
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native.decoding import Decoding
+from reinforce_rl.generation.native.decoding import Decoding, Responses
 from reinforce_rl.generation.native.static_decoding import StaticDecoding, can_decode_statically
-from reinforce_rl.generation.responses import Responses
 from reinforce_rl.megatron.model.model import CausalLM
 
 if TYPE_CHECKING:
