@@ -1,4 +1,4 @@
-"""A person's question: is that reward server up, what does it serve, how fast is it, and what is wrong with it?"""
+"""Inspects a reward server for a person: is it up, what does it serve, how fast is it, and what is wrong with it?"""
 
 from __future__ import annotations
 
@@ -36,18 +36,17 @@ class Unwell(ReinforceError):
 
 
 @dataclass(frozen=True)
-class _Place:
-    host: str
-    port: int
+class _Server:
+    address: Address
     token: str | None
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{self.address}"
 
 
 def check_server(url: str, token: str | None, say: Callable[[str], None]) -> None:
-    """Look at a server step by step, and say what is found.
+    """Inspect a server step by step.
 
     Args:
         url: http://HOST:PORT, or HOST:PORT.
@@ -58,27 +57,27 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
         ConfigError: the URL is none.
         Unwell: it is not up, not a reward server, not ready, not healthy, or it does not let this client in.
     """
-    place = _place_of(url, token)
-    health = _health(place)
-    say(f"{place.url} is a reward server; its state is '{health['state']}'")
+    server = _server_of(url, token)
+    health = _health(server)
+    say(f"{server.url} is a reward server; its state is '{health['state']}'")
     busy = f"{health['in_flight']} requests with the model, {health['queued']} waiting"
     say(f"queue: {busy}")
     if health["state"] != "ready":
-        raise Unwell(_not_ready(place, health))
+        raise Unwell(_not_ready(server, health))
     if not health["healthy"]:
         raise Unwell(
-            f"{place.url} takes requests and does not score them: {health['text']}. Look at the last lines of its "
+            f"{server.url} takes requests and does not score them: {health['text']}. Look at the last lines of its "
             "log, then end it (SIGTERM) and start it again; clients wait and retry meanwhile"
         )
     say(f"health: {health['text']}")
-    info = _description(place, str(health["model"]))
+    info = _description(server, str(health["model"]))
     for line in _lines_of(info):
         say(line)
-    for line in _measure(place, info):
+    for line in _measure(server, info):
         say(line)
 
 
-def _place_of(url: str, token: str | None) -> _Place:
+def _server_of(url: str, token: str | None) -> _Server:
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
         port = parts.port or wire.DEFAULT_PORT
@@ -86,28 +85,28 @@ def _place_of(url: str, token: str | None) -> _Place:
         port = 0
     if parts.scheme != "http" or not parts.hostname or port == 0 or parts.path.strip("/"):
         raise ConfigError([f"'{url}' is no address of a reward server; expected http://HOST:PORT"])
-    return _Place(parts.hostname, port, token)
+    return _Server(Address(parts.hostname, port), token)
 
 
-def _health(place: _Place) -> dict[str, Any]:
+def _health(server: _Server) -> dict[str, Any]:
     try:
-        answer = wait_for(exchange(Address(place.host, place.port), "/health", HEALTH_SECONDS))
+        answer = wait_for(exchange(server.address, "/health", HEALTH_SECONDS))
     except NoHttp as error:
-        raise Unwell(_foreign(place, "no HTTP")) from error
+        raise Unwell(_foreign(server, "no HTTP")) from error
     except FailedAttempt as error:
         if "connection refused" in str(error):
             raise Unwell(
-                f"nothing listens on {place.url} (connection refused): the server is not running, is still loading "
+                f"nothing listens on {server.url} (connection refused): the server is not running, is still loading "
                 "its model, or runs elsewhere. Start it, or check host and port against its line 'ready at "
                 "http://...'; a server on 127.0.0.1 is reached from its own machine only (inference.host)"
             ) from error
         raise Unwell(
-            f"{place.url} cannot be reached: it {error}. Check the host's name, that the machine is up, and that no "
+            f"{server.url} cannot be reached: it {error}. Check the host's name, that the machine is up, and that no "
             "firewall is between"
         ) from error
     values = _json_of(answer)
     if not {"state", "healthy", "text", "model", "in_flight", "queued"} <= values.keys():
-        raise Unwell(_foreign(place, f"HTTP {answer.code} without a reward server's answer"))
+        raise Unwell(_foreign(server, f"HTTP {answer.code} without a reward server's answer"))
     return values
 
 
@@ -119,31 +118,31 @@ def _json_of(answer: HttpAnswer) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _foreign(place: _Place, found: str) -> str:
+def _foreign(server: _Server, found: str) -> str:
     return (
-        f"another program listens on {place.url} (/health gave {found}): check the port against the server's line "
+        f"another program listens on {server.url} (/health gave {found}): check the port against the server's line "
         "'ready at http://...'; on that machine, ss -ltnp names the program"
     )
 
 
-def _not_ready(place: _Place, health: dict[str, Any]) -> str:
+def _not_ready(server: _Server, health: dict[str, Any]) -> str:
     advice = {
         "starting": "it is starting; ask again in a minute, and look at its log if that does not change",
         "draining": "it was told to stop: it finishes what it has and ends. Start it again on the same port; clients "
         "wait and retry meanwhile",
         "failed": f"it has failed and is ending: {health['text']}. Its log has more; start it again",
     }
-    return f"{place.url} takes no requests now: {advice.get(str(health['state']), health['text'])}"
+    return f"{server.url} takes no requests now: {advice.get(str(health['state']), health['text'])}"
 
 
-def _description(place: _Place, name: str) -> ServerInfo:
+def _description(server: _Server, name: str) -> ServerInfo:
     try:
-        return check_once(place.host, place.port, name, 30.0, token=place.token)
+        return check_once(server.address.host, server.address.port, name, 30.0, token=server.token)
     except RewardServerError as error:
         hint = " (For this script: --token-file FILE.)" if "token" in str(error) else ""
         raise Unwell(f"{error}{hint}") from error
     except FailedAttempt as error:
-        raise Unwell(f"{place.url} {error}: it may be starting or stopping; ask again in a minute") from error
+        raise Unwell(f"{server.url} {error}: it may be starting or stopping; ask again in a minute") from error
 
 
 def _lines_of(info: ServerInfo) -> list[str]:
@@ -165,19 +164,19 @@ def _lines_of(info: ServerInfo) -> list[str]:
     ]
 
 
-def _measure(place: _Place, info: ServerInfo) -> list[str]:
+def _measure(server: _Server, info: ServerInfo) -> list[str]:
     if info.max_length is None:
         return ["speed: not measured; a reward function is called with the samples of a run alone"]
-    single = [_seconds(place, info.name, 1, min(8, info.max_length)) for _ in range(REPEATS)]
+    single = [_seconds(server, info.name, 1, min(8, info.max_length)) for _ in range(REPEATS)]
     samples, length = min(BATCH_SAMPLES, info.max_batch_size), min(BATCH_LENGTH, info.max_length)
-    batch = min(_seconds(place, info.name, samples, length) for _ in range(2))
+    batch = min(_seconds(server, info.name, samples, length) for _ in range(2))
     return [
         f"speed: one short sample takes {1000 * statistics.median(single):.1f} ms (median of {REPEATS})",
         f"speed: {samples} samples of {length} tokens take {batch:.2f} s, {samples / batch:.1f} samples/s",
     ]
 
 
-def _seconds(place: _Place, name: str, samples: int, length: int) -> float:
+def _seconds(server: _Server, name: str, samples: int, length: int) -> float:
     inputs = [
         {
             "name": wire.TOKENS,
@@ -194,15 +193,15 @@ def _seconds(place: _Place, name: str, samples: int, length: int) -> float:
     ]
     started = time.monotonic()
     try:
-        answer = infer_json(place.host, place.port, name, inputs, SCORE_SECONDS, token=place.token)
+        answer = infer_json(server.address.host, server.address.port, name, inputs, SCORE_SECONDS, token=server.token)
     except RewardServerError as error:
         advice = "look at its log"
         if "HTTP 503" in str(error):
             advice = "it is busy; clients are told to come back, and do. Ask again later"
-        raise Unwell(f"{place.url} did not score a request: {error}: {advice}") from error
+        raise Unwell(f"{server.url} did not score a request: {error}: {advice}") from error
     if any(answer[wire.STATUS]):
         raise Unwell(
-            f"{place.url} could not score a sample of {length} tokens of id 0 "
+            f"{server.url} could not score a sample of {length} tokens of id 0 "
             f"(status {sorted(set(answer[wire.STATUS]))}); its log says why"
         )
     return time.monotonic() - started

@@ -233,7 +233,7 @@ def _last_lines(log: Path) -> str:
 
 
 class _Stop:
-    """Remembers the first SIGINT, SIGTERM or SIGUSR1."""
+    """The first SIGINT, SIGTERM or SIGUSR1 that came."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -241,7 +241,7 @@ class _Stop:
     @classmethod
     @contextlib.contextmanager
     def on_signals(cls) -> Iterator[_Stop]:
-        """Take over these signals for the time of the block."""
+        """Handle these signals inside the block."""
         stop = cls()
 
         def remember(number: int, frame: FrameType | None) -> None:
@@ -268,5 +268,5 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[str
 
 
 def python_script(path: Path) -> list[str]:
-    """The command that runs a script with this interpreter."""
+    """Command that runs a script with this interpreter."""
     return [sys.executable, str(path)]
