@@ -357,14 +357,14 @@ def bubblewrap(folders: Sequence[str]) -> list[str]:
     if program is None:
         raise ConfigError([f"{SANDBOX} is true, but there is no 'bwrap'; install bubblewrap, 0.8 or later"])
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    folders = {*SYSTEM_FOLDERS, sys.prefix, sys.base_prefix, *folders, *filter(None, libraries), os.getcwd()}
-    real = {os.path.realpath(folder) for folder in folders}
+    readable = {*SYSTEM_FOLDERS, sys.prefix, sys.base_prefix, *folders, *filter(None, libraries), os.getcwd()}
+    real = {os.path.realpath(folder) for folder in readable}
     size = ["--size", str(TMPFS_BYTES), "--tmpfs"]
     # No signal from inside ends process 1, so no sample can end the host.
     command = [program, "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--as-pid-1"]
     command += ["--proc", "/proc", "--dev", "/dev", *size, "/dev/shm", *size, "/tmp"]
     # A folder comes after those in it, which it covers: so a symbolic link in it stays one.
-    for folder in sorted(folders | real, key=len, reverse=True):
+    for folder in sorted(readable | real, key=len, reverse=True):
         command += ["--ro-bind-try", folder, folder]
     command += ["--remount-ro", "/", "--setenv", "TMPDIR", "/tmp", "--setenv", "HOME", "/tmp", "--chdir", os.getcwd()]
     probe = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
