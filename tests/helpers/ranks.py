@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 
 TESTS = Path(__file__).parents[1]
+START_SECONDS = 60.0  # of the process that ranks are forked from
+_PARENTS: dict[str, subprocess.Popen[str]] = {}
 
 
 def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 120) -> str:
-    """Run a Python file under torchrun and return what its ranks printed.
+    """Run a Python file on several ranks and return what they printed.
+
+    The ranks are forked from a process that has imported torch and megatron-core, one of each environment variable
+    PYTHONPATH; importing them takes a rank four seconds.
 
     Args:
         script: must guard its entry with `if __name__ == "__main__"`; `helpers.*` can be imported in it.
@@ -26,33 +35,42 @@ def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 12
     Raises:
         AssertionError: a rank failed or the time is up, with the output. Nothing is left running in either case.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with subprocess.Popen(
-        [*launcher, str(script), *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    parent = _parent_of_ranks(environment["PYTHONPATH"], environment)
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as output:
+        request = {"script": str(script), "args": [*map(str, args)], "ranks": nproc, "environment": environment}
+        assert parent.stdin is not None and parent.stdout is not None
+        status = None
         try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            kill_tree(process.pid)
-            output, _ = process.communicate()
-            raise AssertionError(f"{script} on {nproc} ranks ran past {timeout} s:\n{output}") from None
-        except BaseException:
-            kill_tree(process.pid)
-            raise
-    if process.returncode:
-        raise AssertionError(f"{script} on {nproc} ranks ended with {process.returncode}:\n{output}")
-    return output
+            parent.stdin.write(json.dumps({**request, "output": output.name}) + "\n")
+            parent.stdin.flush()
+            ready, _, _ = select.select([parent.stdout], [], [], timeout + START_SECONDS)
+            status = int(parent.stdout.readline()) if ready else None
+        finally:
+            if status is None:
+                kill_tree(parent.pid)
+                _PARENTS.pop(environment["PYTHONPATH"], None)
+        printed = output.read()
+    if status is None:
+        raise AssertionError(f"{script} on {nproc} ranks ran past {timeout} s:\n{printed}")
+    if status:
+        raise AssertionError(f"{script} on {nproc} ranks ended with {status}:\n{printed}")
+    return printed
+
+
+def _parent_of_ranks(path: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    if path not in _PARENTS:
+        command = [sys.executable, str(TESTS / "helpers" / "forked_ranks.py")]
+        _PARENTS[path] = parent = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True
+        )
+        atexit.register(kill_tree, parent.pid)
+    return _PARENTS[path]
 
 
 def kill_tree(pid: int) -> None:
-    """End a launcher and its ranks. torchrun gives each rank a session of its own, so a group would miss them."""
+    """End a launcher and its ranks. A rank may have a session of its own, which a process group would miss."""
     with contextlib.suppress(psutil.NoSuchProcess):
         ranks = psutil.Process(pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
