@@ -1,17 +1,19 @@
-"""The command lines of `srun` for the steps of a job."""
+"""Slurm's commands: questions and orders to its controller, each with a deadline, and the lines of srun."""
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from reinforce_rl.config.keys import override_of
-from reinforce_rl.launch.slurm.allocation import Allocation, Component
-from reinforce_rl.launch.slurm.rendezvous import Place
-from reinforce_rl.launch.slurm.settings import SRUN, Settings
+from reinforce_rl.launch.slurm.rendezvous import Endpoint
+from reinforce_rl.launch.slurm.settings import SRUN, Allocation, Component, Settings
 
+CALL_SECONDS = 30.0
 # Not `python -m`: a container's image may have a PYTHONPATH of its own, which ours would not come through.
 START_TASK = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -28,16 +30,118 @@ FOREIGN_OPTIONS = (
 )
 
 
+class SlurmCallError(Exception):
+    """A command of Slurm failed or took too long; `said` is its stderr, or why there is none."""
+
+    def __init__(self, command: Sequence[str], said: str):
+        super().__init__(f"{' '.join(command)}: {said}")
+        self.said = said
+
+
+def call(
+    command: Sequence[str],
+    *,
+    seconds: float = CALL_SECONDS,
+    base: Mapping[str, str] | None = None,
+    with_stderr: bool = False,
+    **environment: str,
+) -> str:
+    """Run a command and return its output.
+
+    Args:
+        command: with its arguments.
+        seconds: its deadline.
+        base: its environment; None for this process's.
+        with_stderr: return what it prints on stderr, too.
+        environment: further variables.
+
+    Raises:
+        SlurmCallError: it failed.
+    """
+    try:
+        done = subprocess.run(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            env={**(os.environ if base is None else base), **environment},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SlurmCallError(
+            command, f"no answer within {seconds:.0f} s; is the controller up (scontrol ping)?"
+        ) from error
+    except OSError as error:
+        raise SlurmCallError(command, str(error)) from error
+    if done.returncode:
+        raise SlurmCallError(command, done.stderr.strip() or f"exit code {done.returncode}")
+    return done.stdout + done.stderr if with_stderr else done.stdout
+
+
+def job_times(job_id: str) -> tuple[int | None, int | None]:
+    """Return start and end of an allocation in unix seconds; None where Slurm does not know."""
+    text = call(["squeue", "-h", "-j", job_id, "-o", "%A|%S|%e"], SLURM_TIME_FORMAT="%s")
+    for line in text.splitlines():
+        found, *times = line.split("|")
+        if found == job_id:
+            start, end = (int(value) if value.isdecimal() else None for value in times)
+            return start, end
+    return None, None
+
+
+def node_names(nodelist: str) -> list[str]:
+    """Expand a list such as act[0-3]."""
+    return call(["scontrol", "show", "hostnames", nodelist]).split()
+
+
+def steps(job_id: str) -> dict[str, str]:
+    """Return ids, such as 12.1, and names of a component's running steps, including the batch script."""
+    lines = call(["squeue", "-h", "--steps", "-j", job_id, "-o", "%i|%j"]).splitlines()
+    return {step: name for step, _, name in (line.strip().partition("|") for line in lines)}
+
+
+def step_id(job_id: str, name: str) -> str | None:
+    """Return the id of the running step of that name, if there is one."""
+    return next((step for step, found in steps(job_id).items() if found == name), None)
+
+
+def signal_step(step: str, number: int) -> None:
+    """Send a signal to every process of a step."""
+    # Through the controller: scancel itself asks all nodes of the component, and fails where a step has only some.
+    call(["scancel", "--ctld", f"--signal={int(number)}", step])
+
+
+def requeue(job_id: str) -> None:
+    """Put the running job back into the queue; all its components, by the id of the first."""
+    call(["scontrol", "requeue", job_id])
+
+
+def is_running(job_id: str) -> bool:
+    """Return True if the job has nodes."""
+    return any(state in ("R", "CF", "S", "ST") for state in _states(job_id))
+
+
+def is_completing(job_id: str) -> bool:
+    """Return True if Slurm itself is ending the job, after `scancel` or `scontrol requeue`."""
+    return "CG" in _states(job_id)
+
+
+def _states(job_id: str) -> list[str]:
+    try:
+        return call(["squeue", "-h", "-j", job_id, "-o", "%t"]).split()
+    except SlurmCallError:  # it is too long ago for Slurm to know it
+        return []
+
+
 @dataclass(frozen=True)
 class StepPlan:
-    """One step.
+    """One step of the job.
 
     Attributes:
         name: for `srun -J` and the names of files: actor, or rm-0, rm-1, ...
         component: of the job.
         nodes: names, where it gets only some of the component's; empty for all.
-        tasks: how many.
-        ranks: how many.
+        tasks, ranks: how many.
         program: a Python file of the repository and its arguments.
         serves: it is a reward server.
         image: of the container; empty for none.
@@ -58,15 +162,7 @@ class StepPlan:
 def server_plan(
     settings: Settings, allocation: Allocation, number: int, nodes: Sequence[str], folder: Path, peers: Sequence[str]
 ) -> StepPlan:
-    """Of one reward server.
-
-    Args:
-        settings, allocation: of the job.
-        number: of the server, from 0.
-        nodes: of component 0.
-        folder: of the attempt.
-        peers: a node of the other component.
-    """
+    """Plan the step of reward server `number`, from its share of the `nodes` of component 0."""
     each = len(nodes) // settings.servers
     mine = tuple(nodes[number * each : (number + 1) * each])
     name = f"rm-{number}"
@@ -90,8 +186,10 @@ def server_plan(
     )
 
 
-def actor_plan(settings: Settings, allocation: Allocation, servers: Sequence[Place], peers: Sequence[str]) -> StepPlan:
-    """Of the actor, which is told where the servers are."""
+def actor_plan(
+    settings: Settings, allocation: Allocation, servers: Sequence[Endpoint], peers: Sequence[str]
+) -> StepPlan:
+    """Plan the step of the actor, with the addresses of the servers."""
     actor = allocation.actor
     own: dict[str, object] = {
         "trainer.num_nodes": actor.nodes,
@@ -102,7 +200,7 @@ def actor_plan(settings: Settings, allocation: Allocation, servers: Sequence[Pla
         "remote_rm.reward_model.token_file": settings.token_file,
     }
     if len(servers) > 1:
-        own["remote_rm.reward_model.replicas"] = f"[{','.join(place.http for place in servers[1:])}]"
+        own["remote_rm.reward_model.replicas"] = f"[{','.join(server.http for server in servers[1:])}]"
     name = override_of(settings.server_args, "inference.name")
     if name is not None:
         own["remote_rm.reward_model.name"] = name
@@ -125,13 +223,7 @@ def _missing(args: Sequence[str], own: dict[str, object]) -> list[str]:
 
 
 def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
-    """The whole command.
-
-    Args:
-        settings: of the job.
-        plan: of the step.
-        folder: of the attempt.
-    """
+    """Return the command of a step; `folder` is that of the attempt."""
     component = plan.component
     nodes = len(plan.nodes) or component.nodes
     line = ["srun", f"--job-name={plan.name}", f"--het-group={component.group}"]
@@ -155,14 +247,14 @@ def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
 
 
 def srun_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of an srun, without what would be taken for options of its own."""
+    """Drop the variables that srun would take for its own options."""
     return {name: value for name, value in environment.items() if name not in FOREIGN_OPTIONS}
 
 
 def _with_setup(setup: str) -> str:
-    """A script that does what was asked for and becomes the rest of the command line."""
+    """Return a script that runs `setup` and becomes the rest of the command line."""
     first = f". {shlex.quote(setup)}" if Path(setup).is_file() else setup
-    # The signal that comes before the time limit would end a shell that does not mind it.
+    # The signal before the time limit would end a shell that does not ignore it.
     return (
         f"trap '' USR1\n{{ {first}\n}} || {{ echo 'error: REINFORCE_SETUP failed' >&2; exit 1; }}\n"
         'trap - USR1\nexec "$@"'

@@ -1,12 +1,11 @@
-"""What a run's jobs came to, one line an event, and whether a job may be requeued once more."""
+"""The attempts of a run's jobs, one line an event, and whether a job may be requeued once more."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from reinforce_rl.errors import EXIT_FINISHED
@@ -23,14 +22,14 @@ class Attempt:
     """One start of a job.
 
     Attributes:
-        job, restart: which one.
-        start, end: unix seconds; no end while it runs, or where it ended without a word.
+        job, restart: its id, and how often it was requeued before.
+        start, end: unix seconds; no end while it runs, or where its end was not recorded.
         step_before, step_after: of the newest checkpoint.
+        arguments: of actor and server.
         reason: why it ended.
         exit_code: of the job.
         first_failed: the task that failed first.
         requeued: it has put itself back into the queue.
-        arguments: of actor and server.
     """
 
     job: str
@@ -46,25 +45,14 @@ class Attempt:
     requeued: bool = False
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Attributes:
-    requeue: whether.
-    why: for people.
-    """
-
-    requeue: bool
-    why: str
-
-
 class History:
-    """The file that keeps the attempts; the newest line of an attempt counts."""
+    """A file of attempts; the newest line of an attempt counts."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def attempts(self) -> list[Attempt]:
-        """All, oldest first. A line that is not whole, as a full disk leaves it, is left out."""
+        """Return all attempts, oldest first, without lines torn by a full disk."""
         found: dict[tuple[str, int], Attempt] = {}
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines()
@@ -81,36 +69,29 @@ class History:
         return list(found.values())
 
     def write(self, attempt: Attempt) -> None:
-        """Add a line, whole."""
+        """Append a line; one that was torn before stays a line of its own."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = (json.dumps(asdict(attempt)) + "\n").encode()
         with self.path.open("a+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
-            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":  # torn by a full disk or a kill
+            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
                 line = b"\n" + line
             file.write(line)
             os.fsync(file.fileno())
 
 
-def close(attempt: Attempt, **values: object) -> Attempt:
-    """An attempt that has ended now."""
-    return replace(attempt, end=time.time(), **values)  # type: ignore[arg-type]
-
-
 def newest_checkpoint(run_dir: Path) -> int:
-    """The step that the run goes on from; 0 where there is no checkpoint."""
+    """Return the step that the run resumes from; 0 without a checkpoint."""
     names = [path.name for path in (run_dir / "checkpoints").glob("step_*")]
     return max((int(name[5:]) for name in names if name[5:].isdecimal()), default=0)
 
 
 def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -> str | None:
-    """Half a sentence where the run has finished; None where there may be something left to do.
+    """Return a clause saying that the run has finished; None where there may be something left to do.
 
     Args:
-        run_dir: of the run.
-        attempts: of the run.
-        arguments: of actor and server, as they are now. Others than before may ask for more steps, or for something
-            else that the trainer has to judge.
+        run_dir, attempts: of the run.
+        arguments: of actor and server, now. If they have changed, the trainer decides: they may ask for more steps.
     """
     status = read_status(run_dir)
     if status is None or status.state != "finished":
@@ -121,30 +102,31 @@ def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -
     return f"the run in {run_dir} has finished, at step {status.step}"
 
 
-def decide(*, restart: int, max_restarts: int, step_before: int, step_after: int) -> Decision:
-    """Whether a job that has not finished its run is to be requeued.
+def may_requeue(*, restart: int, max_restarts: int, step_before: int, step_after: int) -> tuple[bool, str]:
+    """Decide whether to requeue a job that has not finished its run.
 
     Args:
-        restart: how often it was.
+        restart: how often it was requeued.
         max_restarts: how often it may be.
-        step_before, step_after: of the newest checkpoint, when this attempt began and ended.
+        step_before, step_after: newest checkpoint when this attempt began and ended.
+
+    Returns:
+        The decision, and its reason for the log.
     """
     if restart >= max_restarts:
-        return Decision(False, f"it was requeued {restart} times, of {max_restarts} (REINFORCE_MAX_RESTARTS)")
+        return False, f"it was requeued {restart} times, of {max_restarts} (REINFORCE_MAX_RESTARTS)"
     if step_after <= step_before:
-        return Decision(
-            False, f"this attempt saved nothing beyond step {step_before}, so the next one might not either"
-        )
-    return Decision(True, f"from step {step_before} to step {step_after}, restart {restart + 1} of {max_restarts}")
+        return False, f"this attempt saved nothing beyond step {step_before}, so the next one might not either"
+    return True, f"from step {step_before} to step {step_after}, restart {restart + 1} of {max_restarts}"
 
 
 def refusal(attempts: Sequence[Attempt], *, job: str, restart: int, max_restarts: int, step: int) -> str | None:
-    """Why a job that Slurm has started again, after the failure of a node, is not to train; None where it is to.
+    """Return why a job that Slurm has restarted, as after a node failure, must not train; None where it may.
 
     Args:
         attempts: of the run.
-        job, restart: this one.
-        max_restarts: how often it may be requeued.
+        job, restart: id of this job and how often it was requeued.
+        max_restarts: how often it may be.
         step: of the newest checkpoint.
     """
     if restart > max_restarts:

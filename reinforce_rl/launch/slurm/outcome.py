@@ -1,9 +1,15 @@
-"""How each task ended, which failed first, and the job's exit code; `srun` says 143 or so for any of them."""
+"""How each task ended, which failed first, and the job's exit code and log.
+
+`srun` returns 143 or so whatever the tasks' codes were, so each task writes its own into a file.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import signal
+import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +20,8 @@ from reinforce_rl.launch.slurm.commands import ACTOR
 from reinforce_rl.utils.files import write_atomically
 
 EXIT_FOLDER = "exit"
+LAST_LOG_LINES = 20
+TAIL_BYTES = 1 << 18
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 # Codes that follow from another task's end: a rank that missed another, and what `srun` or we ended.
 CONSEQUENCES = (EXIT_LOST_RANK, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
@@ -21,16 +29,16 @@ CONSEQUENCES = (EXIT_LOST_RANK, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class TaskEnd:
-    """One task's end.
+    """How one task ended.
 
     Attributes:
         component: such as actor or rm-0.
         task: its number in the step.
-        ranks: the ranks that it was, such as 2, or 2-3 under torchrun.
+        ranks: such as 2, or 2-3 under torchrun.
         host: its node.
-        code: its exit code, 128 and the signal's number where one ended it.
+        code: exit code; 128 + number for a signal.
         time: unix seconds.
-        reason: for people, where the code does not say it.
+        reason: where the code does not say it.
     """
 
     component: str
@@ -64,12 +72,12 @@ def _signal_name(number: int) -> str:
 
 
 def record(folder: Path, end: TaskEnd) -> None:
-    """Write a task's end into the folder of the attempt."""
+    """Write how a task ended into the folder of the attempt."""
     write_atomically(folder / EXIT_FOLDER / f"{end.component}-{end.task:05d}.json", json.dumps(asdict(end)) + "\n")
 
 
 def read_ends(folder: Path) -> list[TaskEnd]:
-    """Of all tasks that have ended so far."""
+    """Read how the tasks of an attempt ended, as far as they have."""
     paths = sorted((folder / EXIT_FOLDER).glob("*.json"))
     return [TaskEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
@@ -77,10 +85,10 @@ def read_ends(folder: Path) -> list[TaskEnd]:
 def first_failed(
     ends: Sequence[TaskEnd], lost: Sequence[TaskEnd] = (), harmless: Collection[int] = (0,)
 ) -> TaskEnd | None:
-    """The task whose failure the others' ends follow from; None where none failed.
+    """Return the task whose failure the others followed; None if none failed.
 
     Args:
-        ends: of the tasks that have said how they ended.
+        ends: of the tasks that have recorded theirs.
         lost: tasks that have not.
         harmless: exit codes that are no failure.
     """
@@ -91,13 +99,15 @@ def first_failed(
 
 
 @dataclass(frozen=True)
-class Ending:
-    """Attributes:
-    kind: finished; stopped, by a signal or since its time was used up; or failed.
-    code: of the job.
-    text: what happened.
-    first: the task that failed first, where one did.
-    log_of: the step whose log says more; empty where none does.
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        kind: FINISHED; STOPPED, by a signal or as its time was used up; or FAILED.
+        code: exit code of the job.
+        text: what happened.
+        first: the task that failed first, if any.
+        log_of: the step whose log says more; empty for none.
     """
 
     kind: str
@@ -113,48 +123,85 @@ def judge(
     lost: Sequence[TaskEnd],
     *,
     unasked: str,
-    told: int | None,
+    signalled: int | None,
     killed: bool = False,
     unstarted: Sequence[str] = (),
-) -> Ending:
-    """How an attempt ended whose server was healthy.
+) -> Outcome:
+    """Judge an attempt whose servers were healthy.
 
     Args:
         actor, servers: how their tasks ended.
-        lost: tasks that have not said how.
-        unasked: the server's step that ended last, though nobody had asked it to; empty where one was left.
-        told: the signal that this job got, if any.
-        killed: the actor had to be killed, since it did not end in time after that.
+        lost: tasks that have not recorded their end.
+        unasked: the last server's step, if it ended without being asked to; empty otherwise.
+        signalled: the signal that this job got, if any.
+        killed: the actor had not ended in time after that signal, and was killed.
         unstarted: names of steps none of whose tasks began.
     """
+    by = "" if signalled is None else _signal_name(signalled)
     if unstarted:
-        return Ending(FAILED, EXIT_ERROR, f"srun could not start {unstarted[0]}; it says why above", None, "")
-    if told is not None and killed:
-        return Ending(
+        return Outcome(FAILED, EXIT_ERROR, f"srun could not start {unstarted[0]}; it says why above", None, "")
+    if signalled is not None and killed:
+        return Outcome(
             STOPPED,
             EXIT_STOPPED,
-            f"the actor had not saved in time after {signal.Signals(told).name}, and was killed; it goes on from its "
-            "newest checkpoint. The lead of sbatch --signal=B:USR1@SECONDS must be above a step and a save, and 60 s",
+            f"the actor had not saved in time after {by}, and was killed; it goes on from its newest checkpoint. The "
+            "lead of sbatch --signal=B:USR1@SECONDS must be above a step and a save, and 60 s",
             None,
             ACTOR,
         )
     stopped = {EXIT_FINISHED, EXIT_STOPPED}
-    if told is not None:  # which ends a program that has not begun to listen
+    if signalled is not None:  # it ends a program that does not handle it yet
         stopped |= {128 + signal.SIGTERM, 128 + signal.SIGUSR1}
     codes = {end.code for end in actor}
     ends = [*actor, *servers]
-    if not unasked:  # a server that has failed while others went on, or in being ended, is not why
+    if not unasked:  # a server that failed while others went on, or as it was ended, is not the cause
         ends = list(actor)
         lost = [end for end in lost if end.component == ACTOR]
     if not unasked and codes == {EXIT_FINISHED} and not lost:
-        return Ending(FINISHED, EXIT_FINISHED, "the run has finished")
+        return Outcome(FINISHED, EXIT_FINISHED, "the run has finished")
     if not unasked and codes and codes <= stopped and not lost:
-        if told is not None:
-            return Ending(
-                STOPPED, EXIT_STOPPED, f"the actor has ended in good order, after {signal.Signals(told).name}"
-            )
-        return Ending(STOPPED, EXIT_STOPPED, "the actor's time was used up, or its tasks were signalled; it has saved")
+        if signalled is not None:
+            return Outcome(STOPPED, EXIT_STOPPED, f"the actor has ended in good order, after {by}")
+        text = "the actor's time was used up, or its tasks were signalled; it has saved"
+        return Outcome(STOPPED, EXIT_STOPPED, text)
     first = first_failed(ends, lost, harmless=stopped)
     if first is None:
-        return Ending(FAILED, EXIT_ERROR, f"{unasked or 'the actor'} ended without being asked to", None, unasked)
-    return Ending(FAILED, first.code or EXIT_ERROR, f"first to fail: {first}", first, first.component)
+        return Outcome(FAILED, EXIT_ERROR, f"{unasked or 'the actor'} ended without being asked to", None, unasked)
+    return Outcome(FAILED, first.code or EXIT_ERROR, f"first to fail: {first}", first, first.component)
+
+
+class Journal:
+    """The job's log: its standard output, and job.log of the attempt."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def log(self, text: str) -> None:
+        """Write lines with the time of day."""
+        lines = "".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in text.splitlines())
+        with contextlib.suppress(OSError):  # a full disk must not end what can still be ended in good order
+            sys.stdout.write(lines)
+            sys.stdout.flush()
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(lines)
+
+
+def last_lines(log: Path, count: int = LAST_LOG_LINES) -> str:
+    """Return the end of a log of `srun --label`, without Python's warnings, which explain no failure."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"{log} cannot be read: {error.strerror}"
+    shown: list[str] = []
+    warned: set[str] = set()  # tasks whose next line is the code that the warning is about
+    for line in lines:
+        task, _, text = line.partition(": ")
+        if task in warned and text.startswith("  "):
+            warned.discard(task)
+        elif re.search(r"\.py:\d+: \w*Warning: ", text):
+            warned.add(task)
+        else:
+            shown.append(line)
+    return "\n".join([f"the last lines of {log}:", *(f"  | {line}" for line in shown[-count:] or ["(empty)"])])

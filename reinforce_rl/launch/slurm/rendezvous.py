@@ -1,11 +1,22 @@
-"""Where the first task of a step is: a file of this attempt, which its other tasks and the supervisor wait for."""
+"""Where the first task of a step is: ports that no other job takes, a file for the others, and a server's health.
+
+A task that wants a port locks a file of its number, in a folder of the node that all users share, for as long as it
+lives. Other jobs skip a port whose file is locked, even if its program does not listen yet.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import http.client
 import json
 import os
+import socket
+import threading
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,15 +24,21 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.utils.files import write_atomically
 
 POLL_SECONDS = 0.2
+HEALTH_SECONDS = 5.0  # to connect, and then for the whole answer
+# Of the node. TMPDIR is often a job's own, and /tmp a container's own (enroot); /dev is the node's in both.
+LOCK_FOLDER = Path("/dev/shm/reinforce_rl-ports")
+FIRST_PORT, PORTS = 20000, 10000  # below net.ipv4.ip_local_port_range, from which the kernel gives ports away
 
 
 @dataclass(frozen=True)
-class Place:
-    """Attributes:
-    host: name of the node.
-    address: by which other nodes reach it.
-    rank_port: where ranks find each other.
-    http_port: where the reward server listens; 0 for the actor.
+class Endpoint:
+    """The first task of a step.
+
+    Attributes:
+        host: name of its node.
+        address: by which other nodes reach it.
+        rank_port: where the ranks meet.
+        http_port: where the reward server listens; 0 for the actor.
     """
 
     host: str
@@ -34,31 +51,31 @@ class Place:
         return f"{self.address}:{self.http_port}"
 
 
-def publish(folder: Path, component: str, place: Place) -> None:
-    """Say where `component` is."""
-    write_atomically(_path(folder, component), json.dumps(asdict(place)) + "\n")
+def publish(folder: Path, component: str, endpoint: Endpoint) -> None:
+    """Write the endpoint of `component` into the folder of the attempt."""
+    write_atomically(_path(folder, component), json.dumps(asdict(endpoint)) + "\n")
 
 
-def look_up(folder: Path, component: str) -> Place | None:
-    """Where `component` is; None while nobody has said it."""
+def read_endpoint(folder: Path, component: str) -> Endpoint | None:
+    """Return the endpoint of `component`; None until it is published."""
     path = _path(folder, component)
-    # A listing, since NFS may remember for half a minute that a file is not there, but looks anew at an opened folder.
+    # By listing: NFS may cache for half a minute that a file is missing, but rereads an opened folder.
     if not folder.is_dir() or path.name not in os.listdir(folder):
         return None
-    return Place(**json.loads(path.read_text(encoding="utf-8")))
+    return Endpoint(**json.loads(path.read_text(encoding="utf-8")))
 
 
-def wait_for(folder: Path, component: str, seconds: float, stopped: Callable[[], bool]) -> Place | None:
-    """Where `component` is, as soon as it is known; None where `stopped` says so before.
+def wait_for_endpoint(folder: Path, component: str, seconds: float, stopped: Callable[[], bool]) -> Endpoint | None:
+    """Wait for the endpoint of `component`; None if `stopped()` before.
 
     Raises:
-        ReinforceError: not within so many seconds.
+        ReinforceError: not within `seconds`.
     """
     deadline = time.monotonic() + seconds
     while not stopped():
-        place = look_up(folder, component)
-        if place is not None:
-            return place
+        endpoint = read_endpoint(folder, component)
+        if endpoint is not None:
+            return endpoint
         if time.monotonic() > deadline:
             raise ReinforceError(
                 f"the first task of {component} has not said within {seconds:.0f} s where it is "
@@ -70,3 +87,144 @@ def wait_for(folder: Path, component: str, seconds: float, stopped: Callable[[],
 
 def _path(folder: Path, component: str) -> Path:
     return folder / f"rendezvous-{component}.json"
+
+
+@contextlib.contextmanager
+def claim_ports(count: int, key: str, folder: Path = LOCK_FOLDER) -> Iterator[list[int]]:
+    """Hold `count` ports that nothing listens on and nobody else has claimed, for the duration of the block.
+
+    Args:
+        count: of ports.
+        key: its hash is where the search begins, so that jobs seldom collide.
+        folder: of the locks.
+
+    Raises:
+        ReinforceError: there are not enough ports, or the folder cannot be used.
+    """
+    with contextlib.ExitStack() as locks:
+        ports: list[int] = []
+        start = zlib.crc32(key.encode()) % PORTS
+        _make_shared(folder)
+        for offset in range(PORTS):
+            port = FIRST_PORT + (start + offset) % PORTS
+            path = folder / str(port)
+            lock = _lock(path)
+            if lock is None:
+                continue
+            if _is_free(port):
+                locks.callback(_unlock, path, lock)
+                ports.append(port)
+                if len(ports) == count:
+                    yield ports
+                    return
+            else:
+                _unlock(path, lock)
+        raise ReinforceError(f"no {count} free ports from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on this node")
+
+
+def _make_shared(folder: Path) -> None:
+    try:
+        folder.mkdir()
+        folder.chmod(0o1777)  # which mkdir's mode would be cut from by the umask
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ReinforceError(f"cannot make {folder}, where ports are locked: {error.strerror}") from error
+
+
+def _lock(path: Path) -> int | None:
+    """Open and lock a file; None where another process holds it, or it is no file of ours."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        try:
+            # Without O_CREAT first: Linux refuses that for another user's file in a sticky folder.
+            handle = os.open(path, flags)
+        except FileNotFoundError:
+            handle = os.open(path, flags | os.O_CREAT, 0o644)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.ELOOP):
+            return None
+        raise ReinforceError(f"cannot open {path}, by which a port is locked: {error.strerror}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Otherwise its holder has removed it meanwhile, and the next process would lock a new file.
+        if os.stat(path).st_ino == os.fstat(handle).st_ino:
+            return handle
+    except OSError:
+        pass
+    os.close(handle)
+    return None
+
+
+def _unlock(path: Path, handle: int) -> None:
+    with contextlib.suppress(OSError):  # another user's, in a sticky folder
+        path.unlink()
+    os.close(handle)
+
+
+def _is_free(port: int) -> bool:
+    """Return True if nothing listens there, on any address of this node."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)  # with SO_REUSEADDR two sockets may be bound, but only one listens
+        except OSError:
+            return False
+    return True
+
+
+def own_address(peers: Sequence[str]) -> str:
+    """Return an IPv4 address by which `peers`, other nodes of the job, reach this node.
+
+    Raises:
+        ReinforceError: this node's name has none.
+    """
+    address = _address_of(socket.gethostname())
+    if address is not None and not address.startswith("127."):
+        return address
+    # Debian gives a machine's own name the address 127.0.1.1, which says nothing to other machines: the address that
+    # packets to them come from does. Where all nodes are one machine, each has an address of the loopback.
+    for other in map(_address_of, peers):
+        if other is not None and not other.startswith("127."):
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+                probe.connect((other, 9))  # sends nothing
+                return probe.getsockname()[0]
+    if address is None:
+        raise ReinforceError(f"the name of this node, {socket.gethostname()}, has no IPv4 address")
+    return address
+
+
+def _address_of(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None
+
+
+def health_fault(address: str, port: int) -> str | None:
+    """Ask a reward server for /health; returns why it cannot score, or None."""
+    connection = http.client.HTTPConnection(address, port, timeout=HEALTH_SECONDS)
+    deadline = threading.Timer(HEALTH_SECONDS, _hang_up, (connection,))  # HTTPConnection's timeout is for one read
+    deadline.daemon = True
+    try:
+        connection.connect()
+        deadline.start()
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        body = answer.read(1 << 16)
+    except (OSError, http.client.HTTPException) as error:
+        return f"{address}:{port} does not answer ({getattr(error, 'strerror', None) or repr(error)})"
+    finally:
+        deadline.cancel()
+        connection.close()
+    try:
+        text = json.loads(body)["text"]
+    except (ValueError, KeyError, TypeError):
+        return f"{address}:{port} answers HTTP {answer.status}, and not as a reward server does"
+    return None if answer.status == 200 else f"{address}:{port}: {text}"
+
+
+def _hang_up(connection: http.client.HTTPConnection) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # it is closed already
+        connection.sock.shutdown(socket.SHUT_RDWR)

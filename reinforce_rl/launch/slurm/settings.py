@@ -1,7 +1,8 @@
-"""The variables that a job of `slurm/train_hetjob.sbatch` is set up by, and their checks."""
+"""What sets up a job of `slurm/train_hetjob.sbatch`: its variables, and the nodes and tasks that Slurm gave it."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,13 +35,7 @@ SEPARATOR = "--"
 
 @dataclass(frozen=True)
 class Variable:
-    """One of the table in docs/slurm.md.
-
-    Attributes:
-        name: of the environment variable.
-        default: as text; empty for none.
-        meaning: one sentence.
-    """
+    """A row of the table in docs/slurm.md: an environment variable, its default (empty for none), its meaning."""
 
     name: str
     default: str
@@ -70,21 +65,9 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What a job is to do, checked. The variables of the same names say more.
+    """Checked settings of a job. `VARIABLES` describes them; `actor_args` and `server_args` are Hydra overrides.
 
-    Attributes:
-        run_dir: absolute.
-        repository: absolute.
-        python: None where it is not set.
-        launcher: `SRUN` or `TORCHRUN`.
-        actor_devices, server_devices: ranks a node; None: as the allocation says.
-        servers: reward servers.
-        ready_seconds, grace_seconds: seconds.
-        max_restarts: of this job.
-        restart_after_crash: see `RESTART_AFTER_CRASH`.
-        mpi, container_image, server_container_image, setup: empty where they are not set.
-        container_mounts, srun_args: one entry each.
-        actor_args, server_args: Hydra overrides.
+    `actor_devices` and `server_devices` are None where the allocation decides; texts are empty where not set.
     """
 
     run_dir: Path
@@ -109,7 +92,7 @@ class Settings:
 
     @property
     def slurm_folder(self) -> Path:
-        """What the jobs of this run leave: token, history, and a folder for each attempt."""
+        """Folder of the run's jobs: token, history, and a folder for each attempt."""
         return self.run_dir / "slurm"
 
     @property
@@ -117,31 +100,31 @@ class Settings:
         return self.slurm_folder / "token"
 
     def interpreter(self, image: str) -> str:
-        """Of the tasks, in this image or, where it is empty, in none."""
+        """Return the interpreter of tasks in `image`; an empty one stands for no container."""
         own = self.repository / ".venv" / "bin" / "python"
         return self.python or (str(own) if not image and own.exists() else "python3")
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The overrides of the actor, and those of the server after `--`."""
+    """Split into the overrides of the actor and, after `--`, those of the server."""
     if SEPARATOR not in argv:
         return tuple(argv), ()
     place = list(argv).index(SEPARATOR)
     return tuple(argv[:place]), tuple(argv[place + 1 :])
 
 
-# What the job itself says to both programs.
+# Keys that the job itself sets.
 SERVER_KEYS = ("inference.host", "inference.port", "inference.token_file", "inference.ready_file")
 ACTOR_KEYS = tuple(f"remote_rm.reward_model.{name}" for name in ("ip", "port", "replicas", "token_file"))
 
 
 def read_settings(argv: Sequence[str], environment: Mapping[str, str], repository: Path) -> Settings:
-    """The settings of a job.
+    """Read and check the settings of a job.
 
     Args:
         argv: ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]
         environment: variables.
-        repository: where this package lies.
+        repository: folder of this package.
 
     Raises:
         ConfigError: naming everything that is wrong.
@@ -188,7 +171,7 @@ def _argument_faults(actor_args: Sequence[str], server_args: Sequence[str]) -> l
 
 
 class _Reader:
-    """Reads variables and collects what is wrong with them. An empty one counts as not set."""
+    """Reads variables and collects their faults. An empty variable counts as not set."""
 
     def __init__(self, environment: Mapping[str, str]):
         self.faults: list[str] = []
@@ -253,3 +236,111 @@ class _Reader:
                 "only the latter"
             )
         return Path(found)
+
+
+@dataclass(frozen=True)
+class Component:
+    """One component of the heterogeneous job.
+
+    Attributes:
+        group: its number for srun.
+        job_id: under which Slurm lists its steps.
+        nodes: number of nodes.
+        devices: ranks on each.
+        tasks_per_node: as asked for.
+        cpus_per_task: as asked for; None where it was not.
+    """
+
+    group: int
+    job_id: str
+    nodes: int
+    devices: int
+    tasks_per_node: int
+    cpus_per_task: int | None
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.devices
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm gave the job: id of the leading component, number of requeues, and both components."""
+
+    job_id: str
+    restart: int
+    server: Component
+    actor: Component
+
+    @property
+    def label(self) -> str:
+        """Name of this attempt's folder."""
+        return f"{self.job_id}-{self.restart}"
+
+
+def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Allocation:
+    """Read the variables that Slurm sets for the batch step.
+
+    Raises:
+        ConfigError: the job has not two components, or its numbers contradict the settings.
+    """
+    if environment.get("SLURM_HET_SIZE") != "2":
+        found = environment.get("SLURM_HET_SIZE")
+        what = f"a heterogeneous job of {found} components" if found else "no heterogeneous job"
+        raise ConfigError(
+            [
+                f"this is {what}; expected two: sbatch [OPTIONS of the reward servers] : [OPTIONS of the actor] "
+                "slurm/train_hetjob.sbatch ..."
+            ]
+        )
+    server = _component(0, settings.server_devices, environment)
+    actor = _component(1, settings.actor_devices, environment)
+    faults = _allocation_faults(settings, server, actor)
+    if faults:
+        raise ConfigError(faults)
+    return Allocation(environment["SLURM_JOB_ID"], int(environment.get("SLURM_RESTART_COUNT", "0")), server, actor)
+
+
+def _component(group: int, devices: int | None, environment: Mapping[str, str]) -> Component:
+    def of(name: str) -> str | None:
+        return environment.get(f"{name}_HET_GROUP_{group}")
+
+    # `--ntasks` without `--ntasks-per-node` gives only the second, such as 4(x2).
+    first = re.match(r"\d+", of("SLURM_TASKS_PER_NODE") or "1")
+    tasks = int(of("SLURM_NTASKS_PER_NODE") or (first.group() if first else 1))
+    cpus = of("SLURM_CPUS_PER_TASK")
+    return Component(
+        group=group,
+        job_id=of("SLURM_JOB_ID") or "",
+        nodes=int(of("SLURM_JOB_NUM_NODES") or 1),
+        devices=devices or tasks,
+        tasks_per_node=tasks,
+        cpus_per_task=int(cpus) if cpus else None,
+    )
+
+
+def _allocation_faults(settings: Settings, server: Component, actor: Component) -> list[str]:
+    faults = []
+    if server.nodes % settings.servers:
+        faults.append(
+            f"{SERVERS} is {settings.servers}, and component 0 has {server.nodes} nodes; expected a divisor, "
+            "since each server has nodes of its own"
+        )
+    wanted = (
+        ("trainer.num_nodes", settings.actor_args, actor.nodes, "nodes of component 1"),
+        ("trainer.devices", settings.actor_args, actor.devices, f"ranks a node ({ACTOR_DEVICES})"),
+        ("num_nodes", settings.server_args, server.nodes // settings.servers, "nodes of each reward server"),
+        ("devices", settings.server_args, server.devices, f"ranks a node ({SERVER_DEVICES})"),
+    )
+    for key, args, number, what in wanted:
+        found = override_of(args, key)
+        if found is not None and found != str(number):
+            faults.append(f"{key} is {found}, but the job has {number} {what}; leave the key out, or ask for as many")
+    function = override_of(settings.server_args, "reward_function.name")
+    ranks = server.nodes // settings.servers * server.devices
+    if function not in (None, "null", "") and ranks > 1:
+        faults.append(
+            f"reward_function.name is {function}, which one process serves, but each server has {ranks} ranks; "
+            f"expected one node a server and {SERVER_DEVICES}=1"
+        )
+    return faults

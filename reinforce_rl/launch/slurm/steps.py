@@ -1,35 +1,38 @@
-"""Steps of the job: `srun` as a process, and how it is asked to end and watched."""
+"""Steps of the job: `srun` as a process, its end, and steps that an earlier attempt has left."""
 
 from __future__ import annotations
 
-import contextlib
 import re
+import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from reinforce_rl.launch.slurm.calls import SlurmCallError, is_completing, signal_step, step_id
-from reinforce_rl.launch.slurm.commands import StepPlan
+from reinforce_rl.launch.slurm.commands import SlurmCallError, StepPlan, is_completing, signal_step, step_id, steps
 from reinforce_rl.launch.slurm.outcome import TaskEnd, read_ends
+from reinforce_rl.launch.slurm.rendezvous import read_endpoint
+from reinforce_rl.utils.process import Child
 
 POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
 KILL_SECONDS = 60.0  # from SIGKILL of a step to that of its srun
 KILLED = 128 + 9
+STALE_POLL_SECONDS = 1.0
+OUR_STEPS = re.compile(r"actor|rm-\d+")
 LOST_REASON = "it left no word: its wrapper was killed, its node is gone, or the run's folder is full"
 
 
 class Step:
-    """One step that runs.
+    """A running step.
 
     Args:
         plan: of the step.
         line: the command.
         environment: of srun and the tasks.
         folder: of the attempt.
-        say: for lines to people.
+        log: called with lines for the job's log.
     """
 
     def __init__(
@@ -38,22 +41,14 @@ class Step:
         line: Sequence[str],
         environment: Mapping[str, str],
         folder: Path,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ):
         self.plan = plan
-        self.log = folder / f"{plan.name}.log"
+        self.log_file = folder / f"{plan.name}.log"
         self._messages: list[tuple[float, str]] = []
         self._folder = folder
-        self._say = say
-        self._srun = subprocess.Popen(
-            list(line),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=dict(environment),
-            text=True,
-            errors="replace",
-        )
+        self._log = log
+        self._srun = Child(line, own_session=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
         self._reader = threading.Thread(target=self._read_messages, daemon=True)
         self._reader.start()
 
@@ -63,8 +58,8 @@ class Step:
 
     @property
     def code(self) -> int | None:
-        """Of srun; None while it runs."""
-        return self._srun.poll()
+        """Exit code of srun; None while it runs."""
+        return self._srun.exit_code
 
     @property
     def has_ended(self) -> bool:
@@ -72,19 +67,20 @@ class Step:
 
     @property
     def failed_node(self) -> str | None:
-        """The node that Slurm says has failed, for which it requeues the job."""
+        """The node whose failure Slurm reports; it requeues the job."""
         found = (re.search(r"error: Node failure on (\S+)", message) for _, message in list(self._messages))
         return next((match.group(1) for match in found if match), None)
 
     def _read_messages(self) -> None:
-        # What srun itself says: tasks that were killed, steps that cannot be made. Tasks write to the log.
-        assert self._srun.stderr is not None
-        for line in self._srun.stderr:
-            self._messages.append((time.time(), line.rstrip()))
-            self._say(f"{self.name}: {line.rstrip()}")
+        # Messages of srun itself, of tasks that were killed or a step that cannot start. Tasks write to the log file.
+        assert self._srun.process.stderr is not None
+        for line in self._srun.process.stderr:
+            text = line.decode(errors="replace").rstrip()
+            self._messages.append((time.time(), text))
+            self._log(f"{self.name}: {text}")
 
     def signal(self, number: int) -> bool:
-        """Signal every process of the step; False where that is to be tried again."""
+        """Signal every process of the step; returns False if that must be tried again."""
         try:
             found = None if self.has_ended else step_id(self.plan.component.job_id, self.name)
             if found is not None:
@@ -93,28 +89,23 @@ class Step:
         except SlurmCallError as error:
             if is_completing(self.plan.component.job_id):  # and Slurm sends SIGTERM itself
                 return True
-            self._say(f"cannot signal {self.name}, trying again: {error}")
+            self._log(f"cannot signal {self.name}, trying again: {error}")
             return False
 
     def end(self, number: int, deadline: float) -> bool:
-        """Signal the step, wait, and kill it at the deadline.
-
-        Args:
-            number: of the signal.
-            deadline: of time.monotonic().
+        """Signal the step, wait until `deadline` (of time.monotonic()), then kill it.
 
         Returns:
-            whether it ended by itself.
+            True if it ended by itself.
         """
         self._signal_until(number, deadline)
         if self._wait(deadline):
             return True
-        self._say(f"{self.name} has not ended in time; killing it")
+        self._log(f"{self.name} has not ended in time; killing it")
         hard = time.monotonic() + KILL_SECONDS
-        self._signal_until(9, hard)
+        self._signal_until(signal.SIGKILL, hard)
         if not self._wait(hard):
             self._srun.kill()
-            self._srun.wait()
         return False
 
     def _signal_until(self, number: int, deadline: float) -> None:
@@ -123,21 +114,20 @@ class Step:
             self._wait(min(deadline, time.monotonic() + RETRY_SECONDS))
 
     def _wait(self, deadline: float) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._srun.wait(max(0.0, deadline - time.monotonic()))
+        if self._srun.wait(deadline - time.monotonic()) is not None:
             self._reader.join(5.0)
         return self.has_ended
 
     def ends(self) -> list[TaskEnd]:
-        """Of the tasks that have said how they ended."""
+        """How the step's tasks ended, as far as they have recorded it."""
         return [end for end in read_ends(self._folder) if end.component == self.name]
 
     def lost(self) -> list[TaskEnd]:
-        """Tasks that were started, have ended, and have not said how. After the end of a step that failed."""
+        """Tasks that have ended without a record, after the end of a step that failed."""
         if not self.code:
             return []
         known = {end.task for end in self.ends()}
-        if not known and not (self._folder / f"rendezvous-{self.name}.json").exists():
+        if not known and read_endpoint(self._folder, self.name) is None:
             return []  # nothing was started
         tasks = self.plan.tasks
         each = self.plan.ranks // tasks
@@ -156,6 +146,47 @@ class Step:
 
 
 def _numbers(text: str) -> set[int]:
-    """Of a list such as 0-1,4."""
+    """Parse a list such as 0-1,4."""
     parts = [part.split("-") for part in text.split(",")]
     return {number for part in parts for number in range(int(part[0]), int(part[-1]) + 1)}
+
+
+def end_stale_steps(job_ids: Sequence[str], seconds: float, log: Callable[[str], None]) -> None:
+    """End the steps of an earlier attempt whose batch script is gone.
+
+    When a node of component 0 fails, Slurm 22.05 requeues this component alone. The actor goes on in the folder that
+    the next attempt needs, and holds the cores that its srun would wait for.
+
+    Args:
+        job_ids: of all components.
+        seconds: time to end in before a step is killed.
+        log: called with lines for the job's log.
+
+    Raises:
+        SlurmCallError: a step still runs, or the controller has not answered.
+    """
+    for number, limit in ((signal.SIGTERM, seconds), (signal.SIGKILL, KILL_SECONDS)):
+        left = _end_stale(job_ids, number, time.monotonic() + limit, log)
+        if not left:
+            return
+    raise SlurmCallError(("squeue", "--steps"), f"cannot end {left}")
+
+
+def _end_stale(job_ids: Sequence[str], number: int, deadline: float, log: Callable[[str], None]) -> str:
+    """Return what still runs at the deadline; empty if nothing."""
+    signalled: set[str] = set()
+    while True:
+        try:
+            found = {step: name for job in job_ids for step, name in steps(job).items() if OUR_STEPS.fullmatch(name)}
+            for step, name in found.items():
+                if step not in signalled:
+                    signal_step(step, number)
+                    signalled.add(step)
+                    how = "it is asked to end" if number == signal.SIGTERM else "it is killed"
+                    log(f"{name} of an earlier attempt still runs, as step {step}; {how}")
+            left = ", ".join(f"step {step} ({name}) of an earlier attempt" for step, name in found.items())
+        except SlurmCallError as error:
+            left = f"what an earlier attempt may have left: {error}"
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(STALE_POLL_SECONDS)

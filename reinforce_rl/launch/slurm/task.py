@@ -1,4 +1,8 @@
-"""The wrapper of one task of a job: tells the program its place among the ranks, and writes down how it ended."""
+"""The wrapper of one task: starts its program as a rank, records how it ended, and ends what it leaves behind.
+
+A launcher that is killed leaves its ranks, and a server's guard outlives it for a moment. A cgroup would catch them,
+but not every Slurm has cgroups, and the end of a step gives a guard no time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,15 +19,14 @@ from pathlib import Path
 from types import FrameType
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ReinforceError
-from reinforce_rl.launch.slurm.orphans import end_orphans
 from reinforce_rl.launch.slurm.outcome import TaskEnd, record
-from reinforce_rl.launch.slurm.ports import claim_ports, own_address
-from reinforce_rl.launch.slurm.rendezvous import Place, publish, wait_for
+from reinforce_rl.launch.slurm.rendezvous import Endpoint, claim_ports, own_address, publish, wait_for_endpoint
 from reinforce_rl.launch.slurm.settings import SRUN, TORCHRUN
-from reinforce_rl.utils.process import adopt_orphans, die_with_parent
+from reinforce_rl.utils.process import Child, adopt_orphans
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ORPHAN_SECONDS = 45.0  # a reward server drains for 30 s
+POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,10 @@ class Task:
         folder: of the attempt.
         launcher: `SRUN` or `TORCHRUN`.
         devices: ranks on each node.
-        serves: it is a reward server, which wants a port for HTTP.
+        serves: it is a reward server, which needs a port for HTTP.
         number: of the task in its step.
         local_number: on its node.
-        node, nodes: which node of the step, and how many there are.
+        node, nodes: index of its node in the step, and number of nodes.
     """
 
     component: str
@@ -54,37 +56,35 @@ class Task:
 
     @property
     def ranks(self) -> str:
-        """What ranks this task is."""
         if self.launcher == SRUN or self.devices == 1:
             return str(self.number)
         return f"{self.node * self.devices}-{(self.node + 1) * self.devices - 1}"
 
     def end(self, code: int, reason: str = "") -> TaskEnd:
-        """For the record."""
         return TaskEnd(self.component, self.number, self.ranks, socket.gethostname(), code, time.time(), reason)
 
 
-def command_of(task: Task, place: Place, script: Sequence[str]) -> list[str]:
-    """The program with its arguments.
+def command_of(task: Task, first: Endpoint, script: Sequence[str]) -> list[str]:
+    """Return the program with its arguments.
 
     Args:
         task: this one.
-        place: of the component's first task.
+        first: endpoint of the component's first task.
         script: a Python file and its arguments.
     """
     command = [sys.executable]
     if task.launcher == TORCHRUN:
         command += ["-m", "reinforce_rl.utils.ranks", "--nnodes", str(task.nodes), "--node-rank", str(task.node)]
         command += ["--nproc-per-node", str(task.devices)]
-        command += ["--master-addr", place.address, "--master-port", str(place.rank_port)]
+        command += ["--master-addr", first.address, "--master-port", str(first.rank_port)]
     command += script
     if task.serves:
-        command += [f"inference.host={place.address}", f"inference.port={place.http_port}"]
+        command += [f"inference.host={first.address}", f"inference.port={first.http_port}"]
     return command
 
 
-def environment_of(task: Task, place: Place, environment: Mapping[str, str], repository: Path) -> dict[str, str]:
-    """The program's environment: this task's own, and what torchrun would say where it does not."""
+def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str], repository: Path) -> dict[str, str]:
+    """Return the program's environment; without torchrun, with the variables that it would set."""
     cpus = environment.get("SLURM_CPUS_PER_TASK", "1")
     result = {"OMP_NUM_THREADS": cpus if task.launcher == SRUN else "1", "GOMP_SPINCOUNT": "0", **environment}
     result["PYTHONUNBUFFERED"] = "1"
@@ -95,42 +95,42 @@ def environment_of(task: Task, place: Place, environment: Mapping[str, str], rep
             "WORLD_SIZE": str(task.nodes * task.devices),
             "LOCAL_RANK": str(task.local_number),
             "LOCAL_WORLD_SIZE": str(task.devices),
-            "MASTER_ADDR": place.address,
-            "MASTER_PORT": str(place.rank_port),
+            "MASTER_ADDR": first.address,
+            "MASTER_PORT": str(first.rank_port),
         }
     return result
 
 
 class _Signals:
-    """Passes signals on to the program, once it is there."""
+    """Passes signals on to the program, as soon as it runs."""
 
     def __init__(self) -> None:
         self.first: int | None = None
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         for number in SIGNALS:
-            signal.signal(number, self._hear)
+            signal.signal(number, self._on_signal)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.first = self.first or number
         if self._child is not None:
             self._child.send_signal(number)
 
-    def pass_to(self, child: subprocess.Popen[bytes]) -> None:
+    def pass_to(self, child: Child) -> None:
         self._child = child
         if self.first is not None:
             child.send_signal(self.first)
 
 
 @contextlib.contextmanager
-def _place(task: Task, peers: Sequence[str], seconds: float, signals: _Signals) -> Iterator[Place | None]:
-    """Where the component's first task is; that task itself holds its ports meanwhile. None after a signal."""
+def _first_task(task: Task, peers: Sequence[str], seconds: float, signals: _Signals) -> Iterator[Endpoint | None]:
+    """Yield the endpoint of the component's first task, which holds its ports meanwhile. None after a signal."""
     if task.number:
-        yield wait_for(task.folder, task.component, seconds, lambda: signals.first is not None)
+        yield wait_for_endpoint(task.folder, task.component, seconds, lambda: signals.first is not None)
         return
     with claim_ports(2 if task.serves else 1, f"{task.folder.name} {task.component}") as ports:
-        place = Place(socket.gethostname(), own_address(peers), *ports)
-        publish(task.folder, task.component, place)
-        yield place
+        endpoint = Endpoint(socket.gethostname(), own_address(peers), *ports)
+        publish(task.folder, task.component, endpoint)
+        yield endpoint
 
 
 def run(
@@ -139,37 +139,32 @@ def run(
     """Run the program to its end.
 
     Returns:
-        how it ended, and whether srun is to think well of it: it has saved, or was asked to end. For
-        `--kill-on-bad-exit` would kill the tasks that still save.
+        How it ended, and whether to return 0 to srun: it has saved, or was asked to end, and `--kill-on-bad-exit`
+        must not kill the tasks that still save.
 
     Raises:
         ReinforceError: it could not be started.
     """
     signals = _Signals()
     adopt_orphans()
-    parent = os.getpid()
-
-    def in_child() -> None:
-        # Else the program would outlive a wrapper that is killed, and other ranks would wait for it.
-        die_with_parent(parent)
-        if task.serves:  # Slurm signals every process; this signal is the actor's, and would end a server
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-    with _place(task, peers, seconds, signals) as place:
-        if place is None or signals.first is not None:
+    with _first_task(task, peers, seconds, signals) as first:
+        if first is None or signals.first is not None:
             return task.end(128 + (signals.first or signal.SIGTERM), "stopped before the program began"), True
-        command = command_of(task, place, script)
+        command = command_of(task, first, script)
         try:
-            child = subprocess.Popen(
+            # Otherwise it would outlive a wrapper that is killed, and other ranks would wait for it. Slurm signals every
+            # process with the actor's SIGUSR1, which would end a server.
+            child = Child(
                 command,
-                stdin=subprocess.DEVNULL,
-                env=environment_of(task, place, os.environ, repository),
-                preexec_fn=in_child,
+                own_session=False,
+                death_signal=signal.SIGKILL,
+                ignored_signals=[signal.SIGUSR1] if task.serves else [],
+                env=environment_of(task, first, os.environ, repository),
             )
         except OSError as error:
             raise ReinforceError(f"cannot start {command[0]}: {error.strerror}") from error
         signals.pass_to(child)
-        code = child.wait()
+        code = child.process.wait()
         # Slurm may send a signal twice, and Python no longer listens when it has all but ended.
         asked = signals.first is not None and -code in SIGNALS
         end = task.end(code if code >= 0 else 128 - code)
@@ -177,8 +172,42 @@ def run(
         return end, code == EXIT_STOPPED or asked
 
 
+def end_orphans(seconds: float) -> None:
+    """Send SIGTERM to all children and their orphans in turn, and SIGKILL to those alive after `seconds`."""
+    deadline = time.monotonic() + seconds
+    signalled: set[int] = set()
+    while _reap():
+        late = time.monotonic() > deadline
+        for pid in _children():
+            if late or pid not in signalled:
+                signalled.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+        time.sleep(POLL_SECONDS)
+
+
+def _reap() -> bool:
+    """Reap ended children; returns True if others live."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    except ChildProcessError:
+        return False
+
+
+def _children() -> list[int]:
+    me, found = os.getpid(), []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # State and parent follow the name in parentheses, which may contain anything.
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == me:
+                found.append(int(stat.parent.name))
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the task; returns its exit code for srun."""
+    """Run the task; returns the exit code for srun."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--component", required=True)
     parser.add_argument("--folder", type=Path, required=True)
@@ -203,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         end, is_well = run(task, options.script, options.repository, options.peers, options.seconds)
-    except (ReinforceError, OSError) as error:  # the latter of a full disk, which nothing can be published on
+    except (ReinforceError, OSError) as error:  # OSError: a full disk, say
         print(f"error: {error}", file=sys.stderr, flush=True)
         end, is_well = task.end(EXIT_ERROR, str(error)), False
     try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 from helpers.slurm_lab.configuration import NODES, write_configuration
 
-from reinforce_rl.launch.slurm.ports import LOCK_FOLDER
+from reinforce_rl.launch.slurm.rendezvous import LOCK_FOLDER
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -1,4 +1,4 @@
-"""The command lines of srun: options that not every Slurm has stand there only where they were asked for."""
+"""Calls of Slurm's commands, and the lines of srun."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from reinforce_rl.launch.slurm.allocation import Allocation, Component
-from reinforce_rl.launch.slurm.commands import StepPlan, actor_plan, server_plan, srun_environment, srun_line
-from reinforce_rl.launch.slurm.rendezvous import Place
-from reinforce_rl.launch.slurm.settings import Settings
+from reinforce_rl.launch.slurm.commands import (
+    SlurmCallError,
+    StepPlan,
+    actor_plan,
+    call,
+    server_plan,
+    srun_environment,
+    srun_line,
+)
+from reinforce_rl.launch.slurm.rendezvous import Endpoint
+from reinforce_rl.launch.slurm.settings import Allocation, Component, Settings
 
 FOLDER = Path("/run/slurm/7-0")
 SETTINGS = Settings(Path("/run"), Path("/repo"), python="/opt/python", actor_args=("a=1",), server_args=("b=2",))
 ALLOCATION = Allocation("7", 0, Component(0, "7", 2, 1, 1, None), Component(1, "8", 2, 4, 4, 2))
-SERVERS = [Place("rm0", "10.0.0.1", 20000, 20001)]
+SERVERS = [Endpoint("rm0", "10.0.0.1", 20000, 20001)]
 
 
 def server_line(settings: Settings, number: int = 0) -> list[str]:
@@ -25,7 +32,7 @@ def server_line(settings: Settings, number: int = 0) -> list[str]:
     return srun_line(settings, plan, FOLDER)
 
 
-def actor_line(settings: Settings, servers: list[Place] = SERVERS) -> list[str]:
+def actor_line(settings: Settings, servers: list[Endpoint] = SERVERS) -> list[str]:
     return srun_line(settings, actor_plan(settings, ALLOCATION, servers, ["rm0"]), FOLDER)
 
 
@@ -109,7 +116,7 @@ def test_several_servers_have_nodes_of_their_own() -> None:
         line = server_line(settings, number)
         assert f"--nodelist=rm{number}" in line and "--nodes=1" in line and "--ntasks=1" in line
         assert f"--job-name=rm-{number}" in line and "num_nodes=1" in line
-    others = [Place("rm1", "10.0.0.2", 1, 20003), Place("rm2", "10.0.0.3", 1, 20005)]
+    others = [Endpoint("rm1", "10.0.0.2", 1, 20003), Endpoint("rm2", "10.0.0.3", 1, 20005)]
     line = actor_line(settings, [*SERVERS, *others])
     assert "remote_rm.reward_model.replicas=[10.0.0.2:20003,10.0.0.3:20005]" in line
 
@@ -158,3 +165,28 @@ def test_a_setup_that_fails_ends_the_task(plan: StepPlan) -> None:
     done = run_after_srun(srun_line(replace(SETTINGS, setup="export X=1; false"), plan, FOLDER))
     assert done.returncode == 1
     assert "REINFORCE_SETUP failed" in done.stderr
+
+
+def test_a_command_that_does_not_answer() -> None:
+    with pytest.raises(SlurmCallError, match=r"^sleep 60: no answer within 0 s"):
+        call(["sleep", "60"], seconds=0.2)
+
+
+def test_a_command_that_fails() -> None:
+    with pytest.raises(SlurmCallError, match=r"^sh -c .*: it is full$") as caught:
+        call(["sh", "-c", "echo it is full >&2; exit 3"])
+    assert caught.value.said == "it is full"
+    with pytest.raises(SlurmCallError, match="false: exit code 1"):
+        call(["false"])
+    with pytest.raises(SlurmCallError, match=r"nothing-of-this-name: .*No such file"):
+        call(["nothing-of-this-name"])
+
+
+def test_its_environment() -> None:
+    show = ["/bin/sh", "-c", 'echo "$A$B"']
+    assert call(show, base={"A": "1"}, B="2") == "12\n"
+
+
+def test_both_outputs() -> None:
+    line = ["sh", "-c", "echo out; echo err >&2"]
+    assert (call(line), call(line, with_stderr=True)) == ("out\n", "out\nerr\n")

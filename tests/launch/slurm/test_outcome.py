@@ -10,7 +10,7 @@ from reinforce_rl.launch.slurm.outcome import (
     FAILED,
     FINISHED,
     STOPPED,
-    Ending,
+    Outcome,
     TaskEnd,
     first_failed,
     judge,
@@ -54,8 +54,8 @@ def test_a_task_without_a_word_comes_before_those_that_missed_it() -> None:
     assert first_failed([own], lost) == own
 
 
-def judged(actor: list[TaskEnd], servers: list[TaskEnd] | None = None, **values: object) -> Ending:
-    options: dict[str, object] = {"unasked": "", "told": None, **values}
+def judged(actor: list[TaskEnd], servers: list[TaskEnd] | None = None, **values: object) -> Outcome:
+    options: dict[str, object] = {"unasked": "", "signalled": None, **values}
     lost = options.pop("lost", [])
     return judge(actor, servers or [], lost, **options)  # type: ignore[arg-type]
 
@@ -66,14 +66,14 @@ def test_a_run_that_has_finished() -> None:
 
 
 def test_a_run_that_was_stopped() -> None:
-    for codes, told in (((75, 75), None), ((75, 75), signal.SIGUSR1), ((75, 143), signal.SIGTERM)):
-        ending = judged([end_of(task, code) for task, code in enumerate(codes)], told=told)
+    for codes, signalled in (((75, 75), None), ((75, 75), signal.SIGUSR1), ((75, 143), signal.SIGTERM)):
+        ending = judged([end_of(task, code) for task, code in enumerate(codes)], signalled=signalled)
         assert (ending.kind, ending.code, ending.first) == (STOPPED, 75, None)
     assert judged([end_of(0, 75), end_of(1, 143)]).kind == FAILED  # nobody had told it to
 
 
 def test_an_actor_that_does_not_save_in_time() -> None:
-    ending = judged([end_of(0, 137)], told=signal.SIGUSR1, killed=True)
+    ending = judged([end_of(0, 137)], signalled=signal.SIGUSR1, killed=True)
     assert (ending.kind, ending.code) == (STOPPED, 75)
     assert "--signal" in ending.text
 
@@ -83,7 +83,7 @@ def test_a_task_that_failed() -> None:
     ending = judged(ends)
     assert (ending.kind, ending.code, ending.first, ending.log_of) == (FAILED, 137, ends[1], "actor")
     assert ending.text.startswith("first to fail: actor rank 1 on node1 was ended by SIGKILL")
-    assert judged(ends, told=signal.SIGUSR1).code == 137
+    assert judged(ends, signalled=signal.SIGUSR1).code == 137
 
 
 def test_a_server_that_failed_names_the_job() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from reinforce_rl.launch.slurm.outcome import TaskEnd, read_ends
-from reinforce_rl.launch.slurm.rendezvous import Place, look_up
+from reinforce_rl.launch.slurm.rendezvous import Endpoint, read_endpoint
 from reinforce_rl.launch.slurm.task import Task, command_of, environment_of
 
 REPOSITORY = Path(__file__).parents[3]
@@ -66,7 +66,7 @@ def wait_until(found: Callable[[], bool]) -> None:
 def test_ranks_meet_at_the_first_one(tmp_path: Path) -> None:
     others = [start(tmp_path, SAY_PLACE, number=number) for number in (3, 1)]  # they wait for rank 0
     said = [json.loads(finish(task)[1]) for task in (start(tmp_path, SAY_PLACE), *others)]
-    place = look_up(tmp_path, "actor")
+    place = read_endpoint(tmp_path, "actor")
     assert place is not None
     meeting = [place.address, str(place.rank_port)]
     assert [found for found, _ in said] == [
@@ -79,7 +79,7 @@ def test_ranks_meet_at_the_first_one(tmp_path: Path) -> None:
 
 def test_a_server_is_told_its_address(tmp_path: Path) -> None:
     _, output = finish(start(tmp_path, SAY_PLACE, "a=1", serves=True))
-    place = look_up(tmp_path, "actor")
+    place = read_endpoint(tmp_path, "actor")
     assert place is not None and place.http_port not in (0, place.rank_port)
     assert json.loads(output)[1] == ["a=1", f"inference.host={place.address}", f"inference.port={place.http_port}"]
 
@@ -177,7 +177,7 @@ def test_a_first_task_that_never_comes(tmp_path: Path) -> None:
 
 def test_torchrun_starts_the_ranks_of_a_node(tmp_path: Path) -> None:
     task = Task("actor", tmp_path, "torchrun", 4, False, 1, 0, 1, 2)
-    place = Place("act0", "10.0.0.1", 20000)
+    place = Endpoint("act0", "10.0.0.1", 20000)
     assert command_of(task, place, ["train.py", "a=1"])[1:] == [
         *("-m", "reinforce_rl.utils.ranks", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
         *("--master-addr", "10.0.0.1", "--master-port", "20000", "train.py", "a=1"),
@@ -190,7 +190,7 @@ def test_torchrun_starts_the_ranks_of_a_node(tmp_path: Path) -> None:
 
 def test_what_a_person_has_set_stays(tmp_path: Path) -> None:
     task = Task("actor", tmp_path, "srun", 1, False, 0, 0, 0, 1)
-    place = Place("act0", "10.0.0.1", 20000)
+    place = Endpoint("act0", "10.0.0.1", 20000)
     found = environment_of(task, place, {"OMP_NUM_THREADS": "3", "PYTHONPATH": "/mine"}, Path("/repo"))
     assert found["OMP_NUM_THREADS"] == "3" and found["PYTHONPATH"] == "/repo:/mine"
     assert environment_of(task, place, {"SLURM_CPUS_PER_TASK": "8"}, Path("/repo"))["OMP_NUM_THREADS"] == "8"

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from reinforce_rl.launch.slurm.calls import SlurmCallError, call
+from reinforce_rl.launch.slurm.commands import SlurmCallError, call
 from reinforce_rl.launch.slurm.history import HISTORY_FILE, History
 from reinforce_rl.launch.slurm.submission.options import parse_memory, parse_time
 from reinforce_rl.launch.slurm.submission.plan import Component, JobPlan

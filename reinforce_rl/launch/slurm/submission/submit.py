@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError
-from reinforce_rl.launch.slurm.calls import SlurmCallError, call
+from reinforce_rl.launch.slurm.commands import SlurmCallError, call
 from reinforce_rl.launch.slurm.history import HISTORY_FILE, History, finished
 from reinforce_rl.launch.slurm.submission.cluster import SUBMIT_SECONDS, Start, ask_cluster, record_submitted
 from reinforce_rl.launch.slurm.submission.options import PLANNED, parse_options

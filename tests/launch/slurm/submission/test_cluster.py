@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.slurm_client import SlurmClient
 
-from reinforce_rl.launch.slurm.calls import SlurmCallError
+from reinforce_rl.launch.slurm.commands import SlurmCallError
 from reinforce_rl.launch.slurm.submission.cluster import Answer, Start, ask_cluster, partition_faults
 from reinforce_rl.launch.slurm.submission.options import ComponentOptions
 from reinforce_rl.launch.slurm.submission.plan import Component, JobPlan

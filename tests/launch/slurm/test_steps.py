@@ -13,7 +13,7 @@ import pytest
 from helpers.fake_slurm import write_commands
 from helpers.toy_server import wait_for
 
-from reinforce_rl.launch.slurm.stale_steps import end_earlier_steps
+from reinforce_rl.launch.slurm.steps import end_stale_steps
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def earlier_actor(home: Path, when_asked: str) -> Iterator[subprocess.Popen[byte
 def test_a_step_that_ends_when_it_is_asked(home):
     said: list[str] = []
     with earlier_actor(home, "rm FILE; exit 0") as step:
-        end_earlier_steps(["7"], 20.0, said.append)
+        end_stale_steps(["7"], 20.0, said.append)
         assert step.wait(20) == 0
     assert said == ["actor of an earlier attempt still runs, as step 7.actor; it is asked to end"]
 
@@ -56,7 +56,7 @@ def test_a_step_that_does_not_is_killed(home):
             (home / "step-actor").unlink()
 
     with earlier_actor(home, ":") as step:
-        end_earlier_steps(["7"], 1.0, say)
+        end_stale_steps(["7"], 1.0, say)
     assert said[1:] == ["actor of an earlier attempt still runs, as step 7.actor; it is killed"]
 
 
@@ -65,5 +65,5 @@ def test_other_steps_are_let_alone(home):
     for name in ("bash", "actor-of-mine", "rm-1x"):
         (home / f"step-{name}").write_text("")
     said: list[str] = []
-    end_earlier_steps(["7", "8"], 2.0, said.append)
+    end_stale_steps(["7", "8"], 2.0, said.append)
     assert said == []

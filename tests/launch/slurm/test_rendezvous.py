@@ -1,24 +1,30 @@
-"""Ports that two jobs on one node cannot share."""
+"""Ports that two jobs on one node cannot share, and the health of a server over plain HTTP."""
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import json
 import os
 import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.launch.slurm import ports
-from reinforce_rl.launch.slurm.ports import FIRST_PORT, PORTS, claim_ports, own_address
+from reinforce_rl.launch.slurm import rendezvous
+from reinforce_rl.launch.slurm.rendezvous import FIRST_PORT, PORTS, claim_ports, health_fault, own_address
 
 CLAIM = """
 import sys
 from pathlib import Path
-from reinforce_rl.launch.slurm.ports import claim_ports
+from reinforce_rl.launch.slurm.rendezvous import claim_ports
 with claim_ports(2, "7-0 actor", Path(sys.argv[1])) as found:
     print(*found, flush=True)
     sys.stdin.read()
@@ -69,19 +75,19 @@ def test_all_users_may_lock(tmp_path: Path) -> None:
 
 def test_a_lock_on_a_file_that_is_no_longer_there_counts_for_nothing(tmp_path: Path) -> None:
     path = tmp_path / "20000"
-    first = ports._lock(path)
+    first = rendezvous._lock(path)
     assert first is not None
     late = os.open(path, os.O_RDONLY)  # as somebody who comes between its opening and its lock
-    ports._unlock(path, first)
-    second = ports._lock(path)  # of a new file
+    rendezvous._unlock(path, first)
+    second = rendezvous._lock(path)  # of a new file
     assert second is not None and os.fstat(second).st_ino != os.fstat(late).st_ino
-    assert ports._lock(path) is None
-    ports._unlock(path, second)
+    assert rendezvous._lock(path) is None
+    rendezvous._unlock(path, second)
     os.close(late)
 
 
 def test_the_numbers_wrap_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports.zlib, "crc32", lambda key: PORTS - 1)
+    monkeypatch.setattr(rendezvous.zlib, "crc32", lambda key: PORTS - 1)
     with claim_ports(2, "key", tmp_path) as found:
         assert all(FIRST_PORT <= port < FIRST_PORT + PORTS for port in found)
 
@@ -99,9 +105,9 @@ def address_with(monkeypatch: pytest.MonkeyPatch, names: dict[str, str], route: 
         def getsockname(self) -> tuple[str, int]:
             return route, 0
 
-    monkeypatch.setattr(ports.socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(ports, "_address_of", names.get)
-    monkeypatch.setattr(ports.socket, "socket", Probe)
+    monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(rendezvous, "_address_of", names.get)
+    monkeypatch.setattr(rendezvous.socket, "socket", Probe)
     return own_address(["there"])
 
 
@@ -114,3 +120,68 @@ def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
         address_with(monkeypatch, {})
     # several nodes on one machine
     assert address_with(monkeypatch, {"here": "127.0.77.10", "there": "127.0.77.20"}) == "127.0.77.10"
+
+
+@pytest.fixture
+def answer() -> Iterator[dict[str, object]]:
+    """What the server on `port` answers: `code` and `body`."""
+    says: dict[str, object] = {"code": 200, "body": b""}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/health"
+            self.send_response(says["code"])  # type: ignore[arg-type]
+            self.end_headers()
+            self.wfile.write(says["body"])  # type: ignore[arg-type]
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    says["port"] = server.server_port
+    yield says
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_answers(answer: dict[str, object]) -> None:
+    def asked(code: int, body: object) -> str | None:
+        answer.update(code=code, body=body if isinstance(body, bytes) else json.dumps(body).encode())
+        return health_fault("127.0.0.1", int(str(answer["port"])))
+
+    assert asked(200, {"text": "a small sample was scored"}) is None
+    found = asked(503, {"text": "the server is starting"})
+    assert found is not None and found.endswith(": the server is starting")
+    for body in (b"hello", {"no": "text"}, [1]):
+        found = asked(200, body)
+        assert found is not None and found.endswith("answers HTTP 200, and not as a reward server does")
+
+
+def test_an_answer_that_drips_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "HEALTH_SECONDS", 1.0)
+
+    def drip() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            for _ in range(100):  # 20 s
+                connection.sendall(b"H")
+                time.sleep(0.2)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=drip)
+        server.start()
+        begin = time.monotonic()
+        found = health_fault("127.0.0.1", listener.getsockname()[1])
+        seconds = time.monotonic() - begin
+        server.join(30)
+    assert found is not None and "does not answer" in found
+    assert seconds < 10
+
+
+def test_nothing_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    assert health_fault("127.0.0.1", port) == f"127.0.0.1:{port} does not answer (Connection refused)"
