@@ -152,8 +152,8 @@ def run(
             return task.end(128 + (signals.first or signal.SIGTERM), "stopped before the program began"), True
         command = command_of(task, first, script)
         try:
-            # Otherwise it would outlive a wrapper that is killed, and other ranks would wait for it. Slurm signals every
-            # process with the actor's SIGUSR1, which would end a server.
+            # The program must not outlive a wrapper that is killed: other ranks would wait for it. Slurm signals every
+            # process, and the actor's SIGUSR1 would end a server.
             child = Child(
                 command,
                 own_session=False,
