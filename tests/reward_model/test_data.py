@@ -119,23 +119,24 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
         {"prompt": "three", "chosen": "x" * 50, "rejected": "no"},
         {"prompt": two_turns, "chosen": "yes", "rejected": "no"},
         {"prompt": "four", "chosen": "yes", "rejected": "no"},
+        {"prompt": "five", "chosen": "yes", "rejected": "no"},
     )
     pairs = read_pairs(path)
-    found, skipped = encode_pairs(pairs, tokenizer, PairsConfig(max_pairs=1, single_turn_only=True), max_length=30)
-    assert len(found) == 1
+    found, skipped = encode_pairs(pairs, tokenizer, PairsConfig(max_pairs=2, single_turn_only=True), max_length=30)
+    assert len(found) == 2
     too_long = "62 to 62 tokens, above data.max_length=30; data.max_length=62 keeps all"
     assert skipped == {SKIP_SAME: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
-    assert describe_skipped(skipped, 5) == [
-        f"WARNING: 1 of 5 (20%) left out: {SKIP_SAME}",
-        f"  1 of 5 (20%) left out: {SKIP_MULTI_TURN}",
-        f"WARNING: 1 of 5 (20%) left out: {too_long}",
-        f"  1 of 5 (20%) left out: {SKIP_LIMIT}",
+    assert describe_skipped(skipped, 6) == [
+        f"WARNING: 1 of 6 (17%) left out: {SKIP_SAME}",
+        f"  1 of 6 (17%) left out: {SKIP_MULTI_TURN}",
+        f"WARNING: 1 of 6 (17%) left out: {too_long}",
+        f"  1 of 6 (17%) left out: {SKIP_LIMIT}",
     ]
     assert describe_skipped({too_long: 1}, 10) == [f"  1 of 10 (10%) left out: {too_long}"], "no more than a tenth"
-    assert len(encode_pairs(pairs, tokenizer, PairsConfig(), max_length=62)[0]) == 4, "the remedy is one"
+    assert len(encode_pairs(pairs, tokenizer, PairsConfig(), max_length=62)[0]) == 5, "the remedy is one"
     _, skipped = encode_pairs(pairs, tokenizer, PairsConfig(max_answer_tokens=10), max_length=30)
     assert too_long not in skipped
-    with pytest.raises(DataError, match="none of 5 pairs"):
+    with pytest.raises(DataError, match="none of 6 pairs"):
         encode_pairs(pairs, tokenizer, PairsConfig(), max_length=3)
 
 
