@@ -51,6 +51,7 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
         f"features_cache={tmp_path / 'features.safetensors'}",
         "head.pooling=auto",
         "head.folds=2",
+        "num_threads=1",
         "data.held_out_fraction=0.3",
     ]
     first = run_script(*overrides, cwd=tmp_path)
