@@ -68,7 +68,7 @@ class MoreFunctionConfig(Section):
 class ServedFunctionConfig(Section):
     """A reward function and its worker processes."""
 
-    name: Text | None = key(None, "dotted name, such as reinforce_rl.rewards.functions.gsm8k; for `reward=function`")
+    name: Text | None = key(None, "dotted name, such as reinforce_rl.rewards.functions.gsm8k")
     kwargs: Fields = key({}, "its keyword arguments, as +reward_function.kwargs.NAME=VALUE")
     num_workers: int = key(
         2,

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+from reinforce_rl.config import reward_server
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.keys import override_of
 from reinforce_rl.errors import ConfigError
@@ -30,7 +31,6 @@ from reinforce_rl.launch.slurm.submission.options import (
 )
 from reinforce_rl.launch.slurm.submission.plan import Component, JobPlan, default_lead, lead_faults, tasks_of
 from reinforce_rl.preflight.run import Examination, examine, host_memory_of_node
-from reinforce_rl.reward_server.checks import model_faults, serves_function
 from reinforce_rl.rewards.wire import DEFAULT_NAME
 from reinforce_rl.runtime.status import read_status
 
@@ -142,11 +142,12 @@ def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
 
 
 def _server_faults(cfg: DictConfig) -> list[str]:
-    if not serves_function(cfg):
-        return model_faults(cfg)
-    if (cfg.num_nodes, cfg.devices) != (1, 1):
-        return [f"num_nodes x devices is {cfg.num_nodes} x {cfg.devices}, but one process serves a reward function"]
-    return []
+    config, faults = reward_server.read_config(cfg)
+    if config.serves_function and (cfg.num_nodes, cfg.devices) != (1, 1):
+        faults.append(
+            f"num_nodes x devices is {cfg.num_nodes} x {cfg.devices}, but one process serves a reward function"
+        )
+    return faults
 
 
 def _settings(
@@ -188,7 +189,7 @@ def _plan(options: Options, lead: int, cfg: TrainConfig, server: DictConfig, set
         return Component(name, job_name, nodes, ranks, tasks, cpus, gpus if parse_gpus(gpus) else None, own)
 
     of_servers = of_server[0] * settings.servers, of_server[1]
-    server_gpus = of_server[1] if on_gpus and not serves_function(server) else 0
+    server_gpus = of_server[1] if on_gpus and server.reward_function.name is None else 0
     servers = f"reward {SERVER}{'s' if settings.servers > 1 else ''}"
     variables = {
         names.RUN_DIR: str(settings.run_dir),

@@ -1,0 +1,169 @@
+"""Build and run the reward server: a model on its ranks, or a reward function."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from functools import partial
+from typing import Any
+
+from reinforce_rl.config.reward_server import ServeRewardModelConfig
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import ConfigError, ModelStuckError
+from reinforce_rl.launch.cli import start_ranks
+from reinforce_rl.reward_server.function_scoring import FunctionScorer
+from reinforce_rl.reward_server.options import FrontOptions, access_faults
+from reinforce_rl.reward_server.server import RewardServer
+from reinforce_rl.rewards.base import Scorer
+from reinforce_rl.rewards.function_process.loading import FunctionSpec
+from reinforce_rl.rewards.function_process.pool import OPTIONS, FunctionPool
+from reinforce_rl.rewards.wire import read_token
+from reinforce_rl.utils.ports import check_port
+
+
+def serve_model(cfg: ServeRewardModelConfig) -> None:
+    """Load the model on all ranks and serve it until a signal."""
+    # megatron-core imports wandb where it is installed. That makes folders in /tmp, and a killed server leaves them.
+    sys.modules["wandb"] = None  # type: ignore[assignment]
+    # Only now: torch and megatron take seconds to import, and a wrong path or a busy port should not cost them.
+    import torch
+
+    from reinforce_rl.config.load import precision_here
+    from reinforce_rl.megatron.mesh import parallel_mesh
+    from reinforce_rl.reward_model.scorer import Batching, Merging, load_head, load_reward_model
+    from reinforce_rl.reward_server.ranks import end_process, follow_rank_0, lead_ranks
+    from reinforce_rl.trainer.build_actor import DTYPES
+
+    folder, head_path = cfg.reward_model.restore_from_path, cfg.reward_model.head_path
+    head = load_head(folder, head_path)
+    merging = Merging.from_names(
+        head.attributes,
+        cfg.reward_model.attribute_weights or None,
+        head.mean if cfg.reward_model.mean is None else cfg.reward_model.mean,
+        head.deviation if cfg.reward_model.deviation is None else cfg.reward_model.deviation,
+    )
+    batching = Batching(
+        cfg.inference.micro_batch_size, cfg.inference.tokens_per_micro_batch, cfg.inference.pad_to_multiple
+    )
+    if faults := batching.faults():
+        raise ConfigError(faults)
+    with parallel_mesh(
+        cfg.reward_model.tensor_model_parallel_size,
+        cfg.reward_model.pipeline_model_parallel_size,
+        sequence_parallel=cfg.reward_model.sequence_parallel,
+    ) as mesh:
+        load = partial(
+            load_reward_model,
+            folder,
+            head_path,
+            mesh,
+            batching=batching,
+            max_length=cfg.reward_model.max_length,
+            merging=merging,
+            dtype=getattr(torch, DTYPES[precision_here(cfg.reward_model.precision)]),
+        )
+        rank_timeout, call_timeout = cfg.inference.rank_timeout_seconds, cfg.inference.stuck_seconds
+        if mesh.world_size == 1:
+            model = load()
+            try:
+                server_of(cfg, model, model).serve()
+            except ModelStuckError as error:
+                end_process(str(error), error.exit_code)
+        elif mesh.is_main:
+            logging.getLogger(__name__).info("event=ranks %s", mesh.grid())
+            with lead_ranks(mesh, load, rank_timeout=rank_timeout, call_timeout=call_timeout) as scorer:
+                server_of(cfg, scorer, scorer.model, check=scorer.check).serve()
+        else:
+            follow_rank_0(mesh, load, rank_timeout=rank_timeout)
+
+
+def server_of(cfg: ServeRewardModelConfig, scorer: Scorer, model: Any, **options: Any) -> RewardServer:
+    """The server for a scorer, as configured.
+
+    Args:
+        cfg: of the program.
+        scorer: what is served.
+        model: this rank's part of it.
+        options: more of `RewardServer`.
+    """
+    from reinforce_rl.reward_model.scorer import reward_model_identity
+
+    return RewardServer(
+        scorer,
+        load_tokenizer(cfg.reward_model.tokenizer_path or cfg.reward_model.restore_from_path),
+        **inference_options(cfg),
+        preferred_batch_sizes=cfg.inference.preferred_batch_sizes,
+        warm_up_lengths=cfg.inference.warm_up_lengths,
+        deterministic=cfg.inference.deterministic,
+        add_special_tokens=cfg.inference.add_special_tokens,
+        details=reward_model_identity(cfg.reward_model.restore_from_path, cfg.reward_model.head_path, model),
+        **options,
+    )
+
+
+def serve_function(cfg: ServeRewardModelConfig) -> None:
+    """Serve a reward function until a signal."""
+    own = cfg.reward_function
+    assert own.name is not None
+    pool = FunctionPool(
+        {own.name: FunctionSpec("reward_function", own.name, own.kwargs)},
+        **{name: getattr(own, name) for name in OPTIONS},
+    )
+    try:
+        pool.start()
+        # By content, so that a function that was changed meanwhile is another server to its clients.
+        details = {"function": own.name, "kwargs": own.kwargs, "source_sha256": pool.sources[own.name]}
+        RewardServer(FunctionScorer(pool, own.name), None, **inference_options(cfg), details=details).serve()
+    finally:
+        pool.close()
+
+
+def inference_options(cfg: ServeRewardModelConfig) -> dict[str, Any]:
+    """What a model and a function have in common."""
+    inference = cfg.inference
+    return {
+        "name": inference.name,
+        "host": inference.host,
+        "port": inference.port,
+        "front": FrontOptions(
+            token=read_token(inference.token_file, "inference.token_file"),
+            allow_no_token=inference.allow_no_token,
+            max_request_bytes=inference.max_request_bytes,
+            max_sequence_length=inference.max_sequence_length,
+            max_in_flight=inference.max_in_flight,
+            max_queue=inference.max_queue,
+            request_seconds=inference.request_seconds,
+            stuck_seconds=inference.stuck_seconds,
+            canary_seconds=inference.canary_seconds,
+        ),
+        "max_batch_size": inference.max_batch_size,
+        "max_queue_delay": inference.max_queue_delay_ms / 1000,
+        "ready_file": inference.ready_file,
+        "stop_timeout": inference.stop_timeout_seconds,
+    }
+
+
+def check_access(cfg: ServeRewardModelConfig) -> None:
+    """Raises ConfigError where there is no access token and should be one, or the port is busy."""
+    inference = cfg.inference
+    token = read_token(inference.token_file, "inference.token_file")
+    if faults := access_faults(inference.host, token, inference.allow_no_token):
+        raise ConfigError(faults)
+    check_port(inference.host, inference.port)
+
+
+def serve(cfg: ServeRewardModelConfig) -> None:
+    """Serve until a signal.
+
+    Raises:
+        ConfigError: no access token where there should be one, or the port is busy.
+    """
+    logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if os.environ.get("RANK", "0") == "0":
+        check_access(cfg)  # before minutes of loading
+    if cfg.serves_function:
+        serve_function(cfg)
+        return
+    start_ranks(cfg.devices, cfg.num_nodes, "num_nodes")
+    serve_model(cfg)
