@@ -120,7 +120,7 @@ COMPONENT_OPTIONS = (
 )
 JOB_VARIABLES = (
     Variable("REINFORCE_TIME", DEFAULT_TIME, "time limit of a job, as sbatch reads it"),
-    Variable("REINFORCE_SIGNAL_LEAD", "", "seconds before the limit at which the run is told to save"),
+    Variable("REINFORCE_SIGNAL_LEAD", "", "seconds before the limit at which the run gets the signal to save"),
     Variable("REINFORCE_JOB_NAME", "", "components are NAME-rm and NAME-actor; else exp_manager.name"),
 )
 # What the plan sets itself; every other variable of the job has an option of the same name.
