@@ -70,7 +70,7 @@ def check(options: argparse.Namespace) -> int:
     from reinforce_rl.megatron.mesh import parallel_mesh
     from reinforce_rl.megatron.model.model import CausalLM
     from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
-    from reinforce_rl.trainer.build_actor import DTYPES, stop_token_ids
+    from reinforce_rl.trainer.build import DTYPES, stop_token_ids
 
     with parallel_mesh(options.tensor_parallel, options.pipeline_parallel) as mesh:
         tokenizer = load_tokenizer(options.model)

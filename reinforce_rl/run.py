@@ -17,8 +17,7 @@ from reinforce_rl.megatron.checkpoint.checkpointer import Checkpoint, Checkpoint
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-from reinforce_rl.monitoring.base import Loggers, MetricLogger
-from reinforce_rl.monitoring.jsonl import JsonlLogger, read_metrics
+from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers, MetricLogger, read_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
@@ -31,10 +30,9 @@ from reinforce_rl.runtime.settings import check_changes, record
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.runtime.timer import RunTimer, first_save_seconds
-from reinforce_rl.trainer.best_checkpoints import BestCheckpoints
-from reinforce_rl.trainer.build_actor import build_actor, optimizer_settings
-from reinforce_rl.trainer.build_data import build_sampler
+from reinforce_rl.trainer.build import build_actor, build_sampler, optimizer_settings
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
+from reinforce_rl.trainer.state import BestCheckpoints
 from reinforce_rl.trainer.updates import total_steps, total_updates
 from reinforce_rl.utils.duration import Allocation, parse_duration
 
@@ -121,13 +119,13 @@ def build_monitor(
     loggers: list[MetricLogger] = [JsonlLogger(folder / "metrics.jsonl", resume_step=resume_step)]
     record(cfg)
     if cfg.exp_manager.create_tensorboard_logger:
-        from reinforce_rl.monitoring.tensorboard_logger import TensorboardLogger
+        from reinforce_rl.monitoring.loggers import TensorboardLogger
 
         past = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
         loggers.append(TensorboardLogger(folder / "tensorboard", past))
     wandb_run_id = checkpoint.trainer_state["wandb_run_id"] if checkpoint else None
     if cfg.exp_manager.create_wandb_logger:
-        from reinforce_rl.monitoring.wandb_logger import WandbLogger
+        from reinforce_rl.monitoring.loggers import WandbLogger
 
         wandb_cfg = cfg.exp_manager.wandb_logger_kwargs
         wandb_logger = WandbLogger(

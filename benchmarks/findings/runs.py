@@ -23,7 +23,7 @@ from reinforce_rl.monitoring.rollouts import RolloutRow
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import STATUS_OK, RewardRequest, Rewards
 from reinforce_rl.run import build_trainer
-from reinforce_rl.trainer.build_data import build_datasets
+from reinforce_rl.trainer.build import build_datasets
 
 BETA = 0.05
 SAMPLES_PER_STEP = 32

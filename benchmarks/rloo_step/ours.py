@@ -23,7 +23,7 @@ from reinforce_rl.monitoring.rollouts import RolloutRow
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.run import build_trainer
-from reinforce_rl.trainer.build_data import build_datasets
+from reinforce_rl.trainer.build import build_datasets
 from rloo_step import workload as w
 
 TIMERS = {w.GENERATION: "generate", w.LOG_PROBS: "logprobs", w.REFERENCE: "init_logprobs", w.REWARDS: "reward_wait"}

@@ -5,9 +5,12 @@ Notation: N sequences on this data-parallel rank, S prompt plus response, T resp
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,12 +18,11 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.actor.micro_batches import micro_batches, packed_micro_batches, packed_tokens, padding
-from reinforce_rl.actor.reference import FrozenBase, Reference, ReferencePolicy
 from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
 from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch, length_mask
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.generation.base import Generator, SamplingParams
-from reinforce_rl.megatron.lora import LoraIdentity, MergedWeights, export_adapter, lora_settings_of
+from reinforce_rl.megatron.lora import LoraIdentity, MergedWeights, export_adapter, lora_settings_of, updates_off
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.log_probs import TokenScores, response_scores
 from reinforce_rl.megatron.model.model import CausalLM
@@ -31,6 +33,41 @@ from reinforce_rl.megatron.weights.hf_weights import export_hf_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class ReferencePolicy:
+    """A frozen copy of a model's weights.
+
+    It must be taken before a checkpoint is restored: the reference is the policy at step 0 of the run, never that of
+    a resumed one.
+
+    Args:
+        model: whose present weights are copied.
+        on_device: keep the copy where the model is, which costs its memory all the time. Else it lies on the host, and
+            each pass takes the time of its transfer.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, on_device: bool = False):
+        self._model = model
+        pin = torch.cuda.is_available() and not on_device
+        self._weights = {}
+        for name, parameter in model.named_parameters():
+            copy = parameter.detach().to(parameter.device if on_device else "cpu", copy=True)
+            self._weights[name] = copy.pin_memory() if pin else copy
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model has the reference's weights inside the block, its own again after it; no gradient may flow."""
+        own = {name: parameter.data for name, parameter in self._model.named_parameters()}
+        try:
+            for name, parameter in self._model.named_parameters():
+                # Only the pointer moves: the optimizer's own buffers keep the actor's weights meanwhile.
+                parameter.data = self._weights[name].to(parameter.device, non_blocking=True)
+            yield
+        finally:
+            for name, parameter in self._model.named_parameters():
+                parameter.data = own[name]
+
 
 LOSS = "loss"  # among a micro-batch's sums
 Part = TypeVar("Part")
@@ -117,10 +154,11 @@ class MegatronGPTReinforceActorModel:
         self.settings = settings
         self.ddp = wrap_data_parallel(lm, data_parallel)
         self.lora = lora
-        self._reference: Reference | None = None
-        if with_reference:
-            frozen = lora_settings_of(lm) is not None
-            self._reference = FrozenBase(lm) if frozen else ReferencePolicy(lm, on_device=reference_on_device)
+        self._as_reference: Callable[[], AbstractContextManager[None]] | None = None
+        if with_reference and lora_settings_of(lm) is not None:
+            self._as_reference = partial(updates_off, lm)  # the frozen weights without their updates
+        elif with_reference:
+            self._as_reference = ReferencePolicy(lm, on_device=reference_on_device).swapped_in
 
     @property
     def mesh(self) -> Mesh:
@@ -182,9 +220,9 @@ class MegatronGPTReinforceActorModel:
         group_ids: Tensor | None = None,
     ) -> Tensor:
         """As `get_inference_log_probs`, under the reference policy at the same temperature."""
-        if self._reference is None:
+        if self._as_reference is None:
             raise RuntimeError("this actor was built without a reference policy (with_reference=False)")
-        with self._reference.swapped_in():
+        with self._as_reference():
             return self.get_inference_log_probs(sequences, prompt_lengths, response_lengths, group_ids)
 
     def get_loss_and_metrics(

@@ -5,15 +5,62 @@ Notation: N sequences of the global batch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from reinforce_rl.algorithm.advantages import MAX_REWARD
-from reinforce_rl.algorithm.filtering import TOLERANCE
-from reinforce_rl.algorithm.moments import RunningMoments
 from reinforce_rl.errors import DivergedError, RewardServerError
+
+
+@dataclass
+class RunningMoments:
+    """Of everything seen so far; its fields are its whole state.
+
+    Attributes:
+        count: numbers seen.
+        mean: of them; 0 before the first.
+        squares: sum of their squared distances from the mean.
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: Tensor) -> RunningMoments:
+        """Of the numbers of a tensor."""
+        if values.numel() == 0:
+            return cls()
+        exact = values.double()
+        mean = exact.mean()
+        return cls(float(values.numel()), float(mean), float((exact - mean).square().sum()))
+
+    @property
+    def deviation(self) -> float:
+        """With count - 1 in the denominator; 0 before the second number."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+    def merge(self, other: RunningMoments) -> None:
+        """Add what another has seen (Chan et al. 1979): no large sums are cancelled."""
+        total = self.count + other.count
+        if not total:
+            return
+        shift = other.mean - self.mean
+        self.squares += other.squares + shift * shift * self.count * other.count / total
+        self.mean += shift * other.count / total
+        self.count = total
+
+    def decay(self, factor: float) -> None:
+        """Let each number seen so far count `factor` times as much as before."""
+        self.count *= factor
+        self.squares *= factor
+
+    def update(self, values: Tensor) -> None:
+        """Add the numbers of a tensor."""
+        self.merge(RunningMoments.of(values))
 
 
 @dataclass(frozen=True)
@@ -107,3 +154,30 @@ def less_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: int) 
             "trainer.reinforce.initial_policy_kl_penalty"
         )
     return found
+
+
+# Rewards of a group within this of each other are equal: float32 rounding of rewards of order one.
+TOLERANCE = 1e-6
+
+
+def in_group_with_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """Whether the valid samples of each sample's group differ in reward.
+
+    Args:
+        rewards: [N].
+        group_ids: int64 [N], equal within a group.
+        valid: bool [N]; the others' rewards hold anything.
+
+    Returns:
+        bool [N]. A group of fewer than two valid samples has no spread.
+    """
+    groups, index = torch.unique(group_ids, return_inverse=True)
+    exact = rewards.double()
+    highest = exact.new_full((len(groups),), -torch.inf).scatter_reduce(
+        0, index, torch.where(valid, exact, -torch.inf), "amax"
+    )
+    lowest = exact.new_full((len(groups),), torch.inf).scatter_reduce(
+        0, index, torch.where(valid, exact, torch.inf), "amin"
+    )
+    size = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1.0)
+    return (highest - lowest > TOLERANCE * size)[index]

@@ -33,7 +33,7 @@ def serve_model(cfg: ServeRewardModelConfig) -> None:
     from reinforce_rl.megatron.mesh import parallel_mesh
     from reinforce_rl.reward_model.scorer import Batching, Merging, load_head, load_reward_model
     from reinforce_rl.reward_server.ranks import end_process, follow_rank_0, lead_ranks
-    from reinforce_rl.trainer.build_actor import DTYPES
+    from reinforce_rl.trainer.build import DTYPES
 
     folder, head_path = cfg.reward_model.restore_from_path, cfg.reward_model.head_path
     head = load_head(folder, head_path)

@@ -1,13 +1,16 @@
 """Seeing a run: loggers, samples of each step, the live display and the report."""
 
-from reinforce_rl.monitoring.base import Loggers, MetricLogger
-from reinforce_rl.monitoring.comparison import PairedComparison, compare_validation
-from reinforce_rl.monitoring.jsonl import JsonlLogger, read_metrics
+from reinforce_rl.monitoring.loggers import (
+    JsonlLogger,
+    Loggers,
+    MetricLogger,
+    TensorboardLogger,
+    WandbLogger,
+    read_metrics,
+)
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter, read_rollouts, rollout_files
-from reinforce_rl.monitoring.summary import run_summary
-from reinforce_rl.monitoring.tensorboard_logger import TensorboardLogger
-from reinforce_rl.monitoring.wandb_logger import WandbLogger
+from reinforce_rl.monitoring.summary import PairedComparison, compare_validation, run_summary
 
 __all__ = [
     "JsonlLogger",

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from reinforce_rl.algorithm.filtering import in_group_with_spread
 from reinforce_rl.algorithm.kl import sequence_kl
-from reinforce_rl.algorithm.moments import RunningMoments
+from reinforce_rl.algorithm.rewards import RunningMoments, in_group_with_spread
 from reinforce_rl.config.actor import KL_ESTIMATORS
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 

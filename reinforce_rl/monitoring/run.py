@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from reinforce_rl.errors import StoppedEarly
-from reinforce_rl.monitoring.base import FAILED, SUCCESS, Loggers
+from reinforce_rl.monitoring.loggers import FAILED, SUCCESS, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter

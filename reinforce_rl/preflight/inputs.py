@@ -21,8 +21,7 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.transformer_config import layers_of_stages
 from reinforce_rl.preflight.memory import ModelSize
 from reinforce_rl.preflight.plan import DiskNeed, disk_need
-from reinforce_rl.trainer.build_actor import DTYPES, lora_settings, model_options
-from reinforce_rl.trainer.build_data import build_datasets, build_sampler
+from reinforce_rl.trainer.build import DTYPES, build_datasets, build_sampler, lora_settings, model_options
 from reinforce_rl.trainer.updates import total_steps
 
 if TYPE_CHECKING:

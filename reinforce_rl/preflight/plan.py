@@ -28,8 +28,7 @@ from reinforce_rl.preflight.memory import (
     rank_memory,
     stage_shapes,
 )
-from reinforce_rl.trainer.build_actor import logits_chunk_tokens, lora_settings
-from reinforce_rl.trainer.build_data import build_sampler
+from reinforce_rl.trainer.build import build_sampler, logits_chunk_tokens, lora_settings
 from reinforce_rl.trainer.updates import total_steps, total_updates
 
 

@@ -28,7 +28,7 @@ from reinforce_rl.rewards.function_process.source import configured_functions
 from reinforce_rl.rewards.replicas import unlike
 from reinforce_rl.rewards.transport import FailedAttempt, check_once
 from reinforce_rl.rewards.wire import ServerInfo, read_token
-from reinforce_rl.trainer.build_actor import lora_settings
+from reinforce_rl.trainer.build import lora_settings
 from reinforce_rl.utils.addresses import Address
 
 SERVER_SECONDS = 3.0

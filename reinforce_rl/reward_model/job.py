@@ -64,7 +64,7 @@ from reinforce_rl.reward_model.template import end_of_turn_id
 from reinforce_rl.reward_model.train_full import FullTrainer, TrainableRewardModel, load_trainable
 from reinforce_rl.reward_model.train_head import head_accuracy, train_head
 from reinforce_rl.runtime.settings import CONFIG_FILE, compare
-from reinforce_rl.trainer.build_actor import DTYPES, data_parallel_settings, optimizer_settings
+from reinforce_rl.trainer.build import DTYPES, data_parallel_settings, optimizer_settings
 from reinforce_rl.utils.files import write_atomically
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.base import Loggers
 from reinforce_rl.monitoring.charts import Series, legend, line_chart
-from reinforce_rl.monitoring.jsonl import JsonlLogger, read_metrics
+from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers, read_metrics
 from reinforce_rl.monitoring.progress import Shown, TrainingProgress
 from reinforce_rl.monitoring.report import main
 from reinforce_rl.monitoring.report_template import STYLE

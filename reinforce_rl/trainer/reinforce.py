@@ -24,18 +24,14 @@ from reinforce_rl.algorithm.rewards import less_kl, shape_rewards
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.metrics import reinforce_means, take_means, update_metrics
-from reinforce_rl.monitoring.samples import sample_rows
+from reinforce_rl.monitoring.rollouts import sample_rows
 from reinforce_rl.monitoring.stragglers import of_this_rank
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.runtime.timer import Due, Outlook, RunTimer
-from reinforce_rl.trainer.best_checkpoints import BestCheckpoints
-from reinforce_rl.trainer.divergence import Divergence
-from reinforce_rl.trainer.evaluation import evaluate
-from reinforce_rl.trainer.rollouts import RolloutMaker
-from reinforce_rl.trainer.state import PastSteps
-from reinforce_rl.trainer.step_rollouts import StepRolloutMaker
+from reinforce_rl.trainer.rollouts import RolloutMaker, StepRolloutMaker, evaluate
+from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
 from reinforce_rl.trainer.updates import mini_batches, reward_shaping, total_steps
 
 if TYPE_CHECKING:

@@ -1,20 +1,24 @@
-"""What a step inherits from those before it: the moments of their rewards, and beta."""
+"""What a step inherits from those before it: reward moments, beta, the best checkpoints, signs of divergence."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from reinforce_rl.algorithm.kl import KLCoefficient
-from reinforce_rl.algorithm.moments import RunningMoments
+from reinforce_rl.algorithm.rewards import RunningMoments
 from reinforce_rl.data.batches import ReinforceBatch
+from reinforce_rl.errors import ConfigError, DivergedError
 
 if TYPE_CHECKING:
     from reinforce_rl.config.actor import ReinforceConfig
+    from reinforce_rl.megatron.mesh import Mesh
+    from reinforce_rl.megatron.optimizer import OptimizerUpdate
 
 
 class PastSteps:
@@ -93,3 +97,109 @@ class PastSteps:
         self.decayed_rewards = RunningMoments(**state.get("decayed_rewards", {}))
         if self.beta.target is not None:
             self.beta.value = state["kl_coefficient"]
+
+
+class BestCheckpoints:
+    """The steps of the best validations so far, at most `keep`.
+
+    Args:
+        keep: how many; 0 for none.
+        metric: its name, with `val/`.
+        mode: `max` or `min`, which values are the better ones.
+    """
+
+    def __init__(self, keep: int = 0, metric: str = "val/rewards", mode: str = "max"):
+        self._keep, self._metric, self._mode = keep, metric, mode
+        self._found: list[tuple[int, float]] = []  # (step, value), the best first
+
+    @property
+    def keeps_some(self) -> bool:
+        """False where validations leave no checkpoint behind."""
+        return self._keep > 0
+
+    @property
+    def steps(self) -> list[int]:
+        """The best first."""
+        return [step for step, _ in self._found]
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take in a validation. One that is only as good as the worst of those kept is not among them; NaN never is.
+
+        Args:
+            step: after which it was.
+            metrics: its means, by their names without `val/`.
+
+        Raises:
+            ConfigError: the metric is not among them.
+        """
+        if self._keep == 0:
+            return
+        value = metrics.get(self._metric.removeprefix("val/"))
+        if value is None:
+            known = ", ".join(f"val/{name}" for name in metrics)
+            raise ConfigError(
+                [
+                    f"exp_manager.checkpoint_callback_params.best_metric is {self._metric!r}, which validation does "
+                    f"not give; expected one of {known}"
+                ]
+            )
+        if math.isfinite(value):
+            self._found.append((step, float(value)))
+            self._cut()
+
+    def _cut(self) -> None:
+        sign = -1 if self._mode == "max" else 1
+        self._found.sort(key=lambda found: sign * found[1])  # stable: of equal ones the earlier stays
+        del self._found[self._keep :]
+
+    def state_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"metric": self._metric, "mode": self._mode, "found": [list(found) for found in self._found]}
+
+    def load_state_dict(self, state: Mapping[str, Any], is_there: Callable[[int], bool]) -> None:
+        """Inverse of `state_dict`. Values of another metric or mode mean nothing, and are left out.
+
+        Args:
+            state: as saved.
+            is_there: whether there is still a checkpoint of a step.
+        """
+        same = (state["metric"], state["mode"]) == (self._metric, self._mode)
+        self._found = [(step, value) for step, value in state["found"] if same and is_there(step)]
+        self._cut()
+
+
+class Divergence:
+    """Ends a run that has diverged.
+
+    Args:
+        most: optimizer steps in a row that may lack a finite gradient, less one.
+
+    Attributes:
+        is_sound: False while the loss is not finite. Weights that are finite may have a forward pass that is not.
+    """
+
+    def __init__(self, most: int):
+        self._most, self._skipped, self.is_sound = most, 0, True
+
+    def check(
+        self, step: int, updates: Sequence[OptimizerUpdate], loss: float, mesh: Mesh, note: Callable[[str], None]
+    ) -> None:
+        """Take in the optimizer steps on one rollout batch; a collective call.
+
+        Raises:
+            DivergedError: on all ranks.
+        """
+        self.is_sound = math.isfinite(loss)
+        for update in updates:
+            self._skipped = self._skipped + 1 if update.skipped else 0
+        if mesh.any_rank(any(update.weights_lost for update in updates)):
+            raise DivergedError(f"the policy's weights were not finite when step {step} was to update them")
+        if self._skipped >= self._most:
+            raise DivergedError(f"up to step {step}, {self._skipped} optimizer steps in a row had no finite gradient")
+        if self._skipped:
+            note(f"step {step}: a gradient is not finite, skipped ({self._skipped} of at most {self._most} in a row)")
+
+    def check_end(self, step: int) -> None:
+        """Raise DivergedError where nobody knows what the weights after the last step are worth."""
+        if not self.is_sound:
+            raise DivergedError(f"the loss of step {step}, the last one, is not finite")

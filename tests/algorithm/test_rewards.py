@@ -1,8 +1,10 @@
-"""Shaping of rewards: each step by itself, and their order."""
+"""Reward shaping, running moments and the groups that have a spread."""
 
 from __future__ import annotations
 
+import copy
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -12,8 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reinforce_rl.algorithm.advantages import MAX_REWARD, RewardGroups
-from reinforce_rl.algorithm.moments import RunningMoments
-from reinforce_rl.algorithm.rewards import RewardShaping, shape_rewards
+from reinforce_rl.algorithm.rewards import (
+    TOLERANCE,
+    RewardShaping,
+    RunningMoments,
+    in_group_with_spread,
+    shape_rewards,
+)
 from reinforce_rl.config.actor import REWARD_STANDARDISATIONS
 
 NOTHING_PAST = RunningMoments()
@@ -175,3 +182,127 @@ def test_an_invalid_sample_changes_nobody_elses_reward(standardisation, rows, an
     # What an invalid sample was left with is out of all that follows.
     if bool((found[valid].abs() <= MAX_REWARD).all()):
         assert torch.isfinite(RewardGroups.of(found, torch.zeros(len(valid)).long(), valid).mean_by_group()).all()
+
+
+numbers = st.lists(st.floats(-1e6, 1e6), max_size=8)
+
+
+def double(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def check(moments: RunningMoments, values: list[float]) -> None:
+    assert moments.count == len(values)
+    assert moments.mean == pytest.approx(math.fsum(values) / len(values) if values else 0.0, rel=1e-9, abs=1e-9)
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    assert moments.deviation == pytest.approx(deviation, rel=1e-7, abs=1e-6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(numbers, max_size=6))
+def test_in_parts_as_at_once(parts):
+    moments = RunningMoments()
+    for part in parts:
+        moments.update(double(part))
+    check(moments, [value for part in parts for value in part])
+
+
+@settings(deadline=None, max_examples=50)
+@given(numbers, numbers, numbers)
+def test_the_order_and_the_nesting_of_merges_do_not_matter(first, second, third):
+    one, two, three = (RunningMoments.of(double(part)) for part in (first, second, third))
+    left = copy.copy(one)
+    left.merge(two)
+    left.merge(three)
+    right = copy.copy(three)
+    inner = copy.copy(two)
+    inner.merge(one)
+    right.merge(inner)
+    check(left, first + second + third)
+    check(right, first + second + third)
+
+
+def test_what_is_merged_is_left_alone():
+    one, two = RunningMoments.of(double([1.0, 2.0])), RunningMoments.of(double([5.0]))
+    one.merge(two)
+    assert two == RunningMoments.of(double([5.0])) and one.count == 3
+
+
+def test_nothing_is_nothing():
+    moments = RunningMoments.of(torch.zeros(0))
+    assert moments == RunningMoments() and moments.deviation == 0.0
+    moments.merge(RunningMoments())
+    assert moments == RunningMoments(0.0, 0.0, 0.0)
+
+
+def test_one_number_has_no_deviation():
+    assert RunningMoments.of(double([3.0])) == RunningMoments(1.0, 3.0, 0.0)
+    assert RunningMoments.of(double([3.0])).deviation == 0.0
+
+
+def test_a_small_spread_on_a_large_mean_is_not_cancelled():
+    """The difference of the mean square and the squared mean would be 0 here, or negative."""
+    moments = RunningMoments()
+    for value in (1e9, 1e9 + 1, 1e9 + 2):
+        moments.update(double([value]))
+    assert moments.deviation == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_sums_are_taken_in_float64(dtype):
+    values = torch.tensor([1, 2, 4, 256], dtype=dtype)
+    check(RunningMoments.of(values.repeat(1000)), [1.0, 2.0, 4.0, 256.0] * 1000)
+
+
+def test_decayed_numbers_count_less_in_mean_and_deviation():
+    moments = RunningMoments.of(double([1.0, 3.0]))
+    moments.decay(0.5)
+    moments.update(double([4.0, 6.0]))
+    mean = (0.5 * (1 + 3) + 4 + 6) / 3
+    squares = 0.5 * ((1 - mean) ** 2 + (3 - mean) ** 2) + (4 - mean) ** 2 + (6 - mean) ** 2
+    assert (moments.count, moments.mean, moments.squares) == pytest.approx((3.0, mean, squares))
+
+
+def differs(rewards: list[float], groups: list[int], valid: list[bool] | None = None, dtype=torch.float64):
+    valid = [True] * len(rewards) if valid is None else valid
+    found = in_group_with_spread(
+        torch.tensor(rewards, dtype=dtype), torch.tensor(groups).long(), torch.tensor(valid).bool()
+    )
+    assert found.dtype == torch.bool
+    return found.tolist()
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 1e6]), st.sampled_from([-(2**62), 0, 3]), st.booleans()),
+        max_size=12,
+    ),
+    st.sampled_from([math.nan, math.inf, -math.inf]),
+)
+def test_by_brute_force_whatever_the_invalid_hold(rows, anything):
+    expected = [len({r for r, other, ok in rows if ok and other == group}) > 1 for _, group, _ in rows]
+    rewards = [reward if ok else anything for reward, _, ok in rows]
+    assert differs(rewards, [row[1] for row in rows], [row[2] for row in rows]) == expected
+
+
+def test_every_sample_of_a_group_has_the_answer_of_the_group():
+    assert differs([1.0, 1.0, 2.0, 3.0, 3.0], [7, 7, 7, 9, 9]) == [True] * 3 + [False] * 2
+
+
+def test_fewer_than_two_valid_samples_have_no_spread():
+    assert differs([1.0, 5.0, math.nan], [0, 1, 1], [True, True, False]) == [False] * 3
+    assert differs([1.0, 5.0], [0, 0], [False, False]) == [False] * 2
+
+
+def test_a_group_of_equal_rewards_and_a_failed_one_has_none():
+    assert differs([1.0, 1.0, 1.0, 0.0], [0] * 4, [True, True, True, False]) == [False] * 4
+
+
+@pytest.mark.parametrize("size", [0.0, 1.0, -0.3, 1e3, -1e6])
+def test_rounding_is_no_spread_at_any_size(size):
+    step = TOLERANCE * max(abs(size), 1.0)
+    assert differs([size, size + 0.5 * step], [0, 0]) == [False] * 2
+    assert differs([size, size + 2 * step], [0, 0]) == [True] * 2
+    noisy = torch.tensor([size, size]) * torch.tensor([1.0, 1.0 + 2**-23])
+    assert differs(noisy.tolist(), [0, 0], dtype=torch.float32) == [False] * 2

@@ -37,7 +37,7 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
-from reinforce_rl.trainer.build_actor import build_generator
+from reinforce_rl.trainer.build import build_generator
 
 ENGINE = ("generation=tensorrt_llm", "tensorrt_llm.weight_bucket_megabytes=1")
 OF_RUNS = ("trainer.reinforce.val_check_interval=2", "trainer.reinforce.initial_policy_kl_penalty=0")

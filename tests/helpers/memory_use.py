@@ -29,7 +29,7 @@ from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.preflight.inputs import read_inputs
 from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import plan_batches, plan_memory
-from reinforce_rl.trainer.build_actor import build_actor, optimizer_settings
+from reinforce_rl.trainer.build import build_actor, optimizer_settings
 
 TP2, PP2, CP2 = (f"model.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline", "context"))
 CP2 = "model.context_parallel_size=2"

@@ -24,7 +24,7 @@ from helpers.toy_server import ToyServer
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.megatron.model.reward_head import RewardHead
-from reinforce_rl.monitoring.jsonl import read_metrics
+from reinforce_rl.monitoring.loggers import read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VOCAB_SIZE = 64

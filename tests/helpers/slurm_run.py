@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
-from reinforce_rl.monitoring.jsonl import read_metrics
+from reinforce_rl.monitoring.loggers import read_metrics
 
 ROOT = Path(__file__).parents[2]
 BATCH_FILE = ROOT / "slurm" / "train_hetjob.sbatch"

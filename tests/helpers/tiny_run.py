@@ -22,7 +22,7 @@ from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.run import build_monitor, build_trainer
-from reinforce_rl.trainer.build_data import build_datasets
+from reinforce_rl.trainer.build import build_datasets
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
 PROMPT_TOKENS = 3

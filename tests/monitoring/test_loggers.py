@@ -1,14 +1,20 @@
+"""Loggers: no step twice through kills and resumes, TensorBoard's and wandb's own files, several as one."""
+
 from __future__ import annotations
 
+import builtins
 import json
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.wandb_files import history, offline_files, read_offline_file
 
-from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring import JsonlLogger, Loggers, MetricLogger, read_metrics
+from reinforce_rl.errors import DataError, ReinforceError
+from reinforce_rl.monitoring import JsonlLogger, Loggers, MetricLogger, TensorboardLogger, WandbLogger, read_metrics
 
 
 def log_step(logger: MetricLogger, step: int, reward: float = 0.5) -> None:
@@ -170,3 +176,131 @@ def test_loggers_close_the_others_when_one_cannot_be_closed():
     with pytest.raises(OSError, match="disk full"):
         Loggers([one, two]).finalize()
     assert two.calls == [("finalize", "success")]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every (step, value) by name, with nothing that the reader would tidy away."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False)
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_numbers_read_back(tmp_path):
+    pytest.importorskip("tensorboard")
+    logger = TensorboardLogger(tmp_path)
+    assert isinstance(logger, MetricLogger)
+    for step in (0, 1):
+        logger.log_metrics({"rewards": step + 0.5, "grad_norm": math.nan, "lr": math.inf}, step, "train/")
+        logger.log_metrics({"rewards": 0.25}, step, "val/")
+        logger.log_table("validation", [{"prompt": "a"}], step)
+        logger.commit(step)
+        assert len(scalars(tmp_path)["train/rewards"]) == step + 1, "it can be watched while the run goes on"
+    logger.finalize()
+    assert scalars(tmp_path) == {"train/rewards": [(0, 0.5), (1, 1.5)], "val/rewards": [(0, 0.25), (1, 0.25)]}
+
+
+def test_a_run_that_goes_on_has_each_step_once(tmp_path):
+    """Killed after step 3, gone on from the checkpoint of step 2, whose test was logged and is made again."""
+    pytest.importorskip("tensorboard")
+    lines = tmp_path / "metrics.jsonl"
+
+    def log(steps: list[int], value: float, resume_step: int | None) -> None:
+        jsonl = JsonlLogger(lines, resume_step)
+        board = TensorboardLogger(tmp_path / "tensorboard", read_metrics(lines) if lines.exists() else ())
+        for step in steps:
+            for logger in (jsonl, board):
+                logger.log_metrics({"rewards": value}, step, "train/" if step > 2 or value == 1.0 else "test/")
+                if step == 2 and value == 1.0:
+                    logger.log_metrics({"rewards": 7.0}, step, "test/")
+                logger.commit(step)
+        board.finalize()
+
+    log([1, 2, 3], 1.0, None)
+    log([2, 3, 4], 9.0, 2)
+    assert scalars(tmp_path / "tensorboard") == {
+        "train/rewards": [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0)],
+        "test/rewards": [(2, 7.0)],
+    }
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_without_tensorboard_the_extra_is_named(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ReinforceError, match=r"pip install 'reinforce-rl\[tensorboard\]'"):
+        TensorboardLogger(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+
+
+def test_an_offline_run_reads_back_and_resumes_under_its_id(tmp_path):
+    config = {"trainer": {"reinforce": {"max_steps": 2}}, "seed": 7}
+    logger = WandbLogger("aligning", "first", tmp_path, config)
+    assert isinstance(logger, MetricLogger)
+    for step in (1, 2):
+        logger.log_metrics({"rewards": step / 10, "grad_norm": math.nan}, step, "train/")
+        logger.log_metrics({"rewards": 0.75}, step, "val/")
+        logger.log_table("samples", [{"prompt": "why?", "response": "because", "reward": None}], step)
+        logger.commit(step)
+    run_id = logger.run_id
+    logger.finalize()
+
+    (path,) = offline_files(tmp_path)
+    assert run_id in path.name
+    steps = history(path)
+    assert sorted(steps) == [1, 2]
+    assert [steps[s]["train/rewards"] for s in (1, 2)] == [0.1, 0.2]
+    assert steps[2]["val/rewards"] == 0.75
+    assert all("train/grad_norm" not in values for values in steps.values())
+
+    records = list(read_offline_file(path))
+    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert (run.project, run.display_name, run.run_id) == ("aligning", "first", run_id)
+    shown = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert shown["seed"] == 7 and shown["trainer"]["reinforce"]["max_steps"] == 2
+    assert [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [0]
+
+    tables = sorted(path.parent.glob("files/media/table/*.table.json"))
+    assert len(tables) == 2
+    assert json.loads(tables[0].read_text())["data"] == [["why?", "because", None]]
+
+    resumed = WandbLogger("aligning", "first", tmp_path / "again", config, run_id=run_id)
+    assert resumed.run_id == run_id
+    resumed.log_metrics({"rewards": 0.3}, 3, "train/")
+    resumed.log_table("samples", [], 3)
+    resumed.finalize("failed")
+    (path,) = offline_files(tmp_path / "again")
+    assert run_id in path.name
+    assert history(path)[3]["train/rewards"] == 0.3
+    codes = [r.exit.exit_code for r in read_offline_file(path) if r.WhichOneof("record_type") == "exit"]
+    assert codes == [1]
+
+
+def test_without_wandb_the_extra_is_named(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name == "wandb":
+            raise ImportError("No module named 'wandb'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ReinforceError, match=r"pip install 'reinforce-rl\[wandb\]'"):
+        WandbLogger("p", "n", tmp_path, {})
+
+
+def test_online_without_a_key_is_an_error_that_says_so(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(ReinforceError, match=r"mode 'online'.*wandb login"):
+        WandbLogger("p", "n", tmp_path, {}, mode="online")

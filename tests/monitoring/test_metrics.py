@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reinforce_rl.algorithm.kl import sequence_kl
-from reinforce_rl.algorithm.moments import RunningMoments
+from reinforce_rl.algorithm.rewards import RunningMoments
 from reinforce_rl.config.actor import KL_ESTIMATORS
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, ReinforceBatch, RolloutBatch
 from reinforce_rl.megatron.optimizer import OptimizerUpdate

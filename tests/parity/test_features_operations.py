@@ -42,7 +42,7 @@ from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.runtime.timer import Due, Outlook, RunTimer
-from reinforce_rl.trainer.build_data import build_datasets
+from reinforce_rl.trainer.build import build_datasets
 
 RL = "trainer.reinforce"
 ONE_STEP = f"{RL}.max_steps=1"

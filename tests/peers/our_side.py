@@ -16,7 +16,7 @@ from reinforce_rl.algorithm.loss import Denominators, LossInputs, policy_loss
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, ReinforceBatch, RolloutBatch
 from reinforce_rl.megatron.optimizer import OptimizerUpdate
-from reinforce_rl.trainer.build_actor import loss_settings
+from reinforce_rl.trainer.build import loss_settings
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
 

@@ -20,7 +20,7 @@ from reinforce_rl.config.reward_model import PairsConfig, TrainRewardModelConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.monitoring.jsonl import read_metrics
+from reinforce_rl.monitoring.loggers import read_metrics
 from reinforce_rl.reward_model.data import load_examples
 from reinforce_rl.reward_model.objectives import Objective, Ranking, Regression
 from reinforce_rl.reward_model.report import EVALUATION_FILE, read_best, write_report

@@ -19,7 +19,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.run import build_trainer
-from reinforce_rl.trainer.build_data import build_datasets
+from reinforce_rl.trainer.build import build_datasets
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
 VOCABULARY, LENGTH, BETA, STEPS = 8, 2, 0.5, 160

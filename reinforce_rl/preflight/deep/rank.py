@@ -90,7 +90,7 @@ class RankRun:
         from reinforce_rl.megatron.architecture import Architecture
         from reinforce_rl.megatron.mesh import parallel_mesh
         from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-        from reinforce_rl.trainer.build_actor import build_actor, optimizer_settings
+        from reinforce_rl.trainer.build import build_actor, optimizer_settings
 
         case, self._gpu = self._case, fake.gpu
         cfg = TrainConfig(**case.config)

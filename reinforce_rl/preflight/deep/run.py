@@ -24,7 +24,7 @@ from reinforce_rl.preflight.deep.worker import DeepFault, Worker
 from reinforce_rl.preflight.inputs import Inputs, layout_of
 from reinforce_rl.preflight.plan import BatchPlan, plan_batches
 from reinforce_rl.preflight.report import Tried, as_json, print_alternatives, print_step
-from reinforce_rl.trainer.build_actor import DTYPES, model_options
+from reinforce_rl.trainer.build import DTYPES, model_options
 from reinforce_rl.utils.files import write_atomically
 
 MOST_TRIED, MOST_TOLD = 4, 3

@@ -18,7 +18,7 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.preflight.deep.machine import Cost, Hardware, total
 from reinforce_rl.preflight.memory import WEIGHT_BYTES, Decoding, stage_shapes
 from reinforce_rl.preflight.plan import BatchPlan
-from reinforce_rl.trainer.build_actor import lora_settings
+from reinforce_rl.trainer.build import lora_settings
 
 BF16 = 2
 _SMALL_KERNELS = 4  # a layer, besides four matrices and attention: two norms, RoPE with the cache's write, SwiGLU

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 
 import pytest
@@ -14,7 +13,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.trainer.build_actor import build_actor, logits_chunk_tokens, stop_token_ids
+from reinforce_rl.trainer.build import build_actor, logits_chunk_tokens, stop_token_ids
 
 
 def actor_of(cfg: TrainConfig, mesh):
@@ -25,7 +24,7 @@ def test_the_logits_of_fewer_tokens_at_a_time_on_a_cpu(tmp_path):
     model = tiny_config(tmp_path).model
     assert model.logits_chunk_tokens is None, "as shipped"
     assert (logits_chunk_tokens(model, gpu=False), logits_chunk_tokens(model, gpu=True)) == (128, 1024)
-    own = dataclasses.replace(model, logits_chunk_tokens=7)
+    own = model.model_copy(update={"logits_chunk_tokens": 7})
     assert {logits_chunk_tokens(own, gpu=gpu) for gpu in (False, True)} == {7}
 
 

@@ -1,0 +1,302 @@
+"""Where a run's numbers go: `metrics.jsonl`, TensorBoard's event files, Weights & Biases, or several of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from reinforce_rl.errors import DataError, ReinforceError
+from reinforce_rl.utils.files import encode, json_line, plain_number, read_json_lines, write_json_lines
+
+SUCCESS = "success"
+FAILED = "failed"
+
+
+@runtime_checkable
+class MetricLogger(Protocol):
+    """Takes the numbers of a run. The trainer calls it on rank 0 only, with steps that never go down."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
+        """Take numbers of `step`; each is kept under `prefix + name`, e.g. `train/rewards`."""
+        ...
+
+    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
+        """Take sample rows of `step`, all with the same keys, for back ends that can show tables."""
+        ...
+
+    def commit(self, step: int) -> None:
+        """Every number of `step` has been given: store it so that it outlives a kill."""
+        ...
+
+    def finalize(self, status: str = SUCCESS) -> None:
+        """The run is over: store what is left and close. `status` is "success" or "failed"."""
+        ...
+
+
+class Loggers:
+    """Several loggers as one; an empty list logs nothing."""
+
+    def __init__(self, loggers: Sequence[MetricLogger] = ()):
+        self.loggers = tuple(loggers)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
+        for logger in self.loggers:
+            logger.log_metrics(metrics, step, prefix)
+
+    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
+        for logger in self.loggers:
+            logger.log_table(key, rows, step)
+
+    def commit(self, step: int) -> None:
+        for logger in self.loggers:
+            logger.commit(step)
+
+    def finalize(self, status: str = SUCCESS) -> None:
+        """Close every logger, also after one of them failed to; a failure is raised at the end."""
+        with ExitStack() as stack:
+            for logger in reversed(self.loggers):
+                stack.callback(logger.finalize, status)
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, one dict a step, in the file's order; NaN and infinity read as None.
+
+    A last line that a killed process left unfinished is left out, so a running run's file can be read.
+
+    Raises:
+        DataError: the file is absent, or a complete line is not a JSON object with an integer `step`.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; expected the metrics.jsonl of a run")
+    records = read_json_lines(path)
+    for number, record in enumerate(records, 1):
+        if not isinstance(record.get("step"), int):
+            raise DataError(f"{path}, line {number}: found step={record.get('step')!r}, expected an integer")
+    return records
+
+
+class JsonlLogger:
+    """Merges all metrics of a step into one line, `step` first, and appends it at `commit`.
+
+    `time` (unix seconds at the commit) is added to each line. Tables are not kept here: `RolloutWriter` keeps samples.
+
+    Args:
+        path: the file; its folder is made.
+        resume_step: the step of the checkpoint that the run goes on from, 0 for a run started again from nothing.
+            Lines after it are dropped, and so is a torn last line. None is for a new run.
+
+    Raises:
+        DataError: `resume_step` is None and the file already holds metrics, or a line of it cannot be read.
+    """
+
+    def __init__(self, path: str | Path, resume_step: int | None = None):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._pending: dict[int, dict[str, Any]] = {}
+        self._last_step: int | None = None
+        if self.path.exists():
+            self._take_over(resume_step)
+
+    def _take_over(self, resume_step: int | None) -> None:
+        records = read_metrics(self.path)
+        if resume_step is None:
+            if records:
+                raise DataError(
+                    f"{self.path} already holds metrics up to step {records[-1]['step']}, and this is a new run; "
+                    "choose another run folder, or resume that run"
+                )
+            resume_step = 0
+        kept = [record for record in records if record["step"] <= resume_step]
+        write_json_lines(self.path, kept)
+        self._last_step = max((record["step"] for record in kept), default=None)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
+        """Keep the numbers until `commit(step)`; a name given twice keeps its last value."""
+        line = self._pending.setdefault(step, {})
+        line.update({prefix + name: plain_number(value) for name, value in metrics.items()})
+
+    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
+        """Nothing: samples are files of their own."""
+
+    def commit(self, step: int) -> None:
+        """Append the line of `step`, flushed to the disk; where the file has that step, merge into its line."""
+        if step not in self._pending:
+            return
+        record = {"step": step, "time": time.time(), **self._pending.pop(step)}
+        if self._last_step is not None and step <= self._last_step:
+            self._merge(record)
+            return
+        with self.path.open("ab") as file:
+            file.write(encode(json_line(record)))
+            file.flush()
+            os.fsync(file.fileno())
+        self._last_step = step
+
+    def _merge(self, record: dict[str, Any]) -> None:
+        by_step = {old["step"]: old for old in read_metrics(self.path)}
+        by_step[record["step"]] = {**by_step.get(record["step"], {}), **record}
+        write_json_lines(self.path, [by_step[step] for step in sorted(by_step)])
+
+    def finalize(self, status: str = SUCCESS) -> None:
+        """Write the steps that were logged and not committed: after an error they show how far the run came."""
+        for step in sorted(self._pending):
+            self.commit(step)
+
+
+class TensorboardLogger:
+    """One event file with every number of the run, each once. tensorboard itself is imported here and nowhere else.
+
+    Event files can only be appended to. So a run that goes on writes a new one, from the lines of `metrics.jsonl` up
+    to its checkpoint, and removes the old ones: no reader finds the steps that are made again twice.
+
+    Args:
+        folder: of the event files, and of nothing else.
+        history: the lines of `metrics.jsonl` so far, by step.
+
+    Raises:
+        ReinforceError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | Path, history: Sequence[Mapping[str, Any]] = ()):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ReinforceError(
+                f"exp_manager.create_tensorboard_logger is true, and tensorboard cannot be imported ({error}); "
+                "install it with `pip install 'reinforce-rl[tensorboard]'`, or set it to false"
+            ) from error
+        old = sorted(Path(folder).glob("events.out.tfevents.*"))
+        self._writer = SummaryWriter(str(folder))
+        self._last: tuple[int, frozenset[str]] = (-1, frozenset())
+        for record in history:
+            numbers = {name: value for name, value in record.items() if name not in ("step", "time")}
+            for name, value in numbers.items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
+            self._last = record["step"], frozenset(numbers)
+        self._writer.flush()
+        for path in old:
+            path.unlink()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
+        """Write the numbers of `step`; NaN and infinity are left out, and what `history` had of this step already."""
+        step_of_history, known = self._last
+        for name, value in metrics.items():
+            number = plain_number(value)
+            if number is not None and not (step == step_of_history and prefix + name in known):
+                self._writer.add_scalar(prefix + name, number, step)
+
+    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
+        """Nothing: TensorBoard has no tables, and samples are files of their own."""
+
+    def commit(self, step: int) -> None:
+        """Hand what there is to the operating system, so that TensorBoard shows it and a kill does not lose it."""
+        self._writer.flush()
+
+    def finalize(self, status: str = SUCCESS) -> None:
+        """Close the file; `status` is not kept."""
+        self._writer.close()
+
+
+_START_DEADLINE_S = 90.0
+_FINISH_DEADLINE_S = 120.0
+
+
+class WandbLogger:
+    """A wandb run. wandb itself is imported here and nowhere else.
+
+    A resumed run passes the `run_id` of its checkpoint and goes on in the same wandb run. wandb accepts no step below
+    its last one, so steps that a killed run had logged after its last checkpoint keep the killed run's values; on one
+    process those are the same values.
+
+    Args:
+        project: wandb's project.
+        name: the run's name there.
+        dir: folder below which wandb writes its `wandb/`.
+        config: the run's configuration, shown there.
+        run_id: of the run to go on with; None starts a new one.
+        mode: "offline" keeps everything in `dir`, for a later `wandb sync`; "online" needs an API key.
+        entity: user or team; None is the account's default.
+        group: joins runs, e.g. the seeds of one experiment.
+        tags: shown there.
+
+    Raises:
+        ReinforceError: wandb is not installed, or the run cannot be started.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        name: str,
+        dir: str | Path,
+        config: Mapping[str, Any],
+        run_id: str | None = None,
+        mode: Literal["offline", "online"] = "offline",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+    ):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ReinforceError(
+                f"the wandb logger is switched on, and wandb cannot be imported ({error}); "
+                "install it with `pip install 'reinforce-rl[wandb]'`, or switch the logger off"
+            ) from error
+        Path(dir).mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                dir=str(dir),
+                config=dict(config),
+                id=run_id,
+                resume="allow" if run_id is not None else None,
+                mode=mode,
+                entity=entity,
+                group=group,
+                tags=list(tags),
+                settings=wandb.Settings(
+                    init_timeout=_START_DEADLINE_S,
+                    finish_timeout=_FINISH_DEADLINE_S,
+                    console="off",  # wandb's capture of stdout and the live progress display tear each other
+                    silent=True,
+                ),
+            )
+        except wandb.Error as error:
+            raise ReinforceError(
+                f"wandb could not start the run {name!r} of project {project!r} in mode {mode!r}: {error}. "
+                "Check the API key (`wandb login`) and the network, or use the mode offline"
+            ) from error
+
+    @property
+    def run_id(self) -> str:
+        """wandb's id of the run, to be kept in the checkpoint."""
+        return self._run.id
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
+        """Log the numbers of `step`; NaN and infinity are left out, as wandb's charts cannot show them."""
+        numbers = {prefix + name: plain_number(value) for name, value in metrics.items()}
+        self._run.log({name: number for name, number in numbers.items() if number is not None}, step=step)
+
+    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
+        """Log the rows as a wandb table; the first row's keys are its columns. No rows, no table."""
+        if not rows:
+            return
+        import wandb
+
+        columns: list[Any] = list(rows[0])
+        data = [[row[column] for column in columns] for row in rows]
+        self._run.log({key: wandb.Table(columns=columns, data=data, allow_mixed_types=True)}, step=step)
+
+    def commit(self, step: int) -> None:
+        """Nothing: wandb stores a step when the next one comes or the run ends, and adds to it until then."""
+
+    def finalize(self, status: str = SUCCESS) -> None:
+        """Write or send what is left and end the run, as failed unless `status` is "success"."""
+        self._run.finish(exit_code=0 if status == SUCCESS else 1)
