@@ -1,1 +1,1 @@
-"""Rewards: the protocol that the trainer knows, the PyTriton server and its client, the reward model."""
+"""Reward sources: the client of the reward server, reward functions, and their weighted sum."""

@@ -1,4 +1,4 @@
-"""What the trainer knows of a source of rewards: a request, a future, scores."""
+"""Scoring as the trainer sees it: a request, a future, scores. And what a reward model in the server provides."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-if TYPE_CHECKING:  # the front door and the processes of functions read this file too, and should not load torch
+if TYPE_CHECKING:  # the front door and the processes of functions import this file, and must not load torch
     from torch import Tensor
 
-# Status of one sample, as the server sends it (int32) and the client hands it on.
+# Status of one sample, int32 on the wire.
 STATUS_OK = 0
 STATUS_EMPTY = 1  # no token, or an empty text
 STATUS_TOO_LONG = 2  # longer than the reward model's context
@@ -37,16 +37,16 @@ STATUS_TEXT = {
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """N sequences to be scored.
+    """N sequences to score.
 
     Attributes:
         tokens: int64 [N, S], prompt then response, right-padded.
-        lengths: int64 [N], tokens of each row, prompt included.
+        lengths: int64 [N], tokens per row, prompt included.
         prompts: N prompt texts (for sources that read text).
         responses: N response texts, without special tokens.
-        messages: N conversations, each empty where the prompt was plain text; () where all were.
-        metadata: the other fields of each prompt's JSON line; () where nobody knows them.
-        finished: whether each response came to its end, rather than being cut; () where all did.
+        messages: N conversations, each empty if the prompt was plain text; () if all were.
+        metadata: the other fields of each prompt's JSON line; () if unknown.
+        finished: whether each response ended by itself rather than being cut; () if all did.
     """
 
     tokens: Tensor
@@ -59,11 +59,7 @@ class RewardRequest:
 
     @property
     def samples(self) -> list[TextSample]:
-        """The same as texts.
-
-        Raises:
-            ValueError: the fields are of different lengths.
-        """
+        """The request as texts; raises ValueError if its fields differ in length."""
         count = len(self.prompts)
         return [
             TextSample(*fields)
@@ -86,8 +82,8 @@ class TextSample:
         prompt: as the policy read it.
         response: without special tokens.
         record: the other fields of the prompt's JSON line.
-        messages: the prompt before any chat template; empty where it was plain text.
-        finished: the response came to its end, rather than being cut.
+        messages: the prompt before any chat template; empty if it was plain text.
+        finished: the response ended by itself rather than being cut.
     """
 
     prompt: str
@@ -104,9 +100,8 @@ class Rewards:
     Attributes:
         values: float32 [N]; NaN where a sample failed, never a made-up 0.
         status: int32 [N], one of the STATUS_ constants.
-        by_source: float32 [N] of each source by name, where the values are a weighted sum of several; also of each
-            attribute of a reward model that returns them.
-        faults: of failed samples by their row, what went wrong and where, for sources that know more than the status.
+        by_source: float32 [N] by name: of each source in a weighted sum, of each attribute of a reward model.
+        faults: by row of a failed sample, what went wrong, for sources that know more than the status.
     """
 
     values: Tensor
@@ -116,7 +111,7 @@ class Rewards:
 
 
 class RewardFuture(Protocol):
-    """A score that is being computed elsewhere."""
+    """Scores that are being computed elsewhere."""
 
     def result(self) -> Rewards:
         """Wait for the scores.
@@ -128,7 +123,7 @@ class RewardFuture(Protocol):
 
 
 class RewardSource(Protocol):
-    """Whatever scores samples. NeMo-Aligner's name for the call is kept."""
+    """Scores samples. NeMo-Aligner's name for the call is kept."""
 
     def infer_rm(self, request: RewardRequest) -> RewardFuture:
         """Start scoring and return at once, so that scoring overlaps with the log-prob passes."""
@@ -141,13 +136,7 @@ class RewardSource(Protocol):
 
 @dataclass(frozen=True)
 class WeightedSource:
-    """One of several sources.
-
-    Attributes:
-        name: in metrics and messages.
-        source: scores.
-        weight: of its scores in the sum; any sign.
-    """
+    """One of several sources: its name in metrics and messages, and its weight in the sum, of any sign."""
 
     name: str
     source: RewardSource
@@ -155,7 +144,7 @@ class WeightedSource:
 
 
 class Scorer(Protocol):
-    """A reward model inside the server's process: token ids in, one score a sequence out.
+    """A reward model inside the server's process: token ids in, one score per sequence out.
 
     Attributes:
         max_length: the longest sequence it accepts, in tokens.
@@ -166,18 +155,13 @@ class Scorer(Protocol):
     vocab_size: int
 
     def score(self, sequences: list[list[int]]) -> list[float]:
-        """One float a sequence, in order. A score must not depend on what else is in the list."""
+        """Score each sequence, in order, independently of the others in the list."""
         ...
 
 
 @dataclass(frozen=True)
 class AttributeScores:
-    """What an `AttributeScorer` says of N sequences.
-
-    Attributes:
-        rewards: N, merged from the attributes.
-        attributes: N times K.
-    """
+    """N rewards, and the N times K attributes that they were merged from."""
 
     rewards: list[float]
     attributes: list[list[float]]
@@ -188,16 +172,16 @@ class AttributeScorer(Scorer, Protocol):
     """A `Scorer` whose rewards are merged from K named scores.
 
     Attributes:
-        attributes: K names; none where there is nothing to return besides the reward.
+        attributes: K names; empty if only the reward is returned.
     """
 
     attributes: tuple[str, ...]
 
     def score_attributes(self, sequences: list[list[int]]) -> AttributeScores:
-        """As `score`, with what the rewards were merged from."""
+        """As `score`, with the attributes."""
         ...
 
 
 def attributes_of(scorer: object) -> tuple[str, ...]:
-    """The names that a scorer returns besides rewards; none for most."""
+    """The names of the scores that a scorer returns besides rewards; none for most."""
     return scorer.attributes if isinstance(scorer, AttributeScorer) else ()

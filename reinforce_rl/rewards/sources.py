@@ -35,23 +35,22 @@ class _CombinedFuture:
     futures: tuple[RewardFuture, ...]
 
     def result(self) -> Rewards:
-        """The weighted sum. A sample that one source could not score has failed, with that source's status."""
+        """Return the weighted sum; a sample fails with the status of the first source that could not score it."""
         answers = [future.result() for future in self.futures]
         values = torch.zeros_like(answers[0].values)
         status = torch.full_like(answers[0].status, STATUS_OK)
+        by_source, faults = {}, {}
         for source, answer in zip(self.sources, answers, strict=True):
             values = values + source.weight * answer.values
             status = torch.where(status == STATUS_OK, answer.status, status)
-        by_source, faults = {}, {}
-        for source, answer in zip(self.sources, answers, strict=True):
             faults = {**answer.faults, **faults}
             by_source[source.name] = answer.values
-            by_source |= {f"{source.name}/{name}": values for name, values in answer.by_source.items()}
+            by_source |= {f"{source.name}/{name}": scores for name, scores in answer.by_source.items()}
         return Rewards(torch.where(status == STATUS_OK, values, torch.nan), status, by_source, faults)
 
 
 class CombinedRewards:
-    """A reward source that asks several at once and adds up what they say.
+    """A reward source that asks several at once and returns the weighted sum of their scores.
 
     Args:
         sources: at least one, of different names.
@@ -67,11 +66,11 @@ class CombinedRewards:
         self._sources = tuple(sources)
 
     def infer_rm(self, request: RewardRequest) -> RewardFuture:
-        """Ask all of them; they score at the same time."""
+        """Start scoring at all of them."""
         return _CombinedFuture(self._sources, tuple(source.source.infer_rm(request) for source in self._sources))
 
     def close(self) -> None:
-        """Close every source, also after one of them failed to; a failure is raised at the end."""
+        """Close every source, even if one fails to close; its exception is raised at the end."""
         with ExitStack() as stack:
             for source in reversed(self._sources):
                 stack.callback(source.source.close)
@@ -80,11 +79,11 @@ class CombinedRewards:
 def connect_to_reward_servers(
     cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
 ) -> RewardSource:
-    """Start the reward functions, wait until every server is there, and check what it reads, before a model is loaded.
+    """Start the reward functions, wait for every server and check what it reads, before a model is loaded.
 
     Raises:
         RewardServerError: not ready within `remote_rm.ready_timeout_seconds`.
-        ConfigError: another tokenizer or vocabulary, where no texts can be sent; a function that cannot be used.
+        ConfigError: another tokenizer or vocabulary, and the server reads no texts; a function that cannot be used.
     """
     remote = cfg.remote_rm
     servers = dict(remote.more_reward_models)
@@ -107,12 +106,12 @@ def connect_to_reward_servers(
 def connect_to_reward_server(
     cfg: TrainConfig, server: RewardServerConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
 ) -> RemoteGPTRMClient:
-    """One of them; see `connect_to_reward_servers`."""
+    """Connect to one server and its replicas; see `connect_to_reward_servers`."""
     token: str | None = None
     failure: Exception | None = None
     try:
         token = read_token(server.token_file, f"remote_rm: token_file of '{server.name}'")
-    except ConfigError as error:  # the file may be missing on one node only
+    except ConfigError as error:  # on this node only, perhaps
         failure = error
     mesh.check_together(failure)
     run = re.sub(r"[^\w.-]", "_", Path(cfg.exp_manager.explicit_log_dir).name, flags=re.ASCII)[-40:]
@@ -137,7 +136,7 @@ def connect_to_reward_server(
         form = client.check_compatible(TokenizerInfo.from_tokenizer(tokenizer), vocab_size, server.input)
         if form == TEXT_FORM:
             monitor.note(f"The reward model '{server.name}' is sent texts.")
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # of any kind: all ranks must raise together
         client.close()
         failure = error
     mesh.check_together(failure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import re
 import socket
@@ -34,7 +35,7 @@ HUGE_LENGTH = "huge_length"  # Content-Length: a petabyte, and the answer ends w
 NO_JSON_LENGTH = "no_json_length"  # Inference-Header-Content-Length: 12x
 NEGATIVE_JSON = "negative_json"  # Inference-Header-Content-Length: -5
 GZIP = "gzip"  # the body is compressed
-GZIP_BOMB = "gzip_bomb"  # the body is 256 MiB of zeros, compressed
+GZIP_BOMB = "gzip_bomb"  # the body is 128 MiB of zeros, compressed
 CONTINUE = "continue"  # "100 Continue" comes before the answer
 CONTINUES = "continues"  # "100 Continue" comes again and again
 REDIRECT = "redirect"  # to another port of this host
@@ -214,7 +215,7 @@ def _changed(answer: bytes, fault: str | None) -> bytes:
     if fault == LONG_HEADER:
         return head + b"\r\nX-Long: " + b"x" * (1 << 20) + b"\r\n\r\n" + body
     if fault in (GZIP, GZIP_BOMB):
-        body = gzip.compress(bytes(1 << 28) if fault == GZIP_BOMB else body)
+        body = _bomb() if fault == GZIP_BOMB else gzip.compress(body)
         head = re.sub(rb"(?i)\r\ncontent-length:[^\r]*", b"\r\nContent-Length: %d" % len(body), head)
         return head + b"\r\nContent-Encoding: gzip\r\n\r\n" + body
     if fault == CONTINUE:
@@ -227,6 +228,11 @@ def _changed(answer: bytes, fault: str | None) -> bytes:
     if fault == FAR_AWAY:
         return b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1e9\r\nContent-Length: 0\r\n\r\n"
     return answer
+
+
+@functools.cache
+def _bomb() -> bytes:
+    return gzip.compress(bytes(1 << 27), compresslevel=1)
 
 
 def _read_request(client: socket.socket) -> bytes:

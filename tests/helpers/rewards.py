@@ -1,13 +1,22 @@
-"""A reward source inside the test's own process, for tests whose subject is not the server."""
+"""Requests for rewards, and a reward source inside the test's own process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from reinforce_rl.rewards.base import STATUS_INTERNAL, STATUS_OK, RewardRequest, Rewards
+
+
+def request_of(sequences: Sequence[Sequence[int]]) -> RewardRequest:
+    """Right-padded token ids, without texts."""
+    width = max((len(sequence) for sequence in sequences), default=0)
+    rows = [[*sequence, *[0] * (width - len(sequence))] for sequence in sequences]
+    lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long)
+    texts = ("",) * len(sequences)
+    return RewardRequest(torch.tensor(rows, dtype=torch.long).reshape(len(rows), width), lengths, texts, texts)
 
 
 @dataclass(frozen=True)

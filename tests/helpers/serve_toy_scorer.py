@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import struct
 import sys
 import tempfile
 import time
@@ -24,6 +25,11 @@ def toy_score(tokens: list[int]) -> float:
     """The score that the server must give: weighted by position, negated for odd lengths."""
     total = sum((position + 1) * token for position, token in enumerate(tokens)) / 100.0
     return -total if len(tokens) % 2 else total
+
+
+def toy_scores(sequences: list[list[int]]) -> list[float]:
+    """As `toy_score`, rounded to the float32 that travels."""
+    return [struct.unpack("f", struct.pack("f", toy_score(sequence)))[0] for sequence in sequences]
 
 
 class ToyScorer:

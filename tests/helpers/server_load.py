@@ -13,11 +13,12 @@ import torch
 from helpers.models import tiny_llama_folder
 from helpers.ranks import kill_tree
 from helpers.real_run import RealServer
+from helpers.rewards import request_of
 
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.reward_model.scorer import Batching, load_reward_model
-from reinforce_rl.rewards.base import RewardRequest, Rewards
+from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 
 VOCAB_SIZE = 64
@@ -109,15 +110,6 @@ def score_all(
     with ThreadPoolExecutor(clients) as pool:
         shares = list(pool.map(ask, range(clients)))
     return [shares[index % clients][index // clients] for index in range(len(requests))]
-
-
-def request_of(sequences: Sequence[list[int]]) -> RewardRequest:
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    tokens = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.long)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence)] = torch.tensor(sequence)
-    blank = ("",) * len(sequences)
-    return RewardRequest(tokens, lengths, blank, blank)
 
 
 def check_scores(answers: Sequence[Rewards], expected: Sequence[Sequence[float]], tolerance: float = 1e-4) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.classifiers import HELPSTEER, classifier_folder, sequences_to_score, transformers_scores
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
+from helpers.rewards import request_of
 from helpers.serve_toy_scorer import TOKEN_NAN, TOKEN_RAISE, VOCAB_SIZE, ToyScorer, toy_score
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer
@@ -19,7 +20,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.rewards import base, wire
-from reinforce_rl.rewards.base import AttributeScores, RewardRequest, Rewards, WeightedSource
+from reinforce_rl.rewards.base import AttributeScores, Rewards, WeightedSource
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.sources import CombinedRewards
 
@@ -53,12 +54,6 @@ def arrays_of(sequences: list[list[int]]) -> dict[str, np.ndarray]:
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = sequence
     return {"tokens": tokens, "sequence_lengths": np.array([[len(s)] for s in sequences], np.int64)}
-
-
-def request_of(sequences: list[list[int]]) -> RewardRequest:
-    arrays = arrays_of(sequences)
-    lengths = torch.from_numpy(arrays["sequence_lengths"])[:, 0]
-    return RewardRequest(torch.from_numpy(arrays["tokens"]), lengths, ("",) * len(lengths), ("",) * len(lengths))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -16,19 +16,20 @@ import pytest
 import torch
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
 from helpers.faulty_proxy import ALL, REPLAY, FaultyProxy
-from helpers.serve_toy_scorer import TOKEN_NAN, TOKEN_SLOW, VOCAB_SIZE, toy_score
+from helpers.rewards import request_of
+from helpers.serve_toy_scorer import TOKEN_NAN, TOKEN_SLOW, VOCAB_SIZE, toy_scores
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer, free_port, wait_for
 
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError, RewardServerError
-from reinforce_rl.rewards import base, wire
+from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 
 pytest.importorskip("tritonclient.http")
 
-SLOW_SECONDS = 2.0
+SLOW_SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -53,34 +54,19 @@ def make_client():
         client.close()
 
 
-def request_of(sequences: list[list[int]]) -> RewardRequest:
-    width = max((len(sequence) for sequence in sequences), default=0)
-    tokens = torch.zeros((len(sequences), width), dtype=torch.long)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
-    lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long)
-    texts = tuple("" for _ in sequences)
-    return RewardRequest(tokens, lengths, texts, texts)
-
-
-def expected(sequences: list[list[int]]) -> list[float]:
-    return np.asarray([toy_score(sequence) for sequence in sequences], np.float32).tolist()
-
-
 # With a real server.
 
 
 @pytest.mark.parametrize("options", [{}, {"pad_to_length": 24, "pad_id": 99}], ids=["plain", "padded"])
 def test_large_batches_are_split_and_joined_in_order(server, make_client, options):
     rng = random.Random(1)
-    sequences = [
-        [rng.randrange(4, 100) for _ in range(rng.randrange(1, 12))] for _ in range(19)
-    ]  # three requests of <= 8
+    # Three requests of at most 8.
+    sequences = [[rng.randrange(4, 100) for _ in range(rng.randrange(1, 12))] for _ in range(19)]
     rewards = make_client(server.port, **options).infer_rm(request_of(sequences)).result()
     assert rewards.values.dtype == torch.float32
     assert rewards.status.dtype == torch.int32
     assert rewards.status.tolist() == [0] * 19
-    assert rewards.values.tolist() == expected(sequences)
+    assert rewards.values.tolist() == toy_scores(sequences)
 
 
 @pytest.mark.parametrize("fault", ALL)
@@ -90,15 +76,15 @@ def test_a_fault_of_the_network_between_is_borne(server, make_client, fault):
         rewards = make_client(proxy.port, attempt_timeout_seconds=1.0).infer_rm(request_of(sequences)).result()
         assert proxy.happened == [fault] * 2
     assert rewards.status.tolist() == [0] * 19
-    assert rewards.values.tolist() == expected(sequences)
+    assert rewards.values.tolist() == toy_scores(sequences)
 
 
 def test_an_answer_to_another_request_is_not_taken(server, make_client):
     """The server's own, as a proxy keeps it: as many samples, scored and delivered before."""
     with FaultyProxy(server.port, [None, REPLAY]) as proxy:
         client = make_client(proxy.port)
-        assert client.infer_rm(request_of([[5], [6]])).result().values.tolist() == expected([[5], [6]])
-        assert client.infer_rm(request_of([[7], [8]])).result().values.tolist() == expected([[7], [8]])
+        assert client.infer_rm(request_of([[5], [6]])).result().values.tolist() == toy_scores([[5], [6]])
+        assert client.infer_rm(request_of([[7], [8]])).result().values.tolist() == toy_scores([[7], [8]])
         assert proxy.happened == [REPLAY]
 
 
@@ -112,7 +98,7 @@ def test_failed_samples_are_nan_and_keep_their_status(server, make_client):
         base.STATUS_OK,
     ]
     assert torch.isnan(rewards.values).tolist() == [False, True, True, True, False]
-    assert [rewards.values[0].item(), rewards.values[4].item()] == expected([[1, 2], [3]])
+    assert [rewards.values[0].item(), rewards.values[4].item()] == toy_scores([[1, 2], [3]])
 
 
 def test_requests_without_samples_or_tokens(server, make_client):
@@ -123,11 +109,9 @@ def test_requests_without_samples_or_tokens(server, make_client):
 
 def test_infer_rm_returns_at_once_and_several_can_be_under_way(server, make_client):
     client = make_client(server.port)
-    start = time.monotonic()
     futures = [client.infer_rm(request_of([[TOKEN_SLOW, i]])) for i in range(2)]
-    assert time.monotonic() - start < SLOW_SECONDS / 2
     assert not futures[0].done()
-    assert [f.result().values.tolist() for f in futures] == [expected([[TOKEN_SLOW, i]]) for i in range(2)]
+    assert [f.result().values.tolist() for f in futures] == [toy_scores([[TOKEN_SLOW, i]]) for i in range(2)]
 
 
 def test_the_handshake_accepts_the_same_tokenizer_and_names_every_difference(server, make_client, tmp_path):
@@ -148,10 +132,8 @@ def test_the_handshake_accepts_the_same_tokenizer_and_names_every_difference(ser
 
 
 def test_a_wrong_model_name_is_told_the_right_one(server, make_client):
-    start = time.monotonic()
     with pytest.raises(RewardServerError, match="serves the model 'reward_model', and 'other' was asked for"):
         make_client(server.port, name="other").wait_until_ready()
-    assert time.monotonic() - start < 5
 
 
 def test_a_kill_during_a_call_and_a_restart_give_the_right_scores(server, make_client):
@@ -166,7 +148,7 @@ def test_a_kill_during_a_call_and_a_restart_give_the_right_scores(server, make_c
     assert wait_for(lambda: not server.left_behind(), 5), server.left_behind()
     assert wait_for(lambda: any("connection refused" in text for text in said), 5), said
     server.start()
-    assert future.result().values.tolist() == expected(sequences)
+    assert future.result().values.tolist() == toy_scores(sequences)
     assert any(f"127.0.0.1:{server.port}" in text and "s of 400 s" in text for text in said)
 
 
@@ -193,7 +175,8 @@ def test_five_thousand_requests_leave_nothing_behind(tmp_path):
     script = """
 import asyncio, sys, threading
 import psutil
-from rewards.test_client import expected, request_of
+from helpers.rewards import request_of
+from helpers.serve_toy_scorer import toy_scores
 from reinforce_rl.rewards import transport
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 
@@ -204,7 +187,7 @@ sequences = [[row + 4, 2 * row + 4] for row in range(8)]
 me, found = psutil.Process(), []
 client = RemoteGPTRMClient(port=int(sys.argv[1]))
 for number in range(1, 5001):
-    assert client.infer_rm(request_of(sequences)).result().values.tolist() == expected(sequences)
+    assert client.infer_rm(request_of(sequences)).result().values.tolist() == toy_scores(sequences)
     if number % 1000 == 0:
         found.append((me.memory_info().rss, threading.active_count(), transport.wait_for(tasks()), me.num_fds()))
 client.close()
@@ -258,9 +241,9 @@ def test_a_silent_server_is_given_up_at_the_deadline(make_client):
 
 
 def test_an_answer_that_takes_longer_than_one_attempt_may_comes_in_the_end(make_client):
-    """The server begins anew with each attempt and takes 1 s, so attempts of 0.3 and 0.6 s are in vain."""
-    with FakeRewardServer(score=lambda _: (time.sleep(1.0), 1.5)[1]) as fake:
-        client = make_client(fake.port, attempt_timeout_seconds=0.3, deadline_seconds=12.0)
+    """The server begins anew with each attempt and takes 0.5 s, so attempts of 0.15 and 0.3 s are in vain."""
+    with FakeRewardServer(score=lambda _: (time.sleep(0.5), 1.5)[1]) as fake:
+        client = make_client(fake.port, attempt_timeout_seconds=0.15, deadline_seconds=12.0)
         for number in (1, 2):
             before = len(fake.requests)
             assert client.infer_rm(request_of([[number]])).result().values.tolist() == [1.5]
@@ -330,37 +313,6 @@ def test_wrong_answers_are_an_error_and_never_a_reward(make_client):
         with pytest.raises(RewardServerError, match=r"'rewards' is float32 \[2, 1\]; expected float32 \[1, 1\]"):
             make_client(fake.port).infer_rm(request_of([[1]])).result()
         assert fake.calls == 3
-
-
-@pytest.mark.parametrize(
-    ("rewards", "status", "values", "codes"),
-    [
-        ([1.0, 2.0], [0, 7], [1.0, None], [0, 7]),
-        ([np.inf, np.nan], [0, 0], [None, None], [base.STATUS_NOT_FINITE] * 2),
-        ([0.0, 3.0], [1, 0], [None, 3.0], [1, 0]),
-    ],
-)
-def test_whatever_failed_is_nan(rewards, status, values, codes):
-    found, found_codes = wire.check_answer(
-        np.array(rewards, np.float32)[:, None], np.array(status, np.int32)[:, None], 2
-    )
-    assert [None if np.isnan(value) else value for value in found.tolist()] == values
-    assert found_codes.tolist() == codes
-
-
-@pytest.mark.parametrize(
-    ("rewards", "status"),
-    [
-        (None, np.zeros((1, 1), np.int32)),
-        (np.zeros((1, 1)), np.zeros((1, 1), np.int32)),
-        (np.zeros((1,), np.float32), np.zeros((1, 1), np.int32)),
-        (np.zeros((1, 1), np.float32), np.full((1, 1), 99, np.int32)),
-    ],
-    ids=["missing", "float64", "shape", "status"],
-)
-def test_answers_outside_the_protocol_are_refused(rewards, status):
-    with pytest.raises(ValueError, match=r"rewards|status"):
-        wire.check_answer(rewards, status, 1)
 
 
 def test_another_model_behind_the_same_address_is_noticed_after_an_outage(make_client):

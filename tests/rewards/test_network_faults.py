@@ -6,16 +6,19 @@ import itertools
 import math
 import re
 import threading
-import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers import faulty_proxy
 from helpers.fake_reward_server import FakeRewardServer, describe
 from helpers.faulty_proxy import FaultyProxy
+from helpers.rewards import request_of
 from helpers.tiny_run import PROMPT_TOKENS, metrics_of, odd_share, rollouts_of, run, tiny_overrides, without_times
+from helpers.toy_server import wait_for
 
 from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
 from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
@@ -27,7 +30,8 @@ pytest.importorskip("tritonclient.http")
 
 QUICK: Any = {"first_backoff_seconds": 0.02, "max_backoff_seconds": 0.2, "attempt_timeout_seconds": 0.5}
 INFO = b"/models/reward_server_info"
-REQUEST = RewardRequest(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 2]), ("", ""), ("", ""))
+REQUEST = request_of([[5, 6, 7], [8, 9]])
+SCORES = [18.0, 17.0]
 LASTING = {
     faulty_proxy.DROP: "does not answer",
     faulty_proxy.SILENCE: "timed out",
@@ -55,29 +59,48 @@ LASTING = {
 }
 
 
+@contextmanager
+def connected(port: int, deadline_seconds: float = 30.0, **options) -> Iterator[RemoteGPTRMClient]:
+    client = RemoteGPTRMClient(port=port, deadline_seconds=deadline_seconds, **QUICK, **options)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
 def share_of_response(row: list[int]) -> float:
     return odd_share(row[PROMPT_TOKENS:])
 
 
-@pytest.mark.parametrize("fault", LASTING)
-def test_a_fault_that_lasts_is_a_named_error_within_the_deadline(fault):
-    start = time.monotonic()
+def outcome(fault: str) -> tuple[int, list[str], list[str], str]:
+    """The proxy's port, the faults that happened, the reports and the error of a request through this fault."""
     said: list[str] = []
+    seconds = 60.0 if LASTING[fault].startswith("3 wrong answers") else 4.0
     with (
         FakeRewardServer(score=sum) as server,
         FaultyProxy(server.port, itertools.repeat(fault), late_seconds=60.0) as proxy,
+        connected(proxy.port, deadline_seconds=seconds, on_wait=said.append, wait_report_seconds=0.01) as client,
     ):
-        seconds = 60.0 if LASTING[fault].startswith("3 wrong answers") else 3.0
-        client = RemoteGPTRMClient(
-            port=proxy.port, deadline_seconds=seconds, on_wait=said.append, wait_report_seconds=0.01, **QUICK
-        )
-        with pytest.raises(RewardServerError) as caught:
-            client.infer_rm(REQUEST).result()
-        client.close()
-        assert f"127.0.0.1:{proxy.port}" in str(caught.value)
-        assert re.search(LASTING[fault], "\n".join([*said, str(caught.value)])), (said, caught.value)
-        assert fault in proxy.happened
-    assert time.monotonic() - start < 20
+        try:
+            text = f"scores {client.infer_rm(REQUEST).result().values.tolist()}"
+        except RewardServerError as error:
+            text = str(error)
+        return proxy.port, proxy.happened, said, text
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """Of every fault that lasts, all at the same time, since they mostly wait."""
+    with ThreadPoolExecutor(len(LASTING)) as pool:
+        return {fault: pool.submit(outcome, fault) for fault in LASTING}
+
+
+@pytest.mark.parametrize("fault", LASTING)
+def test_a_fault_that_lasts_is_a_named_error_within_the_deadline(outcomes, fault):
+    port, happened, said, text = outcomes[fault].result(timeout=60)
+    assert f"127.0.0.1:{port}" in text
+    assert re.search(LASTING[fault], "\n".join([*said, text])), (said, text)
+    assert fault in happened
 
 
 def test_every_fault_has_its_test():
@@ -87,62 +110,49 @@ def test_every_fault_has_its_test():
 def test_late_doubled_and_compressed_answers_are_answers():
     with FakeRewardServer(score=sum) as server:
         for fault in faulty_proxy.HARMLESS:
-            with FaultyProxy(server.port, itertools.repeat(fault), late_seconds=0.2) as proxy:
-                client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=30.0, **QUICK)
-                assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
-                assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
-                client.close()
+            faults = itertools.repeat(fault)
+            with FaultyProxy(server.port, faults, late_seconds=0.2) as proxy, connected(proxy.port) as client:
+                for _ in range(2):
+                    assert client.infer_rm(REQUEST).result().values.tolist() == SCORES
                 assert proxy.happened == [fault] * 2
         assert server.calls == 2 + 4 + 2 + 2
 
 
-def test_the_answer_to_another_request_is_never_a_reward():
-    """Two requests of as many samples; the second gets the answer to the first, for a while or for ever."""
-    other = RewardRequest(torch.tensor([[50, 60], [70, 80]]), torch.tensor([2, 2]), ("", ""), ("", ""))
-    with FakeRewardServer(score=sum) as server:
-        for faults in ([None] + [faulty_proxy.REPLAY] * 2, [None, *[faulty_proxy.REPLAY] * 9]):
-            with FaultyProxy(server.port, faults) as proxy:
-                client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=30.0, **QUICK)
-                assert client.infer_rm(other).result().values.tolist() == [110.0, 150.0]
-                start = time.monotonic()
-                if len(faults) == 3:
-                    assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
-                else:
-                    with pytest.raises(RewardServerError, match=r"3 wrong answers.*digest"):
-                        client.infer_rm(REQUEST).result()
-                assert time.monotonic() - start < 10
-                client.close()
-
-
-@pytest.mark.parametrize("fault", [faulty_proxy.CUT_BODY, faulty_proxy.UNDELIMITED])
-def test_a_cut_answer_is_a_lost_connection_however_often(fault):
-    with FakeRewardServer(score=sum) as server, FaultyProxy(server.port, [fault] * 5) as proxy:
-        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=30.0, **QUICK)
-        assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
-        client.close()
-        assert len(proxy.happened) == 5
-
-
-def test_an_answer_that_drips_is_given_up_with_its_attempt():
-    """Each byte comes long before the time-out, the whole answer long after it."""
-    start = time.monotonic()
+@pytest.mark.parametrize("replays", [2, 9])
+def test_the_answer_to_another_request_is_never_a_reward(replays):
+    """Two requests of equally many samples; the second gets the answer to the first, for a while or for ever."""
+    faults = [None, *[faulty_proxy.REPLAY] * replays]
     with (
         FakeRewardServer(score=sum) as server,
-        FaultyProxy(server.port, [faulty_proxy.TRICKLE, faulty_proxy.CONTINUES], late_seconds=30.0) as proxy,
+        FaultyProxy(server.port, faults) as proxy,
+        connected(proxy.port) as client,
     ):
-        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=60.0, **QUICK)
-        assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
-        client.close()
-    assert time.monotonic() - start < 10
+        assert client.infer_rm(request_of([[50, 60], [70, 80]])).result().values.tolist() == [110.0, 150.0]
+        if replays == 2:
+            assert client.infer_rm(REQUEST).result().values.tolist() == SCORES
+        else:
+            with pytest.raises(RewardServerError, match=r"3 wrong answers.*digest"):
+                client.infer_rm(REQUEST).result()
 
 
-def test_an_absurd_time_to_come_back_is_not_believed():
-    start = time.monotonic()
-    with FakeRewardServer(score=sum) as server, FaultyProxy(server.port, [faulty_proxy.FAR_AWAY] * 2) as proxy:
-        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=60.0, **QUICK)
-        assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
-        client.close()
-    assert time.monotonic() - start < 10
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [faulty_proxy.CUT_BODY] * 5,  # a lost connection, however often
+        [faulty_proxy.UNDELIMITED] * 5,
+        [faulty_proxy.TRICKLE, faulty_proxy.CONTINUES],  # each byte comes in time, the whole answer does not
+        [faulty_proxy.FAR_AWAY] * 2,  # an absurd Retry-After
+    ],
+    ids=lambda faults: faults[0],
+)
+def test_a_fault_that_passes_costs_attempts_and_no_more(faults):
+    with (
+        FakeRewardServer(score=sum) as server,
+        FaultyProxy(server.port, faults, late_seconds=60.0) as proxy,
+        connected(proxy.port) as client,
+    ):
+        assert client.infer_rm(REQUEST).result().values.tolist() == SCORES
+        assert proxy.happened == faults
 
 
 @pytest.mark.parametrize(
@@ -153,63 +163,55 @@ def test_an_absurd_time_to_come_back_is_not_believed():
         *(faulty_proxy.CHANGE_REQUEST, faulty_proxy.WRONG_DIGEST, faulty_proxy.NO_DIGEST, *faulty_proxy.HARMLESS),
     ],
 )
-def test_the_question_who_the_server_is_bears_the_same(fault, monkeypatch):
+def test_the_request_for_the_description_bears_the_same(fault, monkeypatch):
     monkeypatch.setattr("reinforce_rl.rewards.replicas.PROBE_SECONDS", 0.5)
-    start = time.monotonic()
+    late = 60.0 if fault == faulty_proxy.TRICKLE else 0.2
     with (
         FakeRewardServer(score=sum) as server,
-        FaultyProxy(server.port, [fault] * 2, 30.0 if fault == faulty_proxy.TRICKLE else 0.2, INFO) as proxy,
+        FaultyProxy(server.port, [fault] * 2, late, INFO) as proxy,
+        connected(proxy.port) as client,
     ):
-        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=60.0, **QUICK)
-        assert client.infer_rm(REQUEST).result().values.tolist() == [18.0, 17.0]
-        client.close()
+        assert client.infer_rm(REQUEST).result().values.tolist() == SCORES
         assert proxy.happened[0] == fault
-    assert time.monotonic() - start < 10
 
 
 def test_another_servers_description_is_not_believed():
     """A proxy gives the description of a server that was there before."""
     with FakeRewardServer(score=sum) as server, FaultyProxy(server.port, path=INFO) as proxy:
-        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=30.0, **QUICK)
-        client.wait_until_ready()
-        client.close()
+        with connected(proxy.port) as client:
+            client.wait_until_ready()
         server.info = describe(name="the_new_one")
         proxy.faults = itertools.repeat(faulty_proxy.REPLAY)
-        client = RemoteGPTRMClient(port=proxy.port, deadline_seconds=1.0, **QUICK)
-        with pytest.raises(RewardServerError, match=r"within 1 s; the last error: .*another request"):
+        text = r"within 1 s; the last error: .*another request"
+        with connected(proxy.port, deadline_seconds=1.0) as client, pytest.raises(RewardServerError, match=text):
             client.wait_until_ready()
-        client.close()
 
 
 def test_a_server_of_the_protocol_before_digests_is_refused_by_name():
-    with FakeRewardServer(score=sum) as server:
+    with FakeRewardServer(score=sum) as server, connected(server.port) as client:
         server.info = describe(protocol=1)
-        client = RemoteGPTRMClient(port=server.port, deadline_seconds=30.0, **QUICK)
         with pytest.raises(RewardServerError, match=r"speaks version 1 of the protocol, this client version 2"):
             client.wait_until_ready()
-        client.close()
         assert server.calls == 0
 
 
 def test_the_network_is_cut_during_a_call_and_restored():
     said: list[str] = []
-    with FakeRewardServer(score=sum) as server, FaultyProxy(server.port) as proxy:
-        client = RemoteGPTRMClient(
-            port=proxy.port, deadline_seconds=30.0, on_wait=said.append, wait_report_seconds=0.05, **QUICK
-        )
+    with (
+        FakeRewardServer(score=sum) as server,
+        FaultyProxy(server.port) as proxy,
+        connected(proxy.port, on_wait=said.append, wait_report_seconds=0.05) as client,
+    ):
         client.wait_until_ready()
         server.gate.clear()
         future = client.infer_rm(REQUEST)
-        while server.calls == 0:
-            time.sleep(0.01)
+        assert wait_for(lambda: server.calls > 0, 20)
         proxy.cut()
         server.gate.set()
-        while not any("connection refused" in text for text in said):
-            time.sleep(0.01)
+        assert wait_for(lambda: any("connection refused" in text for text in said), 20), said
         assert not future.done()
         proxy.restore()
-        assert future.result().values.tolist() == [18.0, 17.0]
-        client.close()
+        assert future.result().values.tolist() == SCORES
 
 
 class Disturbed:

@@ -7,34 +7,20 @@ import threading
 import time
 from contextlib import ExitStack
 
-import numpy as np
 import pytest
-import torch
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
-from helpers.serve_toy_scorer import toy_score
+from helpers.rewards import request_of
+from helpers.serve_toy_scorer import toy_score, toy_scores
 from helpers.toy_server import free_port, wait_for
 
 from reinforce_rl.errors import RewardServerError
-from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
-from reinforce_rl.rewards.wire import ENVELOPE_BYTES, request_arrays, split, text_arrays
+from reinforce_rl.rewards.wire import ENVELOPE_BYTES
 from reinforce_rl.utils.addresses import Address
 
 pytest.importorskip("tritonclient.http")
 
 SEQUENCES = [[row % 50 + 4, row % 7 + 4, row % 3 + 4][: 1 + row % 3] for row in range(60)]
-
-
-def request_of(sequences: list[list[int]]) -> RewardRequest:
-    tokens = torch.zeros((len(sequences), max(map(len, sequences))), dtype=torch.long)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence)] = torch.tensor(sequence)
-    texts = tuple("" for _ in sequences)
-    return RewardRequest(tokens, torch.tensor([len(sequence) for sequence in sequences]), texts, texts)
-
-
-def expected(sequences: list[list[int]]) -> list[float]:
-    return np.asarray([toy_score(sequence) for sequence in sequences], np.float32).tolist()
 
 
 @pytest.fixture
@@ -80,7 +66,7 @@ def test_the_parts_of_a_request_are_spread_and_joined_in_order(world):
     assert wait_for(lambda: [server.calls for server in servers] == [2, 2, 2], 20)
     for server in servers:
         server.gate.set()
-    assert future.result().values.tolist() == expected(SEQUENCES)
+    assert future.result().values.tolist() == toy_scores(SEQUENCES)
     parts = [part for server in servers for part in server.requests]
     assert sorted(parts) == sorted(SEQUENCES[start : start + 8] for start in range(0, 60, 8))
 
@@ -102,8 +88,8 @@ def test_the_least_busy_server_is_asked(world):
     assert busy.calls == 1
     for server in servers:
         server.gate.set()
-    assert [future.result().values.tolist() for future in futures] == [expected(SEQUENCES[:8])] + [
-        expected(SEQUENCES[:1])
+    assert [future.result().values.tolist() for future in futures] == [toy_scores(SEQUENCES[:8])] + [
+        toy_scores(SEQUENCES[:1])
     ] * 4
 
 
@@ -127,7 +113,7 @@ def test_a_run_goes_on_while_one_lives_and_the_other_is_taken_back(world):
             client.infer_rm(request_of(SEQUENCES[:8])).result()
     start = time.monotonic()
     for _ in range(5):
-        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == expected(SEQUENCES)
+        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(SEQUENCES)
     assert time.monotonic() - start < 15  # far from the deadline
     assert any(f"127.0.0.1:{port} does not answer" in text for text in client.missing())
     again = serve(port)
@@ -143,7 +129,7 @@ def test_a_busy_server_leaves_its_requests_to_the_other(world):
     client = connect(busy.port, other.port)
     client.wait_until_ready()
     for _ in range(4):
-        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == expected(SEQUENCES)
+        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(SEQUENCES)
     assert 1 <= busy.calls <= 4  # once for each part that was under way at the time
 
 
@@ -182,7 +168,7 @@ def test_a_wait_for_all_of_them_ends_when_one_comes(world):
     time.sleep(0.3)
     assert not future.done()
     serve(ports[1])
-    assert future.result().values.tolist() == expected(SEQUENCES)
+    assert future.result().values.tolist() == toy_scores(SEQUENCES)
 
 
 def test_one_may_be_down_at_the_start_and_is_checked_when_it_comes(world):
@@ -233,7 +219,7 @@ def test_a_wrong_token_at_one_of_two_is_an_error_at_the_start_and_not_later(worl
     second.score, second.answers = None, [(401, {"error": "no"})]
     second.info = describe(name="other")
     for _ in range(4):
-        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == expected(SEQUENCES)
+        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(SEQUENCES)
     assert second.calls >= 1
     with pytest.raises(RewardServerError, match="serves the model 'other', and 'reward_model' was asked for"):
         connect(first.port, second.port).wait_until_ready()
@@ -266,31 +252,11 @@ def test_close_ends_what_waits_and_what_is_under_way(world):
     assert wait_for(lambda: not left, 1), left
 
 
-class TestCutting:
-    def test_by_count_and_by_bytes(self):
-        arrays = request_arrays(request_of(SEQUENCES), "tokens", None, 0)  # 3 tokens and a length: 32 bytes a sample
-        for info, sizes in (
-            (describe(), [8] * 7 + [4]),
-            (describe(max_request_bytes=ENVELOPE_BYTES + 5 * 32), [5] * 12),
-            (describe(max_request_bytes=ENVELOPE_BYTES + 6 * 32 - 1), [5] * 12),
-            (describe(max_request_bytes=10), [1] * 60),
-        ):
-            parts = split(arrays, info)
-            assert [len(part["tokens"]) for part in parts] == sizes
-            for name, array in arrays.items():
-                assert np.array_equal(np.concatenate([part[name] for part in parts]), array)
-
-    def test_texts_by_their_own_lengths(self):
-        texts = ("a" * 3000, "b", "c", "d" * 3000, "e" * 9000, "f")
-        request = RewardRequest(torch.zeros((6, 1)).long(), torch.ones(6).long(), texts, texts)
-        parts = split(text_arrays(request.samples), describe(max_request_bytes=ENVELOPE_BYTES + 6200))
-        assert [len(part["prompts"]) for part in parts] == [3, 1, 1, 1]
-
-    def test_what_is_sent_stays_within_the_servers_limit(self, world):
-        """The estimate of a request's size is not below its real one."""
-        serve, connect = world
-        server = serve()
-        server.info = describe(max_batch_size=256, max_request_bytes=ENVELOPE_BYTES + 10 * 32)
-        assert connect(server.port).infer_rm(request_of(SEQUENCES)).result().values.tolist() == expected(SEQUENCES)
-        assert [len(part) for part in server.requests] == [10] * 6
-        assert max(int(headers["Content-Length"]) for headers in server.headers) <= ENVELOPE_BYTES + 10 * 32
+def test_what_is_sent_stays_within_the_servers_limit(world):
+    """The estimate of a request's size is not below its real one."""
+    serve, connect = world
+    server = serve()
+    server.info = describe(max_batch_size=256, max_request_bytes=ENVELOPE_BYTES + 10 * 32)
+    assert connect(server.port).infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(SEQUENCES)
+    assert [len(part) for part in server.requests] == [10] * 6
+    assert max(int(headers["Content-Length"]) for headers in server.headers) <= ENVELOPE_BYTES + 10 * 32

@@ -1,14 +1,16 @@
-"""Texts to a server: the arrays that travel, who is sent which form, and a reward model with another tokenizer."""
+"""What travels: texts as arrays, the choice of a form, answers outside the protocol, and the access token."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers.fake_reward_server import describe
 from helpers.models import tiny_llama_folder
+from helpers.rewards import request_of
 from helpers.tiny_tokenizer import CHAT_TEMPLATE, write_tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -16,10 +18,23 @@ from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.reward_model.scorer import load_reward_model
+from reinforce_rl.reward_server.options import access_faults
 from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.base import RewardRequest, TextSample
-from reinforce_rl.rewards.wire import choose_form, read_samples, text_arrays
+from reinforce_rl.rewards.wire import (
+    ENVELOPE_BYTES,
+    TOKEN_VARIABLE,
+    bearer,
+    choose_form,
+    is_authorised,
+    read_samples,
+    read_token,
+    request_arrays,
+    split,
+    text_arrays,
+)
+from reinforce_rl.utils.ports import is_loopback
 
 MESSAGES = ({"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"})
 SAMPLES = [
@@ -103,6 +118,58 @@ def test_the_handshake_chooses_what_is_sent(info, asked, chosen):
             choose_form(describe(**info), "host:1", SAME, 128, asked)
 
 
+def test_a_request_is_split_by_count_and_by_bytes():
+    arrays = request_arrays(request_of([[4] * 3] * 60), "tokens", None, 0)  # 3 tokens and a length: 32 bytes a sample
+    for info, sizes in (
+        (describe(), [8] * 7 + [4]),
+        (describe(max_request_bytes=ENVELOPE_BYTES + 5 * 32), [5] * 12),
+        (describe(max_request_bytes=ENVELOPE_BYTES + 6 * 32 - 1), [5] * 12),
+        (describe(max_request_bytes=10), [1] * 60),
+    ):
+        parts = split(arrays, info)
+        assert [len(part["tokens"]) for part in parts] == sizes
+        for name, array in arrays.items():
+            assert np.array_equal(np.concatenate([part[name] for part in parts]), array)
+
+
+def test_texts_are_split_by_their_own_lengths():
+    texts = ("a" * 3000, "b", "c", "d" * 3000, "e" * 9000, "f")
+    request = RewardRequest(torch.zeros((6, 1)).long(), torch.ones(6).long(), texts, texts)
+    parts = split(text_arrays(request.samples), describe(max_request_bytes=ENVELOPE_BYTES + 6200))
+    assert [len(part["prompts"]) for part in parts] == [3, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "status", "values", "codes"),
+    [
+        ([1.0, 2.0], [0, 7], [1.0, None], [0, 7]),
+        ([np.inf, np.nan], [0, 0], [None, None], [base.STATUS_NOT_FINITE] * 2),
+        ([0.0, 3.0], [1, 0], [None, 3.0], [1, 0]),
+    ],
+)
+def test_whatever_failed_is_nan(rewards, status, values, codes):
+    found, found_codes = wire.check_answer(
+        np.array(rewards, np.float32)[:, None], np.array(status, np.int32)[:, None], 2
+    )
+    assert [None if np.isnan(value) else value for value in found.tolist()] == values
+    assert found_codes.tolist() == codes
+
+
+@pytest.mark.parametrize(
+    ("rewards", "status"),
+    [
+        (None, np.zeros((1, 1), np.int32)),
+        (np.zeros((1, 1)), np.zeros((1, 1), np.int32)),
+        (np.zeros((1,), np.float32), np.zeros((1, 1), np.int32)),
+        (np.zeros((1, 1), np.float32), np.full((1, 1), 99, np.int32)),
+    ],
+    ids=["missing", "float64", "shape", "status"],
+)
+def test_answers_outside_the_protocol_are_refused(rewards, status):
+    with pytest.raises(ValueError, match=r"rewards|status"):
+        wire.check_answer(rewards, status, 1)
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A reward model with its own tokenizer and template, and the folder of an actor's tokenizer."""
@@ -165,3 +232,58 @@ def test_without_a_template_there_are_no_texts(world, mesh, tmp_path):
     assert scorer.input_forms == (wire.TOKENS_FORM,)
     with pytest.raises(ValueError, match=r"this model reads tokens; this request holds"):
         scorer([text_arrays(SAMPLES)])
+
+
+TOKEN = "a-token-of-24-characters"
+
+
+@pytest.fixture
+def token_file(tmp_path):
+    def write(text: str, mode: int = 0o600) -> Path:
+        path = tmp_path / "token"
+        path.write_text(text)
+        path.chmod(mode)
+        return path
+
+    return write
+
+
+def test_the_file_comes_before_the_environment(token_file):
+    environment = {TOKEN_VARIABLE: "another-token-altogether"}
+    assert read_token(token_file(TOKEN + "\n"), "key", environment) == TOKEN
+    assert read_token(None, "key", environment) == "another-token-altogether"
+    assert read_token(None, "key", {}) is None
+    assert read_token(None, "key", {TOKEN_VARIABLE: " "}) is None
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
+def test_a_file_that_others_may_use_is_refused(token_file, mode):
+    with pytest.raises(ConfigError, match=rf"the key: others may use .*mode {mode:04o}.*chmod 600"):
+        read_token(token_file(TOKEN, mode), "the key")
+
+
+@pytest.mark.parametrize("text", ["", "short", "with a space in its middle", "ünicode-ünicode-ünicode"])
+def test_what_cannot_be_a_token_is_refused_and_not_shown(token_file, tmp_path, text):
+    with pytest.raises(ConfigError, match="holds no token") as caught:
+        read_token(token_file(text), "key")
+    assert not text or text not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"cannot read the token .*no such file"):
+        read_token(tmp_path / "none", "key")
+
+
+def test_only_the_token_opens():
+    assert is_authorised(bearer(TOKEN)["Authorization"], TOKEN)
+    assert is_authorised(f"bearer {TOKEN}", TOKEN)
+    wrong = [None, "", TOKEN, f"Basic {TOKEN}", "Bearer ", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer ü"]
+    assert not any(is_authorised(header, TOKEN) for header in wrong)
+    assert is_authorised(None, None)
+    assert bearer(None) == {}
+
+
+def test_only_the_loopback_goes_without_a_token():
+    assert is_loopback("127.0.0.1") and is_loopback("localhost") and is_loopback("::1")
+    assert not is_loopback("0.0.0.0") and not is_loopback("no-such-host.invalid")
+    assert access_faults("127.0.0.1", None, False) == []
+    assert access_faults("0.0.0.0", TOKEN, False) == access_faults("0.0.0.0", None, True) == []
+    (fault,) = access_faults("0.0.0.0", None, False)
+    assert "inference.token_file" in fault and TOKEN_VARIABLE in fault and "inference.allow_no_token=true" in fault
