@@ -12,8 +12,8 @@ from reinforce_rl.config.reward_server import ServeRewardModelConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, ModelStuckError
 from reinforce_rl.launch.cli import start_ranks
-from reinforce_rl.reward_server.function_scoring import FunctionScorer
 from reinforce_rl.reward_server.options import FrontOptions, access_faults
+from reinforce_rl.reward_server.scoring import FunctionScorer
 from reinforce_rl.reward_server.server import RewardServer
 from reinforce_rl.rewards.base import Scorer
 from reinforce_rl.rewards.function_process.loading import FunctionSpec

@@ -154,41 +154,6 @@ def share(passes: Sequence[MicroBatch], blocks: int) -> list[list[int]]:
     return dealt
 
 
-def pack(passes: Sequence[MicroBatch]) -> np.ndarray:
-    """The passes as one int64 array, to be sent; `rows` are not part of it."""
-    parts: list[np.ndarray] = [np.array([len(passes)], np.int64)]
-    for one in passes:
-        parts += [np.array(one.tokens.shape, np.int64), one.lengths, one.tokens.reshape(-1)]
-    return np.concatenate(parts)
-
-
-def unpack(values: np.ndarray) -> list[MicroBatch]:
-    """Inverse of `pack`; `rows` count through all passes.
-
-    Raises:
-        ValueError: it is no such array.
-    """
-    passes: list[MicroBatch] = []
-    position = first_row = 0
-
-    def take(count: int) -> np.ndarray:
-        nonlocal position
-        if count < 0 or position + count > len(values):
-            raise ValueError(f"a message of {len(values)} numbers ends too early")
-        position += count
-        return values[position - count : position]
-
-    for _ in range(int(take(1)[0])):
-        count, width = take(2).tolist()
-        lengths = take(count)
-        tokens = take(count * width).reshape(count, width)
-        passes.append(MicroBatch(np.arange(first_row, first_row + count), tokens, lengths))
-        first_row += count
-    if position != len(values):
-        raise ValueError(f"a message of {len(values)} numbers should end after {position}")
-    return passes
-
-
 def _fill(sequences: Sequence[Sequence[int]], rows: np.ndarray, lengths: np.ndarray, width: int) -> MicroBatch:
     tokens = np.zeros((len(rows), width), np.int64)
     for row, source in enumerate(rows.tolist()):

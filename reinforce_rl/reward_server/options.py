@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.reward_server.front.limits import FrontLimits, default_request_bytes
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.ports import is_loopback
@@ -24,9 +23,14 @@ class FrontOptions:
     Attributes:
         token: asked of every client; None: of none, and then only the loopback is listened on ...
         allow_no_token: ... unless this is true.
-        max_request_bytes: of one request; None: what a full batch of the widest rows takes.
+        max_request_bytes: of one request's body; None: what a full batch of the widest rows takes.
         max_sequence_length: tokens that a row may claim, padding included; None: four times the model's context.
-        max_in_flight, max_queue, request_seconds, stuck_seconds, canary_seconds: see `FrontLimits`.
+        max_in_flight: requests that Triton has at the same time.
+        max_queue: requests that wait for that; more are answered 503.
+        request_seconds: for Triton's answer to one request.
+        stuck_seconds: health turns red, and the server ends, when one call of the model has lasted longer.
+        canary_seconds: for health's own sample while the scorer is idle.
+        idle_seconds: to a complete header, or between two pieces of a body; then the connection is closed.
     """
 
     token: str | None = None
@@ -38,20 +42,31 @@ class FrontOptions:
     request_seconds: float = 600.0
     stuck_seconds: float = 300.0
     canary_seconds: float = 10.0
+    idle_seconds: float = 60.0
 
-    def limits(self, max_samples: int, max_length: int) -> FrontLimits:
+    def for_model(self, max_samples: int, max_length: int) -> FrontLimits:
         """Return the limits for a model of this batch size and context length."""
         width = self.max_sequence_length or WIDER_THAN_CONTEXT * max_length
-        return FrontLimits(
-            max_request_bytes=self.max_request_bytes or default_request_bytes(max_samples, width),
-            max_samples=max_samples,
-            max_sequence_length=width,
-            max_in_flight=self.max_in_flight,
-            max_queue=self.max_queue,
-            request_seconds=self.request_seconds,
-            stuck_seconds=self.stuck_seconds,
-            canary_seconds=min(self.canary_seconds, self.stuck_seconds),
-        )
+        # A full batch of int64 tokens, and 1 MiB for whatever is around it.
+        own = {
+            "max_request_bytes": self.max_request_bytes or 8 * max_samples * width + (1 << 20),
+            "max_sequence_length": width,
+            "canary_seconds": min(self.canary_seconds, self.stuck_seconds),
+        }
+        return FrontLimits(**{**asdict(self), **own}, max_samples=max_samples)
+
+
+@dataclass(frozen=True)
+class FrontLimits(FrontOptions):
+    """The options with all that follows from the model.
+
+    Attributes:
+        max_samples: in one request.
+    """
+
+    max_request_bytes: int = 0
+    max_sequence_length: int = 0
+    max_samples: int = 0
 
 
 def check_options(

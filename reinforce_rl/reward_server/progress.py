@@ -6,6 +6,7 @@ reader sees it before or after a change, and never half of one. A float64 counts
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +17,7 @@ import numpy as np
 from reinforce_rl.rewards import base
 
 SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_BUSY, _BEAT, _BATCHES, _REQUESTS, _SAMPLES, _TOKENS, _SECONDS = range(7)
-_STATUS = 7
+_BUSY, _BEAT, _BATCHES, _REQUESTS, _TOKENS, _SECONDS, _STATUS = range(7)
 _BUCKETS = _STATUS + len(base.STATUS_TEXT)
 _SIZE = _BUCKETS + len(SECONDS_BOUNDS) + 1
 
@@ -29,7 +29,7 @@ class Snapshot:
     Attributes:
         busy: a batch is being scored.
         quiet_seconds: since the scorer was last seen to begin or to end something.
-        batches, requests, samples, tokens: scored.
+        batches, requests, tokens: scored.
         seconds: in the scorer.
         by_status: samples by STATUS_ constant.
         seconds_buckets: batches by SECONDS_BOUNDS, and those above the last; not cumulative.
@@ -39,11 +39,19 @@ class Snapshot:
     quiet_seconds: float
     batches: int
     requests: int
-    samples: int
     tokens: int
     seconds: float
     by_status: tuple[int, ...]
     seconds_buckets: tuple[int, ...]
+
+    @property
+    def samples(self) -> int:
+        return sum(self.by_status)
+
+    @property
+    def failed(self) -> int:
+        """Samples without a reward."""
+        return self.samples - self.by_status[base.STATUS_OK]
 
     def why_stuck(self, seconds: float) -> str | None:
         """What to say where one call has lasted for longer than that; None where none has."""
@@ -55,22 +63,27 @@ class Snapshot:
 
 
 class Progress:
-    """The file, opened.
+    """The counts, of one process that writes and any that read.
 
     Args:
-        path: the file.
-        create: make it and be its writer; else read it.
+        path: of the file; None for counts of this process alone.
+        create: make the file and be its writer; else read it.
     """
 
-    def __init__(self, path: Path, *, create: bool = False):
-        self._values = np.memmap(path, np.float64, "w+" if create else "r", shape=(_SIZE,))
-        if create:
-            self._values[_BEAT] = time.monotonic()
+    def __init__(self, path: Path | None = None, *, create: bool = False):
+        self._writing = threading.Lock()
+        if path is None:
+            self._values = np.zeros(_SIZE)
+        else:
+            self._values = np.memmap(path, np.float64, "w+" if create else "r", shape=(_SIZE,))
+        if create or path is None:
+            self.beat()
 
     def begin(self) -> None:
         """A batch begins."""
         self.beat()
-        self._values[_BUSY] += 1
+        with self._writing:
+            self._values[_BUSY] += 1
 
     def beat(self) -> None:
         """Something of a batch was finished."""
@@ -86,19 +99,17 @@ class Progress:
             seconds: that it took.
         """
         values = self._values
-        values[_BATCHES] += 1
-        values[_REQUESTS] += requests
-        values[_TOKENS] += tokens
-        values[_SECONDS] += seconds
-        for status, samples in by_status.items():
-            values[_STATUS + status] += samples
-            values[_SAMPLES] += samples
-        values[_BUCKETS + int(np.searchsorted(SECONDS_BOUNDS, seconds))] += 1
+        with self._writing:
+            values[[_BATCHES, _REQUESTS, _TOKENS, _SECONDS]] += 1, requests, tokens, seconds
+            for status, samples in by_status.items():
+                values[_STATUS + status] += samples
+            values[_BUCKETS + int(np.searchsorted(SECONDS_BOUNDS, seconds))] += 1
 
     def end(self) -> None:
         """A batch is over, in whatever way."""
         self.beat()
-        self._values[_BUSY] -= 1
+        with self._writing:
+            self._values[_BUSY] -= 1
 
     def read(self) -> Snapshot:
         """As things are now."""
@@ -108,7 +119,6 @@ class Progress:
             quiet_seconds=max(0.0, time.monotonic() - values[_BEAT]),
             batches=int(values[_BATCHES]),
             requests=int(values[_REQUESTS]),
-            samples=int(values[_SAMPLES]),
             tokens=int(values[_TOKENS]),
             seconds=values[_SECONDS],
             by_status=tuple(int(value) for value in values[_STATUS:_BUCKETS]),

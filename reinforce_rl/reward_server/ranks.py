@@ -2,38 +2,36 @@
 
 Ranks that share one copy of the model are a block; there are as many blocks as data-parallel ranks. Rank 0 sends each
 block its micro-batches, and every rank of it runs its part of the model on them. One rank of each block, on the last
-stage of the pipeline, sends the scores back; the others say that they are done. Rank 0 sends the next call after the
-last of them, so no rank is ever ahead of another.
+stage of the pipeline, sends the scores back; the others report that they are done. Rank 0 sends the next call after
+the last of them, so no rank is ever ahead of another.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import queue
 import shutil
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from socket import gethostname
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 import torch
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_LOST_RANK, ModelStuckError, RankLostError, RewardServerError
-from reinforce_rl.reward_model.scorer import Batching, Merging, MicroBatch, pack, share, unpack
-from reinforce_rl.reward_server import rank_links
-from reinforce_rl.reward_server.rank_links import Link, Listener, Member, connect
+from reinforce_rl.reward_model.scorer import Batching, Merging, MicroBatch, share
 from reinforce_rl.rewards.base import AttributeScores
+from reinforce_rl.runtime.links import Buffer, Invitation, Links, LinkThread, host_of_rank_0
 from reinforce_rl.utils.process import die_with_parent
 
 if TYPE_CHECKING:
@@ -45,7 +43,29 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 300.0  # ranks of a large job do not start at the same moment
 
-_NUMBER = struct.Struct("!q")
+LOADED, SCORE, ANSWER, STOP = b"loaded", b"score", b"answer", b"stop"  # kinds of messages
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank, as the others know it.
+
+    Attributes:
+        rank: in the whole job.
+        block: which copy of the model it holds a part of.
+        speaks: whether it is the one of its block that reports the scores.
+        host: where it runs.
+        pid: its process there.
+    """
+
+    rank: int
+    block: int
+    speaks: bool
+    host: str = field(default_factory=gethostname)
+    pid: int = field(default_factory=os.getpid)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, process {self.pid})"
 
 
 class BlockModel(Protocol):
@@ -91,7 +111,8 @@ class DistributedScorer:
 
     Args:
         me: this rank.
-        connections: of the other ranks.
+        links: to the other ranks.
+        others: the other ranks.
         load: makes this rank's part of the model. The others are watched meanwhile.
         rank_timeout: seconds of silence after which a rank counts as lost.
         call_timeout: seconds that the ranks have for one call.
@@ -104,37 +125,29 @@ class DistributedScorer:
     def __init__(
         self,
         me: Member,
-        connections: Sequence[tuple[socket.socket, Member]],
+        links: Links,
+        others: Sequence[Member],
         load: Callable[[], BlockModel],
         *,
         rank_timeout: float = 60.0,
         call_timeout: float = 600.0,
     ):
-        self._members = {member.rank: member for member in (me, *(member for _, member in connections))}
+        self._members = {member.rank: member for member in (me, *others)}
         self._num_blocks = 1 + max(member.block for member in self._members.values())
-        self._rank_timeout, self._call_timeout = rank_timeout, call_timeout
+        self._links, self._rank_timeout, self._call_timeout = links, rank_timeout, call_timeout
         self._changed = threading.Condition()  # guards what follows
         self._lost: RankLostError | None = None
         self._call: _Call | None = None
-        self._loading = set(self._members) - {me.rank}
+        self._loading = {member.rank for member in others}
         self._number = 0
         self._one_at_a_time = threading.Lock()
-        self._links = [
-            Link(
-                connection,
-                member,
-                rank_timeout,
-                partial(self._on_message, member),
-                partial(self._on_lost, member),
-            )
-            for connection, member in connections
-        ]
-        for link in self._links:
-            link.start()
+        self._watch = LinkThread(links, rank_timeout, self._on_message, self._on_lost)
         self.model = load()
         self.max_length, self.vocab_size = self.model.max_length, self.model.vocab_size
         self.attributes = self.model.attributes
-        self._wait_for_others()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._loading or self._lost is not None)
+        self.check()
         self._jobs: queue.SimpleQueue[tuple[int, Sequence[MicroBatch]] | None] = queue.SimpleQueue()
         # A thread of its own, because a caller must get an answer also while this rank waits for a lost one.
         self._worker = threading.Thread(target=self._work, args=(me,), daemon=True, name="rank-0-model")
@@ -168,11 +181,6 @@ class DistributedScorer:
             if self._lost is not None:
                 raise self._lost
 
-    def _wait_for_others(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._loading or self._lost is not None)
-        self.check()
-
     def _run(self, jobs: dict[int, list[MicroBatch]]) -> np.ndarray:
         """Scores [n, K] of the blocks' sequences, block after block."""
         self.check()
@@ -181,12 +189,12 @@ class DistributedScorer:
             due = time.monotonic() + self._call_timeout
             asked = [member.rank for member in self._members.values() if member.block in jobs]
             call = self._call = _Call(self._number, dict.fromkeys(asked, due))
-        packed = {block: _NUMBER.pack(call.number) + pack(own).tobytes() for block, own in jobs.items()}
-        for link in self._links:
-            if link.peer.block in jobs:
-                link.send(rank_links.SCORE, packed[link.peer.block])
-        if 0 in jobs:
-            self._jobs.put((call.number, jobs[0]))
+        for rank in asked:
+            own = jobs[self._members[rank].block]
+            if rank == 0:
+                self._jobs.put((call.number, own))
+            else:
+                self._links.send(rank, SCORE, *_pack(call.number, own))
         with self._changed:
             while call.due and self._lost is None:
                 left = min(call.due.values()) - time.monotonic()
@@ -216,35 +224,34 @@ class DistributedScorer:
 
     def _work(self, me: Member) -> None:
         while (job := self._jobs.get()) is not None:
-            kind, body = _score(self.model, job[0], job[1], me)
-            self._on_message(me, kind, body)
+            self._on_message(0, _score(self.model, *job, me))
 
-    def _on_message(self, member: Member, kind: int, body: bytes) -> None:
+    def _on_message(self, rank: int, parts: Sequence[Buffer]) -> None:
         with self._changed:
-            if kind == rank_links.READY:
-                self._loading.discard(member.rank)
-            elif kind in (rank_links.SCORES, rank_links.FAILED):
-                call = self._call
+            if parts[0] == LOADED:
+                self._loading.discard(rank)
+            else:
+                header, call = json.loads(bytes(parts[1])), self._call
                 # An answer after its call was given up comes too late for anybody.
-                if call is not None and call.number == _NUMBER.unpack_from(body)[0]:
-                    self._take(call, member, kind, body[_NUMBER.size :])
+                if call is not None and call.number == header["call"]:
+                    self._take(call, self._members[rank], header, parts[2:])
             self._changed.notify_all()
 
-    def _take(self, call: _Call, member: Member, kind: int, body: bytes) -> None:
+    def _take(self, call: _Call, member: Member, header: dict[str, Any], arrays: Sequence[Buffer]) -> None:
         call.due.pop(member.rank, None)
-        if kind == rank_links.FAILED:
-            call.failures[member.rank] = body.decode(errors="replace")
+        if "error" in header:
+            call.failures[member.rank] = header["error"]
             # Those that wait for this one in a collective will never answer.
             soon = time.monotonic() + self._rank_timeout
             for rank, due in call.due.items():
                 if self._members[rank].block == member.block:
                     call.due[rank] = min(due, soon)
         elif member.speaks:
-            call.scores[member.block] = _unpack_scores(body)
+            call.scores[member.block] = np.frombuffer(arrays[0], np.float64).reshape(header["shape"])
 
-    def _on_lost(self, member: Member, reason: str) -> None:
+    def _on_lost(self, rank: int, reason: str) -> None:
         with self._changed:
-            self._lose(f"{member} {reason}")
+            self._lose(f"{self._members[rank]} {reason}")
 
     def _lose(self, reason: str) -> None:
         if self._lost is None:
@@ -267,20 +274,18 @@ class DistributedScorer:
     def close(self) -> None:
         """Have the other ranks end, and wait for that."""
         self._jobs.put(None)
-        for link in self._links:
-            link.expect_end()
-            link.send(rank_links.STOP)
+        self._watch.stopping.set()
+        self._links.send_all(STOP)
         deadline = time.monotonic() + self._rank_timeout
-        for link in self._links:
-            if not link.wait_closed(max(0.0, deadline - time.monotonic())):
-                logger.warning("event=rank_does_not_end rank=%s", link.peer)
-            link.close()
+        for rank in self._watch.wait_closed(self._rank_timeout):
+            logger.warning("event=rank_does_not_end rank=%s", self._members[rank])
+        self._watch.close()
         self._worker.join(max(0.0, deadline - time.monotonic()))
 
 
 def follow(
     me: Member,
-    connection: socket.socket,
+    links: Links,
     leader: Member,
     load: Callable[[], BlockModel],
     *,
@@ -291,32 +296,24 @@ def follow(
 
     Args:
         me: this rank.
-        connection: to rank 0.
+        links: to rank 0.
         leader: rank 0.
         load: makes this rank's part of the model.
         rank_timeout: seconds of silence after which rank 0 counts as lost.
         end: ends the process when rank 0 is lost, on a thread that is not this one.
     """
-    inbox: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
-    link = Link(
-        connection,
-        leader,
+    inbox: queue.SimpleQueue[Sequence[Buffer]] = queue.SimpleQueue()
+    watch = LinkThread(
+        links,
         rank_timeout,
-        lambda kind, body: inbox.put((kind, body)),
-        lambda reason: (end or end_process)(f"{leader} {reason}; {me} ends"),
+        lambda rank, parts: inbox.put(parts),
+        lambda rank, reason: (end or end_process)(f"{leader} {reason}; {me} ends"),
     )
-    link.start()
     model = load()
-    link.send(rank_links.READY)
-    while True:
-        kind, body = inbox.get()
-        if kind == rank_links.STOP:
-            link.close()
-            return
-        if kind == rank_links.SCORE:
-            number = _NUMBER.unpack_from(body)[0]
-            micro_batches = unpack(np.frombuffer(body, np.int64, offset=_NUMBER.size).copy())  # torch wants to own it
-            link.send(*_score(model, number, micro_batches, me))
+    links.send(0, LOADED)
+    while (parts := inbox.get())[0] != STOP:
+        links.send(0, *_score(model, *_unpack(parts), me))
+    watch.close()
 
 
 def lead_ranks(
@@ -324,19 +321,15 @@ def lead_ranks(
 ) -> DistributedScorer:
     """On rank 0 of a job of several: meet the others, which call `follow_rank_0`. A collective call."""
     _remove_folder_of_torchrun()
-    one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    listener = Listener("127.0.0.1" if one_node else os.environ["MASTER_ADDR"])
     me = _member_of(mesh)
-    try:
-        mesh.from_main((listener.address, me))
-        connections = listener.accept(mesh.world_size - 1, CONNECT_SECONDS)
-    finally:
-        listener.close()
+    links, invitation = Links.listen(host_of_rank_0())
+    mesh.from_main((invitation, me))
+    others = accept(links, mesh.world_size - 1, CONNECT_SECONDS)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Else the server would go on as an orphan, with nobody to stop it, when torchrun is killed.
         die_with_parent(os.getppid(), signal.SIGTERM)
     try:
-        return DistributedScorer(me, connections, load, rank_timeout=rank_timeout, call_timeout=call_timeout)
+        return DistributedScorer(me, links, others, load, rank_timeout=rank_timeout, call_timeout=call_timeout)
     except RankLostError as error:
         end_process(str(error))
 
@@ -348,11 +341,41 @@ def follow_rank_0(mesh: Mesh, load: Callable[[], BlockModel], *, rank_timeout: f
     the last call is answered.
     """
     _remove_folder_of_torchrun()
-    address, leader = mesh.from_main(None)
+    invitation, leader = mesh.from_main(None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     me = _member_of(mesh)
-    follow(me, connect(address, me, CONNECT_SECONDS), leader, load, rank_timeout=rank_timeout)
+    follow(me, connect(invitation, me, CONNECT_SECONDS), leader, load, rank_timeout=rank_timeout)
+
+
+def accept(links: Links, count: int, seconds: float) -> list[Member]:
+    """Wait for this many other ranks, on rank 0.
+
+    Raises:
+        RewardServerError: not all came in time.
+    """
+    hellos = links.accept(range(1, count + 1), seconds)
+    if len(hellos) < count:
+        links.close()
+        raise RewardServerError(
+            f"only {len(hellos)} of {count} ranks connected to rank 0 within {seconds:.0f} s: {sorted(hellos)}"
+        )
+    return [Member(**json.loads(hellos[rank])) for rank in sorted(hellos)]
+
+
+def connect(invitation: Invitation, me: Member, seconds: float) -> Links:
+    """This rank's connection to rank 0.
+
+    Raises:
+        RewardServerError: it cannot be reached.
+    """
+    try:
+        return Links.connect(invitation, me.rank, json.dumps(asdict(me)).encode(), seconds)
+    except ConnectionError as error:
+        raise RewardServerError(
+            f"{me} cannot reach rank 0 at {invitation.host}:{invitation.port} ({error}); ranks of a reward server "
+            "need TCP connections to the host of rank 0"
+        ) from error
 
 
 def end_process(reason: str, code: int = EXIT_LOST_RANK) -> NoReturn:
@@ -373,25 +396,31 @@ def _remove_folder_of_torchrun() -> None:
 
 
 def _member_of(mesh: Mesh) -> Member:
-    return Member.here(mesh.rank, mesh.dp_rank, mesh.is_last_stage and mesh.tp_rank == 0)
+    return Member(mesh.rank, mesh.dp_rank, mesh.is_last_stage and mesh.tp_rank == 0)
 
 
-def _score(model: BlockModel, number: int, micro_batches: Sequence[MicroBatch], me: Member) -> tuple[int, bytes]:
-    """This rank's part of a call, as the kind and the body of a message."""
+def _score(model: BlockModel, number: int, micro_batches: Sequence[MicroBatch], me: Member) -> list[Buffer]:
+    """This rank's part of a call, as the parts of a message."""
     try:
         scores = np.asarray(model.score_micro_batches(micro_batches), np.float64)
     except Exception as error:
         logger.exception("event=rank_failed rank=%s", me)
-        return rank_links.FAILED, _NUMBER.pack(number) + f"{type(error).__name__}: {error}".encode()
-    return rank_links.SCORES, _NUMBER.pack(number) + _pack_scores(scores if me.speaks else np.zeros(0))
+        return [ANSWER, json.dumps({"call": number, "error": f"{type(error).__name__}: {error}"}).encode()]
+    if not me.speaks:
+        scores = np.zeros(0)
+    return [ANSWER, json.dumps({"call": number, "shape": scores.shape}).encode(), np.ascontiguousarray(scores).data]
 
 
-def _pack_scores(scores: np.ndarray) -> bytes:
-    shape = np.array([scores.ndim, *scores.shape], np.int64)
-    return shape.tobytes() + np.ascontiguousarray(scores).tobytes()
+def _pack(number: int, micro_batches: Sequence[MicroBatch]) -> list[Buffer]:
+    """A call as parts of a message: its number, then lengths and tokens of each micro-batch."""
+    arrays = [array for one in micro_batches for array in (one.lengths, one.tokens)]
+    return [json.dumps({"call": number}).encode(), *(np.ascontiguousarray(array, np.int64).data for array in arrays)]
 
 
-def _unpack_scores(body: bytes) -> np.ndarray:
-    ndim = int(np.frombuffer(body, np.int64, 1)[0])
-    shape = np.frombuffer(body, np.int64, ndim, offset=8)
-    return np.frombuffer(body, np.float64, offset=8 * (1 + ndim)).reshape(shape)
+def _unpack(parts: Sequence[Buffer]) -> tuple[int, list[MicroBatch]]:
+    arrays = [np.frombuffer(part, np.int64).copy() for part in parts[2:]]  # torch wants to own them
+    micro_batches = [
+        MicroBatch(np.arange(len(lengths)), tokens.reshape(len(lengths), -1), lengths)
+        for lengths, tokens in zip(arrays[::2], arrays[1::2], strict=True)
+    ]
+    return json.loads(bytes(parts[1]))["call"], micro_batches

@@ -1,12 +1,13 @@
-"""From the arrays of merged requests to rewards and statuses; every sample is checked by itself.
+"""From the arrays of merged requests to rewards and statuses, by a model or a function.
 
-Nothing here knows PyTriton: a request is a mapping from input name to array.
+Every sample is checked by itself. Nothing here knows PyTriton: a request is a mapping from input name to array.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import threading
+import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from reinforce_rl.errors import RankLostError
 from reinforce_rl.reward_model.template import encode_sample
 from reinforce_rl.reward_server.progress import Progress
 from reinforce_rl.rewards import base, wire
+from reinforce_rl.rewards.function_process.pool import PING, FunctionPool
 from reinforce_rl.rewards.wire import read_samples
 
 if TYPE_CHECKING:
@@ -27,17 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Answer = dict[str, np.ndarray]  # by the names of the outputs
-
-
-@dataclass(frozen=True)
-class ScoringTotals:
-    """Counts since the start."""
-
-    requests: int = 0
-    samples: int = 0
-    failed: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +53,9 @@ class RequestScorer:
             bit, on what other clients sent at that moment. Else all requests of a batch share one call.
         add_special_tokens: have the tokenizer add its special tokens to `sentences`. A text with the chat template
             applied holds them already.
+
+    Attributes:
+        progress: what is being done and was done; a server puts one here that other processes read.
     """
 
     def __init__(
@@ -77,15 +71,7 @@ class RequestScorer:
         self._tokenizer = cast("PreTrainedTokenizerBase", tokenizer)
         self._deterministic = deterministic
         self._add_special_tokens = add_special_tokens
-        self._lock = threading.Lock()
-        self._totals = ScoringTotals()
-        self._busy = 0
-        self._idle_since = time.monotonic()
-        self._progress: Progress | None = None
-
-    def report_to(self, progress: Progress) -> None:
-        """Tell another process, from now on, what is being done."""
-        self._progress = progress
+        self.progress = Progress()
 
     @property
     def input_forms(self) -> tuple[str, ...]:
@@ -94,22 +80,11 @@ class RequestScorer:
         return (wire.TOKENS_FORM, wire.TEXT_FORM) if with_template else (wire.TOKENS_FORM,)
 
     def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
-        """One sample of so many tokens, as JSON, by which a server proves that it can score."""
+        """A sample of this many tokens, as JSON, by which a server proves that it can score."""
         return [
             {"name": wire.TOKENS, "datatype": "INT64", "shape": [1, length], "data": [0] * length},
             {"name": wire.SEQUENCE_LENGTHS, "datatype": "INT64", "shape": [1, 1], "data": [length]},
         ]
-
-    @property
-    def totals(self) -> ScoringTotals:
-        """Counts since the start."""
-        with self._lock:
-            return self._totals
-
-    def idle_seconds(self) -> float:
-        """Time since the last batch ended; 0 while one is being scored."""
-        with self._lock:
-            return 0.0 if self._busy else time.monotonic() - self._idle_since
 
     def __call__(self, requests: Sequence[Mapping[str, np.ndarray]]) -> list[Answer]:
         """Outputs `rewards` float32 [N, 1] and `status` int32 [N, 1] for each request, in order.
@@ -120,10 +95,7 @@ class RequestScorer:
             ValueError: the inputs of no request make a form; the front door lets none such in.
             RankLostError: a rank of the server is gone, and there will be no scores any more.
         """
-        with self._lock:
-            self._busy += 1
-            if self._progress is not None:
-                self._progress.begin()
+        self.progress.begin()
         start = time.monotonic()
         try:
             try:
@@ -137,11 +109,7 @@ class RequestScorer:
             self._count(samples, answers, time.monotonic() - start)
             return answers
         finally:
-            with self._lock:
-                self._busy -= 1
-                self._idle_since = time.monotonic()
-                if self._progress is not None:
-                    self._progress.end()
+            self.progress.end()
 
     def _answer(self, requests: Sequence[Mapping[str, np.ndarray]]) -> tuple[list[Samples], list[Answer]]:
         samples = [self._read(request) for request in requests]
@@ -243,7 +211,7 @@ class RequestScorer:
 
     def _call_in_parts(self, sequences: list[list[int]], level: int = logging.ERROR) -> tuple[np.ndarray, np.ndarray]:
         """Status [n] and scores [n, 1 + K]. Where the model raises, each half is scored by itself."""
-        self._beat()
+        self.progress.beat()
         try:
             return np.zeros(len(sequences), np.int32), self._call_model(sequences)
         except RankLostError:
@@ -270,10 +238,6 @@ class RequestScorer:
             return np.column_stack([np.asarray(found.rewards, np.float64).reshape(count), attributes])
         return np.asarray(self._scorer.score(sequences), np.float64).reshape(count, 1)
 
-    def _beat(self) -> None:
-        if self._progress is not None:
-            self._progress.beat()
-
     def _count(self, samples: list[Samples], answers: list[Answer], seconds: float) -> None:
         by_status: dict[int, int] = {}
         for answer in answers:
@@ -292,14 +256,70 @@ class RequestScorer:
             seconds,
             failed,
         )
-        with self._lock:
-            if self._progress is not None:
-                self._progress.count(len(samples), by_status, tokens, seconds)
-            old = self._totals
-            self._totals = ScoringTotals(
-                requests=old.requests + len(samples),
-                samples=old.samples + count,
-                failed=old.failed + sum(failed.values()),
-                tokens=old.tokens + tokens,
-                seconds=old.seconds + seconds,
+        self.progress.count(len(samples), by_status, tokens, seconds)
+
+
+@dataclass(frozen=True)
+class FunctionScorer:
+    """What a `RewardServer` is given in place of a reward model.
+
+    Attributes:
+        pool: started.
+        function: its name in the pool.
+        max_length, vocab_size: none; it reads no tokens.
+    """
+
+    pool: FunctionPool
+    function: str
+    max_length: None = None
+    vocab_size: None = None
+
+
+class FunctionRequestScorer(RequestScorer):
+    """Answers requests of texts by a reward function; all of a merged batch are under way at once.
+
+    Args:
+        scorer: the function.
+    """
+
+    def __init__(self, scorer: FunctionScorer):
+        super().__init__(None, None)
+        self._function = scorer
+        self._canary = {"canary": secrets.token_hex(16)}  # no client's sample is answered without the function
+
+    @property
+    def input_forms(self) -> tuple[str, ...]:
+        """Texts alone."""
+        return (wire.TEXT_FORM,)
+
+    def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
+        """A sample that a worker process answers without calling the function, which need not like made-up ones."""
+        return [
+            {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]}
+            for name, text in (
+                (wire.PROMPTS, ""),
+                (wire.RESPONSES, ""),
+                (wire.METADATA, json.dumps(self._canary)),
             )
+        ]
+
+    def _read(self, request: Mapping[str, np.ndarray]) -> Samples:
+        wire.check_inputs(set(request.keys()), self.input_forms)
+        samples, status = read_samples(request)
+        return Samples([], status, samples)
+
+    def _score_requests(self, samples: list[Samples]) -> list[dict[str, np.ndarray]]:
+        pending = []
+        for one in samples:
+            good = np.flatnonzero(one.status == base.STATUS_OK)
+            texts = [text for text in one.texts if text is not None]
+            is_canary = all(dict(text.record) == self._canary for text in texts)
+            function = PING if is_canary else self._function.function
+            pending.append((one, good, self._function.pool.submit(function, texts, self.progress.beat)))
+        answers = []
+        for one, good, scores in pending:
+            status, rewards = one.status.copy(), np.full(len(one.status), np.nan, np.float32)
+            answer = scores.result()
+            status[good], rewards[good] = answer.status, answer.values
+            answers.append({wire.REWARDS: rewards[:, None], wire.STATUS: status[:, None]})
+        return answers

@@ -2,7 +2,7 @@
 
 PyTriton runs NVIDIA's tritonserver as a child, on a Unix socket, and calls the model back in this process. Clients
 talk to the front door, another child (`app.py`). What is here: the order of starting and stopping, a check of the
-model before anyone is let in, and an end that is bounded, leaves nothing behind and tells a crash from a stop.
+model before anyone is let in, and an end that is bounded, leaves nothing behind and distinguishes a crash from a stop.
 `docs/reward-server.md` describes it for users.
 """
 
@@ -26,13 +26,11 @@ from reinforce_rl.data.tokenizer import TokenizerInfo
 from reinforce_rl.errors import ModelStuckError, RewardServerError
 from reinforce_rl.reward_server.front.app import FAILED, READY, FrontSettings
 from reinforce_rl.reward_server.front.health import fault_of
-from reinforce_rl.reward_server.front.limits import FrontLimits
 from reinforce_rl.reward_server.front.process import FrontProcess
-from reinforce_rl.reward_server.function_scoring import FunctionRequestScorer, FunctionScorer
-from reinforce_rl.reward_server.options import FrontOptions, check_options
+from reinforce_rl.reward_server.options import FrontLimits, FrontOptions, check_options
 from reinforce_rl.reward_server.private_triton import PrivateTriton
 from reinforce_rl.reward_server.progress import Progress
-from reinforce_rl.reward_server.scoring import RequestScorer
+from reinforce_rl.reward_server.scoring import FunctionRequestScorer, FunctionScorer, RequestScorer
 from reinforce_rl.reward_server.triton_backend import TRITON_SOCKET, build_triton, make_home, stop_triton
 from reinforce_rl.rewards import base, transport, wire
 from reinforce_rl.rewards.transport import FailedAttempt
@@ -70,7 +68,7 @@ class RewardServer:
         deterministic: see `RequestScorer`.
         add_special_tokens: see `RequestScorer`.
         warm_up_lengths: tokens of the samples that are scored before anyone is let in.
-        details: what else tells this reward model from another; part of the handshake.
+        details: what else identifies the reward model; part of the handshake.
         ready_file: a JSON file {host, port, pid}, written once the server is ready and removed at its end.
         stop_timeout: seconds that calls in flight get to finish after SIGTERM or SIGINT.
         preferred_batch_sizes: numbers of samples that Triton would rather merge to; a request is never cut for it.
@@ -151,7 +149,7 @@ class RewardServer:
                 guard.close()
 
     def _limits(self, max_samples: int, max_length: int | None) -> FrontLimits:
-        return self._options.limits(max_samples, max_length or WIDTH_OF_TEXTS)
+        return self._options.for_model(max_samples, max_length or WIDTH_OF_TEXTS)
 
     def _serve(self, guard: Guard, listener: socket.socket) -> None:
         home = make_home(self.info.name)
@@ -161,14 +159,12 @@ class RewardServer:
         guard.remove_shared_memory(f"pytrtion{os.getpid()}-")
         if self._ready_file is not None:
             guard.remove(self._ready_file)
-        progress = Progress(home / "progress", create=True)
-        self._requests.report_to(progress)
+        progress = self._requests.progress = Progress(home / "progress", create=True)
         settings = FrontSettings(
             model=self.info.name,
             backend=str(home / TRITON_SOCKET),
             limits=self._limits(self.info.max_batch_size, self.info.max_length),
             canary=json.dumps({"inputs": self._requests.canary_inputs()}),
-            token=self._options.token,
             input_forms=self._requests.input_forms,
         )
         front = FrontProcess(listener, settings, home / "progress")
@@ -204,7 +200,7 @@ class RewardServer:
             self._announce()
             self._watch(triton, watched, front, progress, guard)
         except _StopRequested:
-            in_order = not self._tell_loss(front)
+            in_order = not self._report_loss(front)
             raise
         except RewardServerError as error:
             front.set_state(FAILED, str(error))
@@ -219,11 +215,11 @@ class RewardServer:
             if in_order:
                 if not front.drain(timeout):
                     logger.warning("event=drain_incomplete: calls were still in flight after %g s", timeout)
-                self._tell_loss(front)
+                self._report_loss(front)
             stop_triton(triton, self._requests, max(0.0, timeout - (time.monotonic() - started)))
 
-    def _tell_loss(self, front: FrontProcess) -> bool:
-        """Whether the scorer is gone; health says so then. torchrun stops all ranks once it has lost one."""
+    def _report_loss(self, front: FrontProcess) -> bool:
+        """Return True if the scorer is gone, as one that lost a rank, and mark health as failed."""
         try:
             self._check()
         except RewardServerError as lost:
@@ -276,7 +272,7 @@ class RewardServer:
         setting = f"inference.stuck_seconds is {stuck_seconds:g}"
         next_sign = 0.0
         next_summary = time.monotonic() + SUMMARY_SECONDS
-        last = self._requests.totals
+        last_requests = 0
         while True:
             if time.monotonic() >= next_sign:  # not more often, since a guard that hangs does not read them
                 guard.expect(stuck_seconds + STUCK_GRACE_SECONDS, setting)
@@ -306,10 +302,16 @@ class RewardServer:
                     "start the server again on the same port."
                 )
             if time.monotonic() >= next_summary:
-                totals = self._requests.totals
-                if totals != last:
-                    logger.info("event=totals %s", totals)
-                last = totals
+                if now.requests != last_requests:
+                    logger.info(
+                        "event=totals requests=%d samples=%d failed=%d tokens=%d seconds=%.3f",
+                        now.requests,
+                        now.samples,
+                        now.failed,
+                        now.tokens,
+                        now.seconds,
+                    )
+                last_requests = now.requests
                 next_summary = time.monotonic() + SUMMARY_SECONDS
 
     @contextlib.contextmanager

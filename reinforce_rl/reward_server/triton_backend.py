@@ -123,7 +123,8 @@ def stop_triton(triton: PrivateTriton, requests: RequestScorer, timeout: float) 
         stopper.join(0.1)
         elapsed = time.monotonic() - started
         # Triton waits out its whole limit for a client that only keeps its connection open.
-        quiet = min(elapsed, requests.idle_seconds()) > QUIET_SECONDS
+        scored = requests.progress.read()
+        quiet = not scored.busy and min(elapsed, scored.quiet_seconds) > QUIET_SECONDS
         if quiet or elapsed > timeout + QUIET_SECONDS:
             for process in children:
                 with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""What surrounds a run on one rank: signals, `status.json`, the watch over other ranks, and what this one is doing."""
+"""The context of a run on one rank: signals, `status.json`, the watchdog, and the current phase."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import psutil
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError, LostRankError, ReinforceError, StoppedEarly
+from reinforce_rl.runtime.links import host_of_rank_0
 from reinforce_rl.runtime.phases import Activity
-from reinforce_rl.runtime.rank_reports import Verdict
 from reinforce_rl.runtime.status import StatusFile, read_status
 from reinforce_rl.runtime.stop import StopNow, StopRequest
-from reinforce_rl.runtime.watchdog import Watchdog
+from reinforce_rl.runtime.watchdog import Verdict, Watchdog
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.mesh import Mesh
@@ -27,7 +27,7 @@ EXIT_INTERRUPTED = 130  # what a shell says of Ctrl-C
 
 
 class RunControl:
-    """Of one run on this rank.
+    """The context of one run on this rank.
 
     Args:
         folder: of the run.
@@ -88,19 +88,18 @@ class RunControl:
             hang_seconds=hang_seconds,
             leave=self._leave,
         )
-        # rank 0 is on the machine by whose address the ranks found each other
-        where = watchdog.open(os.environ.get("MASTER_ADDR", socket.gethostname())) if mesh.is_main else None
+        invitation = watchdog.open(host_of_rank_0()) if mesh.is_main else None
         failure: Exception | None = None
         with before_the_watch(mesh.rank, mesh.world_size):
-            where = mesh.from_main(where)
+            invitation = mesh.from_main(invitation)
             try:
                 if not mesh.is_main:
-                    watchdog.join(where)
+                    watchdog.join(invitation)
             except ReinforceError as error:
                 failure = error
             mesh.check_together(failure)
-        watchdog.start()
         try:
+            watchdog.start()
             with self.ending():
                 yield
             watchdog.end(EXIT_FINISHED)
@@ -109,7 +108,7 @@ class RunControl:
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """An error of the block is told to the other ranks at once, before whatever else is closed and sent.
+        """Send an error of the block to the other ranks at once, before anything else is closed and sent.
 
         Raises:
             LostRankError: the error came of the loss of another rank.

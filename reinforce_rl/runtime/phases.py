@@ -79,7 +79,7 @@ class StepClock:
         among_ranks: measure how long this thread waits for other ranks.
 
     Attributes:
-        seconds, own_seconds, gigabytes: by phase, `own_seconds` less what was seen of waits for other ranks. A phase
+        seconds, own_seconds, gigabytes: by phase, `own_seconds` less the measured waits for other ranks. A phase
             that comes again adds its seconds, and keeps the higher peak.
     """
 

@@ -49,7 +49,7 @@ class StatusFile:
 
     Args:
         folder: of the run.
-        enabled: False on every rank but the first, which writes nothing unless it must speak for that one.
+        enabled: False on every rank but the first; such a rank writes nothing unless the first is lost.
     """
 
     def __init__(self, folder: Path, *, enabled: bool):
@@ -71,11 +71,11 @@ class StatusFile:
         self._write(Status(step=earlier.step, max_steps=earlier.max_steps, save_seconds=earlier.save_seconds))
 
     def saved(self, seconds: float) -> None:
-        """A save is complete, and took so long."""
+        """Record how long a complete save took."""
         self._write(replace(self._status, save_seconds=seconds))
 
     def progress(self, step: int, max_steps: int) -> None:
-        """So many of the steps are done."""
+        """Record the last complete step."""
         self._write(replace(self._status, step=step, max_steps=max_steps))
 
     def speak_for_first(self) -> None:
@@ -98,6 +98,6 @@ class StatusFile:
 
 
 def read_status(folder: str | Path) -> Status | None:
-    """Of the run in a folder; None where there is none."""
+    """Read the status of the run in a folder; None where there is none."""
     path = Path(folder) / STATUS_FILE
     return Status(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None

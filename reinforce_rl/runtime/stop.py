@@ -50,13 +50,13 @@ class StopRequest:
         request = cls()
         request._listens = request._raises = True
         for number in active_stop_signals():
-            signal.signal(number, request._hear)
+            signal.signal(number, request._on_signal)
         # Python gives a signal its own effect back while it shuts down. One more then would turn the exit code of a
         # run that has saved into that of one that was killed.
         atexit.register(ignore_stop_signals)
         return request
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         first = self.reason is None
         self.reason = self.reason or self._relayed or signal.Signals(number).name
         if first and self._raises:
@@ -69,7 +69,7 @@ class StopRequest:
             os.kill(os.getpid(), signal.SIGUSR1)  # so that the main thread is interrupted as by a signal of its own
 
     def wait_for_checks(self) -> None:
-        """From now on a signal is looked at where the run asks for it."""
+        """From now on a signal takes effect at the next `check`."""
         self._raises = False
 
     def unless_asked(self, action: Callable[[], T]) -> T | None:

@@ -75,8 +75,8 @@ class RunTimer:
         if max_seconds is not None:
             bounds.append((self._started + max_seconds, f"exp_manager.max_time_per_run, counted from {since}"))
         if allocation.end is not None:
-            told = f"{END_VARIABLE}, less {LAUNCHER_SECONDS:.0f} s for the launcher"
-            bounds.append((allocation.end - LAUNCHER_SECONDS, told))
+            bound = f"{END_VARIABLE}, less {LAUNCHER_SECONDS:.0f} s for the launcher"
+            bounds.append((allocation.end - LAUNCHER_SECONDS, bound))
         self._deadline, self._bound = min(bounds, default=(float("inf"), ""))
         self._save_seconds = save_seconds
         self._validation_seconds: float | None = None
@@ -103,7 +103,7 @@ class RunTimer:
         self._validation_seconds = time.time() - began
 
     def saved(self, seconds: float) -> None:
-        """A save is complete, and took so long."""
+        """Record how long a complete save took."""
         self._save_seconds = seconds
 
     def outlook(self, due: Due = Due()) -> Outlook:
@@ -125,21 +125,21 @@ class RunTimer:
             return Outlook()
         of_end = validation + (1 + due.running_save) * save
         known = self._validation_seconds is not None or bool(self._steps)
-        told = [f"a step {step:.1f} s"] if self._steps else []
-        told += [f"a validation {validation:.1f} s"] if validations else []
+        parts = [f"a step {step:.1f} s"] if self._steps else []
+        parts += [f"a validation {validation:.1f} s"] if validations else []
         return Outlook(
             f"the time of this run is used up ({max(left, 0.0):.1f} s are left by {self._bound}; "
-            f"{', '.join([*told, f'a save {save:.1f} s'])}, and with a margin all that is to come "
+            f"{', '.join([*parts, f'a save {save:.1f} s'])}, and with a margin all that is to come "
             f"{with_margin(needed):.1f} s)",
             validates=known and with_margin(of_end) <= left,
         )
 
 
 def with_margin(seconds: float) -> float:
-    """What must be left for something that is forecast to take so long."""
+    """The forecast seconds and a margin: what must be left."""
     return (1 + MARGIN_SHARE) * seconds + MARGIN_SECONDS
 
 
-def first_save_seconds(count: float) -> float:
-    """A careful guess for a checkpoint of so many bytes."""
-    return FIXED_SECONDS + count / BYTES_A_SECOND
+def first_save_seconds(num_bytes: float) -> float:
+    """A careful guess of how long the first save of a checkpoint takes, from its bytes."""
+    return FIXED_SECONDS + num_bytes / BYTES_A_SECOND

@@ -16,8 +16,8 @@ from pathlib import Path
 from helpers.http_call import call
 
 from reinforce_rl.reward_server.front.app import READY, FrontSettings
-from reinforce_rl.reward_server.front.limits import FrontLimits
 from reinforce_rl.reward_server.front.process import FrontProcess
+from reinforce_rl.reward_server.options import FrontLimits
 from reinforce_rl.reward_server.progress import Progress
 from reinforce_rl.rewards.transport import HttpAnswer
 from reinforce_rl.utils.ports import free_port, open_port
@@ -109,7 +109,7 @@ class FrontBeforeFake:
         self.backend = FakeTriton()
         self.progress = Progress(folder / "progress", create=True)
         small = {"max_request_bytes": 10_000, "max_samples": 8, "max_sequence_length": 64, "canary_seconds": 0.5}
-        settings = FrontSettings("rm", self.backend.path, FrontLimits(**{**small, **limits}), CANARY, token)
+        settings = FrontSettings("rm", self.backend.path, FrontLimits(token=token, **{**small, **limits}), CANARY)
         self.port = free_port("127.0.0.1")
         self.process = FrontProcess(open_port("127.0.0.1", self.port), settings, folder / "progress")
         self.process.wait_until_up()

@@ -9,8 +9,8 @@ import numpy as np
 from helpers.fuzz_batches import WireRequest
 from helpers.fuzz_requests import HEADER_LENGTH
 
-from reinforce_rl.reward_server.front.limits import FrontLimits
 from reinforce_rl.reward_server.front.request import TritonRequest, read_request
+from reinforce_rl.reward_server.options import FrontLimits
 from reinforce_rl.rewards import wire
 
 LIMITS = FrontLimits(max_request_bytes=1 << 20, max_samples=64, max_sequence_length=128)

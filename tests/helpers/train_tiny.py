@@ -135,6 +135,7 @@ def act(phase: str, step: int, number: int) -> None:
                     time.sleep(0.05)
                     time.sleep(0.05)
             else:
+                time.sleep(0.2)  # for the report of the new phase, which another thread sends
                 os.kill(os.getpid(), number)
 
     def wait_for_a_signal(future: ReadyRewards) -> NoReturn:

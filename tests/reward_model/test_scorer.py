@@ -12,7 +12,7 @@ from helpers.models import tiny_llama_folder
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
-from reinforce_rl.reward_model.scorer import Batching, MegatronRewardModel, load_trunk, pack, share, unpack
+from reinforce_rl.reward_model.scorer import Batching, MegatronRewardModel, load_trunk, share
 
 CUTS = [Batching(1), Batching(5), Batching(64), Batching(8, 100), Batching(8, 100, 16), Batching(3, None, 7)]
 
@@ -45,22 +45,6 @@ def test_every_sequence_is_in_one_pass_unchanged(batching, count):
 def test_passes_hold_sequences_of_like_length():
     widths = [(one.lengths.min(), one.lengths.max()) for one in Batching(4).plan(some_sequences(30))]
     assert all(this[0] >= following[1] for this, following in itertools.pairwise(widths))
-
-
-@pytest.mark.parametrize("batching", CUTS)
-def test_packing_survives_the_wire(batching):
-    passes = batching.plan(some_sequences(30))
-    for sent, received in zip(passes, unpack(np.frombuffer(pack(passes).tobytes(), np.int64)), strict=True):
-        np.testing.assert_array_equal(sent.tokens, received.tokens)
-        np.testing.assert_array_equal(sent.lengths, received.lengths)
-    assert unpack(pack([])) == []
-
-
-def test_a_damaged_message_is_refused():
-    values = pack(Batching(4).plan(some_sequences(10)))
-    for damaged in (values[:-1], np.append(values, 0), np.array([1, -5, 3])):
-        with pytest.raises(ValueError, match="a message of"):
-            unpack(damaged)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 8])

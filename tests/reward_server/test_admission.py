@@ -6,17 +6,17 @@ import asyncio
 
 import pytest
 
-from reinforce_rl.reward_server.front.admission import BUFFERED_REQUESTS, Gate
-from reinforce_rl.reward_server.front.limits import FrontLimits, Refusal
+from reinforce_rl.reward_server.front.admission import BUFFERED_REQUESTS, Admission, Refusal, check_length
+from reinforce_rl.reward_server.options import FrontLimits
 
 
-def gate_of(in_flight: int, queue: int) -> Gate:
-    return Gate(FrontLimits(1000, 8, 64, max_in_flight=in_flight, max_queue=queue))
+def admission_of(in_flight: int, queue: int) -> Admission:
+    return Admission(FrontLimits(max_request_bytes=1000, max_in_flight=in_flight, max_queue=queue))
 
 
-async def hold(gate: Gate, name: str, order: list[str], release: asyncio.Event) -> None:
-    with gate.admitted():
-        async with gate.slot():
+async def hold(admission: Admission, name: str, order: list[str], release: asyncio.Event) -> None:
+    with admission.admitted():
+        async with admission.slot():
             order.append(name)
             await release.wait()
 
@@ -28,37 +28,37 @@ async def settle() -> None:
 
 def test_turns_come_in_order_and_one_too_many_is_busy():
     async def run() -> None:
-        gate, order, release = gate_of(2, 2), [], asyncio.Event()
-        tasks = [asyncio.create_task(hold(gate, name, order, release)) for name in "abcd"]
+        admission, order, release = admission_of(2, 2), [], asyncio.Event()
+        tasks = [asyncio.create_task(hold(admission, name, order, release)) for name in "abcd"]
         await settle()
-        assert (order, gate.in_flight, gate.queued) == (["a", "b"], 2, 2)
-        with pytest.raises(Refusal) as caught, gate.admitted():
+        assert (order, admission.in_flight, admission.queued) == (["a", "b"], 2, 2)
+        with pytest.raises(Refusal) as caught, admission.admitted():
             pass
         assert caught.value.code == 503
         assert caught.value.retry_after is not None and caught.value.retry_after >= 1
         release.set()
         await asyncio.gather(*tasks)
-        assert (order, gate.in_flight, gate.queued) == (list("abcd"), 0, 0)
+        assert (order, admission.in_flight, admission.queued) == (list("abcd"), 0, 0)
 
     asyncio.run(run())
 
 
 def test_whoever_hangs_up_frees_the_place():
     async def run() -> None:
-        gate, order, release = gate_of(1, 5), [], asyncio.Event()
-        tasks = {name: asyncio.create_task(hold(gate, name, order, release)) for name in "abc"}
+        admission, order, release = admission_of(1, 5), [], asyncio.Event()
+        tasks = {name: asyncio.create_task(hold(admission, name, order, release)) for name in "abc"}
         await settle()
         tasks["b"].cancel()  # one that waits
         await settle()
-        assert (gate.in_flight, gate.queued) == (1, 1)
+        assert (admission.in_flight, admission.queued) == (1, 1)
         tasks["a"].cancel()  # the one that is served
         await settle()
-        assert (order, gate.in_flight, gate.queued) == (["a", "c"], 1, 0)
+        assert (order, admission.in_flight, admission.queued) == (["a", "c"], 1, 0)
         tasks["c"].cancel()
         await settle()
-        assert (gate.in_flight, gate.queued) == (0, 0)
+        assert (admission.in_flight, admission.queued) == (0, 0)
         release.set()
-        await hold(gate, "d", order, release)
+        await hold(admission, "d", order, release)
         assert order == ["a", "c", "d"]
 
     asyncio.run(run())
@@ -66,60 +66,68 @@ def test_whoever_hangs_up_frees_the_place():
 
 def test_a_turn_that_comes_together_with_the_hang_up_is_passed_on():
     async def run() -> None:
-        gate, order, release = gate_of(1, 5), [], asyncio.Event()
+        admission, order, release = admission_of(1, 5), [], asyncio.Event()
         first = asyncio.Event()
-        tasks = [asyncio.create_task(hold(gate, "a", order, first))]
-        tasks += [asyncio.create_task(hold(gate, name, order, release)) for name in "bc"]
+        tasks = [asyncio.create_task(hold(admission, "a", order, first))]
+        tasks += [asyncio.create_task(hold(admission, name, order, release)) for name in "bc"]
         await settle()
         first.set()
         await asyncio.sleep(0)  # a is awake, and gives b its turn within this step
         tasks[1].cancel()
         await settle()
-        assert (order, gate.in_flight) == (["a", "c"], 1)
+        assert (order, admission.in_flight) == (["a", "c"], 1)
         release.set()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert gate.in_flight == 0
+        assert admission.in_flight == 0
 
     asyncio.run(run())
 
 
 def test_a_drain_sends_those_that_wait_away_and_keeps_the_others():
     async def run() -> None:
-        gate, order, release = gate_of(1, 5), [], asyncio.Event()
-        served, waiting = (asyncio.create_task(hold(gate, name, order, release)) for name in "ab")
+        admission, order, release = admission_of(1, 5), [], asyncio.Event()
+        served, waiting = (asyncio.create_task(hold(admission, name, order, release)) for name in "ab")
         await settle()
-        gate.drain()
+        admission.drain()
         await settle()
         with pytest.raises(Refusal, match="stopping"):
             await waiting
-        with pytest.raises(Refusal, match="stopping"), gate.admitted():
+        with pytest.raises(Refusal, match="stopping"), admission.admitted():
             pass
         assert not served.done()
         release.set()
         await served
-        assert gate.in_flight == 0
+        assert admission.in_flight == 0
 
     asyncio.run(run())
 
 
 def test_bodies_share_a_bounded_memory():
-    gate = gate_of(4, 4)
-    with gate.memory() as first, gate.memory() as second:
-        first.grow_to(1000 * (BUFFERED_REQUESTS - 1))
-        second.grow_to(900)
-        second.grow_to(1000)
+    admission = admission_of(4, 4)
+    with admission.memory() as first, admission.memory() as second:
+        first(1000 * (BUFFERED_REQUESTS - 1))
+        second(900)
+        second(1000)
         with pytest.raises(Refusal, match="memory") as caught:
-            second.grow_to(1001)
+            second(1001)
         assert caught.value.code == 503
-    with gate.memory() as third:
-        third.grow_to(1000 * BUFFERED_REQUESTS)
+    with admission.memory() as third:
+        third(1000 * BUFFERED_REQUESTS)
 
 
 def test_the_time_to_come_back_follows_the_queue(monkeypatch):
-    gate = gate_of(2, 100)
-    gate._note(3.0)
-    assert gate.retry_after() == 3
-    gate._inside = 20
-    assert gate.retry_after() == 30
-    gate._inside = 2000
-    assert gate.retry_after() == 60
+    admission = admission_of(2, 100)
+    admission.note_seconds(3.0)
+    assert admission.retry_after() == 3
+    admission._inside = 20
+    assert admission.retry_after() == 30
+    admission._inside = 2000
+    assert admission.retry_after() == 60
+
+
+def test_a_body_has_a_greatest_length():
+    limits = FrontLimits(max_request_bytes=10_000)
+    check_length(10_000, limits)
+    check_length(None, limits)
+    with pytest.raises(Refusal, match=r"10001 bytes.*at most 10000"):
+        check_length(10_001, limits)

@@ -17,7 +17,7 @@ from helpers.http_call import call
 from helpers.toy_server import wait_for
 
 from reinforce_rl.reward_server.front.app import FAILED
-from reinforce_rl.reward_server.front.metrics import STATUS_LABELS
+from reinforce_rl.reward_server.front.health import STATUS_LABELS
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.transport import FailedAttempt
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from helpers.merged_requests import ALL_FORMS, arrays_of
 
-from reinforce_rl.reward_server.front.limits import FrontLimits, Refusal
+from reinforce_rl.reward_server.front.admission import Refusal
 from reinforce_rl.reward_server.front.request import read_request
+from reinforce_rl.reward_server.options import FrontLimits
 
 triton = pytest.importorskip("tritonclient.http")
 

@@ -17,9 +17,8 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import RewardServerError
-from reinforce_rl.reward_server.front.limits import Refusal
-from reinforce_rl.reward_server.function_scoring import FunctionRequestScorer, FunctionScorer
-from reinforce_rl.reward_server.scoring import RequestScorer
+from reinforce_rl.reward_server.front.admission import Refusal
+from reinforce_rl.reward_server.scoring import FunctionRequestScorer, FunctionScorer, RequestScorer
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.base import TextSample
 from reinforce_rl.rewards.function_process.loading import FunctionSpec

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +22,8 @@ from reinforce_rl.errors import RankLostError, RewardServerError
 from reinforce_rl.megatron.model.reward_head import POOLINGS, RewardHead
 from reinforce_rl.reward_model.scorer import Batching, Merging, MicroBatch, load_reward_model
 from reinforce_rl.reward_server import ranks
-from reinforce_rl.reward_server.rank_links import Listener, Member, connect
-from reinforce_rl.reward_server.ranks import DistributedScorer, follow
+from reinforce_rl.reward_server.ranks import DistributedScorer, Member, accept, connect, follow
+from reinforce_rl.runtime.links import Invitation, Links
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "reward_ranks.py"
 FAIL, HANG, MISCOUNT = 101, 102, 103
@@ -66,31 +65,47 @@ class Group:
         members = [Member(r, b, b not in blocks[r + 1 :], f"host{r}", 1000 + r) for r, b in enumerate(blocks)]
         self.models = [SumModel(member, **model) for member in members]
         self.ends: dict[int, str] = {}
-        self.connections: dict[int, socket.socket] = {}
-        listener = Listener()
+        self.links: dict[int, Links] = {}
+        self.links[0], invitation = Links.listen("127.0.0.1")
         self.threads = [
-            threading.Thread(target=self._follow, args=(listener, members[0], member, rank_timeout), daemon=True)
+            threading.Thread(target=self._follow, args=(invitation, members[0], member, rank_timeout), daemon=True)
             for member in members[1:]
         ]
         for thread in self.threads:
             thread.start()
-        accepted = listener.accept(len(blocks) - 1, 10)
-        listener.close()
+        others = accept(self.links[0], len(blocks) - 1, 10)
+        assert others == members[1:]
         self.scorer = DistributedScorer(
-            members[0], accepted, lambda: self.models[0], rank_timeout=rank_timeout, call_timeout=call_timeout
+            members[0],
+            self.links[0],
+            others,
+            lambda: self.models[0],
+            rank_timeout=rank_timeout,
+            call_timeout=call_timeout,
         )
 
-    def _follow(self, listener: Listener, leader: Member, me: Member, rank_timeout: float) -> None:
-        connection = self.connections[me.rank] = connect(listener.address, me, 10)
+    def _follow(self, invitation: Invitation, leader: Member, me: Member, rank_timeout: float) -> None:
+        links = self.links[me.rank] = connect(invitation, me, 10)
         end = self.ends.setdefault
         follow(
             me,
-            connection,
+            links,
             leader,
             lambda: self.models[me.rank],
             rank_timeout=rank_timeout,
             end=lambda reason: end(me.rank, reason),
         )
+
+    def kill(self, rank: int) -> None:
+        """End a rank's connection on its own thread, as the kernel does for a process that dies."""
+        links = self.links[rank]
+        links.poll = lambda seconds: links._socket.close(0) or time.sleep(seconds) or []
+        links.wake()
+
+    def mute(self, rank: int) -> None:
+        """Its process is alive and its connection open, but nothing comes any more."""
+        links = self.links[rank]
+        links._flush = lambda: links._outbox.clear()
 
     def close(self) -> None:
         for model in self.models:
@@ -203,7 +218,7 @@ def test_a_wrong_number_of_scores_is_an_error(group_of):
 
 def test_a_rank_that_dies_fails_the_call_under_way_at_once(group_of):
     group = group_of(0, 1, only=1, rank_timeout=60.0)
-    timer = threading.Timer(0.3, lambda: group.connections[1].shutdown(socket.SHUT_RDWR))
+    timer = threading.Timer(0.3, lambda: group.kill(1))
     timer.start()
     began = time.monotonic()
     with pytest.raises(RankLostError, match=r"rank 1 \(host host1, process 1001\) died"):
@@ -213,15 +228,11 @@ def test_a_rank_that_dies_fails_the_call_under_way_at_once(group_of):
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_an_idle_rank_that_falls_silent_is_found(group_of, monkeypatch, silent):
-    """Its process is alive and its connection open, but nothing comes any more."""
-    muted: list[socket.socket] = []
-    real = socket.socket.sendall
-    monkeypatch.setattr(socket.socket, "sendall", lambda self, data: None if self in muted else real(self, data))
+def test_an_idle_rank_that_falls_silent_is_found(group_of, silent):
     group = group_of(0, 1, rank_timeout=0.5)
     time.sleep(1.5)
     group.scorer.check()  # signs of life go to and fro
-    muted.append(group.connections[1] if silent == 1 else group.scorer._links[0]._connection)
+    group.mute(silent)
     deadline = time.monotonic() + 20
     with pytest.raises(RankLostError) as caught:
         while time.monotonic() < deadline:
@@ -238,13 +249,40 @@ def test_leaving_with_a_lost_rank_ends_the_process(group_of, monkeypatch):
     monkeypatch.setattr(ranks, "end_process", ended.append)
     group = group_of(0, 1)
     with group.scorer:
-        group.connections[1].shutdown(socket.SHUT_RDWR)
+        group.kill(1)
         group.scorer._changed.acquire()
         group.scorer._changed.wait_for(lambda: group.scorer._lost is not None, 20)
         group.scorer._changed.release()
     assert len(ended) == 1
     assert "rank 1" in ended[0]
     assert "start it again" in ended[0]
+
+
+def test_a_rank_that_never_comes_is_named():
+    links, invitation = Links.listen("127.0.0.1")
+    second = connect(invitation, Member(2, 1, True), 10)
+    with pytest.raises(RewardServerError, match=r"only 1 of 2 ranks connected to rank 0 within 0 s: \[2\]"):
+        accept(links, 2, 0.4)
+    second.close()
+    with pytest.raises(RewardServerError, match=r"rank 1 \(host h, process 1\) cannot reach rank 0 .*refused.* TCP"):
+        connect(invitation, Member(1, 1, True, "h", 1), 10)
+
+
+def test_a_large_call_arrives_whole():
+    numbers = np.arange(3_000_000, dtype=np.int64)
+    links, invitation = Links.listen("127.0.0.1")
+    other = connect(invitation, Member(1, 1, True), 10)
+    accept(links, 1, 10)
+    other.send(0, b"kind", numbers.data)
+    other.poll(0)
+    deadline = time.monotonic() + 30
+    while not (found := links.poll(1.0)) and time.monotonic() < deadline:
+        pass
+    ((rank, (kind, array)),) = found
+    assert (rank, bytes(kind)) == (1, b"kind")
+    np.testing.assert_array_equal(np.frombuffer(array, np.int64), numbers)
+    other.close()
+    links.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+import zmq
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_LOST_RANK, ReinforceError
+from reinforce_rl.errors import EXIT_ERROR, EXIT_LOST_RANK, EXIT_STOPPED, ReinforceError
 from reinforce_rl.runtime import watchdog
+from reinforce_rl.runtime.links import Invitation
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
-from reinforce_rl.runtime.rank_reports import Verdict
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.runtime.watchdog import Watchdog
+from reinforce_rl.runtime.watchdog import Report, Verdict, Watchdog, died, failed, hung, silent, waited_for
 
 DEADLINE = 30.0
 
@@ -50,7 +52,7 @@ def make(monkeypatch) -> Iterator:
         pair = Rank(0, **limits), Rank(1, **limits)
         ranks.extend(pair)
         pair[1].watch.join(pair[0].watch.open("localhost"))
-        for rank in pair:
+        for rank in reversed(pair):
             rank.watch.start()
         pair[1].activity.at_step(7)
         pair[1].activity.begin("generate")
@@ -98,24 +100,37 @@ def test_a_rank_that_stands_still_ends_both(make):
 
 
 def test_strangers_are_turned_away(make):
+    """Whoever does not speak the protocol, and whoever has keys of his own."""
     first = Rank(0)
-    host, port, _ = first.watch.open("localhost")
-    first.watch.start()
+    invitation = first.watch.open("localhost")
     try:
-        for line in (b"GET / HTTP/1.1\r\n\r\n", json.dumps({"token": "x", "report": {"rank": 1}}).encode() + b"\n"):
-            with socket.create_connection((host, port), timeout=DEADLINE) as stranger:
-                stranger.sendall(line)
-                assert stranger.recv(1) == b""
+        with socket.create_connection((invitation.host, invitation.port), timeout=DEADLINE) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(100):
+                    pass
+        public_key, secret_key = zmq.curve_keypair()
+        forged = replace(invitation, public_key=public_key, secret_key=secret_key)
+        with pytest.raises(ReinforceError, match="it closed the connection, as to a stranger"):
+            Rank(1).watch.join(forged)
     finally:
-        first.watch.end(0)
         first.watch.close()
 
 
 def test_a_first_rank_that_cannot_be_reached():
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(ReinforceError, match=f"rank 1 .*cannot reach rank 0 at localhost:{port}"):
-        Rank(1).watch.join(("localhost", port, ""))
+    invitation = Invitation("127.0.0.1", port, *(zmq.curve_keypair()[0] for _ in range(3)))
+    with pytest.raises(ReinforceError, match=f"rank 1 .*cannot reach rank 0 at 127.0.0.1:{port}: Connection refused"):
+        Rank(1).watch.join(invitation)
+
+
+def test_a_first_rank_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(watchdog, "CONNECT_SECONDS", 0.3)
+    with socket.create_server(("localhost", 0)) as silent_one:
+        keys = (zmq.curve_keypair()[0] for _ in range(3))
+        with pytest.raises(ReinforceError, match=r"cannot reach rank 0 at .*: timed out"):
+            Rank(1).watch.join(Invitation("127.0.0.1", silent_one.getsockname()[1], *keys))
 
 
 def test_where_a_thread_is():
@@ -139,3 +154,52 @@ def test_where_a_thread_is():
     assert not places[-1].in_collective
     watcher.look()
     assert watcher.look().still_since >= places[-1].still_since
+
+
+WAITS = Report(0, "a", "generate", 3, 17, 40.0, in_collective=True, still=40.0, line="megatron/mesh.py:183")
+HANGS = Report(1, "b", "generate", 3, 17, 41.0, line="generation/native/generator.py:95", still=41.0)
+
+
+def test_a_rank_that_does_not_wait_hangs_once_nobody_moves():
+    verdict = hung([WAITS, HANGS], 30.0)
+    assert verdict is not None and verdict.exit_code == EXIT_LOST_RANK and not verdict.of_first
+    assert "rank 1 (host b) hangs in phase generate of step 3 at generation/native/generator.py:95" in verdict.text
+    assert "no rank has got any further for 40 s" in verdict.text
+    assert hung([WAITS, replace(HANGS, still=29.0)], 30.0) is None
+    assert hung([replace(WAITS, still=1.0), HANGS], 30.0) is None
+
+
+def test_where_all_wait_the_ones_behind_are_to_blame():
+    behind = [replace(WAITS, rank=rank, number=16, phase="logprobs") for rank in (1, 2)]
+    verdict = hung([WAITS, *behind], 30.0)
+    assert verdict is not None
+    assert verdict.text.startswith("rank 1 (host a), rank 2 (host a) hangs in phase logprobs of step 3")
+
+
+def test_who_waits_for_the_reward_server_is_left_alone():
+    assert hung([WAITS, replace(HANGS, has_deadline=True)], 30.0) is None
+    assert waited_for([WAITS, replace(HANGS, has_deadline=True)], {0: "Timed out"}) is None
+
+
+def test_a_collective_that_timed_out_is_blamed_on_whom_it_waited_for():
+    """Rank 0 gave up waiting, rank 1 does something and moves, rank 2 waits for it too."""
+    moves, also_waits = replace(HANGS, still=0.1), replace(WAITS, rank=2)
+    gave_up = replace(WAITS, in_collective=False, still=0.1)
+    verdict = waited_for([gave_up, moves, also_waits], {0: "Timed out waiting 60000ms for recv\n"})
+    assert verdict is not None and verdict.exit_code == EXIT_LOST_RANK and not verdict.of_first
+    assert verdict.text.startswith(
+        "rank 1 (host b) hangs in phase generate of step 3 at generation/native/generator.py:95: "
+    )
+    assert "rank 0 has waited for longer than torch's own limit (Timed out waiting 60000ms for recv)." in verdict.text
+    assert waited_for([gave_up, moves], {}) is None
+    assert waited_for([gave_up, moves], {0: "Timed out", 1: "Timed out"}) is None
+
+
+def test_what_is_said_of_a_lost_rank():
+    assert "rank 1 (host b) died in phase generate of step 3" in died([HANGS]).text
+    text = silent([replace(HANGS, rank=0, step=0, phase="export")], 60.0)
+    assert text.of_first and "60 s ago, in phase export, before the first step" in text.text
+    broken = failed(HANGS, 1, "ValueError: {not a format}")
+    assert "rank 1 (host b) failed in phase generate of step 3: ValueError: {not a format}" in broken.text
+    assert failed(HANGS, EXIT_STOPPED, "stopped by SIGTERM").exit_code == EXIT_STOPPED
+    assert "rank 8 (host a) and 2 more" in died([replace(WAITS, rank=rank) for rank in range(1, 11)]).text

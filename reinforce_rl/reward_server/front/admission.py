@@ -1,4 +1,4 @@
-"""How many requests the server holds: some are with Triton, some wait for it, and the rest are told to come back."""
+"""Admission control: bounds requests in flight, queued and in memory; rejects the rest with 503."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
-from reinforce_rl.reward_server.front.limits import FrontLimits, Refusal
+from reinforce_rl.reward_server.options import FrontLimits
 from reinforce_rl.rewards.wire import MAX_RETRY_SECONDS
 
 FIRST_GUESS_SECONDS = 1.0  # of a request's time, before there was one
@@ -18,7 +18,33 @@ DRAIN_RETRY_SECONDS = 10  # a server that ends may be started again
 BUFFERED_REQUESTS = 8  # bodies of the largest size that may be in memory at the same time
 
 
-class Gate:
+class Refusal(Exception):
+    """A request that is answered with an HTTP error.
+
+    Attributes:
+        code: the HTTP status.
+        text: for the client; it may quote the request, so it must not be logged.
+        retry_after: seconds after which the client may try again.
+    """
+
+    def __init__(self, code: int, text: str, *, retry_after: int | None = None):
+        super().__init__(text)
+        self.code = code
+        self.text = text
+        self.retry_after = retry_after
+
+
+def check_length(length: int | None, limits: FrontLimits) -> None:
+    """Raises Refusal (413) where a body is, or claims to be, too long."""
+    if length is not None and length > limits.max_request_bytes:
+        raise Refusal(
+            413,
+            f"the request has {length} bytes, this server takes at most {limits.max_request_bytes} "
+            "(inference.max_request_bytes); send fewer samples at a time",
+        )
+
+
+class Admission:
     """Counts requests from the end of their bodies to their answers; for one event loop."""
 
     def __init__(self, limits: FrontLimits):
@@ -70,19 +96,24 @@ class Gate:
             self._inside -= 1
 
     @contextlib.contextmanager
-    def memory(self) -> Iterator[ByteBudget]:
-        """Room for a body, given back at the end."""
-        budget = ByteBudget(self)
-        try:
-            yield budget
-        finally:
-            self._bytes -= budget.held
+    def memory(self) -> Iterator[Callable[[int], None]]:
+        """Room for a body, given back at the end. Yields a function that makes it hold this many bytes.
 
-    def take_bytes(self, count: int) -> None:
-        """Raises Refusal (503) where the bodies in memory would be too many with these."""
-        if self._bytes + count > BUFFERED_REQUESTS * self._limits.max_request_bytes:
-            raise self._busy("the requests that wait fill the memory set apart for them")
-        self._bytes += count
+        It raises Refusal (503) where the bodies in memory would be too many with these.
+        """
+        held = 0
+
+        def grow_to(count: int) -> None:
+            nonlocal held
+            if self._bytes + count - held > BUFFERED_REQUESTS * self._limits.max_request_bytes:
+                raise self._busy("the requests that wait fill the memory set apart for them")
+            self._bytes += count - held
+            held = count
+
+        try:
+            yield grow_to
+        finally:
+            self._bytes -= held
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -109,8 +140,13 @@ class Gate:
         try:
             yield
         finally:
-            self._note(time.monotonic() - started)
+            self.note_seconds(time.monotonic() - started)
             self._release()
+
+    def note_seconds(self, seconds: float) -> None:
+        """Count what a request took towards the running mean."""
+        old = seconds if self._mean_seconds is None else self._mean_seconds
+        self._mean_seconds = (1 - WEIGHT_OF_LAST) * old + WEIGHT_OF_LAST * seconds
 
     def drain(self) -> None:
         """Take no more requests, and send away those that wait."""
@@ -128,10 +164,6 @@ class Gate:
                 self._in_flight += 1
                 turn.set_result(None)
 
-    def _note(self, seconds: float) -> None:
-        old = seconds if self._mean_seconds is None else self._mean_seconds
-        self._mean_seconds = (1 - WEIGHT_OF_LAST) * old + WEIGHT_OF_LAST * seconds
-
     def _refuse_while_draining(self) -> None:
         if self._draining:
             raise self._stopping()
@@ -141,17 +173,3 @@ class Gate:
 
     def _stopping(self) -> Refusal:
         return Refusal(503, "the reward server is stopping", retry_after=DRAIN_RETRY_SECONDS)
-
-
-class ByteBudget:
-    """What one body has taken of the memory for all."""
-
-    def __init__(self, gate: Gate):
-        self._gate = gate
-        self.held = 0
-
-    def grow_to(self, count: int) -> None:
-        """Hold `count` bytes; Refusal (503) where they are not there."""
-        if count > self.held:
-            self._gate.take_bytes(count - self.held)
-            self.held = count

@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, hdrs, web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from reinforce_rl.reward_server.front.admission import Gate
-from reinforce_rl.reward_server.front.health import Health, Verdict
-from reinforce_rl.reward_server.front.limits import FrontLimits, Refusal, check_length
-from reinforce_rl.reward_server.front.metrics import CONTENT_TYPE, FrontMetrics
+from reinforce_rl.reward_server.front.admission import Admission, Refusal, check_length
+from reinforce_rl.reward_server.front.health import FrontMetrics, Health, Verdict
 from reinforce_rl.reward_server.front.request import TritonRequest, json_length, read_request
+from reinforce_rl.reward_server.options import FrontLimits
 from reinforce_rl.reward_server.progress import Progress
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import HEADER_LENGTH, REQUEST_DIGEST, REQUEST_ID
@@ -50,9 +50,8 @@ class FrontSettings:
     """Attributes:
     model: the reward model's name in URLs.
     backend: Triton's Unix socket.
-    limits: on requests.
+    limits: on requests, and the token.
     canary: the inputs of a sample that the model can always score, as JSON.
-    token: asked of every client; None: of none.
     input_forms: that the model reads.
     """
 
@@ -60,7 +59,6 @@ class FrontSettings:
     backend: str
     limits: FrontLimits
     canary: str
-    token: str | None = None
     input_forms: Sequence[str] = (wire.TOKENS_FORM,)
 
 
@@ -90,8 +88,8 @@ class Front:
         self._settings = settings
         self._limits = settings.limits
         self._progress = progress
-        self._gate = Gate(settings.limits)
-        self._metrics = FrontMetrics(self._gate, progress)
+        self._admission = Admission(settings.limits)
+        self._metrics = FrontMetrics(self._admission, progress)
         self._answers = 0
         self._health = Health(
             self._ask_model, settings.canary.encode(), lambda: self._answers, progress, settings.limits
@@ -131,10 +129,10 @@ class Front:
         await self._session.close()
 
     def set_state(self, state: str, reason: str = "") -> None:
-        """As the server says: STARTING, READY, DRAINING or FAILED."""
+        """Set by the server: STARTING, READY, DRAINING or FAILED."""
         self._state, self._reason = state, reason
         if state == DRAINING:
-            self._gate.drain()
+            self._admission.drain()
             self._note_if_empty()
 
     async def wait_until_empty(self) -> None:
@@ -144,7 +142,7 @@ class Front:
             await self._session.close()  # an open one would hold up Triton's stop
 
     def _note_if_empty(self) -> None:
-        if self._state == DRAINING and self._gate.in_flight == 0:
+        if self._state == DRAINING and self._admission.in_flight == 0:
             self._empty.set()
 
     # Around every request.
@@ -203,7 +201,7 @@ class Front:
         )
 
     def _authorise(self, request: web.Request) -> None:
-        if not wire.is_authorised(request.headers.get(wire.TOKEN_HEADER), self._settings.token):
+        if not wire.is_authorised(request.headers.get(wire.TOKEN_HEADER), self._limits.token):
             raise Refusal(
                 401,
                 "this reward server asks for an access token; send it as 'Authorization: Bearer TOKEN' (a run has it "
@@ -214,10 +212,10 @@ class Front:
         if self._state == STARTING:
             raise Refusal(503, "the reward server is starting", retry_after=START_RETRY_SECONDS)
         if self._state != READY:
-            raise Refusal(503, f"the reward server is {self._state}", retry_after=self._gate.retry_after())
+            raise Refusal(503, f"the reward server is {self._state}", retry_after=self._admission.retry_after())
 
     async def _expect(self, request: web.Request) -> web.StreamResponse | None:
-        """Whoever asks first, as curl does with a large body, is told before it sends it."""
+        """Answer `Expect: 100-continue`, which curl sends before a large body."""
         try:
             self._authorise(request)
             self._check_body(request)
@@ -243,21 +241,21 @@ class Front:
         self._authorise(request)
         self._check_ready()
         self._check_body(request)
-        self._gate.check_room()
-        with self._gate.memory() as memory:
+        self._admission.check_room()
+        with self._admission.memory() as grow_to:
             parts = []
             async for part in _parts_of(request, BODY_SECONDS, self._limits.idle_seconds):
                 record.size += len(part)
                 check_length(record.size, self._limits)
-                memory.grow_to(record.size)
+                grow_to(record.size)
                 parts.append(part)
             body = b"".join(parts)
             parts.clear()
             wanted = await self._read(request, body, self._settings.input_forms)
             del body
             record.samples = wanted.samples
-            with self._gate.admitted():  # only now: a place is not for who sends slowly
-                async with self._gate.slot():
+            with self._admission.admitted():  # only now: a place is not for who sends slowly
+                async with self._admission.slot():
                     answer = await self._pass_on(request, wanted, self._limits.request_seconds)
                     self._answers += 1
                     return answer
@@ -346,8 +344,8 @@ class Front:
         values = {
             "state": self._state,
             "model": self._settings.model,
-            "in_flight": self._gate.in_flight,
-            "queued": self._gate.queued,
+            "in_flight": self._admission.in_flight,
+            "queued": self._admission.queued,
             **asdict(verdict),
         }
         code = 200 if verdict.healthy else 503
@@ -356,7 +354,7 @@ class Front:
     async def _answer_metrics(self, request: web.Request) -> web.Response:
         self._authorise(request)
         text = self._metrics.text(ready=self._state == READY)
-        return web.Response(body=text, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
+        return web.Response(body=text, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
 
 
 async def _parts_of(request: web.Request, seconds: float, pause: float):

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from reinforce_rl.reward_server.front.limits import MAX_JSON_BYTES, FrontLimits, Refusal
+from reinforce_rl.reward_server.front.admission import Refusal
+from reinforce_rl.reward_server.options import FrontLimits
 from reinforce_rl.rewards import wire
 
+MAX_JSON_BYTES = 1 << 24  # it is parsed in the process that answers for health; larger batches are sent in binary
 MAX_TENSORS = 16
 BINARY_SIZE = "binary_data_size"
 OUTPUTS = (wire.REWARDS, wire.STATUS, wire.ATTRIBUTES, wire.INFO_OUTPUT)

@@ -1,0 +1,341 @@
+"""Connections between rank 0 and the other ranks, over ZeroMQ: encrypted, and closed to whoever is not of the job.
+
+They are no collectives: one that waits for weeks runs into its time limit, does not name the rank it waits for, and
+cannot be given up. The end of a process closes its connection at once. A process or host that stands still is found by
+its silence, since each end sends a beat now and then. ZMTP's own heartbeats would also end in a closed connection, as
+a death does, and the two are different faults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from socket import gethostname, socketpair
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+Buffer = bytes | memoryview
+Message = tuple[int, list[memoryview]]  # the rank that sent it, and its parts
+
+BEATS_A_TIMEOUT = 5  # within the time after which silence counts
+LINGER_SECONDS = 2.0  # for messages that are on their way when a connection is closed
+_BEAT = (b"",)
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Where rank 0 listens, and the keys of both ends. Whoever holds it is let in, so it travels among the ranks only.
+
+    Attributes:
+        host, port: of the TCP socket.
+        server_key: rank 0's public key.
+        public_key, secret_key: what all other ranks prove themselves with.
+    """
+
+    host: str
+    port: int
+    server_key: bytes
+    public_key: bytes
+    secret_key: bytes
+
+
+@dataclass(eq=False)
+class Peer:
+    """The other end of a connection.
+
+    Attributes:
+        rank: the other end's.
+        silence: seconds since its last message, less those in which this process was stopped itself.
+        closed: the connection is.
+    """
+
+    rank: int
+    silence: float = 0.0
+    closed: bool = False
+
+
+class Links:
+    """Rank 0's connections to the others (`listen`, then `accept`), or another rank's to rank 0 (`connect`).
+
+    Args:
+        socket: of ZeroMQ, configured and not yet bound or connected.
+        rank: of this end.
+
+    Attributes:
+        peers: by rank.
+        beat_seconds: between two beats.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], rank: int):
+        self.peers: dict[int, Peer] = {}
+        self.beat_seconds = 1.0
+        self._beat: Callable[[], Sequence[Buffer]] = lambda: _BEAT
+        self._rank = rank
+        self._socket = socket
+        socket.set_hwm(0)  # a message is never dropped
+        self._monitor = socket.get_monitor_socket()
+        self._ranks: dict[int, int] = {}  # by file descriptor, on rank 0
+        self._outbox: deque[tuple[int, Sequence[Buffer]]] = deque()
+        self._early: list[Message] = []  # that came during `accept`
+        self._wakes, self._wake = socketpair()
+        self._wake.setblocking(False)
+        self._poller = zmq.Poller()
+        for source in (socket, self._monitor, self._wakes):
+            self._poller.register(source, zmq.POLLIN)
+        self._next_beat = self._last_poll = time.monotonic()
+        self._authenticator: ThreadAuthenticator | None = None
+        self._closing = threading.Lock()
+        self._is_closed = False
+
+    @classmethod
+    def listen(cls, host: str) -> tuple[Links, Invitation]:
+        """Rank 0's end, and what the others `connect` with.
+
+        Args:
+            host: this machine's name or address for the other ranks. Unless it is the loopback, every address is
+                listened on, since a name may mean another one here than over there.
+        """
+        server_key, server_secret = zmq.curve_keypair()
+        public_key, secret_key = zmq.curve_keypair()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve_callback("*", _OneKey(public_key))
+        router = context.socket(zmq.ROUTER)
+        router.curve_server = True
+        router.curve_publickey, router.curve_secretkey = server_key, server_secret
+        router.backlog = 1024
+        links = cls(router, 0)
+        links._authenticator = authenticator
+        is_local = host in ("127.0.0.1", "localhost", "::1")
+        router.ipv6 = not is_local
+        router.bind(f"tcp://{'127.0.0.1' if is_local else '*'}:*")
+        port = int(bytes(router.get(zmq.LAST_ENDPOINT)).rpartition(b":")[2])
+        return links, Invitation("127.0.0.1" if is_local else host, port, server_key, public_key, secret_key)
+
+    @classmethod
+    def connect(cls, invitation: Invitation, rank: int, hello: bytes, seconds: float) -> Links:
+        """Another rank's end.
+
+        Args:
+            hello: what `accept` returns of this rank.
+
+        Raises:
+            ConnectionError: rank 0 was not there, or did not let this rank in.
+        """
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.routing_id = b"rank %d" % rank
+        dealer.reconnect_ivl = -1  # a connection that has ended is a rank that is lost
+        dealer.connect_timeout = dealer.handshake_ivl = round(1000 * seconds)
+        dealer.curve_serverkey = invitation.server_key
+        dealer.curve_publickey, dealer.curve_secretkey = invitation.public_key, invitation.secret_key
+        links = cls(dealer, rank)
+        dealer.ipv6 = invitation.host != "127.0.0.1"
+        host = f"[{invitation.host}]" if ":" in invitation.host else invitation.host
+        try:
+            dealer.connect(f"tcp://{host}:{invitation.port}")
+            links._wait_for_handshake(time.monotonic() + seconds)
+        except (zmq.ZMQError, ConnectionError) as error:
+            links.close()
+            raise ConnectionError(str(error)) from error
+        links.peers = {0: Peer(0)}
+        links.send(0, hello)
+        links._flush()
+        return links
+
+    def accept(self, ranks: Collection[int], seconds: float) -> dict[int, bytes]:
+        """The hellos of these ranks; only of those that came in time."""
+        hellos: dict[int, bytes] = {}
+        deadline = time.monotonic() + seconds
+        while len(hellos) < len(ranks) and (left := deadline - time.monotonic()) > 0:
+            for rank, parts in self.poll(left):
+                if rank in hellos:
+                    self._early.append((rank, parts))
+                elif rank in ranks:
+                    hellos[rank] = bytes(parts[0])
+        for peer in self.peers.values():
+            peer.silence = 0.0
+        return hellos
+
+    def set_beat(self, seconds: float, beat: Callable[[], Sequence[Buffer]] = lambda: _BEAT) -> None:
+        """Send what `beat` makes at this interval from now on. The other end swallows the default."""
+        self.beat_seconds, self._beat, self._next_beat = seconds, beat, time.monotonic()
+
+    def send(self, rank: int, *parts: Buffer) -> None:
+        """Send a message, from any thread; `poll` does it. One to a peer that has gone is dropped."""
+        self._outbox.append((rank, parts))
+        self.wake()
+
+    def send_all(self, *parts: Buffer) -> None:
+        """Send a message to every peer."""
+        for rank in list(self.peers):
+            self.send(rank, *parts)
+
+    def wake(self) -> None:
+        """Have `poll` return; from any thread."""
+        with contextlib.suppress(OSError):  # a full one wakes too; a closed one has nobody to wake
+            self._wake.send(b"\0")
+
+    def poll(self, seconds: float) -> list[Message]:
+        """Send what is to be sent, and return what has come, as soon as there is any; always on the same thread."""
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + self.beat_seconds
+            parts = self._beat()
+            self._outbox.extend((rank, parts) for rank in self.peers)
+        self._flush()
+        step = max(0.0, min(seconds, self._next_beat - now))
+        ready = dict(self._poller.poll(round(1000 * step) + 1))
+        if self._wakes.fileno() in ready:
+            self._wakes.recv(1 << 16)
+            self._flush()
+        ended = self._read_monitor()  # before the messages, the last of which came before the end
+        messages = [*self._early, *self._receive()]
+        self._early = []
+        for rank in ended & self.peers.keys():
+            self.peers[rank].closed = True
+        now, before = time.monotonic(), self._last_poll
+        self._last_poll = now
+        for peer in self.peers.values():
+            peer.silence += min(now - before, 2 * self.beat_seconds)  # more would be this process's own sleep
+        for rank, _ in messages:
+            self.peers[rank].silence = 0.0
+        return [(rank, parts) for rank, parts in messages if parts[0] != b""]
+
+    def close(self) -> None:
+        """End all connections, once what is to be sent is on its way; `poll` must have ended."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._flush()
+            self._socket.disable_monitor()
+            if self._authenticator is not None:
+                self._authenticator.stop()
+            self._socket.context.destroy(round(1000 * LINGER_SECONDS))
+            self._wake.close()
+            self._wakes.close()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            rank, parts = self._outbox.popleft()
+            to = [b"rank %d" % rank] if self._rank == 0 else []
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.send_multipart([*to, *parts], zmq.DONTWAIT, copy=False)
+
+    def _receive(self) -> list[Message]:
+        messages: list[Message] = []
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return messages
+            rank = 0
+            if self._rank == 0:
+                rank = int(frames.pop(0).bytes.removeprefix(b"rank "))
+                self.peers.setdefault(rank, Peer(rank))
+                self._ranks[int(frames[0].get(zmq.SRCFD))] = rank
+            messages.append((rank, [frame.buffer for frame in frames]))
+
+    def _read_monitor(self) -> set[int]:
+        """The ranks whose connections have ended."""
+        ended = set()
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                ended.add(self._ranks.pop(int(event["value"]), -1) if self._rank == 0 else 0)
+        return ended
+
+    def _wait_for_handshake(self, deadline: float) -> None:
+        while self._monitor.poll(max(0, round(1000 * (deadline - time.monotonic())))):
+            event = zmq.Event(recv_monitor_message(self._monitor)["event"])
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                return
+            if event == zmq.Event.CLOSED:
+                raise ConnectionError("Connection refused")
+            if event in (zmq.Event.HANDSHAKE_FAILED_AUTH, zmq.Event.DISCONNECTED):
+                raise ConnectionError("it closed the connection, as to a stranger")
+        raise ConnectionError("timed out")
+
+
+class LinkThread:
+    """Sends and receives on a thread of its own, and finds peers that are gone or silent.
+
+    Args:
+        links: connected.
+        timeout: seconds of silence after which a peer counts as lost.
+        on_message: called with the sender's rank and the parts of each message, on the thread.
+        on_lost: called once with the rank of a lost peer and the reason, on the thread.
+
+    Attributes:
+        stopping: set once no peer's end is a loss any more.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        timeout: float,
+        on_message: Callable[[int, list[memoryview]], object],
+        on_lost: Callable[[int, str], object],
+    ):
+        self.stopping = threading.Event()
+        self._links = links
+        self._timeout = timeout
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._end = threading.Event()
+        links.set_beat(timeout / BEATS_A_TIMEOUT)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="links")
+        self._thread.start()
+
+    def wait_closed(self, seconds: float) -> list[int]:
+        """The ranks that have not closed their connection within this time."""
+        self._thread.join(seconds)
+        return [peer.rank for peer in self._links.peers.values() if not peer.closed]
+
+    def close(self) -> None:
+        """End the connections."""
+        self.stopping.set()
+        self._end.set()
+        self._links.wake()
+        self._thread.join(2 * self._timeout / BEATS_A_TIMEOUT)
+        self._links.close()
+
+    def _run(self) -> None:
+        watched = set(self._links.peers.values())
+        while watched and not self._end.is_set():
+            for rank, parts in self._links.poll(self._links.beat_seconds):
+                self._on_message(rank, parts)
+            for peer in list(watched):
+                is_silent = peer.silence > self._timeout and not self.stopping.is_set()
+                if not peer.closed and not is_silent:
+                    continue
+                watched.discard(peer)
+                if not self.stopping.is_set():
+                    silent = f"hangs: it gave no sign of life for {peer.silence:.0f} s"
+                    self._on_lost(peer.rank, "died: its connection is closed" if peer.closed else silent)
+
+
+class _OneKey:
+    """Lets in who has this key."""
+
+    def __init__(self, key: bytes):
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+def host_of_rank_0() -> str:
+    """The name of rank 0's machine for all ranks of the job, as torchrun and srun set it; on rank 0 itself too."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return "127.0.0.1"
+    return os.environ.get("MASTER_ADDR", gethostname())
