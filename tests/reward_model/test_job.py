@@ -127,7 +127,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
 
     again = run(*overrides)  # it is over: nothing is made again
     assert again.step == STEPS and lines_of(tmp_path) == lines_of(ranked)
-    with pytest.raises(ConfigError, match=r"data\.max_pairs: null -> 300; full\.global_batch_size: 32 -> 16\. "):
+    with pytest.raises(ConfigError, match=r"full\.global_batch_size: 32 -> 16; data\.max_pairs: null -> 300\. "):
         run(*overrides, "data.max_pairs=300", "full.global_batch_size=16", "model.optim.lr=1e-5")
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[:300]))
