@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ from helpers.resharding import (
     stored_tensors,
     write_model,
 )
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from reinforce_rl.megatron.checkpoint import resharding
+from reinforce_rl.megatron.lora import trained_state
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/resharding.py"
 SHARED = "DP2 distributed optimizer"
@@ -97,3 +102,21 @@ def test_three_steps_after_a_load(mesh, tmp_path):
 @pytest.mark.parametrize("layouts", [ON_TWO, ON_FOUR], ids=["two ranks", "four ranks"])
 def test_every_layout_to_every_other(case, layouts, mesh, tmp_path):
     run_and_check(mesh, tmp_path, [case], {target: [*layouts, ONE] for target in layouts})
+
+
+@pytest.mark.parametrize(("more", "fits"), [(0, True), (1, True), (-1, False)])
+def test_a_smaller_vocabulary_is_no_padding(more, fits, mesh, tmp_path, monkeypatch):
+    write_model(tmp_path, "tied")
+    lm = run_of(tmp_path, "tied", ONE, "run", mesh).lm
+    state, vocabulary = trained_state(lm), lm.architecture.vocab_size
+    stored = {
+        t.key: SimpleNamespace(global_shape=t.global_shape, dtype=t.dtype)
+        for t in state.values()
+        if isinstance(t, ShardedTensor)
+    }
+    embeddings = next(key for key in stored if "word_embeddings" in key)
+    stored[embeddings].global_shape = (vocabulary + more, *stored[embeddings].global_shape[1:])
+    monkeypatch.setattr(resharding.dist_checkpointing, "load_tensors_metadata", lambda folder: stored)
+    assert [embeddings in fault for fault in resharding.allow_other_padding(lm, state, tmp_path)] == [True] * (
+        not fits
+    )
