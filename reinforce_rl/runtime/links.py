@@ -192,7 +192,7 @@ class Links:
             parts = self._beat()
             self._outbox.extend((rank, parts) for rank in self.peers)
         self._flush()
-        step = max(0.0, min(seconds, self._next_beat - now))
+        step = 0.0 if self._early else max(0.0, min(seconds, self._next_beat - now))
         ready = dict(self._poller.poll(round(1000 * step) + 1))
         if self._wakes.fileno() in ready:
             self._wakes.recv(1 << 16)

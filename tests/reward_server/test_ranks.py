@@ -268,6 +268,20 @@ def test_a_rank_that_never_comes_is_named():
         connect(invitation, Member(1, 1, True, "h", 1), 10)
 
 
+def test_what_comes_with_a_hello_is_not_held_back(monkeypatch):
+    """A rank that has loaded at once may report it before rank 0 has all hellos."""
+    links, invitation = Links.listen("127.0.0.1")
+    other = connect(invitation, Member(1, 1, True), 10)
+    accept(links, 1, 10)
+    links._early = [(1, [memoryview(b"loaded")])]  # as `accept` leaves it
+    waits: list[float] = []
+    monkeypatch.setattr(links._poller, "poll", lambda milliseconds: waits.append(milliseconds) or [])
+    assert [(rank, bytes(kind)) for rank, (kind,) in links.poll(60.0)] == [(1, b"loaded")]
+    assert waits[0] <= 1
+    other.close()
+    links.close()
+
+
 def test_a_large_call_arrives_whole():
     numbers = np.arange(3_000_000, dtype=np.int64)
     links, invitation = Links.listen("127.0.0.1")
