@@ -21,6 +21,7 @@ FILES = {
     "A reward": "my_rewards.py",
     "A model family": "reinforce_rl/megatron/architecture.py",
     "A generator": "reinforce_rl/generation/replay.py",
+    "A configuration key": "reinforce_rl/config/actor.py",
 }
 LOG_PROBS = """
 import sys
@@ -33,6 +34,8 @@ with parallel_mesh() as mesh:
     torch.save(all_logits(lm, random_tokens(lm.architecture.vocab_size, 3, 40)).log_softmax(-1), sys.argv[2])
 """
 
+AFTER = {"A model family": "_FAMILIES = {\n", "A configuration key": "class ReinforceConfig(Section):\n"}
+
 
 def code_of(heading: str) -> str:
     found = re.search(rf"^## {heading}\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -42,27 +45,32 @@ def code_of(heading: str) -> str:
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory) -> Path:
-    """A copy of the package with the four extensions."""
+    """A copy of the package with the extensions, and what is generated from its configuration keys."""
     root = tmp_path_factory.mktemp("extended")
-    for folder in ("reinforce_rl", "conf", "examples"):
+    for folder in ("reinforce_rl", "conf", "docs", "examples", "tools"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "demo"))
     for heading, name in FILES.items():
         path, code = root / name, code_of(heading)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        if heading == "A model family":
-            before, line, after = text.partition("_FAMILIES = {\n")
+        if heading in AFTER:
+            before, line, after = text.partition(AFTER[heading])
             assert line
             path.write_text(before + line + code + after, encoding="utf-8")
         else:
             path.write_text(f"{text}\n\n{code}" if text else code, encoding="utf-8")
+    call(root, "tools/config_docs.py", "--write")
     return root
 
 
-def call(root: Path, *arguments: str | Path) -> None:
+def run_python(root: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(ROOT / "tests")])}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=root, env=environment, capture_output=True, text=True, timeout=300
     )
+
+
+def call(root: Path, *arguments: str | Path) -> None:
+    done = run_python(root, *arguments)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
@@ -114,3 +122,14 @@ def test_model_family(extended, tmp_path):
     assert any(name.endswith("q_proj.bias") for name, _ in model.named_parameters())
     expected = transformers_logits(model, random_tokens(model.config.vocab_size, 3, 40)).log_softmax(-1)
     torch.testing.assert_close(torch.load(tmp_path / "log_probs.pt"), expected, atol=1e-5, rtol=0)
+
+
+def test_configuration_key(extended, tmp_path):
+    """One field is the key, its line in the YAML, its row in the table and its bound."""
+    assert "    max_rounds: 3  # rounds of a game" in (extended / "conf/train_reinforce_actor.yaml").read_text("utf-8")
+    row = "| `trainer.reinforce.max_rounds` | int, rounds | 3 | rounds of a game | - |"
+    assert row in (extended / "docs/configuration.md").read_text("utf-8")
+    arguments = [*tiny_overrides(tmp_path), "trainer.reinforce.max_rounds=0"]
+    done = run_python(extended, "examples/train_reinforce_actor.py", *arguments)
+    assert done.returncode == 1
+    assert "trainer.reinforce.max_rounds is 0; expected" in done.stdout + done.stderr

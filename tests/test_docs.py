@@ -75,7 +75,7 @@ def test_migration_page_names_every_test_of_parity_and_keys_that_exist():
     assert sum(name.startswith("test_defect_") for name in tests) == 18
 
     section = page.split("## What it can do")[1].split("## Configuration")[0]
-    rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")][1:]
     keys = {key for row in rows for key in re.findall(r"`([a-z_]+\.[\w.]+?)(?:=\w+|\.\*)?`", row)}
     known = keys_of("train_reinforce_actor")
     assert len(keys) > 30
