@@ -30,7 +30,7 @@ from reinforce_rl.runtime.settings import check_changes, record
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.runtime.timer import RunTimer, first_save_seconds
-from reinforce_rl.trainer.build import build_actor, build_sampler, optimizer_settings
+from reinforce_rl.trainer.build import build_actor, build_sampler
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 from reinforce_rl.trainer.state import BestCheckpoints
 from reinforce_rl.trainer.updates import total_steps, total_updates
@@ -170,8 +170,9 @@ def build_trainer(
     updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, sampler.batch_sizes)
     activity.begin("loading the model")
     model = build_actor(cfg, mesh, tokenizer)  # copies the reference, so it comes before the checkpoint
-    settings = optimizer_settings(cfg.model.optim, cfg.trainer.reinforce.gradient_clip_val, updates)
-    megatron_optimizer, scheduler = build_optimizer(model.ddp, settings)
+    megatron_optimizer, scheduler = build_optimizer(
+        model.ddp, cfg.model.optim, clip_grad=cfg.trainer.reinforce.gradient_clip_val, total_steps=updates
+    )
     saving = cfg.exp_manager.checkpoint_callback_params
     timer = build_timer(cfg, first_save_seconds(state_bytes(model.ddp, mesh)), control)
     checkpointer = Checkpointer(

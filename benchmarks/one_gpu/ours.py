@@ -21,6 +21,7 @@ from reinforce_rl.algorithm.advantages import rloo
 from reinforce_rl.algorithm.credit import sequence_credit
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.algorithm.loss import Denominators
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.data.batches import (
     FINISH_LENGTH,
@@ -35,7 +36,7 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.preflight.memory import Decoding, Pass, Policy, RankMemory, rank_memory, stage_shapes
 
@@ -133,19 +134,9 @@ class OurSide:
         """Actor and optimizer, made when they are first needed: generation alone takes less memory."""
         if self._actor is None or self._optimizer is None:
             self._actor = MegatronGPTReinforceActorModel(self.lm, no_tokenizer(), self._generator, self._settings)
-            settings = OptimizerSettings(
-                lr=LEARNING_RATE,
-                min_lr=LEARNING_RATE,
-                weight_decay=0.0,
-                betas=BETAS,
-                eps=EPSILON,
-                schedule="constant",
-                warmup_steps=0,
-                constant_steps=0,
-                total_steps=1,
-                clip_grad=CLIP_GRAD,
-            )
-            self._optimizer = ActorOptimizer(*build_optimizer(self._actor.ddp, settings))
+            optim = OptimConfig(lr=LEARNING_RATE, weight_decay=0.0, betas=list(BETAS), eps=EPSILON)
+            built = build_optimizer(self._actor.ddp, optim, clip_grad=CLIP_GRAD, total_steps=1)
+            self._optimizer = ActorOptimizer(*built)
         return self._actor, self._optimizer
 
     def _generate(self) -> Completions:

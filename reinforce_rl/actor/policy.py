@@ -19,6 +19,7 @@ from torch import Tensor
 
 from reinforce_rl.actor.micro_batches import micro_batches, packed_micro_batches, packed_tokens, padding
 from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch, length_mask
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.generation.base import Generator, SamplingParams
@@ -27,7 +28,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.log_probs import TokenScores, response_scores
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.sequences import PackedGroups, PaddedSequences, SequenceLayout, to_device
-from reinforce_rl.megatron.optimizer import DEFAULT_DATA_PARALLEL, DataParallelSettings, wrap_data_parallel
+from reinforce_rl.megatron.optimizer import DEFAULT_OPTIM, wrap_data_parallel
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
 from reinforce_rl.megatron.weights.hf_weights import export_hf_folder
 
@@ -133,7 +134,7 @@ class MegatronGPTReinforceActorModel:
         with_reference: False saves the copy where beta is 0.
         reference_on_device: where the copy lies; see `ReferencePolicy`.
         lora: what LoRA updates belong to, for checkpoints; None where the whole model is trained.
-        data_parallel: how data-parallel ranks share their work.
+        optim: says how data-parallel ranks share their work.
     """
 
     def __init__(
@@ -146,13 +147,13 @@ class MegatronGPTReinforceActorModel:
         with_reference: bool = True,
         reference_on_device: bool = False,
         lora: LoraIdentity | None = None,
-        data_parallel: DataParallelSettings = DEFAULT_DATA_PARALLEL,
+        optim: OptimConfig = DEFAULT_OPTIM,
     ):
         self.lm = lm
         self.tokenizer = tokenizer
         self.generator = generator
         self.settings = settings
-        self.ddp = wrap_data_parallel(lm, data_parallel)
+        self.ddp = wrap_data_parallel(lm, optim)
         self.lora = lora
         self._as_reference: Callable[[], AbstractContextManager[None]] | None = None
         if with_reference and lora_settings_of(lm) is not None:

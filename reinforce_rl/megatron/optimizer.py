@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.cpu.in_place_gradients import add_gradients_in_place
 from reinforce_rl.megatron.model.layers import fuse_weight_gradients
 from reinforce_rl.megatron.model.model import CausalLM
@@ -27,53 +28,22 @@ from reinforce_rl.megatron.optimizer_state import HostCopies, attach_copies, inn
 SCHEDULES = {"constant": "constant", "linear": "linear", "CosineAnnealing": "cosine"}
 
 
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """Adam and its schedule, everything counted in optimizer steps."""
-
-    lr: float  # after the warm-up
-    min_lr: float  # where linear and cosine schedules end
-    weight_decay: float
-    betas: tuple[float, float]
-    eps: float
-    schedule: str
-    warmup_steps: int  # the k-th step has k / warmup_steps of `lr`, so the first step does something
-    constant_steps: int  # at the end, with `min_lr`
-    total_steps: int  # of the whole run
-    clip_grad: float  # bound on the gradient's norm over all parameters; 0 for none
-    # Torch's Adam that goes over memory once; else it makes temporaries of up to 4 bytes a parameter.
-    fused: bool = True
+DEFAULT_OPTIM = OptimConfig()
 
 
-@dataclass(frozen=True)
-class DataParallelSettings:
-    """How data-parallel ranks share their work."""
-
-    # Each rank holds and updates a part of the main weights and moments only (ZeRO stage 1).
-    distributed_optimizer: bool = False
-    overlap_grad_sync: bool = False  # sum gradients over the ranks while the last backward pass still runs
-    # On a CPU in float32, backward passes add to the gradient buffers; see `in_place_gradients`.
-    in_place_gradients: bool = True
-
-
-DEFAULT_DATA_PARALLEL = DataParallelSettings()
-
-
-def wrap_data_parallel(
-    lm: CausalLM, settings: DataParallelSettings = DEFAULT_DATA_PARALLEL
-) -> DistributedDataParallel:
+def wrap_data_parallel(lm: CausalLM, optim: OptimConfig = DEFAULT_OPTIM) -> DistributedDataParallel:
     """Gradients are accumulated in fp32 and summed, not averaged, over data- and context-parallel ranks."""
     ddp = DistributedDataParallel(
         lm.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             check_for_nan_in_grad=False,
-            use_distributed_optimizer=settings.distributed_optimizer,
-            overlap_grad_reduce=settings.overlap_grad_sync,
+            use_distributed_optimizer=bool(optim.distributed),
+            overlap_grad_reduce=bool(optim.overlap_grad_sync),
         ),
         lm,
     )
-    if settings.in_place_gradients and lm.mesh.device.type == "cpu" and lm.config.params_dtype == torch.float32:
+    if optim.in_place_gradients and lm.mesh.device.type == "cpu" and lm.config.params_dtype == torch.float32:
         add_gradients_in_place(lm)
     fuse_weight_gradients(lm)
     ddp.broadcast_params()
@@ -81,22 +51,29 @@ def wrap_data_parallel(
 
 
 def build_optimizer(
-    ddp: DistributedDataParallel, settings: OptimizerSettings
+    ddp: DistributedDataParallel, optim: OptimConfig, *, clip_grad: float, total_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Adam with decoupled weight decay on matrices, and its learning-rate schedule.
 
-    The scheduler is stepped before each optimizer step, so the k-th step (from 1) uses the schedule at k.
+    The scheduler is stepped before each optimizer step, so the k-th step (from 1) uses the schedule at k, and the
+    first step of a warm-up does something.
+
+    Args:
+        ddp: the wrapped model.
+        optim: `model.optim`.
+        clip_grad: bound on the gradient's norm over all parameters; 0 for none.
+        total_steps: optimizer steps of the whole run.
     """
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.betas[0],
-            adam_beta2=settings.betas[1],
-            adam_eps=settings.eps,
-            clip_grad=settings.clip_grad,
+            lr=optim.lr,
+            min_lr=optim.sched.min_lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1],
+            adam_eps=optim.eps,
+            clip_grad=clip_grad,
             bf16=ddp.config.bf16,
             params_dtype=ddp.config.params_dtype,
             use_distributed_optimizer=ddp.ddp_config.use_distributed_optimizer,
@@ -107,20 +84,20 @@ def build_optimizer(
         for group in inner.param_groups:
             # megatron passes no such option on. The Adams of Apex and Transformer Engine are fused, without the key.
             if "fused" in group:
-                group["fused"] = settings.fused
-    warmup = settings.warmup_steps
+                group["fused"] = optim.fused
+    schedule, warmup = optim.sched, optim.sched.warmup_steps
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=settings.lr,
-        min_lr=settings.min_lr,
+        max_lr=optim.lr,
+        min_lr=schedule.min_lr,
         lr_warmup_steps=warmup,
         # A schedule needs one step after the warm-up, if only to have an end.
-        lr_decay_steps=max(settings.total_steps - settings.constant_steps, warmup + 1),
-        lr_decay_style=SCHEDULES[settings.schedule],
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
-        wd_incr_steps=max(settings.total_steps, 1),
+        lr_decay_steps=max(total_steps - schedule.constant_steps, warmup + 1),
+        lr_decay_style=SCHEDULES[schedule.name],
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=max(total_steps, 1),
         wd_incr_style="constant",
         # A resumed run takes the number of steps from its checkpoint, everything else from its configuration.
         use_checkpoint_opt_param_scheduler=False,

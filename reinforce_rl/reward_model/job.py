@@ -64,7 +64,7 @@ from reinforce_rl.reward_model.template import end_of_turn_id
 from reinforce_rl.reward_model.train_full import FullTrainer, TrainableRewardModel, load_trainable
 from reinforce_rl.reward_model.train_head import head_accuracy, train_head
 from reinforce_rl.runtime.settings import CONFIG_FILE, compare
-from reinforce_rl.trainer.build import DTYPES, data_parallel_settings, optimizer_settings
+from reinforce_rl.trainer.build import DTYPES
 from reinforce_rl.utils.files import write_atomically
 
 if TYPE_CHECKING:
@@ -343,9 +343,9 @@ def _build_trainer(
         pooling=cfg.full.pooling,
         pad_id=pad_id,
         micro_batch_size=cfg.micro_batch_size,
-        data_parallel=data_parallel_settings(optim),
+        optim=optim,
     )
-    optimizer, scheduler = build_optimizer(model.ddp, optimizer_settings(optim, cfg.full.gradient_clip_val, steps))
+    optimizer, scheduler = build_optimizer(model.ddp, optim, clip_grad=cfg.full.gradient_clip_val, total_steps=steps)
     sizes = len(data.train_rows), len(data.held_out_rows)
 
     def export(best: Best) -> None:

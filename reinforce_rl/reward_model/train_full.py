@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.actor.micro_batches import micro_batches
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.sampler import PromptSampler, shard
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError
 from reinforce_rl.megatron.architecture import Architecture
@@ -28,7 +29,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.reward_head import POOLING_KEY, RewardHead, counted_lengths, head_scores
 from reinforce_rl.megatron.model.transformer_config import DEFAULT_OPTIONS, ModelOptions
-from reinforce_rl.megatron.optimizer import DEFAULT_DATA_PARALLEL, DataParallelSettings, wrap_data_parallel
+from reinforce_rl.megatron.optimizer import DEFAULT_OPTIM, wrap_data_parallel
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
 from reinforce_rl.megatron.weights.hf_weights import HFFolder, export_hf_folder, load_hf_weights
 from reinforce_rl.megatron.weights.weight_map import SCORE_LAYER
@@ -198,7 +199,7 @@ class TrainableRewardModel:
         pooling: of `POOLINGS`.
         pad_id: with pooling `last`, trailing tokens of this id do not count; see `counted_lengths`.
         micro_batch_size: sequences in one pass; an example's sequences are always in one.
-        data_parallel: how data-parallel ranks share their work.
+        optim: says how data-parallel ranks share their work.
     """
 
     def __init__(
@@ -208,10 +209,10 @@ class TrainableRewardModel:
         pooling: str = "last",
         pad_id: int | None = None,
         micro_batch_size: int = 8,
-        data_parallel: DataParallelSettings = DEFAULT_DATA_PARALLEL,
+        optim: OptimConfig = DEFAULT_OPTIM,
     ):
         self.lm = lm
-        self.ddp = wrap_data_parallel(lm, data_parallel)
+        self.ddp = wrap_data_parallel(lm, optim)
         self._pooling = pooling
         self._pad_id = pad_id if pooling == "last" else None
         self._micro_batch_size = micro_batch_size

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import LossSettings
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
-from reinforce_rl.config.model import ModelConfig, OptimConfig, SamplingConfig
+from reinforce_rl.config.model import ModelConfig, SamplingConfig
 from reinforce_rl.data.loader import FixedPrompts
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
 from reinforce_rl.data.sampler import PromptSampler
@@ -21,7 +21,6 @@ from reinforce_rl.megatron.lora import LoraIdentity, LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.transformer_config import ModelOptions
-from reinforce_rl.megatron.optimizer import DataParallelSettings, OptimizerSettings
 from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def build_actor(
         lora=None
         if lora is None
         else LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint() if weights else ""),
-        data_parallel=data_parallel_settings(cfg.model.optim),
+        optim=cfg.model.optim,
     )
 
 
@@ -122,11 +121,6 @@ def logits_chunk_tokens(model: ModelConfig, *, gpu: bool) -> int:
         return model.logits_chunk_tokens
     # glibc gives blocks above 32 MiB back at once, and fresh ones have to be cleared page by page.
     return 1024 if gpu else 128
-
-
-def data_parallel_settings(optim: OptimConfig) -> DataParallelSettings:
-    """Of an actor, and of a reward model in training."""
-    return DataParallelSettings(bool(optim.distributed), bool(optim.overlap_grad_sync), optim.in_place_gradients)
 
 
 def _shares_prefix(cfg: TrainConfig, lm: CausalLM) -> bool:
@@ -232,21 +226,4 @@ def loss_settings(cfg: ReinforceConfig) -> LossSettings:
         kl_estimator=cfg.kl_estimator_used,
         kl_weights=cfg.kl_loss_weights,
         entropy_bonus=cfg.entropy_bonus,
-    )
-
-
-def optimizer_settings(optim: OptimConfig, clip_grad: float, updates: int) -> OptimizerSettings:
-    """Read the optimizer settings from `model.optim`; `updates` is the number of optimizer steps of the run."""
-    return OptimizerSettings(
-        lr=optim.lr,
-        min_lr=optim.sched.min_lr,
-        weight_decay=optim.weight_decay,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        fused=optim.fused,
-        schedule=optim.sched.name,
-        warmup_steps=optim.sched.warmup_steps,
-        constant_steps=optim.sched.constant_steps,
-        total_steps=updates,
-        clip_grad=clip_grad,
     )

@@ -14,9 +14,10 @@ from helpers.ranks import run_ranks
 from helpers.tiny_run import metrics_of, tiny_config, tiny_trainer, weights, without_times
 
 from reinforce_rl.algorithm.loss import LossSettings
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.model.log_probs import response_scores
 from reinforce_rl.megatron.model.sequences import PaddedSequences
-from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, build_optimizer
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/layouts.py"
 BF16 = torch.bfloat16
@@ -33,8 +34,8 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_gradients_and_main_weights_are_fp32(distributed, folder, mesh):
-    actor = actor_of(folder, mesh, dtype=BF16, data_parallel=DataParallelSettings(distributed_optimizer=distributed))
-    megatron, scheduler = build_optimizer(actor.ddp, SETTINGS)
+    actor = actor_of(folder, mesh, dtype=BF16, optim=OptimConfig(distributed=distributed))
+    megatron, scheduler = build_optimizer(actor.ddp, **SETTINGS)
     optimizer = ActorOptimizer(megatron, scheduler)
     parameters = list(actor.lm.parameters())
     assert {p.dtype for p in parameters} == {BF16}

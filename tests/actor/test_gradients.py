@@ -21,21 +21,11 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import transformers_model
 from helpers.ranks import run_ranks
 
-from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
+from reinforce_rl.config.model import OptimConfig
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 
 NUM_VALID = 10
-SETTINGS = OptimizerSettings(
-    lr=1e-3,
-    min_lr=0.0,
-    weight_decay=0.1,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    schedule="constant",
-    warmup_steps=0,
-    constant_steps=0,
-    total_steps=10,
-    clip_grad=1.0,
-)
+OPTIM = OptimConfig(lr=1e-3, weight_decay=0.1, betas=[0.9, 0.95])
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +59,7 @@ def test_equals_the_formula_for_every_micro_batch_size(micro_batch_size, shared_
 def test_steps_before_it_leave_nothing_behind(folder, mesh, tmp_path):
     """Several micro-batches after an optimizer step: it holds on to the buffers and must not add to them."""
     actor = actor_of(folder, mesh, micro_batch_size=3, with_reference=False)
-    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, SETTINGS))
+    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, OPTIM, clip_grad=1.0, total_steps=10))
     for step in range(1, 4):
         actor.get_loss_and_metrics(whole_batch(), sequences(NUM_VALID))
         gradient = gradient_of(actor)

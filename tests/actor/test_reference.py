@@ -9,8 +9,9 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import brute_force_log_probs, transformers_model
 
 from reinforce_rl.actor.policy import ReferencePolicy
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.lora import PROJECTIONS, LoraSettings
-from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +38,8 @@ def where():
 
 
 def train_a_step(actor) -> None:
-    settings = OptimizerSettings(
-        lr=1e-2,
-        min_lr=0.0,
-        weight_decay=0.1,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        schedule="constant",
-        warmup_steps=0,
-        constant_steps=0,
-        total_steps=10,
-        clip_grad=0.0,
-    )
-    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, settings))
+    optim = OptimConfig(lr=1e-2, weight_decay=0.1, betas=[0.9, 0.95])
+    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, optim, clip_grad=0.0, total_steps=10))
     actor.get_loss_and_metrics(whole_batch(), sequences(10))
     optimizer.step()
 

@@ -46,7 +46,7 @@ def update(folder: Path, mesh: Mesh, out: Path) -> None:
         valid=zero == 0,
     )
     batch = ReinforceBatch(rollouts, zero, zero, zero, ones(2, 6), rollouts.valid)
-    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, SETTINGS))
+    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS))
     actor.get_loss_and_metrics(batch, sequences(2))
     optimizer.step()
     actor.export(folder, out)

@@ -14,8 +14,9 @@ from helpers.batches import actor_of, rows_of, sequences, whole_batch
 from helpers.fake_cuda import check_collectives
 from helpers.layouts import ALL_LAYOUTS, SETTINGS, Layout
 
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer, latest_checkpoint
-from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, build_optimizer
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
 
@@ -32,9 +33,9 @@ def trained(machine: Machine, folder: Path, dtype: torch.dtype, distributed: boo
     gc.collect()  # models of other tests, so that the memory is this one's
     others = machine.gpu.memory.bytes
     with machine.rank(0, 2), Layout().mesh() as mesh:
-        sharing = DataParallelSettings(distributed_optimizer=distributed, overlap_grad_sync=distributed)
-        actor = actor_of(folder, mesh, dtype=dtype, with_reference=False, data_parallel=sharing)
-        built = build_optimizer(actor.ddp, SETTINGS)
+        sharing = OptimConfig(distributed=distributed, overlap_grad_sync=distributed)
+        actor = actor_of(folder, mesh, dtype=dtype, with_reference=False, optim=sharing)
+        built = build_optimizer(actor.ddp, **SETTINGS)
         optimizer = ActorOptimizer(*built, actor.ddp, overlap_restore=distributed)
         accumulate(actor)
         optimizer.step()
@@ -90,10 +91,10 @@ def test_a_restored_run_steps_on(machine, folders, tmp_path, dtype, distributed)
         steps = [state["step"] for part in built[0].chained_optimizers for state in part.optimizer.state.values()]
         assert {step.device.type for step in steps} == {"cuda"}
     with machine.rank(0, 1), Layout().mesh() as mesh:
-        sharing = DataParallelSettings(distributed_optimizer=distributed)
+        sharing = OptimConfig(distributed=distributed)
         for is_new in (True, False):
-            actor = actor_of(folders[2], mesh, dtype=dtype, with_reference=False, data_parallel=sharing)
-            built: Any = build_optimizer(actor.ddp, SETTINGS)
+            actor = actor_of(folders[2], mesh, dtype=dtype, with_reference=False, optim=sharing)
+            built: Any = build_optimizer(actor.ddp, **SETTINGS)
             checkpointer = Checkpointer(tmp_path, mesh, actor.ddp, *built)
             if not is_new:
                 checkpoint = latest_checkpoint(tmp_path)
@@ -113,7 +114,7 @@ def test_stages_neither_exchange_shapes_nor_wait(machine, folders, name):
     for rank in range(layout.ranks):
         with machine.rank(rank, layout.ranks) as ledger, layout.mesh() as mesh:
             options: dict[str, Any] = {"model": layout.model, "dtype": layout.dtype, "updates": layout.updates}
-            options["data_parallel"] = layout.data_parallel
+            options["optim"] = layout.optim
             actor = actor_of(folders[4], mesh, with_reference=False, micro_batch_size=1, **options)
             with machine.gpu.counting("train") as training:
                 accumulate(actor)

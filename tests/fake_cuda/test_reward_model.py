@@ -42,7 +42,7 @@ def test_trains(machine: Machine, folders: dict[int, Path], tmp_path: Path, layo
     def turn(rank: int) -> None:
         with layout.mesh() as mesh:
             model = model_of(folders[2], mesh, case, layout)
-            optimizer = ActorOptimizer(*build_optimizer(model.ddp, SETTINGS))
+            optimizer = ActorOptimizer(*build_optimizer(model.ddp, **SETTINGS))
             examples = examples_of(objective, 3)
             model.scores([objective.sequences_of(example) for example in examples])
             take_gradient(model, case, examples)

@@ -8,14 +8,14 @@ import pytest
 from helpers.fake_cuda import Work, check_collectives, real_step
 from helpers.public_configs import LLAMA_3_1_8B, LLAMA_3_1_70B
 
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.megatron.optimizer import DataParallelSettings
 from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
 
 # Ranks' shares of the optimizer begin and end in different parameters, each of which has a counter of steps.
 COUNTERS = 1e-4  # of the memory
-DISTRIBUTED = DataParallelSettings(distributed_optimizer=True, overlap_grad_sync=True)
+DISTRIBUTED = OptimConfig(distributed=True, overlap_grad_sync=True)
 LAYERS = 2
 PROMPT, RESPONSE = 1024, 513
 
@@ -27,7 +27,7 @@ def test_8b_on_8_ranks(machine: Machine) -> None:
 
     def turn(rank: int) -> None:
         with parallel_mesh(4, sequence_parallel=True) as mesh:
-            found[rank] = real_step(machine, config, mesh, Work(prompts=1), data_parallel=DISTRIBUTED)
+            found[rank] = real_step(machine, config, mesh, Work(prompts=1), optim=DISTRIBUTED)
 
     machine.ranks(8, turn)
     for phase in found[0]:
@@ -43,7 +43,7 @@ def test_70b_on_128_ranks(machine: Machine) -> None:
     for rank in (1, 8, 0, 32, 64, 96):
         with machine.rank(rank, 128), parallel_mesh(8, 4, sequence_parallel=True) as mesh:
             assert (mesh.dp_size, mesh.pp_rank) == (4, rank // 32)
-            found[rank] = real_step(machine, config, mesh, Work(prompts=1), data_parallel=DISTRIBUTED)
+            found[rank] = real_step(machine, config, mesh, Work(prompts=1), optim=DISTRIBUTED)
     for phase in found[0]:
         check_collectives({rank: ledgers[phase] for rank, ledgers in found.items()})
     peaks = [found[rank]["update"].peak for rank in (0, 1, 8)]
@@ -79,7 +79,7 @@ def test_an_update_takes_what_was_counted(machine: Machine, tp: int, dp: int) ->
     config = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS}
     work = Work(prompts=1, samples=1, prompt_tokens=PROMPT, response_tokens=RESPONSE)
     with machine.rank(0, tp * dp), parallel_mesh(tp, sequence_parallel=tp > 1) as mesh:
-        options = {"data_parallel": DISTRIBUTED} if dp > 1 else {}
+        options = {"optim": DISTRIBUTED} if dp > 1 else {}
         before = machine.gpu.memory.bytes
         found = real_step(machine, config, mesh, work, **options)["update"].peak - before
     assert found == pytest.approx(by_hand(tp, dp), rel=0.03)

@@ -9,6 +9,7 @@ import torch
 from helpers.policies import megatron_model
 from torch import Tensor
 
+from reinforce_rl.config.model import OptimConfig, ScheduleConfig
 from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
 from reinforce_rl.megatron.lora import add_lora
 from reinforce_rl.megatron.mesh import Mesh
@@ -16,25 +17,17 @@ from reinforce_rl.megatron.model.log_probs import response_scores
 from reinforce_rl.megatron.model.sequences import PaddedSequences
 from reinforce_rl.megatron.model.transformer_config import DEFAULT_OPTIONS
 from reinforce_rl.megatron.optimizer import (
-    DEFAULT_DATA_PARALLEL,
     ActorOptimizer,
-    OptimizerSettings,
     build_optimizer,
     wrap_data_parallel,
 )
 from reinforce_rl.megatron.schedule import accumulate_gradients
 
-SETTINGS = OptimizerSettings(
+OPTIM = OptimConfig(
     lr=1e-2,
-    min_lr=1e-4,
     weight_decay=0.1,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    schedule="linear",
-    warmup_steps=2,
-    constant_steps=0,
-    total_steps=10,
-    clip_grad=1.0,
+    betas=[0.9, 0.95],
+    sched=ScheduleConfig(name="linear", warmup_steps=2, min_lr=1e-4),
 )
 
 
@@ -42,9 +35,15 @@ class Run:
     """Model, optimizer and checkpointer."""
 
     def __init__(
-        self, mesh: Mesh, model_folder: Path, folder: Path, settings: OptimizerSettings = SETTINGS, **options: Any
+        self,
+        mesh: Mesh,
+        model_folder: Path,
+        folder: Path,
+        optim: OptimConfig = OPTIM,
+        *,
+        total_steps: int = 10,
+        **options: Any,
     ):
-        data_parallel = options.pop("data_parallel", DEFAULT_DATA_PARALLEL)
         self.mesh = mesh
         self.lm = megatron_model(
             model_folder, mesh, options.pop("dtype", torch.float32), options.pop("model", DEFAULT_OPTIONS)
@@ -52,8 +51,8 @@ class Run:
         updates = options.pop("updates", None)
         if updates is not None:
             add_lora(self.lm, updates)
-        self.ddp = wrap_data_parallel(self.lm, data_parallel)
-        parts = build_optimizer(self.ddp, settings)
+        self.ddp = wrap_data_parallel(self.lm, optim)
+        parts = build_optimizer(self.ddp, optim, clip_grad=1.0, total_steps=total_steps)
         self.optimizer = ActorOptimizer(*parts)
         self.inner: Any = parts[0].optimizer  # type: ignore[attr-defined]
         self.checkpointer = Checkpointer(folder, mesh, self.ddp, *parts, **options)

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import Denominators
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.batches import FINISH_LENGTH, Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
@@ -25,9 +26,8 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.transformer_config import DEFAULT_OPTIONS, ModelOptions
 from reinforce_rl.megatron.optimizer import (
-    DEFAULT_DATA_PARALLEL,
+    DEFAULT_OPTIM,
     ActorOptimizer,
-    DataParallelSettings,
     build_optimizer,
 )
 from reinforce_rl.preflight.fake_cuda.ledger import Ledger
@@ -38,9 +38,9 @@ PROMPTS = [Prompt(number, "", tuple(range(3, 6 + number))) for number in range(4
 
 def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
     """Generation, log-probs of both policies, two updates and offload, on two samples of each data-parallel rank."""
-    options: dict[str, Any] = {"model": layout.model, "data_parallel": layout.data_parallel, "dtype": layout.dtype}
+    options: dict[str, Any] = {"model": layout.model, "optim": layout.optim, "dtype": layout.dtype}
     # Several micro-batches only where they differ: in a pipeline, and where the last one sums the gradients.
-    size = 1 if layout.pp > 1 or layout.data_parallel.overlap_grad_sync else 2
+    size = 1 if layout.pp > 1 or layout.optim.overlap_grad_sync else 2
     actor = actor_of(folder, mesh, with_reference=True, updates=layout.updates, micro_batch_size=size, **options)
     batch = rows_of(whole_batch(), [0, 3])
     rollouts = batch.rollouts
@@ -52,7 +52,7 @@ def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
     width = int(rollouts.response_lengths.max())
     assert actor.get_inference_log_probs(*where).shape == (2, width)
     assert actor.get_init_policy_logprobs(*where).shape == (2, width)
-    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, SETTINGS), actor.ddp)
+    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS), actor.ddp)
     for _ in range(2):  # the optimizer's states are there from the first step on
         actor.get_loss_and_metrics(batch, sequences(2 * mesh.dp_size))
         assert not optimizer.step().skipped
@@ -137,7 +137,7 @@ def real_step(
     *,
     dtype: torch.dtype = torch.bfloat16,
     model: ModelOptions = DEFAULT_OPTIONS,
-    data_parallel: DataParallelSettings = DEFAULT_DATA_PARALLEL,
+    optim: OptimConfig = DEFAULT_OPTIM,
     **settings: Any,
 ) -> dict[str, Ledger]:
     """A step of a model at its real width, weights unset; what each phase counted.
@@ -161,8 +161,8 @@ def real_step(
         generator.generate(prompts, work.samples, sampling, seed=0)
     with counting("actor") as ledgers["actor"]:
         made = ActorSettings(sampling, sampling, work.micro_batch, work.micro_batch, seed=0, **settings)
-        actor = MegatronGPTReinforceActorModel(lm, tokenizer, generator, made, data_parallel=data_parallel)
-        optimizer = ActorOptimizer(*build_optimizer(actor.ddp, SETTINGS), actor.ddp)
+        actor = MegatronGPTReinforceActorModel(lm, tokenizer, generator, made, optim=optim)
+        optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS), actor.ddp)
     batch = work.batch(architecture.vocab_size)
     rollouts, count = batch.rollouts, len(batch.trains) * mesh.dp_size
     denominators = Denominators(float(count), float(count * work.response_tokens), float(work.response_tokens))

@@ -12,6 +12,7 @@ from helpers.policies import all_logits, megatron_model, random_tokens, transfor
 from megatron.core import tensor_parallel
 from torch import Tensor
 
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
@@ -19,7 +20,6 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
-    OptimizerSettings,
     build_optimizer,
     wrap_data_parallel,
 )
@@ -86,8 +86,8 @@ def computed_here(folder: Path, mesh: Mesh, out: Path) -> dict[str, Any]:
     found["responses_alone"] = [one.tokens[0].tolist() for one in alone]
 
     ddp = wrap_data_parallel(lm)
-    settings = OptimizerSettings(1e-3, 0.0, 0.0, (0.9, 0.95), 1e-8, "constant", 0, 0, 10, clip_grad=0.0)
-    optimizer = ActorOptimizer(*build_optimizer(ddp, settings))
+    optim = OptimConfig(lr=1e-3, weight_decay=0.0, betas=[0.9, 0.95])
+    optimizer = ActorOptimizer(*build_optimizer(ddp, optim, clip_grad=0.0, total_steps=10))
 
     def loss_of(model: Any, batch: Tensor) -> Tensor:
         hidden = model(batch[:, :-1])

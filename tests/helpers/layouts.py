@@ -14,29 +14,21 @@ from helpers.lora import load_updates, random_updates
 from helpers.policies import random_tokens
 
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.lora import PROJECTIONS, LoraSettings, MergedWeights, lora_settings_of
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.transformer_config import ModelOptions
-from reinforce_rl.megatron.optimizer import ActorOptimizer, DataParallelSettings, OptimizerSettings, build_optimizer
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.megatron.weights.hf_weights import hf_tensors
 
 NUM_VALID = 10
 NUM_STEPS = 3
-SETTINGS = OptimizerSettings(
-    lr=1e-2,
-    min_lr=1e-2,
-    weight_decay=0.0,
-    betas=(0.9, 0.95),
-    eps=1e-3,  # else the sign of a gradient that is nearly 0 would decide where a weight goes
-    schedule="constant",
-    warmup_steps=0,
-    constant_steps=0,
-    total_steps=10,
-    clip_grad=1.0,
-)
+# With a smaller eps the sign of a gradient that is nearly 0 would decide where a weight goes.
+OPTIM = OptimConfig(lr=1e-2, weight_decay=0.0, betas=[0.9, 0.95], eps=1e-3)
+SETTINGS: dict[str, Any] = {"optim": OPTIM, "clip_grad": 1.0, "total_steps": 10}
 
 
 @dataclass(frozen=True)
@@ -47,7 +39,7 @@ class Layout:
     dp: int = 1
     sp: bool = False
     model: ModelOptions = field(default_factory=ModelOptions)
-    data_parallel: DataParallelSettings = field(default_factory=DataParallelSettings)
+    optim: OptimConfig = field(default_factory=OptimConfig)
     dtype: torch.dtype = torch.float32
     updates: LoraSettings | None = None
 
@@ -64,15 +56,15 @@ class Layout:
 FULL = ModelOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 BLOCK = ModelOptions(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
 SELECTIVE = ModelOptions(recompute_granularity="selective")
-DISTRIBUTED = DataParallelSettings(distributed_optimizer=True, overlap_grad_sync=True)
+DISTRIBUTED = OptimConfig(distributed=True, overlap_grad_sync=True)
 LAYOUTS = {
     "TP2": Layout(tp=2),
     "TP2 SP": Layout(tp=2, sp=True),
     "PP2": Layout(pp=2),
     "CP2": Layout(cp=2),
     "DP2": Layout(dp=2),
-    "DP2 distributed optimizer": Layout(dp=2, data_parallel=DISTRIBUTED),
-    "CP2 distributed optimizer": Layout(cp=2, data_parallel=DISTRIBUTED),
+    "DP2 distributed optimizer": Layout(dp=2, optim=DISTRIBUTED),
+    "CP2 distributed optimizer": Layout(cp=2, optim=DISTRIBUTED),
     "TP2 SP full recompute": Layout(tp=2, sp=True, model=FULL),
     "PP2 block recompute": Layout(pp=2, model=BLOCK),
     "CP2 selective recompute": Layout(cp=2, model=SELECTIVE),
@@ -89,7 +81,7 @@ LAYOUTS = {
     "TP4 SP": Layout(tp=4, sp=True),
     "CP4": Layout(cp=4),
     "DP4": Layout(dp=4),
-    "PP2 DP2 distributed optimizer": Layout(pp=2, dp=2, data_parallel=DISTRIBUTED),
+    "PP2 DP2 distributed optimizer": Layout(pp=2, dp=2, optim=DISTRIBUTED),
 }
 
 BF16_LAYOUTS = {
@@ -110,7 +102,7 @@ def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = 
     Args:
         out: where the policy is exported to after the optimizer steps; None for nowhere.
     """
-    options: dict[str, Any] = {"model": layout.model, "data_parallel": layout.data_parallel, "dtype": layout.dtype}
+    options: dict[str, Any] = {"model": layout.model, "optim": layout.optim, "dtype": layout.dtype}
     actor = actor_of(folder, mesh, with_reference=True, updates=layout.updates, **options)
     if layout.updates is not None:
         load_updates(actor.lm, random_updates(Path(folder), layout.updates))
@@ -130,12 +122,12 @@ def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = 
         "losses": [],
         "norms": [],
     }
-    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, SETTINGS))
+    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS))
     for step in range(NUM_STEPS):
         share = actor.get_loss_and_metrics(mine, sequences(NUM_VALID))
         found["losses"].append(float(mesh.sum_over_dp(torch.tensor(share.loss, dtype=torch.float64))))
         # With the distributed optimizer no rank has the whole gradient, and what is frozen has none: compare steps.
-        if step == 0 and not layout.data_parallel.distributed_optimizer and layout.updates is None:
+        if step == 0 and not layout.optim.distributed and layout.updates is None:
             found["gradient"] = gradient_of(actor)
         found["norms"].append(optimizer.step().grad_norm)
     found["weights"] = weights(actor)

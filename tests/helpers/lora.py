@@ -12,6 +12,7 @@ from helpers.policies import all_logits, megatron_model, transformers_model
 from megatron.core import tensor_parallel
 from torch import Tensor
 
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
 from reinforce_rl.megatron.lora import (
@@ -28,7 +29,6 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
-    OptimizerSettings,
     build_optimizer,
     wrap_data_parallel,
 )
@@ -38,7 +38,7 @@ EVERY = LoraSettings(rank=3, alpha=7.0, targets=PROJECTIONS, seed=5)
 SOME = LoraSettings(rank=2, alpha=3.0, targets=("q_proj", "v_proj", "o_proj", "up_proj"), seed=5)
 # Groups that need padding at TP=2, biases and norms of heads; both kinds of targets.
 CASES = {"llama_bias_padded": EVERY, "qwen3": SOME, "qwen3_padded": EVERY}
-OPTIMIZER = OptimizerSettings(1e-2, 0.0, 0.1, (0.9, 0.95), 1e-8, "constant", 0, 0, 10, clip_grad=0.0)
+OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, betas=[0.9, 0.95])
 
 
 def case_folder(root: Path, name: str) -> Path:
@@ -96,7 +96,7 @@ def computed_here(folder: Path, mesh: Mesh, settings: LoraSettings, out: Path) -
 
     lm = lora_model(folder, mesh, settings)
     ddp = wrap_data_parallel(lm)
-    parts = build_optimizer(ddp, OPTIMIZER)
+    parts = build_optimizer(ddp, OPTIM, clip_grad=0.0, total_steps=10)
     before = {name: p.detach().clone() for name, p in lm.named_parameters()}
     accumulate_gradients(ddp, [None], lambda model, _: loss_of(model, lm))
     found["norm"] = ActorOptimizer(*parts).step().grad_norm

@@ -29,7 +29,7 @@ from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.preflight.inputs import read_inputs
 from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import plan_batches, plan_memory
-from reinforce_rl.trainer.build import build_actor, optimizer_settings
+from reinforce_rl.trainer.build import build_actor
 
 TP2, PP2, CP2 = (f"model.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline", "context"))
 CP2 = "model.context_parallel_size=2"
@@ -127,9 +127,8 @@ def measured(overrides: list[str]) -> Use:
     ) as mesh:
         tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
         actor = build_actor(cfg, mesh, tokenizer)
-        built = build_optimizer(
-            actor.ddp, optimizer_settings(cfg.model.optim, cfg.trainer.reinforce.gradient_clip_val, 10)
-        )
+        clip_grad = cfg.trainer.reinforce.gradient_clip_val
+        built = build_optimizer(actor.ddp, cfg.model.optim, clip_grad=clip_grad, total_steps=10)
         optimizer = ActorOptimizer(*built)
         batch = full_batch(cfg, mesh.dp_size)
         count = float(len(batch.trains))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.checkpoint_run import SETTINGS, Run
+from helpers.checkpoint_run import OPTIM, Run
 from helpers.families import MODELS
 from helpers.layouts import LAYOUTS, Layout
 from helpers.lora import EVERY
@@ -22,7 +22,7 @@ from reinforce_rl.megatron.mesh import Mesh
 SAVED_AFTER, STEPS = 2, 3
 ONE = "one process"
 ALL_LAYOUTS = {ONE: Layout(), **LAYOUTS}
-ADAM = replace(SETTINGS, eps=1e-3)  # else the sign of a gradient that is nearly 0 would decide where a weight goes
+EPS = 1e-3  # else the sign of a gradient that is nearly 0 would decide where a weight goes
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,17 @@ def write_model(out: Path, case: str) -> Path:
 def run_of(out: Path, case: str, layout: str, folder: str, mesh: Mesh) -> Run:
     """A fresh run, whose checkpoints lie in OUT/CASE/FOLDER."""
     settings, where = CASES[case], ALL_LAYOUTS[layout]
+    sharing = where.optim
     return Run(
         mesh,
         out / case / "model",
         out / case / folder,
-        ADAM,
+        OPTIM.model_copy(
+            update={"eps": EPS, "distributed": sharing.distributed, "overlap_grad_sync": sharing.overlap_grad_sync}
+        ),
         dtype=settings.dtype,
         updates=settings.updates,
         model=where.model,
-        data_parallel=where.data_parallel,
         asynchronous=True,
     )
 

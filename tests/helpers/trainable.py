@@ -48,7 +48,7 @@ def model_of(
     objective, pooling = CASES[case]
     layout = layout or Layout()
     lm = load_trainable(folder, mesh, objective.names, seed=3, options=layout.model)
-    options = {"pad_id": PAD_ID, "micro_batch_size": micro_batch_size, "data_parallel": layout.data_parallel}
+    options = {"pad_id": PAD_ID, "micro_batch_size": micro_batch_size, "optim": layout.optim}
     return TrainableRewardModel(lm, pooling=pooling, **options)
 
 
@@ -79,7 +79,7 @@ def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = 
     found: dict[str, Any] = {}
     for case, (objective, _) in CASES.items():
         model = model_of(folder, mesh, case, layout)
-        built = build_optimizer(model.ddp, SETTINGS)
+        built = build_optimizer(model.ddp, **SETTINGS)
         optimizer = ActorOptimizer(*built)
         examples = examples_of(objective)
         groups = [objective.sequences_of(example) for example in examples]

@@ -7,21 +7,20 @@ import random
 import resource
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoint_run import SETTINGS, Run
+from helpers.checkpoint_run import OPTIM, Run
 from helpers.models import tiny_llama_folder
 
+from reinforce_rl.config.model import OptimConfig, ScheduleConfig
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.checkpoint import checkpointer as subject
 from reinforce_rl.megatron.checkpoint.checkpointer import Checkpoint, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.checkpoint.files import ShardedWriter
 from reinforce_rl.megatron.convert import load_weights
-from reinforce_rl.megatron.optimizer import DataParallelSettings
 from reinforce_rl.megatron.optimizer_state import large_states
 
 
@@ -38,7 +37,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-SHARED = {"data_parallel": DataParallelSettings(distributed_optimizer=True)}
+SHARED = {"optim": OPTIM.model_copy(update={"distributed": True})}
 BF16 = {"dtype": torch.bfloat16}
 # Of Adam's states; the first two have the same files.
 FORMS = {"plain": {}, "shared": SHARED, "bf16": BF16, "bf16 shared": BF16 | SHARED}
@@ -118,8 +117,9 @@ def test_changed_settings_have_an_effect(mesh, models, tmp_path):
     run = Run(mesh, models[0], tmp_path)
     run.train(3)
     run.checkpointer.save(3, {})
-    changed = replace(SETTINGS, lr=5e-3, min_lr=0.0, total_steps=20, weight_decay=0.3, betas=(0.8, 0.9))
-    other = Run(mesh, models[0], tmp_path, changed)
+    schedule = ScheduleConfig(name="linear", warmup_steps=2)
+    changed = OptimConfig(lr=5e-3, weight_decay=0.3, betas=[0.8, 0.9], sched=schedule)
+    other = Run(mesh, models[0], tmp_path, changed, total_steps=20)
     other.checkpointer.restore(latest_checkpoint(tmp_path))
     other.train(1)
     group = other.optimizer._optimizer.param_groups[0]

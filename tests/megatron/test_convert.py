@@ -15,10 +15,11 @@ from helpers.models import tiny_family_folder
 from helpers.policies import megatron_model
 from safetensors.torch import load_file
 
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
 from reinforce_rl.megatron.convert import to_hf, to_megatron
-from reinforce_rl.megatron.optimizer import OptimizerSettings, build_optimizer, wrap_data_parallel
+from reinforce_rl.megatron.optimizer import build_optimizer, wrap_data_parallel
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("qwen2_padded", "qwen3_padded")
@@ -101,8 +102,10 @@ def test_dtype(folders, mesh, tmp_path):
 def test_checkpoint_of_a_run(given, folders, mesh, tmp_path):
     lm = megatron_model(folders["qwen3_padded"], mesh)
     ddp = wrap_data_parallel(lm)
-    settings = OptimizerSettings(1e-3, 0.0, 0.0, (0.9, 0.95), 1e-8, "constant", 0, 0, 10, clip_grad=0.0)
-    Checkpointer(tmp_path / "run/checkpoints", mesh, ddp, *build_optimizer(ddp, settings)).save(3, {"step": 3})
+    optim = OptimConfig(lr=1e-3, weight_decay=0.0, betas=[0.9, 0.95])
+    Checkpointer(
+        tmp_path / "run/checkpoints", mesh, ddp, *build_optimizer(ddp, optim, clip_grad=0.0, total_steps=10)
+    ).save(3, {"step": 3})
     with pytest.raises(ConfigError, match=r"step_00000003 has no config\.json.*--model"):
         to_hf(tmp_path / given, tmp_path / "out", mesh)
     out = to_hf(tmp_path / given, tmp_path / "out", mesh, model=folders["qwen3_padded"])

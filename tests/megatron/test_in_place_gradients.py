@@ -8,10 +8,11 @@ from helpers.accumulate import accumulate_gradients
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model, padded_sequences
 
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.model.log_probs import response_scores
 from reinforce_rl.megatron.model.sequences import PaddedSequences
 from reinforce_rl.megatron.model.transformer_config import ModelOptions
-from reinforce_rl.megatron.optimizer import DataParallelSettings, wrap_data_parallel
+from reinforce_rl.megatron.optimizer import wrap_data_parallel
 
 RECOMPUTED = ModelOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 MICRO_BATCHES = [([3, 5], [4, 2]), ([6], [1]), ([2, 2], [3, 7])]
@@ -20,7 +21,7 @@ MICRO_BATCHES = [([3, 5], [4, 2]), ([6], [1]), ([2, 2], [3, 7])]
 def accumulated(folder, mesh, options=None, dtype=torch.float32, **settings):
     """(wrapped model, its gradients by name) after two calls, each over all micro-batches."""
     lm = megatron_model(folder, mesh, dtype, options or ModelOptions())
-    ddp = wrap_data_parallel(lm, DataParallelSettings(**settings))
+    ddp = wrap_data_parallel(lm, OptimConfig(**settings))
 
     def loss_of(model, lengths):
         layout = PaddedSequences(lm, *padded_sequences(*lengths, lm.architecture.vocab_size))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,28 +11,17 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
 from megatron.core.optimizer import clip_grads
 
+from reinforce_rl.config.model import OptimConfig, ScheduleConfig
 from reinforce_rl.megatron.optimizer import (
     SCHEDULES,
     ActorOptimizer,
-    DataParallelSettings,
-    OptimizerSettings,
     build_optimizer,
     wrap_data_parallel,
 )
 from reinforce_rl.megatron.optimizer_state import HostCopies, inner_optimizers, large_states
 
-SETTINGS = OptimizerSettings(
-    lr=1e-3,
-    min_lr=1e-4,
-    weight_decay=0.1,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    schedule="constant",
-    warmup_steps=0,
-    constant_steps=0,
-    total_steps=10,
-    clip_grad=0.0,
-)
+LR, MIN_LR, WEIGHT_DECAY, TOTAL_STEPS = 1e-3, 1e-4, 0.1, 10
+OPTIM = OptimConfig(lr=LR, weight_decay=WEIGHT_DECAY, betas=[0.9, 0.95], sched=ScheduleConfig(min_lr=MIN_LR))
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +29,9 @@ def folder(tmp_path_factory):
     return tiny_llama_folder(tmp_path_factory.mktemp("model"), layers=1)
 
 
-def wrapped(folder, mesh, settings):
+def wrapped(folder, mesh, optim=OPTIM, clip_grad=0.0):
     ddp = wrap_data_parallel(megatron_model(folder, mesh))
-    return ddp, ActorOptimizer(*build_optimizer(ddp, settings))
+    return ddp, ActorOptimizer(*build_optimizer(ddp, optim, clip_grad=clip_grad, total_steps=TOTAL_STEPS))
 
 
 def weighted_sum(ddp, weight):
@@ -51,53 +39,53 @@ def weighted_sum(ddp, weight):
     return sum((p * weight).sum() for p in ddp.parameters())
 
 
-def formula(settings: OptimizerSettings, k: int) -> float:
+def formula(schedule: ScheduleConfig, k: int) -> float:
     """The learning rate of the k-th step, from 1."""
-    warmup, end = settings.warmup_steps, settings.total_steps - settings.constant_steps
+    warmup, end = schedule.warmup_steps, TOTAL_STEPS - schedule.constant_steps
     if k <= warmup:
-        return settings.lr * k / warmup
-    if settings.schedule == "constant":
-        return settings.lr
+        return LR * k / warmup
+    if schedule.name == "constant":
+        return LR
     if k > end:
-        return settings.min_lr
+        return MIN_LR
     done = (k - warmup) / (end - warmup)
-    left = 1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return settings.min_lr + left * (settings.lr - settings.min_lr)
+    left = 1 - done if schedule.name == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return MIN_LR + left * (LR - MIN_LR)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("warmup", "constant"), [(0, 0), (3, 0), (3, 2), (1, 9), (10, 0)])
-def test_every_step_of_a_schedule(schedule, warmup, constant, folder, mesh):
-    settings = replace(SETTINGS, schedule=schedule, warmup_steps=warmup, constant_steps=constant)
-    ddp, optimizer = wrapped(folder, mesh, settings)
+def test_every_step_of_a_schedule(name, warmup, constant, folder, mesh):
+    schedule = ScheduleConfig(name=name, warmup_steps=warmup, constant_steps=constant, min_lr=MIN_LR)
+    ddp, optimizer = wrapped(folder, mesh, OptimConfig(lr=LR, sched=schedule))
     for k in range(1, 13):  # past the end too
         accumulate_gradients(ddp, [1e-3], weighted_sum)
-        assert optimizer.step().lr == pytest.approx(formula(settings, k), rel=1e-12)
+        assert optimizer.step().lr == pytest.approx(formula(schedule, k), rel=1e-12)
 
 
 def test_first_step_moves_the_weights_by_its_own_learning_rate(folder, mesh):
     """Adam's first step moves each weight by lr, so it shows which learning rate the step really had."""
-    settings = replace(SETTINGS, warmup_steps=4, weight_decay=0.0)
-    ddp, optimizer = wrapped(folder, mesh, settings)
+    optim = OptimConfig(lr=LR, weight_decay=0.0, sched=ScheduleConfig(warmup_steps=4))
+    ddp, optimizer = wrapped(folder, mesh, optim)
     before = [p.detach().clone() for p in ddp.parameters()]
     accumulate_gradients(ddp, [1.0], weighted_sum)
     optimizer.step()
     for old, new in zip(before, ddp.parameters(), strict=True):
-        torch.testing.assert_close(old - new, torch.full_like(old, SETTINGS.lr / 4), atol=2e-7, rtol=0)
+        torch.testing.assert_close(old - new, torch.full_like(old, LR / 4), atol=2e-7, rtol=0)
 
 
 def test_weight_decay_is_decoupled_and_spares_norms(folder, mesh):
-    ddp, optimizer = wrapped(folder, mesh, SETTINGS)
+    ddp, optimizer = wrapped(folder, mesh)
     before = {name: p.detach().clone() for name, p in ddp.named_parameters()}
     accumulate_gradients(ddp, [1.0], weighted_sum)
     optimizer.step()
     for name, new in ddp.named_parameters():
-        decay = 0.0 if new.ndim == 1 else SETTINGS.lr * SETTINGS.weight_decay
-        torch.testing.assert_close(new.detach(), before[name] * (1 - decay) - SETTINGS.lr, atol=2e-7, rtol=0)
+        decay = 0.0 if new.ndim == 1 else LR * WEIGHT_DECAY
+        torch.testing.assert_close(new.detach(), before[name] * (1 - decay) - LR, atol=2e-7, rtol=0)
 
 
 def test_micro_batches_are_summed_and_their_shares_returned(folder, mesh):
-    ddp, _ = wrapped(folder, mesh, SETTINGS)
+    ddp, _ = wrapped(folder, mesh)
     share = accumulate_gradients(ddp, [0.25, -1.0, 3.0], weighted_sum)
     total = float(sum(p.detach().sum() for p in ddp.parameters()))
     assert share == pytest.approx(2.25 * total, rel=1e-4)
@@ -108,7 +96,7 @@ def test_micro_batches_are_summed_and_their_shares_returned(folder, mesh):
 
 
 def test_gradient_norm_and_clipping(folder, mesh):
-    ddp, optimizer = wrapped(folder, mesh, replace(SETTINGS, clip_grad=0.5))
+    ddp, optimizer = wrapped(folder, mesh, clip_grad=0.5)
     accumulate_gradients(ddp, [2.0], weighted_sum)
     update = optimizer.step()
     count = sum(p.numel() for p in ddp.parameters())
@@ -118,7 +106,7 @@ def test_gradient_norm_and_clipping(folder, mesh):
 
 
 def test_small_gradients_are_not_scaled_up(folder, mesh):
-    ddp, optimizer = wrapped(folder, mesh, replace(SETTINGS, clip_grad=1e6))
+    ddp, optimizer = wrapped(folder, mesh, clip_grad=1e6)
     accumulate_gradients(ddp, [2.0], weighted_sum)
     optimizer.step()
     assert all((p.grad == 2.0).all() for p in ddp.parameters())
@@ -126,7 +114,7 @@ def test_small_gradients_are_not_scaled_up(folder, mesh):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_gradient_that_is_not_finite_changes_nothing(bad, folder, mesh):
-    ddp, optimizer = wrapped(folder, mesh, replace(SETTINGS, clip_grad=1.0))
+    ddp, optimizer = wrapped(folder, mesh, clip_grad=1.0)
     accumulate_gradients(ddp, [1.0], weighted_sum)
     optimizer.step()
     before = [p.detach().clone() for p in ddp.parameters()]
@@ -150,12 +138,10 @@ KINDS = pytest.mark.parametrize(
 VALUES = (1.0, 0.5, -1.0, 30.0)
 
 
-def of_kind(folder, mesh, dtype, distributed, **settings):
-    ddp = wrap_data_parallel(
-        megatron_model(folder, mesh, dtype),
-        DataParallelSettings(distributed_optimizer=distributed, in_place_gradients=False),
-    )
-    built = build_optimizer(ddp, replace(SETTINGS, clip_grad=1.0, **settings))
+def of_kind(folder, mesh, dtype, distributed):
+    optim = OPTIM.model_copy(update={"distributed": distributed, "in_place_gradients": False})
+    ddp = wrap_data_parallel(megatron_model(folder, mesh, dtype), optim)
+    built = build_optimizer(ddp, optim, clip_grad=1.0, total_steps=TOTAL_STEPS)
     return ddp, *built, ActorOptimizer(*built, ddp)
 
 
@@ -247,7 +233,7 @@ def test_nothing_is_moved_on_a_cpu(folder, mesh, monkeypatch):
 def test_fused_adam_makes_the_steps_of_the_plain_one(folder, mesh):
     weights = []
     for fused in (False, True):
-        ddp, optimizer = wrapped(folder, mesh, replace(SETTINGS, fused=fused, clip_grad=1.0))
+        ddp, optimizer = wrapped(folder, mesh, OPTIM.model_copy(update={"fused": fused}), clip_grad=1.0)
         inner = [group for part in inner_optimizers(optimizer._optimizer) for group in part.param_groups]
         assert [group["fused"] for group in inner] == [fused] * len(inner)
         for k in range(1, 6):

@@ -132,7 +132,7 @@ def test_four_ranks(folder, expected, tmp_path):
 def test_a_checkpoint_of_two_ranks_goes_on_here(case, on_two_ranks, folder, mesh, expected):
     model = model_of(folder, mesh, case)
     saved = Checkpoint(on_two_ranks / f"{case}.checkpoints" / "step_00000002", {})
-    Checkpointer(saved.folder.parent, mesh, model.ddp, *build_optimizer(model.ddp, SETTINGS)).restore(saved)
+    Checkpointer(saved.folder.parent, mesh, model.ddp, *build_optimizer(model.ddp, **SETTINGS)).restore(saved)
     objective, _ = CASES[case]
     scores = model.scores([objective.sequences_of(example) for example in examples_of(objective)])
     torch.testing.assert_close(scores, expected[f"{case} scores after"], atol=2e-5, rtol=1e-5)

@@ -90,7 +90,7 @@ class RankRun:
         from reinforce_rl.megatron.architecture import Architecture
         from reinforce_rl.megatron.mesh import parallel_mesh
         from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-        from reinforce_rl.trainer.build import build_actor, optimizer_settings
+        from reinforce_rl.trainer.build import build_actor
 
         case, self._gpu = self._case, fake.gpu
         cfg = TrainConfig(**case.config)
@@ -106,9 +106,8 @@ class RankRun:
 
             def made() -> tuple[MegatronGPTReinforceActorModel, ActorOptimizer]:
                 actor = build_actor(cfg, self._mesh, load_tokenizer(folder), architecture=architecture)
-                built = build_optimizer(
-                    actor.ddp, optimizer_settings(model.optim, cfg.trainer.reinforce.gradient_clip_val, 10)
-                )
+                clip_grad = cfg.trainer.reinforce.gradient_clip_val
+                built = build_optimizer(actor.ddp, model.optim, clip_grad=clip_grad, total_steps=10)
                 return actor, ActorOptimizer(*built, actor.ddp)
 
             actor, optimizer = self._put("start", made)

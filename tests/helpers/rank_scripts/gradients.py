@@ -7,8 +7,9 @@ import sys
 import torch
 from helpers.batches import actor_of, gradient_of, rows_of, sequences, whole_batch
 
+from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerSettings, build_optimizer
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 
 # Rows of the two data-parallel ranks, prompt groups whole.
 SPLITS = {
@@ -22,19 +23,8 @@ def main() -> None:
     folder, out, tp_size = sys.argv[1:]
     with parallel_mesh(tensor_model_parallel_size=int(tp_size)) as mesh:
         actor = actor_of(folder, mesh, with_reference=False)
-        settings = OptimizerSettings(
-            lr=1e-3,
-            min_lr=1e-3,
-            weight_decay=0.0,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            schedule="constant",
-            warmup_steps=0,
-            constant_steps=0,
-            total_steps=10,
-            clip_grad=1.0,
-        )
-        optimizer = ActorOptimizer(*build_optimizer(actor.ddp, settings))
+        optim = OptimConfig(lr=1e-3, weight_decay=0.0, betas=[0.9, 0.95])
+        optimizer = ActorOptimizer(*build_optimizer(actor.ddp, optim, clip_grad=1.0, total_steps=10))
         batch = whole_batch()
         results = {}
         for name, split in SPLITS.items():
