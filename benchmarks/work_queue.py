@@ -53,19 +53,25 @@ def engine(mesh: Mesh, slowness: float, folder: Path) -> Iterator[Generate]:
     """The adapter of TensorRT-LLM on the fake of the tests, which sleeps in a process of its own."""
     from helpers.engine_fake import install_fake
 
+    from reinforce_rl.config.actor import TensorRTLLMConfig
     from reinforce_rl.data.tokenizer import load_tokenizer
     from reinforce_rl.generation.base import SamplingParams
-    from reinforce_rl.generation.trtllm.engine import EngineArguments
-    from reinforce_rl.generation.trtllm.generator import EngineSettings, TensorRTLLMGenerator
-    from reinforce_rl.generation.trtllm.process import Deadlines
+    from reinforce_rl.generation.trtllm.generator import TensorRTLLMGenerator
     from reinforce_rl.megatron.architecture import Architecture
     from reinforce_rl.megatron.model.model import CausalLM
 
     install_fake(folder / "engine", model="scripted", seconds_a_token=slowness * SECONDS_A_TOKEN)
-    arguments = EngineArguments(str(folder / "model"), "float32", 1, SAMPLES, LONGEST, LONGEST, 0.5)
-    settings = EngineSettings(arguments, Deadlines(300, 300, 300), 2**20, folder / "log")
+    config = TensorRTLLMConfig(
+        max_batch_size=SAMPLES,
+        max_num_tokens=LONGEST,
+        weight_bucket_megabytes=1,
+        start_timeout_seconds=300,
+        update_timeout_seconds=300,
+        request_timeout_seconds=300,
+    )
     lm = CausalLM(Architecture.from_folder(folder / "model"), mesh, torch.float32)
-    generator = TensorRTLLMGenerator(lm, load_tokenizer(folder / "model"), settings)
+    tokenizer, where = load_tokenizer(folder / "model"), {"model": folder / "model", "log_folder": folder / "log"}
+    generator = TensorRTLLMGenerator(lm, tokenizer, config, max_seq_len=LONGEST, **where)
     params = SamplingParams(max_length=TOKENS, stop_token_ids=(2,))
     with contextlib.closing(generator), generator.awake():
         yield lambda prompts: generator.generate(prompts, SAMPLES, params, seed=1)

@@ -84,23 +84,22 @@ def check(options: argparse.Namespace) -> int:
         native = NativeGenerator(lm, tokenizer)
         engine: Generator = native
         if options.engine == "tensorrt_llm":
-            from reinforce_rl.generation.trtllm.engine import EngineArguments
-            from reinforce_rl.generation.trtllm.generator import EngineSettings, TensorRTLLMGenerator
-            from reinforce_rl.generation.trtllm.process import Deadlines
+            from reinforce_rl.config.actor import TensorRTLLMConfig
+            from reinforce_rl.generation.trtllm.generator import TensorRTLLMGenerator
 
             length = max(len(prompt.tokens) for prompt in prompts) + options.max_length
-            made = EngineArguments(
-                model=str(options.model),
-                dtype=DTYPES[options.precision],
-                tensor_parallel_size=options.tensor_parallel * options.pipeline_parallel,
+            config = TensorRTLLMConfig(
                 max_batch_size=len(prompts),
-                max_seq_len=length,
                 max_num_tokens=max(8192, length),
                 free_gpu_memory_fraction=options.memory_fraction,
+                weight_bucket_megabytes=options.bucket_megabytes,
+                start_timeout_seconds=900,
+                update_timeout_seconds=300,
+                request_timeout_seconds=600,
             )
-            deadlines = Deadlines(start=900, update=300, request=600)
-            settings = EngineSettings(made, deadlines, options.bucket_megabytes * 2**20, options.log_folder)
-            engine = TensorRTLLMGenerator(lm, tokenizer, settings)
+            engine = TensorRTLLMGenerator(
+                lm, tokenizer, config, model=options.model, max_seq_len=length, log_folder=options.log_folder
+            )
         try:
             before = native.generate(prompts, 1, params, seed=0)
             found = [compare(native, engine, prompts, params)]

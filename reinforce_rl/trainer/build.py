@@ -150,27 +150,16 @@ def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokeniz
             return pkgutil.resolve_name(cfg.generation)(cfg, lm, tokenizer)
         except (ImportError, AttributeError) as error:
             raise ConfigError([f"generation is {cfg.generation!r}, which cannot be imported: {error}"]) from error
-    from reinforce_rl.generation.trtllm.engine import EngineArguments
-    from reinforce_rl.generation.trtllm.generator import EngineSettings, TensorRTLLMGenerator
-    from reinforce_rl.generation.trtllm.process import Deadlines
+    from reinforce_rl.generation.trtllm.generator import TensorRTLLMGenerator
 
-    engine = cfg.tensorrt_llm
-    arguments = EngineArguments(
+    return TensorRTLLMGenerator(
+        lm,
+        tokenizer,
+        cfg.tensorrt_llm,
         model=cfg.pretrained_checkpoint.restore_from_path,
-        dtype=DTYPES[cfg.trainer.precision],
-        tensor_parallel_size=engine.tensor_parallel_size or cfg.model.block_size,
-        max_batch_size=engine.max_batch_size,
         max_seq_len=cfg.model.encoder_seq_length,
-        max_num_tokens=engine.max_num_tokens,
-        free_gpu_memory_fraction=engine.free_gpu_memory_fraction,
-    )
-    settings = EngineSettings(
-        arguments,
-        Deadlines(engine.start_timeout_seconds, engine.update_timeout_seconds, engine.request_timeout_seconds),
-        bucket_bytes=engine.weight_bucket_megabytes * 2**20,
         log_folder=Path(cfg.exp_manager.explicit_log_dir) / "engines",
     )
-    return TensorRTLLMGenerator(lm, tokenizer, settings)
 
 
 def model_options(cfg: TrainConfig) -> ModelOptions:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from reinforce_rl.config.actor import TensorRTLLMConfig
 from reinforce_rl.errors import EngineLostError, GenerationError
 from reinforce_rl.generation.trtllm import process as engine_process
 from reinforce_rl.generation.trtllm.engine import EngineArguments, EngineSampling, Request
 from reinforce_rl.generation.trtllm.process import (
     MAX_FOLDER_CHARACTERS,
-    Deadlines,
     EngineProcess,
     engine_environment,
     private_folder,
@@ -26,8 +26,8 @@ from reinforce_rl.utils.process import ModuleChild
 def process_of(tmp_path: Path, **deadlines: float) -> EngineProcess:
     (tmp_path / "config.json").write_text("{}")
     arguments = EngineArguments(str(tmp_path), "bfloat16", 1, 8, 64, 64, 0.5)
-    seconds = {"start": 60.0, "update": 60.0, "request": 60.0, **deadlines}
-    return EngineProcess(arguments, Deadlines(**seconds), tmp_path / "engine.log", 0, None)
+    seconds = {f"{call}_timeout_seconds": deadlines.get(call, 60.0) for call in ("start", "update", "request")}
+    return EngineProcess(arguments, TensorRTLLMConfig(**seconds), tmp_path / "engine.log", 0, None)
 
 
 def test_folders_differ_by_job_restart_process_and_rank(monkeypatch):

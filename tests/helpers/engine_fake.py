@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -37,4 +36,4 @@ def install_fake(folder: Path, *, rank: int = 0, model: str = "native", **option
 def in_small_buckets(generator: Generator) -> None:
     """Make the weights of a tiny model several buckets; the setting's least is a megabyte."""
     assert isinstance(generator, TensorRTLLMGenerator)
-    generator._settings = dataclasses.replace(generator._settings, bucket_bytes=4096)
+    generator._bucket_bytes = 4096

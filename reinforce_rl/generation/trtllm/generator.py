@@ -13,13 +13,13 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
+from reinforce_rl.config.actor import TensorRTLLMConfig
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.errors import ConfigError, DataError, EngineLostError, GenerationError
@@ -35,7 +35,7 @@ from reinforce_rl.generation.trtllm.engine import (
     Request,
     Started,
 )
-from reinforce_rl.generation.trtllm.process import Deadlines, EngineProcess
+from reinforce_rl.generation.trtllm.process import EngineProcess
 from reinforce_rl.megatron.lora import MergedWeights, lora_settings_of
 from reinforce_rl.megatron.model.model import CausalLM
 
@@ -46,39 +46,45 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """How the engines of a run are made and asked.
-
-    Attributes:
-        arguments: of each engine. Its tensor_parallel_size is at most the ranks of a block.
-        deadlines: of its calls.
-        bucket_bytes: of the weights that are on their way at a time.
-        log_folder: for the engines' output, a file each.
-    """
-
-    arguments: EngineArguments
-    deadlines: Deadlines
-    bucket_bytes: int
-    log_folder: Path
-
-
 class TensorRTLLMGenerator:
     """A `Generator` that asks an engine; every rank of a block makes one, and they are called together.
 
     Args:
         lm: the policy, whose weights the engine is given.
         tokenizer: decodes text for `end_strings`; its pad id fills the right of the responses.
-        settings: of the engine.
+        config: `tensorrt_llm`; `tensor_parallel_size` is at most the ranks of a block.
+        model: the Hugging Face folder of the policy, for the engine's config.
+        max_seq_len: tokens of prompt and response.
+        log_folder: for the engines' output, a file each.
 
     Raises:
         ConfigError: there is no TensorRT-LLM, or no GPUs that an engine could have.
     """
 
-    def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings):
+    def __init__(
+        self,
+        lm: CausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        config: TensorRTLLMConfig,
+        *,
+        model: str | Path,
+        max_seq_len: int,
+        log_folder: Path,
+    ):
         self._lm = lm
         self._tokenizer = tokenizer
-        self._settings = settings
+        self._config = config
+        self._arguments = EngineArguments(
+            model=str(model),
+            dtype=str(lm.config.params_dtype).removeprefix("torch."),
+            tensor_parallel_size=config.tensor_parallel_size or lm.mesh.tp_size * lm.mesh.pp_size * lm.mesh.cp_size,
+            max_batch_size=config.max_batch_size,
+            max_seq_len=max_seq_len,
+            max_num_tokens=config.max_num_tokens,
+            free_gpu_memory_fraction=config.free_gpu_memory_fraction,
+        )
+        self._bucket_bytes = config.weight_bucket_megabytes * 2**20
+        self._log_folder = log_folder
         self._pad_id = pad_id_of(tokenizer)
         self._engine: EngineProcess | None = None
         self._hosts_worker = False
@@ -113,10 +119,7 @@ class TensorRTLLMGenerator:
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
         """See `Generator.generate`. A request that was lost is made once more, with its own seed again."""
-        longest, limit = (
-            max((len(prompt.tokens) for prompt in prompts), default=0),
-            self._settings.arguments.max_seq_len,
-        )
+        longest, limit = max((len(prompt.tokens) for prompt in prompts), default=0), self._arguments.max_seq_len
         if longest + params.max_length > limit:
             raise DataError(
                 f"a prompt of {longest} tokens and {params.max_length} response tokens exceed "
@@ -167,7 +170,7 @@ class TensorRTLLMGenerator:
             weight_transfer.send_weights(
                 self._lm,
                 lambda handles: self._together(lambda engine: engine.update(handles)),
-                max_bytes=self._settings.bucket_bytes,
+                max_bytes=self._bucket_bytes,
                 hosts_worker=self._hosts_worker,
                 values=None if lora_settings_of(self._lm) is None else MergedWeights(self._lm),
             )
@@ -233,7 +236,7 @@ class TensorRTLLMGenerator:
 
     def _place_engine(self) -> None:
         """Find the GPUs of the block; its leader prepares the engine."""
-        mesh, arguments = self._lm.mesh, self._settings.arguments
+        mesh, arguments = self._lm.mesh, self._arguments
         uuid = weight_transfer.device_uuid(mesh.device)
         if importlib.util.find_spec("tensorrt_llm") is None:
             raise ConfigError(
@@ -255,8 +258,8 @@ class TensorRTLLMGenerator:
         self._hosts_worker = uuid in self._devices
         if mesh.is_block_leader:
             numbers = [number for _, number, _ in used if number is not None]
-            log = self._settings.log_folder / f"dp_{mesh.dp_rank:05d}.log"
-            self._engine = EngineProcess(arguments, self._settings.deadlines, log, mesh.dp_rank, numbers or None)
+            log = self._log_folder / f"dp_{mesh.dp_rank:05d}.log"
+            self._engine = EngineProcess(arguments, self._config, log, mesh.dp_rank, numbers or None)
 
     def _check_devices(self, started: Started) -> None:
         foreign = sorted(set(started.devices) - set(self._devices))

@@ -12,10 +12,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from reinforce_rl.config.actor import TensorRTLLMConfig
 from reinforce_rl.errors import EngineLostError, GenerationError
 from reinforce_rl.generation.trtllm import engine
 from reinforce_rl.generation.trtllm.engine import Answer, EngineArguments, Request, Started
@@ -34,27 +35,12 @@ _OF_THE_LAUNCHER = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "ROLE_"
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
-@dataclass(frozen=True)
-class Deadlines:
-    """Seconds that a call may take.
-
-    Attributes:
-        start: until the engine is ready.
-        update: for a bucket of weights; also for giving memory back and taking it again.
-        request: for all requests of a call of `generate`.
-    """
-
-    start: float
-    update: float
-    request: float
-
-
 class EngineProcess:
     """Starts, asks and ends an engine. After an `EngineLostError` it can be started again.
 
     Args:
         arguments: of the engine.
-        deadlines: of its calls.
+        config: `tensorrt_llm`, for the seconds that a call may take.
         log: file that its output is added to.
         dp_rank: of the ranks that it serves.
         devices: numbers of their GPUs on this machine; None where there are none.
@@ -63,13 +49,13 @@ class EngineProcess:
     def __init__(
         self,
         arguments: EngineArguments,
-        deadlines: Deadlines,
+        config: TensorRTLLMConfig,
         log: Path,
         dp_rank: int,
         devices: Sequence[str] | None,
     ):
         self._arguments = arguments
-        self._deadlines = deadlines
+        self._config = config
         self._log = log
         self._folder = private_folder(os.environ, os.getpid(), dp_rank)
         self._devices = devices
@@ -94,7 +80,7 @@ class EngineProcess:
                 env=engine_environment(os.environ, self._folder, self._devices),
             )
         try:
-            return self._call(engine.START, (arguments,), self._deadlines.start, "start_timeout_seconds")
+            return self._call(engine.START, (arguments,), self._config.start_timeout_seconds, "start_timeout_seconds")
         except EngineLostError as error:
             advice = "see its log"
             if "out of memory" in str(error).lower():
@@ -103,7 +89,7 @@ class EngineProcess:
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         """Answers in the order of the requests; those that were lost say so."""
-        seconds = self._deadlines.request
+        seconds = self._config.request_timeout_seconds
         arguments = (tuple(requests), seconds)
         answers = self._call(engine.GENERATE, arguments, seconds + ABORT_SECONDS, "request_timeout_seconds")
         if len(answers) != len(requests):
@@ -114,15 +100,15 @@ class EngineProcess:
     def update(self, handles: Mapping[str, str] | None) -> None:
         """Hand over one bucket of weights, or None after the last."""
         given = None if handles is None else dict(handles)
-        self._call(engine.UPDATE, (given,), self._deadlines.update, "update_timeout_seconds")
+        self._call(engine.UPDATE, (given,), self._config.update_timeout_seconds, "update_timeout_seconds")
 
     def release(self, tags: Sequence[str]) -> None:
         """Give memory back."""
-        self._call(engine.RELEASE, (tuple(tags),), self._deadlines.update, "update_timeout_seconds")
+        self._call(engine.RELEASE, (tuple(tags),), self._config.update_timeout_seconds, "update_timeout_seconds")
 
     def resume(self, tags: Sequence[str]) -> None:
         """Take it again."""
-        self._call(engine.RESUME, (tuple(tags),), self._deadlines.update, "update_timeout_seconds")
+        self._call(engine.RESUME, (tuple(tags),), self._config.update_timeout_seconds, "update_timeout_seconds")
 
     def stop(self) -> None:
         """End it in good order, or else at once."""
