@@ -334,7 +334,7 @@ class TestConfiguration:
             ("generation=vllm", "generation is 'vllm'; expected one of native, tensorrt_llm"),
             ("tensorrt_llm.mode=separate", "takes weights through CUDA IPC only"),
             ("tensorrt_llm.tensor_parallel_size=2", "expected 1 to 1, the ranks that share a copy"),
-            ("tensorrt_llm.free_gpu_memory_fraction=1.5", "expected above 0, below 1"),
+            ("tensorrt_llm.free_gpu_memory_fraction=1.5", "expected above 0 and below 1"),
             ("tensorrt_llm.weight_bucket_megabytes=0", "expected at least 1"),
             ("tensorrt_llm.request_timeout_seconds=9999", "below trainer.collective_timeout_seconds, which is 1800"),
             ("model.reinforce.length_params.min_length=1", "TensorRT-LLM holds back one end token only"),
