@@ -1,4 +1,4 @@
-"""Old import paths that users' code and configurations hold; they give the modules of today."""
+"""Aliases from old import paths, which users' code and configurations still contain, to today's modules."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Make the old paths importable; they load nothing until they are used."""
-    sys.meta_path.insert(0, _Finder())  # else the path of the new folder would give a second copy
+    """Make the old paths importable. Nothing is loaded until one is imported."""
+    sys.meta_path.insert(0, _Finder())  # first, or the path finder would load a second copy of a submodule

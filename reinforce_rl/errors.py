@@ -1,4 +1,4 @@
-"""The errors that end a run, each with a text that says what was found, what was expected and what to do."""
+"""Exceptions that end a run, and their exit codes. Each message says what was found, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -10,29 +10,25 @@ EXIT_DIVERGED = 77
 
 
 class ReinforceError(Exception):
-    """Base of every error that this package raises on purpose. Scripts print its text without a traceback.
+    """Base of the package's deliberate errors. Scripts print the message without a traceback."""
 
-    Attributes:
-        exit_code: of a script that ends by it.
-    """
-
-    exit_code = EXIT_ERROR
+    exit_code = EXIT_ERROR  # of the script that it ends
 
 
 class StoppedEarly(ReinforceError):
-    """The run was asked to stop, or its time is used up. What was done is saved; the same command goes on."""
+    """The run was asked to stop or its time is up. Its state is saved; the same command resumes it."""
 
     exit_code = EXIT_STOPPED
 
 
 class LostRankError(ReinforceError):
-    """Another rank died, failed or hangs. The text names it, its host and its phase."""
+    """Another rank died, failed or hangs. The message names it, its host and its phase."""
 
     exit_code = EXIT_LOST_RANK
 
 
 class DivergedError(ReinforceError):
-    """The policy is not finite, or gives no finite gradient any more. A run that is repeated diverges again."""
+    """The policy or its gradient is no longer finite. Repeating the run diverges again."""
 
     exit_code = EXIT_DIVERGED
 
@@ -45,11 +41,7 @@ class DivergedError(ReinforceError):
 
 
 class ConfigError(ReinforceError):
-    """One or more faults of a configuration, all reported together.
-
-    Args:
-        faults: one sentence a fault, each naming the key, what was found and what was expected.
-    """
+    """One or more configuration faults, each naming the key, what was found and what was expected."""
 
     def __init__(self, faults: list[str]):
         self.faults = list(faults)
@@ -59,34 +51,34 @@ class ConfigError(ReinforceError):
 
 
 class DataError(ReinforceError):
-    """A line or a file of the data cannot be used. The text names file, line number and reason."""
+    """A line or file of the data cannot be used. The message names file, line number and reason."""
 
 
 class CheckpointError(ReinforceError):
-    """A checkpoint cannot be read or written. The text names the folder and what is wrong with it."""
+    """A checkpoint cannot be read or written. The message names the folder and what is wrong."""
 
 
 class RewardServerError(ReinforceError):
-    """The reward server did not answer as it should within the deadline. The text names host and port."""
+    """The reward server gave no valid answer within the deadline. The message names host and port."""
 
 
 class TooManyFailedRewardsError(RewardServerError):
-    """The share of samples that the reward server could not score is above the configured bound."""
+    """The share of samples that could not be scored exceeds the configured bound."""
 
 
 class RankLostError(RewardServerError):
-    """A rank of the reward server died or hangs: nothing can be scored any more. The text names rank and host."""
+    """A rank of the reward server died or hangs, so nothing can be scored. The message names rank and host."""
 
     exit_code = EXIT_LOST_RANK
 
 
 class ModelStuckError(RewardServerError):
-    """The reward server's model has been in one call for too long, which its thread may never leave."""
+    """The reward model has been in one call for too long; its thread may never return."""
 
 
 class GenerationError(ReinforceError):
-    """The generation engine cannot go on: it did not start, or failed again after it was started anew."""
+    """The generation engine did not start, or failed again after a restart."""
 
 
 class EngineLostError(GenerationError):
-    """An engine that died, did not answer in time or refused its weights. A new one may do better."""
+    """The engine died, timed out or refused its weights. A new engine may succeed."""

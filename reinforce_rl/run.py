@@ -1,4 +1,4 @@
-"""From a checked configuration to a run: every part is made here, in the order in which it can fail cheaply."""
+"""Build every part of a run from a checked configuration, those that fail cheaply first, and train."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
     """Run a whole training job on this rank.
 
     Args:
-        cfg: checked.
-        stop: whether the run is to end early; None where nobody asks for it.
+        stop: polled for an early end; None for a run that is never stopped.
 
     Raises:
         ReinforceError: see its subclasses; nothing is left half-written.
@@ -68,7 +67,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
             hang_seconds=cfg.trainer.collective_timeout_seconds,
         ),
     ):
-        # Before anybody waits for the server: all that is wrong with model, layout, tokenizer, prompts and disk.
+        # Fail on model, layout, tokenizer, prompts and disk before waiting for the server.
         tokenizer, datasets = read_inputs(cfg).checked()
         checkpoint = latest_checkpoint(folder / "checkpoints") if cfg.exp_manager.resume_if_exists else None
         monitor, wandb_run_id = build_monitor(cfg, mesh, datasets, checkpoint, control.status)
@@ -102,16 +101,16 @@ def build_monitor(
     checkpoint: Checkpoint | None,
     status: StatusFile | None = None,
 ) -> tuple[RunMonitor, str | None]:
-    """What people see and what is written down, and wandb's run id. Ranks but the first get a silent one.
+    """Return the run's monitor and wandb's run id. Ranks other than 0 get a silent monitor and None.
 
     Raises:
-        ConfigError: the run goes on with settings of another one.
+        ConfigError: the settings differ from the resumed run's where they must not.
     """
     changes = check_changes(cfg)
     folder = Path(cfg.exp_manager.explicit_log_dir)
     sampler = build_sampler(cfg, datasets.train)
     start_step = checkpoint.trainer_state["step"] if checkpoint else 0
-    # Without a checkpoint, what an earlier run of this folder left behind is made again from step 0.
+    # Without a checkpoint the logs of an earlier run in this folder are overwritten from step 0.
     resume_step = start_step if cfg.exp_manager.resume_if_exists else None
     if not mesh.is_main:
         return SilentMonitor(folder), None
@@ -163,7 +162,7 @@ def build_trainer(
     checkpoint: Checkpoint | None = None,
     control: RunControl | None = None,
 ) -> ReinforceTrainer:
-    """Actor, optimizer and trainer, going on from a checkpoint where one is given."""
+    """Build actor, optimizer and trainer, and restore `checkpoint` if given."""
     activity = control.activity if control else Activity()
     activity.listen(monitor.phase)
     sampler = build_sampler(cfg, datasets.train)
@@ -221,7 +220,7 @@ def build_trainer(
 
 
 def build_timer(cfg: TrainConfig, first_save: float, control: RunControl | None = None) -> RunTimer:
-    """Of the configuration and the batch system's allocation; an earlier run of this folder may know a save's time."""
+    """Build the timer from the batch system's allocation and the save time that an earlier run measured, if any."""
     duration = cfg.exp_manager.max_time_per_run
     known = control.status.save_seconds if control else None
     return RunTimer(
@@ -238,14 +237,7 @@ def _saved(timer: RunTimer, control: RunControl | None, seconds: float) -> None:
 
 
 class DefaultBatchIterator:
-    """This rank's prompts in batches that are generated together, in order.
-
-    Args:
-        micro_batch_size: prompts a batch in training.
-        val_micro_batch_size: prompts a batch in validation.
-        prompts: to be cut.
-        validation: which of the two sizes to take.
-    """
+    """Cut this rank's prompts into generation batches; `validation` chooses between the two sizes."""
 
     def __init__(self, micro_batch_size: int, val_micro_batch_size: int, prompts: Sequence[Prompt], validation: bool):
         self._prompts = prompts

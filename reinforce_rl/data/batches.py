@@ -1,11 +1,8 @@
-"""The batches that flow between the parts of a step, as frozen dataclasses with shaped fields.
+"""Batches passed between the parts of a step, as frozen dataclasses.
 
-Notation used for tensor shapes:
-    P  prompts on this data-parallel rank
-    G  samples a prompt (`num_rollouts_per_prompt`)
-    N  sequences, N = P * G, prompt-major: rows i*G .. (i+1)*G-1 belong to prompt i
-    T  response tokens, right-padded
-    S  prompt plus response tokens, right-padded
+Shapes: P prompts on this data-parallel rank, G samples per prompt (`num_rollouts_per_prompt`), N = P * G sequences in
+prompt-major order (rows i*G .. (i+1)*G-1 belong to prompt i), T response tokens, S prompt plus response tokens; T and
+S are right-padded.
 """
 
 from __future__ import annotations
@@ -24,42 +21,35 @@ FINISH_OUTSIDE = "outside_vocabulary"  # the engine gave a token id that the mod
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a data set."""
-
-    # Its index in the data set, unique there; it keys sampling noise and names the group of its samples. With weighted
-    # blending, the index plus the size of the data set for each pass over its file before this one.
+    # Index in the data set; keys the sampling noise and is the group id of its samples. With weighted blending, plus
+    # the size of the data set for each earlier pass over its file.
     id: int
     text: str  # as given to the tokenizer, chat template applied
-    tokens: tuple[int, ...]  # its token ids, never padded
-    metadata: dict[str, Any] = field(default_factory=dict)  # every other field of its JSON line, untouched
-    # The conversation that the chat template rendered; empty where the prompt was plain text.
+    tokens: tuple[int, ...]  # without padding
+    metadata: dict[str, Any] = field(default_factory=dict)  # every other field of its JSON line
+    # The conversation that the chat template rendered; empty for plain text.
     messages: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class Completions:
-    """What a generator returns for P prompts and G samples of each."""
+    """A generator's output for P prompts and G samples of each."""
 
-    tokens: Tensor  # int64 [N, T], response tokens, the stop token included where one was produced; right-padded
-    lengths: Tensor  # int64 [N], response tokens of each row; 0 is allowed
+    tokens: Tensor  # int64 [N, T], right-padded; includes the stop token if one was produced
+    lengths: Tensor  # int64 [N]; 0 is allowed
     finish_reasons: tuple[str, ...]  # N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`
-    # float32 [N, T] of the sampled tokens under the sampling temperature, 0 on padding; None from an engine that does
-    # not report them.
+    # float32 [N, T] at the sampling temperature, 0 on padding; None if the engine does not report them.
     log_probs: Tensor | None = None
 
     def repeat_to_samples(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompt of each row, where every one of `prompts` has equally many samples."""
+        """Return the prompt of each row; every prompt must have the same number of samples."""
         samples = len(self.lengths) // len(prompts) if prompts else 0
         return [prompt for prompt in prompts for _ in range(samples)]
 
     def within_vocabulary(self, size: int, pad_id: int) -> Completions:
-        """Ids that the model has no embedding for become padding, and their responses are marked `FINISH_OUTSIDE`.
+        """Replace ids >= `size` by `pad_id` and mark their responses `FINISH_OUTSIDE`.
 
         Engines with a padded vocabulary have been seen to draw such ids.
-
-        Args:
-            size: ids are 0 .. size - 1.
-            pad_id: in their place.
         """
         outside = (self.tokens < 0) | (self.tokens >= size)
         if not bool(outside.any()):
@@ -75,7 +65,7 @@ class Completions:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """N scored samples on this data-parallel rank: everything that a training step needs."""
+    """N scored samples on this data-parallel rank."""
 
     sequences: Tensor  # int64 [N, S], prompt then response, right-padded with the pad token
     prompt_lengths: Tensor  # int64 [N]
@@ -84,26 +74,25 @@ class RolloutBatch:
     sample_ids: Tensor  # int64 [N], 0 .. G-1 within a group
     finish_reasons: tuple[str, ...]  # N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`
     rewards: Tensor  # float32 [N] from the reward source; NaN where scoring failed
-    # bool [N]; False leaves a sample out of every sum and every count (scoring failed, dropped, empty, outside the
-    # vocabulary).
+    # bool [N]; False excludes a sample from all sums and counts (scoring failed, dropped, empty, outside vocabulary).
     valid: Tensor
-    # float32 [N, T] as the generator reported them, or None where it reports none.
+    # float32 [N, T] as the generator reported them, or None.
     generator_log_probs: Tensor | None = None
-    # float32 [N, T] of the response tokens under the actor at the sampling temperature, before any optimizer step on
-    # this batch; 0 on padding; None where nobody reads them.
+    # float32 [N, T] under the actor at the sampling temperature, before any optimizer step on this batch; 0 on
+    # padding; None if unused.
     log_probs: Tensor | None = None
-    init_log_probs: Tensor | None = None  # the same under the reference policy; None without one
-    # float32 [N] of each reward source by its name, where there are several.
+    init_log_probs: Tensor | None = None  # the same under the reference policy
+    # float32 [N] by name of the reward source, if there are several.
     source_rewards: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def is_end(self) -> Tensor:
-        """bool [N]: the response ended by itself, rather than being cut at max_length."""
+        """bool [N]: True if the response ended by itself, not at max_length."""
         return torch.tensor([reason == FINISH_STOP for reason in self.finish_reasons], dtype=torch.bool)
 
     @property
     def response_mask(self) -> Tensor:
-        """bool [N, T]: True on response tokens."""
+        """bool [N, T]."""
         return length_mask(self.response_lengths, self.width)
 
     @property
@@ -112,7 +101,7 @@ class RolloutBatch:
         return int(self.response_lengths.max()) if len(self.response_lengths) else 0
 
     def select(self, rows: Tensor) -> RolloutBatch:
-        """The samples of these rows: int64 indices, in their order. Padding that no row needs is cut off."""
+        """Return the samples of these rows (int64 indices) in their order, without padding that no row needs."""
         width = int(self.response_lengths[rows].max()) if len(rows) else 0
         used = int((self.prompt_lengths + self.response_lengths)[rows].max()) if len(rows) else 0
 
@@ -137,34 +126,34 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class ReinforceBatch:
-    """What `generate_reinforce_data` adds to a rollout batch, and the loss consumes."""
+    """A rollout batch with the advantages that the loss consumes."""
 
-    rollouts: RolloutBatch  # the samples
-    # float32 [N], the sequence's KL estimate in nats: of the response, or of a token where its mean is taken.
+    rollouts: RolloutBatch
+    # float32 [N], KL estimate in nats, summed or averaged over the response.
     kl: Tensor
-    rewards_with_kl: Tensor  # float32 [N], the shaped reward, minus beta times `kl` where the KL is part of the reward
-    baseline: Tensor  # float32 [N], what the estimator subtracted, before any division
-    # float32 [N, T], detached, 0 on padding and where a sample does not train. All tokens of a response have the same
-    # one unless credit is assigned by token.
+    rewards_with_kl: Tensor  # float32 [N], shaped reward, minus beta * `kl` if the KL is in the reward
+    baseline: Tensor  # float32 [N], subtracted from the reward before any division
+    # float32 [N, T], detached; 0 on padding and for samples that do not train. Constant over a response unless credit
+    # is assigned per token.
     advantages: Tensor
-    # bool [N], the samples that the loss is averaged over: the valid ones, or fewer (RAFT, masked ones).
+    # bool [N], samples that the loss averages over: the valid ones, or fewer (RAFT, masking).
     trains: Tensor
 
     @property
     def sequence_advantages(self) -> Tensor:
-        """[N]: the mean over a response's tokens."""
+        """[N]: mean over a response's tokens."""
         return self.advantages.sum(dim=-1) / self.rollouts.response_lengths.clamp(min=1)
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
-    """bool [N, width], True on the first `lengths[i]` columns of row i."""
+    """Return bool [N, width], True on the first `lengths[i]` columns of row i."""
     return torch.arange(width, device=lengths.device)[None, :] < lengths[:, None]
 
 
 def join_prompts_and_responses(
     prompts: Sequence[Prompt], completions: Completions, pad_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Put each response right behind its row's prompt: sequences int64 [N, S] and prompt_lengths int64 [N]."""
+    """Append each response to its row's prompt; return sequences int64 [N, S] and prompt_lengths int64 [N]."""
     prompt_lengths = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.long)
     width = int((prompt_lengths + completions.lengths).max()) if prompts else 0
     sequences = torch.full((len(prompts), width), pad_id, dtype=torch.long)
@@ -176,7 +165,7 @@ def join_prompts_and_responses(
 
 
 def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
-    """Completions of several batches of prompts as one, padded to the widest; none at all gives an empty one."""
+    """Concatenate completions of several prompt batches, padded to the widest; no parts give an empty one."""
     if len(parts) == 1:
         return parts[0]
     width = max((part.tokens.shape[1] for part in parts), default=0)
@@ -195,8 +184,8 @@ def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
 
 
 def join_rollouts(parts: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
-    """Rollouts of several rounds as one batch, padded to the widest; at least one part."""
-    # A round in which this rank had no prompt knows neither the generator's log-probs nor the names of sources.
+    """Concatenate the rollouts of one or more rounds, padded to the widest."""
+    # A round without prompts on this rank has neither generator log-probs nor source names.
     parts = [part for part in parts if len(part.rewards)] or parts[:1]
     if len(parts) == 1:
         return parts[0]

@@ -1,7 +1,4 @@
-"""JSONL files: which ones a run reads; read line by line with every fault placed; written atomically.
-
-Torch-free, so that a configuration can be checked without it.
-"""
+"""Find, read and atomically write JSONL files. Torch-free, so that it can run at config time."""
 
 from __future__ import annotations
 
@@ -40,16 +37,16 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class JsonLine:
-    """One line of a JSONL file that is not blank."""
+    """A line of a JSONL file that is not blank."""
 
-    path: Path  # its file
-    number: int  # its line number, from 1
-    value: dict[str, Any] | None  # the JSON object, or None where the line holds none
+    path: Path
+    number: int  # from 1
+    value: dict[str, Any] | None  # None if the line is no JSON object
     fault: str = ""  # why `value` is None, else ""
 
 
 class LineFaults:
-    """Collects the faults of lines, so that all of them are reported in one `DataError`."""
+    """Collect faulty lines and report all of them in one `DataError`."""
 
     def __init__(self) -> None:
         self._faults: list[str] = []
@@ -58,11 +55,10 @@ class LineFaults:
         return len(self._faults)
 
     def add(self, path: Path, number: int, reason: str) -> None:
-        """Note that line `number` of `path` cannot be used."""
         self._faults.append(f"{path}:{number}: {reason}")
 
     def raise_if_any(self, advice: str) -> None:
-        """Raise a `DataError` that lists the first faults and ends with `advice`; do nothing without faults."""
+        """Raise a `DataError` that lists the first faults and ends with `advice`, if there are faults."""
         if not self._faults:
             return
         count = len(self._faults)
@@ -74,14 +70,14 @@ class LineFaults:
 
 
 def read_jsonl(path: str | Path) -> Iterator[JsonLine]:
-    """Yield every line of a JSONL file that is not blank; faulty lines come with their fault instead of a value.
+    """Yield every line that is not blank; a faulty one has `fault` instead of `value`.
 
     Raises:
-        ConfigError: the file cannot be read, or is of another format.
+        ConfigError: the file cannot be read, or has another format.
     """
     path = Path(path)
     try:
-        # Bytes, because one line that is not UTF-8 shall not hide the others, and only "\n" ends a line.
+        # Bytes: a line that is not UTF-8 must not hide the others, and only "\n" ends a line.
         with path.open("rb") as file:
             if fault := _format_fault(file.peek(_START_BYTES)):
                 raise ConfigError([f"file {path} {fault}"])
@@ -95,7 +91,7 @@ def read_jsonl(path: str | Path) -> Iterator[JsonLine]:
 
 
 def file_fault(path: Path) -> str | None:
-    """Say why a file holds no JSONL, as far as its first bytes show; None where nothing speaks against it."""
+    """Say why the first bytes of a file are not JSONL; None if they may be."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
             return "is not a file"
@@ -116,7 +112,7 @@ def _format_fault(start: bytes) -> str | None:
 
 
 def write_jsonl_files(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
-    """Write several JSONL files, each atomically, and none of them before all rows are on the disk.
+    """Write JSONL files atomically, renaming none before all rows of all files are on disk.
 
     Raises:
         ConfigError: a folder or a file cannot be written.
@@ -158,23 +154,22 @@ def _parse(path: Path, number: int, raw: bytes) -> JsonLine:
 
 
 def describe_type(value: object) -> str:
-    """The JSON name of a value's type, with its article, for messages."""
+    """Return the JSON name of a value's type with its article, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> dict[str, list[Path]]:
-    """The files of each split, all of them seen to exist; cheap, so a run can check it before it loads a model.
+    """Return the existing files of each split. Cheap, so that it runs before a model is loaded.
 
     Raises:
-        ConfigError: an unknown key, no train file, a value that is neither path nor weight, missing files; all
-            together.
+        ConfigError: unknown key, no train file, a value that is neither path nor weight, missing files; all together.
     """
     return _resolve(data_prefix)[0]
 
 
 def blending_weights(data_prefix: Mapping[str, Any]) -> tuple[float, ...] | None:
-    """The weight of each train file; None where the files are given without weights.
+    """Return the weight of each train file; None without weights.
 
     Raises:
         ConfigError: as `resolve_data_prefix`.
@@ -220,7 +215,7 @@ def _resolve(data_prefix: Mapping[str, Any]) -> tuple[dict[str, list[Path]], tup
 
 
 def weight_faults(weights: Sequence[float]) -> list[str]:
-    """Find weights that are not above 0."""
+    """Return a fault if weights are not above 0."""
     return [
         f"model.data.data_prefix.train has the weight {weight}; expected a number above 0"
         for weight in weights
@@ -233,7 +228,7 @@ def _is_weight(entry: object) -> bool:
 
 
 def _split_weights(entries: Sequence[Any], faults: list[str]) -> tuple[tuple[float, ...], list[Any]]:
-    """Weights and paths of `[0.3, a.jsonl, 0.7, b.jsonl]`."""
+    """Split `[0.3, a.jsonl, 0.7, b.jsonl]` into weights and paths."""
     weights, paths = list(entries[::2]), list(entries[1::2])
     if len(weights) != len(paths) or not all(map(_is_weight, weights)) or any(map(_is_weight, paths)):
         faults.append(

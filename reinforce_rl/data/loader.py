@@ -1,4 +1,4 @@
-"""Batches of prompts for one data-parallel rank: the shuffled ones of training, the fixed ones of validation."""
+"""Batches of prompts for one data-parallel rank: shuffled for training, fixed for validation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CollateFn = Callable[[list[Prompt]], Any]
 
 
 class PromptLoader:
-    """Yields, a step, this rank's share of the sampler's next global batch.
+    """Yield this rank's share of the sampler's next global batch, one per step.
 
-    All ranks hold the same sampler state. The share is empty on some ranks where a batch has fewer prompts than ranks.
-    `collate_fn` makes the batch of a list of prompts.
+    The share is empty on some ranks if a batch has fewer prompts than ranks. The sampler's state is the same on all
+    ranks.
 
     Raises:
-        ConfigError: the sampler is of another data set size, or the rank is out of range.
+        ConfigError: the sampler has another data set size, or the rank is out of range.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class PromptLoader:
     ):
         if sampler.num_prompts != len(dataset):
             raise ConfigError([f"the sampler is for {sampler.num_prompts} prompts, the data set has {len(dataset)}"])
-        shard([], dp_rank, dp_size)  # raises for a wrong rank now, not at the first step
+        shard([], dp_rank, dp_size)  # fail on a wrong rank now, not at the first step
         self.dataset, self.sampler = dataset, sampler
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.collate_fn = collate_fn
@@ -47,32 +47,30 @@ class PromptLoader:
 
     @property
     def finished(self) -> bool:
-        """True once the sampler's last epoch was given."""
         return self.sampler.finished
 
     @property
     def prompts_per_step(self) -> int:
-        """Prompts of a global batch, but for the last one of an epoch."""
+        """Prompts of a global batch; the last one of an epoch may have fewer."""
         return self.sampler.prompts_per_step
 
     def __next__(self) -> Any:
-        """This rank's next batch; StopIteration after the sampler's last epoch."""
         numbers = shard(self.sampler.next_batch(), self.dp_rank, self.dp_size)
         return self.collate_fn([self._prompt(number) for number in numbers])
 
     def _prompt(self, number: int) -> Prompt:
         prompt = self.dataset[number % len(self.dataset)]
-        return prompt if prompt.id == number else replace(prompt, id=number)  # of a blend, in a later pass
+        return prompt if prompt.id == number else replace(prompt, id=number)  # a later pass of a blend
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's state and the data's fingerprint; the same on every rank."""
+        """Return the sampler's state and the data's fingerprint; the same on every rank."""
         return {**self.sampler.state_dict(), "fingerprint": self.dataset.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position.
+        """Resume from a saved position.
 
         Raises:
-            CheckpointError: the state is of other data, or the sampler refuses it.
+            CheckpointError: the state belongs to other data, or the sampler refuses it.
         """
         found = str(state.get("fingerprint"))
         if state.get("num_prompts") == len(self.dataset) and found != self.dataset.fingerprint:
@@ -85,16 +83,16 @@ class PromptLoader:
 
 
 class FixedPrompts:
-    """The first prompts of a data set, in order, the same in every pass: for validation.
+    """Yield the first prompts of a data set in order, the same in every pass, for validation.
 
-    Each global batch is split over the ranks, so every rank yields equally many batches, some of them maybe empty.
+    Every rank yields the same number of batches, some of them possibly empty.
 
     Args:
-        num_val_samples: how many to take, over all ranks; None for all.
-        prompts_per_batch: of one global batch, over all ranks; None for all in one.
+        num_val_samples: prompts over all ranks; None for all.
+        prompts_per_batch: prompts of a global batch, over all ranks; None for one batch.
 
     Raises:
-        ConfigError: more prompts are asked for than there are, or an argument is out of its range.
+        ConfigError: more prompts than the data set has, or an argument out of range.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class FixedPrompts:
         self.collate_fn = collate_fn
 
     def __len__(self) -> int:
-        """Equal on every rank."""
+        """The same on every rank."""
         return -(-self.num_prompts // self.prompts_per_batch)
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,6 +1,6 @@
-"""Prompt-only train and validation files from preference pairs or conversations, in the HH form or as messages.
+"""Make prompt-only train and validation files from preference pairs or conversations, in HH form or as messages.
 
-The HH form is one string: "\\n\\nHuman: ...\\n\\nAssistant: ...\\n\\nHuman: ...\\n\\nAssistant:".
+HH form is one string: "\\n\\nHuman: ...\\n\\nAssistant: ...\\n\\nHuman: ...\\n\\nAssistant:".
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ SKIP_LIMIT = "over --limit"
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What to keep and how to write it."""
-
     # "messages" writes `{"messages": [...]}`, "prompt" writes `{"prompt": ...}` in the HH form.
     form: Literal["messages", "prompt"] = "messages"
-    num_validation: int | None = None  # prompts of the validation file; None takes `validation_fraction` instead
-    validation_fraction: float = 0.1  # share of the kept prompts, above 0 and below 1, rounded, at least one prompt
-    seed: int = 0  # chooses the validation prompts, and those that `limit` keeps
-    max_turns: int | None = None  # the most user turns of a prompt; None for no bound
-    max_characters: int | None = None  # the most characters of a prompt, over all its turns; None for no bound
-    limit: int | None = None  # keep so many prompts in all, drawn by the seed; None for all
+    num_validation: int | None = None  # None takes `validation_fraction` instead
+    validation_fraction: float = 0.1  # of the kept prompts, in (0, 1); at least one prompt
+    seed: int = 0  # draws the validation prompts, and those that `limit` keeps
+    max_turns: int | None = None  # user turns of a prompt
+    max_characters: int | None = None  # of a prompt, over all its turns
+    limit: int | None = None  # prompts to keep in all, drawn by the seed
 
     def __post_init__(self) -> None:
         faults = []
@@ -65,7 +63,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class PrepareCounts:
-    """What became of the lines that were read: `read == train + validation + sum(skipped.values())`."""
+    """Counts of the lines read: `read == train + validation + sum(skipped.values())`."""
 
     read: int
     train: int
@@ -80,10 +78,9 @@ class PrepareCounts:
 
 
 def parse_hh_conversation(text: str) -> list[Message]:
-    """Split a conversation of the HH form into messages with roles "user" and "assistant", contents stripped.
+    """Split an HH conversation into messages with roles "user" and "assistant", contents stripped.
 
-    An open "Assistant:" at the end is where the answer is to begin and gives no message. Nothing else is left out or
-    joined: two turns of one role in a row, and empty turns, stay as they are.
+    An open "Assistant:" at the end gives no message. Repeated roles and empty turns stay as they are.
 
     Raises:
         DataError: the text does not begin with "Human:" or "Assistant:".
@@ -102,14 +99,14 @@ def parse_hh_conversation(text: str) -> list[Message]:
 
 
 def messages_of_text(text: str) -> list[Message]:
-    """Read a prompt of the HH form, or any other text as one user message."""
+    """Parse an HH prompt, or return any other text as one user message."""
     if text.lstrip().startswith("Human:"):
         return parse_hh_conversation(text)
     return [{"role": "user", "content": text.strip()}]
 
 
 def render_hh_prompt(messages: list[Message]) -> str:
-    """Inverse of `parse_hh_conversation` for a prompt: ends with the open "Assistant:"."""
+    """Inverse of `parse_hh_conversation` for a prompt; ends with the open "Assistant:"."""
     turns = [f"\n\n{_HH_NAMES[message['role']]}: {message['content']}" for message in messages]
     return "".join(turns) + "\n\nAssistant:"
 
@@ -117,14 +114,14 @@ def render_hh_prompt(messages: list[Message]) -> str:
 def prepare_prompts(inputs: Iterable[str | Path], output: str | Path, options: PrepareOptions) -> PrepareCounts:
     """Read pairs or conversations and write `train.jsonl` and `validation.jsonl` into `output`.
 
-    A line holds `prompt` or `text`, or both `chosen` and `rejected`, or `messages`; a value is a string of the HH form
-    or a list of messages, and a prompt any other string, which is one user message. Of `chosen` and `rejected`, the
-    last assistant turn is the answer and is left out. All other fields are kept as they are. Prompts are equal if they
-    are after folding case and white space; the first of equals is kept, so none is in both files.
+    A line holds `prompt` or `text`, or `chosen` and `rejected`, or `messages`; a value is an HH string or a list of
+    messages, and a prompt may be any other string, taken as one user message. The last assistant turn of `chosen` and
+    `rejected` is the answer and is dropped. Other fields are kept. Of prompts that are equal up to case and white
+    space, the first is kept.
 
     Raises:
         ConfigError: a file cannot be read or written.
-        DataError: lines that cannot be understood (all counted, the first listed), or too few prompts for two files.
+        DataError: invalid lines (all counted, the first listed), or too few prompts for two files.
     """
     paths = [Path(path) for path in inputs]
     targets = {name: Path(output) / f"{name}.jsonl" for name in ("train", "validation")}
@@ -174,7 +171,7 @@ def _row(messages: list[Message], others: dict[str, Any], form: str) -> dict[str
 
 
 def _prompt_of(value: dict[str, Any]) -> tuple[list[Message], str]:
-    """The prompt's messages, and why to skip it ("" to keep it)."""
+    """Return the prompt's messages, and the reason to skip it ("" to keep it)."""
     for key in ("prompt", "text"):
         if key in value:
             return _conversation(value[key], key, messages_of_text), ""
@@ -211,7 +208,7 @@ def _conversation(value: object, key: str, read_text: Callable[[str], list[Messa
 
 
 def check_encodable(text: str, key: str) -> None:
-    """Raise a `DataError` of a text that UTF-8 cannot hold."""
+    """Raise a `DataError` for a text that UTF-8 cannot encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -239,7 +236,7 @@ def _unfit(messages: list[Message], options: PrepareOptions) -> str:
 
 
 def _split(prompts: list[Kept], options: PrepareOptions) -> tuple[list[Kept], list[Kept]]:
-    """Draw the prompts of each file by the seed; each file keeps the order of the input."""
+    """Draw each file's prompts by the seed; both keep the input's order."""
     order = list(range(len(prompts)))
     random.Random(options.seed).shuffle(order)
     order = order[: options.limit]

@@ -1,4 +1,4 @@
-"""Prompt data sets from JSONL files, tokenised once when they are loaded."""
+"""Prompt data sets from JSONL files, tokenised at load."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ TOKENISE_AT_ONCE = 1024  # lines; bounds the memory of a batch in the tokenizer
 class _Rendered:
     line: JsonLine
     text: str
-    messages: tuple[dict[str, Any], ...]  # empty where no template rendered it
+    messages: tuple[dict[str, Any], ...]  # empty if no template rendered it
 
 
 class PromptDataset(Dataset[Prompt]):
-    """Prompts in the order of their files and lines; `dataset[i].id == i`.
+    """Prompts in file and line order; `dataset[i].id == i`.
 
     Args:
-        skipped: over-long prompts that were left out when they were loaded.
-        blend: how often an epoch draws from each file; None for each prompt once.
+        skipped: number of over-long prompts left out at load.
+        blend: draws of each file per epoch; None draws each prompt once.
 
     Raises:
         DataError: there is no prompt, or an id is not its index.
@@ -73,12 +73,12 @@ class PromptDataset(Dataset[Prompt]):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 (hex) over the texts in order, by which a resume on other data is recognised."""
+        """sha256 (hex) of the texts in order; detects a resume on other data."""
         if self._fingerprint is None:
             digest = hashlib.sha256()
             for prompt in self._prompts:
                 text = prompt.text.encode("utf-8")
-                digest.update(len(text).to_bytes(8, "big"))  # so that no two lists of texts join to the same bytes
+                digest.update(len(text).to_bytes(8, "big"))  # length prefix, so that joined texts are unambiguous
                 digest.update(text)
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
@@ -95,25 +95,22 @@ class PromptDataset(Dataset[Prompt]):
         add_bos: bool = False,
         weights: Sequence[float] | None = None,
     ) -> PromptDataset:
-        """Load prompts from one or several JSONL files.
+        """Load prompts from JSONL files.
 
-        A line holds exactly one of `prompt` (a string), `text` (a string) and `messages` (a list of
-        `{"role", "content"}` that does not end with an assistant's); all its other fields become the prompt's
-        metadata. Messages are rendered by the tokenizer's chat template, up to where the assistant's answer begins.
-        Blank lines are left out.
+        A line holds exactly one of `prompt` (string), `text` (string) and `messages` (a list of `{"role", "content"}`
+        that does not end with an assistant's), rendered by the chat template with its generation prompt. All other
+        fields become the prompt's metadata. Blank lines are ignored.
 
         Args:
-            max_prompt_tokens: the longest prompt that is accepted; None for no limit.
-            too_long: "refuse" makes a longer prompt an error, "skip" leaves it out and counts it in `skipped`.
-                No prompt is ever cut or replaced.
-            apply_chat_template: render a `prompt` or `text` as a single user message by the chat template.
-            add_bos: put the begin-of-sequence id before prompts that no chat template rendered. `Prompt.text` stays
-                without it.
-            weights: of each file, see `Blend`; None gives each prompt once an epoch.
+            max_prompt_tokens: None for no limit.
+            too_long: "refuse" raises for a longer prompt, "skip" drops it and counts it in `skipped`; none is cut.
+            apply_chat_template: render a `prompt` or `text` as a single user message.
+            add_bos: prepend the begin-of-sequence id to prompts that no chat template rendered, in `tokens` only.
+            weights: one per file, see `Blend`; None draws each prompt once per epoch.
 
         Raises:
             ConfigError: an option is wrong or a file cannot be read.
-            DataError: lines cannot be used (all are counted, the first are listed), or no prompt is left.
+            DataError: invalid lines (all counted, the first listed), or no prompt is left.
         """
         paths = [Path(files)] if isinstance(files, (str, Path)) else [Path(file) for file in files]
         _check_options(tokenizer, paths, max_prompt_tokens, too_long, add_bos)
@@ -169,7 +166,7 @@ class PromptDataset(Dataset[Prompt]):
 
 @dataclass(frozen=True)
 class RLHFDatasets:
-    """The data sets of a run; `validation` and `test` are None where no file was given."""
+    """Data sets of a run; `validation` and `test` are None if not configured."""
 
     train: PromptDataset
     validation: PromptDataset | None = None
@@ -185,17 +182,15 @@ def build_train_valid_test_rlhf_datasets(
     apply_chat_template: bool = False,
     add_bos: bool = False,
 ) -> RLHFDatasets:
-    """Load the train, validation and test prompts.
+    """Load the train, validation and test prompts; other arguments as for `PromptDataset.from_jsonl`.
 
     Args:
-        data_prefix: `{"train": files, "validation": files, "test": files}`, each a path or a list of paths;
-            validation and test may be missing, null or empty. Train may have a weight before each path.
-
-    The others are those of `PromptDataset.from_jsonl`.
+        data_prefix: `{"train": files, "validation": files, "test": files}`, each a path or a list of paths; validation
+            and test may be missing, null or empty. Train may have a weight before each path.
 
     Raises:
         ConfigError: keys or files are wrong; all faults together, before any file is read.
-        DataError: as `PromptDataset.from_jsonl`, of all splits together.
+        DataError: as `PromptDataset.from_jsonl`, for all splits together.
     """
     files, weights = resolve_data_prefix(data_prefix), blending_weights(data_prefix)
     datasets: dict[str, PromptDataset] = {}
@@ -221,7 +216,7 @@ def build_train_valid_test_rlhf_datasets(
 
 
 class _LineFault(Exception):
-    """A line that cannot become a prompt; always caught in this file and given its place."""
+    """A line that cannot become a prompt; only raised and caught in this file."""
 
 
 def _check_options(
@@ -307,7 +302,7 @@ def _apply_template(messages: list[dict[str, Any]], tokenizer: PreTrainedTokeniz
         )
     try:
         return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:  # templates refuse, for instance, roles that do not alternate
+    except TemplateError as error:  # e.g. a template that requires alternating roles
         raise _LineFault(f"the chat template refuses these messages: {error}") from error
 
 
@@ -317,7 +312,7 @@ def _tokenise(
     bos = tokenizer.bos_token_id
     for start in range(0, len(rendered), TOKENISE_AT_ONCE):
         items = rendered[start : start + TOKENISE_AT_ONCE]
-        # Verbose is off because transformers warns of lengths by its own limit, and ours is checked by the caller.
+        # Not verbose: transformers would warn about its own length limit; the caller checks ours.
         encoded = tokenizer([item.text for item in items], add_special_tokens=False, verbose=False)
         for item, ids in zip(items, cast("list[list[int]]", encoded["input_ids"]), strict=True):
             if add_bos and not item.messages and ids[:1] != [bos]:

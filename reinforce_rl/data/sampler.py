@@ -1,4 +1,4 @@
-"""The order of prompts over epochs, each once or each file by its weight, in global batches; and their split."""
+"""Order of prompts over epochs, uniform or blended by file weights, in global batches, and their split over ranks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Blend:
-    """How much of an epoch each file gives.
+    """Weighted blending of files: how many of an epoch's draws each file gives.
 
-    An epoch has as many draws as the files have prompts. Each file is walked through in its own shuffled order, no
-    prompt twice before all of the file had their turn, then in another order, on through the epochs. Draws of the
-    files alternate evenly, so that every batch has each file's share, and not only the epoch.
+    An epoch has as many draws as the files have prompts. Each file is walked through in its own shuffled order and
+    reshuffled when exhausted, across epochs. Draws interleave evenly, so that every batch has each file's share.
 
-    A prompt that comes again does so under another number, `index + pass * prompts`: a small file of a large weight
-    may come twice in a batch, and the two must be two groups of samples.
+    A repeated prompt gets the number `index + pass * prompts`, because a small file with a large weight may give it
+    twice in a batch, and its samples must form two groups.
 
     Raises:
-        ConfigError: a weight is not above 0, or so small that its file is never drawn; a file without prompts.
+        ConfigError: a weight is not above 0, or too small for a single draw; a file without prompts.
     """
 
     sizes: tuple[int, ...]  # prompts of each file, in the data set's order
-    weights: tuple[float, ...]  # of each file, above 0; their sum is of no importance
+    weights: tuple[float, ...]  # one per file, above 0; need not sum to 1
 
     def __post_init__(self) -> None:
         faults = weight_faults(self.weights)
@@ -54,7 +53,7 @@ class Blend:
 
     @property
     def draws(self) -> tuple[int, ...]:
-        """Draws of each file in an epoch, every epoch the same: by largest remainder."""
+        """Draws of each file per epoch, by largest remainder."""
         total = math.fsum(self.weights)
         shares = [self.num_prompts * weight / total for weight in self.weights]
         counts = [math.floor(share) for share in shares]
@@ -64,12 +63,11 @@ class Blend:
         return tuple(counts)
 
     def epoch(self, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
-        """The numbers of an epoch's draws, in order; `number % num_prompts` is the prompt's index in the data set.
+        """Return the numbers of an epoch (from 0) in order; `number % num_prompts` is the index in the data set.
 
         Args:
             seed: of the order within files.
-            epoch: from 0.
-            shuffle: False walks through each file from its first prompt to its last.
+            shuffle: False walks through each file in order.
         """
         draws, numbers, places = self.draws, [], []
         for file, (size, count) in enumerate(zip(self.sizes, draws, strict=True)):
@@ -82,7 +80,7 @@ class Blend:
                 first = sum(self.sizes[:file])
                 numbers.append(first + order[within[passes == pass_]] + pass_ * self.num_prompts)
             places.append((np.arange(count) + 0.5) / count)
-        # Stable: where two files want the same place, the one that is named first has it.
+        # Stable sort: ties go to the file named first.
         return np.concatenate(numbers)[np.argsort(np.concatenate(places), kind="stable")].tolist()
 
     def __str__(self) -> str:
@@ -94,23 +92,21 @@ class Blend:
 
 
 class PromptSampler:
-    """Gives every prompt exactly once an epoch, in global batches that all data-parallel ranks agree on.
+    """Draw every prompt once per epoch, in global batches that are the same on all data-parallel ranks.
 
-    Each epoch is a permutation that depends on (seed, epoch) alone. With a blend, an epoch has as many draws but gives
-    each file its share of them instead; see `Blend`, also for the numbers of prompts that come again.
-
-    The last batch of an epoch is smaller where the number of prompts does not divide; it is never filled with prompts
-    of this or the next epoch.
+    An epoch's permutation depends only on (seed, epoch). With a blend, an epoch has as many draws, split by weight;
+    see `Blend`, also for the numbers of repeated prompts. The last batch of an epoch may be smaller and is never
+    filled up.
 
     Args:
         num_prompts: size of the data set.
-        prompts_per_step: prompts of one global batch, over all ranks.
-        shuffle: False gives the data set's order in every epoch.
-        drop_last: leave out the smaller last batch of an epoch.
+        prompts_per_step: prompts of a global batch, over all ranks.
+        shuffle: False keeps the data set's order.
+        drop_last: drop the smaller last batch of an epoch.
         max_epochs: None never ends.
 
     Raises:
-        ConfigError: an argument is out of its range.
+        ConfigError: an argument is out of range.
     """
 
     def __init__(
@@ -150,7 +146,7 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """From 0; of the next batch."""
+        """Epoch of the next batch, from 0."""
         return self._epoch
 
     @property
@@ -159,12 +155,11 @@ class PromptSampler:
 
     @property
     def consumed_prompts(self) -> int:
-        """Prompts given since the first step, over all epochs and resumes."""
+        """Prompts drawn since the first step, over all epochs and resumes."""
         return self._consumed
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of a whole epoch."""
         return len(self.batch_sizes)
 
     @property
@@ -175,11 +170,10 @@ class PromptSampler:
 
     @property
     def finished(self) -> bool:
-        """True once `max_epochs` epochs were given."""
         return self.max_epochs is not None and self._epoch >= self.max_epochs
 
     def next_batch(self) -> list[int]:
-        """The indices of the next global batch, never empty; of a blend, its numbers.
+        """Return the indices of the next global batch, never empty; with a blend, its numbers.
 
         Raises:
             StopIteration: `finished`.
@@ -201,7 +195,7 @@ class PromptSampler:
         return self.next_batch()
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready position; the next batch after `load_state_dict` is the next one of this sampler."""
+        """Return the position as JSON-ready values."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -217,10 +211,10 @@ class PromptSampler:
         return {**identity, "file_sizes": list(self.blend.sizes), "weights": list(self.blend.weights)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position. `prompts_per_step` may differ from the saved run's: positions count prompts.
+        """Resume from a saved position. `prompts_per_step` may have changed, as positions count prompts.
 
         Raises:
-            CheckpointError: the state is of another data set size, seed, order or blend, or is no sampler state.
+            CheckpointError: another data set size, seed, order or blend, or no sampler state.
         """
         missing = [key for key in self.state_dict() if key not in state and key not in ("file_sizes", "weights")]
         if missing:
@@ -261,9 +255,7 @@ class PromptSampler:
 
 
 def shard(indices: Sequence[T], rank: int, world_size: int) -> list[T]:
-    """The contiguous part of a global batch that belongs to one data-parallel rank.
-
-    The parts of all ranks, in order, join to the batch; their sizes differ by one at most. A rank may get nothing.
+    """Return a rank's contiguous part of a global batch; sizes differ by at most one and may be 0.
 
     Raises:
         ConfigError: the rank is not within the world size.

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder, and a fingerprint by which actor and reward server recognise each other."""
+"""Load a tokenizer, and fingerprint it so that actor and reward server can compare theirs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What two processes must agree on before token ids travel between them."""
+    """Fingerprint of a tokenizer; token ids may only be exchanged between equal ones."""
 
-    vocab_size: int  # number of ids the tokenizer knows, added tokens included
-    vocab_sha256: str  # hash over all (token, id) pairs, so that two vocabularies of one size are told apart
-    eos_id: int | None  # the end-of-sequence id, or None
-    # Hash of the chat template; None where there is none. It is not part of `differences`: tokens are compared,
-    # templates are the business of whoever renders text.
+    vocab_size: int  # added tokens included
+    vocab_sha256: str  # over all (token, id) pairs
+    eos_id: int | None
+    # None without a template. Not part of `differences`: only token ids are exchanged, not rendered text.
     chat_template_sha256: str | None
 
     @classmethod
@@ -41,11 +40,11 @@ class TokenizerInfo:
         return cls(**values)  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON-ready values, for a server's metadata."""
+        """Return JSON-ready values for a server's metadata."""
         return asdict(self)
 
     def differences(self, other: TokenizerInfo) -> list[str]:
-        """Sentences naming each difference that makes token ids mean different things; empty where there is none."""
+        """Return a sentence per difference that changes the meaning of token ids."""
         found = []
         if self.vocab_size != other.vocab_size:
             found.append(f"vocabulary size {self.vocab_size} here, {other.vocab_size} there")
@@ -57,17 +56,17 @@ class TokenizerInfo:
 
 
 def token_id(value: object) -> int | None:
-    """A tokenizer's special id as an int; transformers types it as almost anything."""
+    """Narrow a tokenizer's special id, which transformers types as almost anything, to an int."""
     return value if isinstance(value, int) else None
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that fills the right of a row. Where there is no pad token any id does: nobody reads those columns."""
+    """Return the padding id; 0 without a pad token, as padding is never read."""
     return token_id(tokenizer.pad_token_id) or 0
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a local Hugging Face folder; a model hub is never asked.
+    """Load a tokenizer from a local Hugging Face folder, never from a hub.
 
     Raises:
         ConfigError: the folder is missing or holds no tokenizer.
@@ -84,5 +83,5 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             if "TokenizersBackend" not in str(error):  # version 5's name for the class below
                 raise
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers reads config.json too, and raises whatever comes of it
+    except Exception as error:  # transformers also reads config.json, and its errors vary
         raise ConfigError([f"{folder} holds no tokenizer that transformers can load: {error}"]) from error

@@ -1,1 +1,1 @@
-"""Preparation work that people run by hand before training: making model folders."""
+"""Tools to run by hand before training, such as making model folders."""

