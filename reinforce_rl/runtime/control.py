@@ -1,4 +1,4 @@
-"""The context of a run on one rank: signals, `status.json`, the watchdog, and the current phase."""
+"""Context of a run on one rank: signals, `status.json`, the watchdog, and the current phase."""
 
 from __future__ import annotations
 
@@ -27,31 +27,21 @@ EXIT_INTERRUPTED = 130  # what a shell says of Ctrl-C
 
 
 class RunControl:
-    """The context of one run on this rank.
-
-    Args:
-        folder: of the run.
-        stop: listens to signals.
-
-    Attributes:
-        activity: what this rank does.
-        stop: whether it was asked to stop.
-        status: the run's `status.json`.
-    """
+    """Context of one run on this rank."""
 
     def __init__(self, folder: str | Path, stop: StopRequest):
         self.activity = Activity()
         self.stop = stop
-        self.status = StatusFile(Path(folder), enabled=os.environ.get("RANK", "0") == "0")
+        self.status = StatusFile(Path(folder), enabled=os.environ.get("RANK", "0") == "0")  # of `status.json`
         self._watchdog: Watchdog | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around the whole run: `status.json` says how it stands and how it ended.
+        """Keep `status.json` up to date during the block, which is the whole run.
 
         Raises:
             StoppedEarly: a signal came before there was anything to save.
-            ConfigError: another process of this machine is at this run.
+            ConfigError: another process on this machine works in this run's folder.
         """
         if self.status.enabled:
             refuse_second_run(self.status.path.parent)
@@ -69,7 +59,7 @@ class RunControl:
 
     @contextlib.contextmanager
     def watching(self, mesh: Mesh, *, silence_seconds: float, hang_seconds: float) -> Iterator[None]:
-        """Watch the other ranks, where there are others.
+        """Watch the other ranks during the block; no-op with one rank.
 
         Raises:
             LostRankError: this rank failed because another was lost.
@@ -108,10 +98,11 @@ class RunControl:
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """Send an error of the block to the other ranks at once, before anything else is closed and sent.
+        """Send an error of the block to the other ranks at once, before any cleanup.
 
         Raises:
-            LostRankError: the error came of the loss of another rank.
+            LostRankError: the error was caused by the loss of another rank.
+            StoppedEarly: the other rank was stopped by a signal.
         """
         try:
             yield
@@ -136,7 +127,7 @@ class RunControl:
                 self.status.speak_for_first()
 
     def _leave(self, verdict: Verdict) -> None:
-        """End this process from another thread than the main one, which does not come out of what it does."""
+        """Exit from the watchdog's thread while the main thread is stuck."""
         self._take_over(verdict)
         with contextlib.suppress(OSError):
             self.status.end(verdict.exit_code, verdict.text)
@@ -149,13 +140,13 @@ class RunControl:
 
 
 def _time_out_of(error: BaseException) -> str:
-    """The text of an error by which a collective ended that ran into its time limit; empty for any other."""
+    """Return the text of a collective's timeout error; empty for any other error."""
     text = str(error)
     return text if isinstance(error, RuntimeError) and re.search(r"tim(ed|ing) out|timeout", text, re.I) else ""
 
 
 def _outcome(error: BaseException) -> tuple[int, str]:
-    """Exit code and text of a run that ends so."""
+    """Return exit code and text for `status.json`."""
     if isinstance(error, ReinforceError):
         return error.exit_code, str(error)
     if isinstance(error, StopNow):
@@ -166,7 +157,7 @@ def _outcome(error: BaseException) -> tuple[int, str]:
 
 
 def refuse_second_run(folder: Path) -> None:
-    """Raises ConfigError where the process that wrote `status.json` last still runs, on this machine."""
+    """Raise ConfigError if the process that last wrote `status.json` still runs on this machine."""
     with contextlib.suppress(OSError, ValueError, TypeError, psutil.Error):
         status = read_status(folder)
         if status is None or (status.state, status.host) != ("running", socket.gethostname()):

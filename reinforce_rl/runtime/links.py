@@ -1,9 +1,8 @@
-"""Connections between rank 0 and the other ranks, over ZeroMQ: encrypted, and closed to whoever is not of the job.
+"""Encrypted, authenticated ZeroMQ connections between rank 0 and the other ranks of the job.
 
-They are no collectives: one that waits for weeks runs into its time limit, does not name the rank it waits for, and
-cannot be given up. The end of a process closes its connection at once. A process or host that stands still is found by
-its silence, since each end sends a beat now and then. ZMTP's own heartbeats would also end in a closed connection, as
-a death does, and the two are different faults.
+Not collectives: a collective has a time limit, does not name the rank it waits for, and cannot be abandoned. A process
+that ends closes its connection at once; one that stands still is detected by missing heartbeats. ZMTP's own heartbeats
+would also close the connection, and so hide the difference between death and silence.
 """
 
 from __future__ import annotations
@@ -31,33 +30,21 @@ _BEAT = (b"",)
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where rank 0 listens, and the keys of both ends. Whoever holds it is let in, so it travels among the ranks only.
-
-    Attributes:
-        host, port: of the TCP socket.
-        server_key: rank 0's public key.
-        public_key, secret_key: what all other ranks prove themselves with.
-    """
+    """Address of rank 0 and the keys of both ends. Whoever holds it is let in: share it among the ranks only."""
 
     host: str
     port: int
-    server_key: bytes
+    server_key: bytes  # rank 0's public key
     public_key: bytes
-    secret_key: bytes
+    secret_key: bytes  # shared by all other ranks
 
 
 @dataclass(eq=False)
 class Peer:
-    """The other end of a connection.
-
-    Attributes:
-        rank: the other end's.
-        silence: seconds since its last message, less those in which this process was stopped itself.
-        closed: the connection is.
-    """
+    """The other end of a connection."""
 
     rank: int
-    silence: float = 0.0
+    silence: float = 0.0  # seconds since its last message, not counting time in which this process was suspended
     closed: bool = False
 
 
@@ -65,17 +52,13 @@ class Links:
     """Rank 0's connections to the others (`listen`, then `accept`), or another rank's to rank 0 (`connect`).
 
     Args:
-        socket: of ZeroMQ, configured and not yet bound or connected.
-        rank: of this end.
-
-    Attributes:
-        peers: by rank.
-        beat_seconds: between two beats.
+        socket: configured, not yet bound or connected.
+        rank: this end's.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], rank: int):
-        self.peers: dict[int, Peer] = {}
-        self.beat_seconds = 1.0
+        self.peers: dict[int, Peer] = {}  # by rank
+        self.beat_seconds = 1.0  # heartbeat interval
         self._beat: Callable[[], Sequence[Buffer]] = lambda: _BEAT
         self._rank = rank
         self._socket = socket
@@ -96,11 +79,11 @@ class Links:
 
     @classmethod
     def listen(cls, host: str) -> tuple[Links, Invitation]:
-        """Rank 0's end, and what the others `connect` with.
+        """Listen on rank 0; return its end and the invitation for `connect`.
 
         Args:
-            host: this machine's name or address for the other ranks. Unless it is the loopback, every address is
-                listened on, since a name may mean another one here than over there.
+            host: this machine's name or address as seen by the other ranks. Unless it is the loopback, listens on all
+                addresses, since the name may resolve to another address here than there.
         """
         server_key, server_secret = zmq.curve_keypair()
         public_key, secret_key = zmq.curve_keypair()
@@ -122,13 +105,13 @@ class Links:
 
     @classmethod
     def connect(cls, invitation: Invitation, rank: int, hello: bytes, seconds: float) -> Links:
-        """Another rank's end.
+        """Connect another rank to rank 0.
 
         Args:
-            hello: what `accept` returns of this rank.
+            hello: returned by `accept` for this rank.
 
         Raises:
-            ConnectionError: rank 0 was not there, or did not let this rank in.
+            ConnectionError: rank 0 is not there, or refused this rank.
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         dealer = context.socket(zmq.DEALER)
@@ -152,7 +135,7 @@ class Links:
         return links
 
     def accept(self, ranks: Collection[int], seconds: float) -> dict[int, bytes]:
-        """The hellos of these ranks; only of those that came in time."""
+        """Return the hellos of these ranks by rank; without those that did not come within `seconds`."""
         hellos: dict[int, bytes] = {}
         deadline = time.monotonic() + seconds
         while len(hellos) < len(ranks) and (left := deadline - time.monotonic()) > 0:
@@ -166,26 +149,25 @@ class Links:
         return hellos
 
     def set_beat(self, seconds: float, beat: Callable[[], Sequence[Buffer]] = lambda: _BEAT) -> None:
-        """Send what `beat` makes at this interval from now on. The other end swallows the default."""
+        """Send the result of `beat` at this interval from now on. The other end drops an empty message (the default)."""
         self.beat_seconds, self._beat, self._next_beat = seconds, beat, time.monotonic()
 
     def send(self, rank: int, *parts: Buffer) -> None:
-        """Send a message, from any thread; `poll` does it. One to a peer that has gone is dropped."""
+        """Queue a message for `poll` to send; from any thread. Messages to a lost peer are dropped."""
         self._outbox.append((rank, parts))
         self.wake()
 
     def send_all(self, *parts: Buffer) -> None:
-        """Send a message to every peer."""
         for rank in list(self.peers):
             self.send(rank, *parts)
 
     def wake(self) -> None:
-        """Have `poll` return; from any thread."""
+        """Make `poll` return; from any thread."""
         with contextlib.suppress(OSError):  # a full one wakes too; a closed one has nobody to wake
             self._wake.send(b"\0")
 
     def poll(self, seconds: float) -> list[Message]:
-        """Send what is to be sent, and return what has come, as soon as there is any; always on the same thread."""
+        """Send queued messages; return received ones as soon as there are any. Always call on the same thread."""
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + self.beat_seconds
@@ -211,7 +193,7 @@ class Links:
         return [(rank, parts) for rank, parts in messages if parts[0] != b""]
 
     def close(self) -> None:
-        """End all connections, once what is to be sent is on its way; `poll` must have ended."""
+        """Close all connections after sending what is queued; `poll` must have ended. Safe to call twice."""
         with self._closing:
             if self._is_closed:
                 return
@@ -246,7 +228,7 @@ class Links:
             messages.append((rank, [frame.buffer for frame in frames]))
 
     def _read_monitor(self) -> set[int]:
-        """The ranks whose connections have ended."""
+        """Return the ranks whose connections have closed."""
         ended = set()
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
@@ -267,16 +249,13 @@ class Links:
 
 
 class LinkThread:
-    """Sends and receives on a thread of its own, and finds peers that are gone or silent.
+    """Sends and receives on its own thread, and detects lost and silent peers.
 
     Args:
         links: connected.
         timeout: seconds of silence after which a peer counts as lost.
-        on_message: called with the sender's rank and the parts of each message, on the thread.
-        on_lost: called once with the rank of a lost peer and the reason, on the thread.
-
-    Attributes:
-        stopping: set once no peer's end is a loss any more.
+        on_message: called on the thread with the sender's rank and the message parts.
+        on_lost: called on the thread, once per lost peer, with its rank and the reason.
     """
 
     def __init__(
@@ -286,7 +265,7 @@ class LinkThread:
         on_message: Callable[[int, list[memoryview]], object],
         on_lost: Callable[[int, str], object],
     ):
-        self.stopping = threading.Event()
+        self.stopping = threading.Event()  # set when a peer's end is no loss any more
         self._links = links
         self._timeout = timeout
         self._on_message = on_message
@@ -297,12 +276,11 @@ class LinkThread:
         self._thread.start()
 
     def wait_closed(self, seconds: float) -> list[int]:
-        """The ranks that have not closed their connection within this time."""
+        """Return the ranks that have not closed their connection within `seconds`."""
         self._thread.join(seconds)
         return [peer.rank for peer in self._links.peers.values() if not peer.closed]
 
     def close(self) -> None:
-        """End the connections."""
         self.stopping.set()
         self._end.set()
         self._links.wake()
@@ -325,7 +303,7 @@ class LinkThread:
 
 
 class _OneKey:
-    """Lets in who has this key."""
+    """Credentials provider that accepts this key only."""
 
     def __init__(self, key: bytes):
         self._key = key
@@ -335,7 +313,7 @@ class _OneKey:
 
 
 def host_of_rank_0() -> str:
-    """The name of rank 0's machine for all ranks of the job, as torchrun and srun set it; on rank 0 itself too."""
+    """Return rank 0's host name as set by torchrun or srun; the loopback if all ranks share a machine."""
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         return "127.0.0.1"
     return os.environ.get("MASTER_ADDR", gethostname())

@@ -1,4 +1,4 @@
-"""What this rank is doing: its phase, the seconds and memory of each, and where its main thread is."""
+"""The current phase of this rank, time and memory of each phase, and where its main thread is."""
 
 from __future__ import annotations
 
@@ -30,25 +30,17 @@ _COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the run.
-
-    Attributes:
-        name: for people.
-        step: that is being worked on, 1 for the first; 0 before it.
-        number: of the phases so far. Every rank goes through the same ones in the same order.
-        since: `time.monotonic` of its beginning.
-        has_deadline: it waits for another program, and gives up by itself.
-    """
+    """A part of the run."""
 
     name: str
-    step: int
-    number: int
-    since: float
-    has_deadline: bool = False
+    step: int  # current step, from 1; 0 before the first
+    number: int  # phases so far; every rank goes through the same ones in the same order
+    since: float  # `time.monotonic` of its start
+    has_deadline: bool = False  # it waits for another program, with its own timeout
 
 
 class Activity:
-    """The phase that this rank is in; set by one thread, read by any."""
+    """Current phase of this rank; set by one thread, read by any."""
 
     def __init__(self) -> None:
         self.phase = Phase("start", 0, 0, time.monotonic())
@@ -60,27 +52,27 @@ class Activity:
         self._listeners.append(listener)
 
     def at_step(self, step: int) -> None:
-        """The phases from now on belong to this step."""
+        """Set the step of the following phases."""
         self._step = step
 
     def begin(self, name: str, *, has_deadline: bool = False) -> None:
-        """A phase begins, and ends the one before it."""
+        """Begin a phase, which ends the previous one."""
         self.phase = Phase(name, self._step, self.phase.number + 1, time.monotonic(), has_deadline)
         for listener in self._listeners:
             listener(name)
 
 
 class StepClock:
-    """Seconds and the peak of memory of each phase of the present step, on this rank.
+    """Measures seconds and peak memory of each phase of the current step on this rank.
 
     Args:
-        activity: is given the phases.
-        device: whose memory is looked at.
+        activity: notified of the phases.
+        device: whose memory is measured.
         among_ranks: measure how long this thread waits for other ranks.
 
     Attributes:
-        seconds, own_seconds, gigabytes: by phase, `own_seconds` less the measured waits for other ranks. A phase
-            that comes again adds its seconds, and keeps the higher peak.
+        seconds, own_seconds, gigabytes: by phase; `own_seconds` excludes the measured waits for other ranks. A
+            repeated phase adds up its seconds and keeps the higher peak.
     """
 
     def __init__(self, activity: Activity, device: torch.device, *, among_ranks: bool = False):
@@ -93,14 +85,14 @@ class StepClock:
         self.gigabytes: dict[str, float] = {}
 
     def start(self, step: int) -> None:
-        """A step begins."""
+        """Begin a step and reset its measurements."""
         self._activity.at_step(step)
         self._started = time.perf_counter()
         self.seconds, self.own_seconds, self.gigabytes = {}, {}, {}
 
     @contextlib.contextmanager
     def phase(self, name: str, *, has_deadline: bool = False) -> Iterator[None]:
-        """The block is a phase of the step."""
+        """Measure the block as a phase of the step."""
         self._activity.begin(name, has_deadline=has_deadline)
         self._memory.start()
         started = time.perf_counter()
@@ -113,22 +105,18 @@ class StepClock:
         self.gigabytes[name] = max(self.gigabytes.get(name, 0.0), self._memory.gigabytes())
 
     def stop(self) -> None:
-        """The step ends: its whole time is `step_time`."""
+        """End the step; its total time is `step_time`."""
         self.seconds["step_time"] = time.perf_counter() - self._started
 
 
 class PeakMemory:
-    """The peak since `start`: of the device's memory on CUDA, else of this process's resident set.
-
-    Args:
-        device: where this rank computes.
-    """
+    """Peak memory since `start`: device memory on CUDA, else this process's resident set."""
 
     def __init__(self, device: torch.device):
         self._device = device
 
     def start(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
@@ -137,7 +125,7 @@ class PeakMemory:
             CLEAR_REFS.write_text(RESET_PEAK)
 
     def gigabytes(self) -> float:
-        """The peak in 10^9 bytes."""
+        """Return the peak in 10^9 bytes."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) / 1e9
         try:
@@ -149,25 +137,15 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a thread is.
+    """Where a thread is."""
 
-    Attributes:
-        line: file and line of this package, the innermost; empty where there is none.
-        in_collective: it waits for other ranks.
-        still_since: `time.monotonic` of the first of the samples that all found it there.
-    """
-
-    line: str
-    in_collective: bool
-    still_since: float
+    line: str  # innermost file and line in this package; empty if none
+    in_collective: bool  # it waits for other ranks
+    still_since: float  # `time.monotonic` of the first sample with the same stack
 
 
 class PlaceWatcher:
-    """Follows where a thread is.
-
-    Args:
-        thread: its id, as of `threading.get_ident`.
-    """
+    """Tracks where a thread is; `thread` is its `threading.get_ident`."""
 
     def __init__(self, thread: int):
         self._thread = thread
@@ -175,7 +153,7 @@ class PlaceWatcher:
         self._still_since = time.monotonic()
 
     def look(self) -> Place:
-        """The thread's place now."""
+        """Sample the thread's stack."""
         stack = _stack(sys._current_frames().get(self._thread))
         if stack != self._last:
             self._last, self._still_since = stack, time.monotonic()
@@ -186,24 +164,18 @@ class PlaceWatcher:
 
 
 class WaitMeter:
-    """How long a thread waits for other ranks, by sampling its stack every few milliseconds.
+    """Measures how long a thread waits for other ranks, by sampling its stack every `SAMPLE_SECONDS`.
 
-    Collectives that return before they are done, as NCCL's do, are not seen.
-
-    Args:
-        thread: its id, as of `threading.get_ident`.
-
-    Attributes:
-        seconds: of the last block that was measured; right to about `SAMPLE_SECONDS` a wait.
+    Does not see collectives that return before they are done, such as NCCL's. `thread` is its `threading.get_ident`.
     """
 
     def __init__(self, thread: int):
         self._thread = thread
-        self.seconds = 0.0
+        self.seconds = 0.0  # in the last measured block; accurate to about `SAMPLE_SECONDS` per wait
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """Around what the thread does."""
+        """Measure the block."""
         self.seconds = 0.0
         done = threading.Event()
         sampler = threading.Thread(target=self._sample, args=(done,), name="wait meter", daemon=True)
@@ -228,7 +200,7 @@ def _waits_for_ranks(file: str) -> bool:
 
 
 def _stack(frame: FrameType | None) -> tuple[tuple[str, int], ...]:
-    """File and line of each frame, the innermost first."""
+    """Return file and line of each frame, innermost first."""
     found = []
     while frame is not None:
         found.append((frame.f_code.co_filename, frame.f_lineno))

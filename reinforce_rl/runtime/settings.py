@@ -1,7 +1,7 @@
-"""A run's configuration: its history is kept in the run's folder and compared with the settings of a resume.
+"""History of a run's configuration, compared with the settings of a resume. Torch-free.
 
-config_history.jsonl has a line for the first start, and one for each later start that changed something: the number of
-steps done by then, and the configuration from there on, in YAML. Nothing here imports torch.
+config_history.jsonl has a line for the first start and for each later start with changes: number of steps done by
+then, and the configuration from there on, as YAML.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SILENT = re.compile(r"resume_with_changes$|preflight|remote_rm\.reward_model\.(i
 
 
 def compare(before: str, now: str, schema: type[Section] = TrainConfig) -> dict[str, str]:
-    """Give both values of each key that differs between two YAML texts; a key that one lacks has its default."""
+    """Return keys that differ between two YAML texts, with both values; a missing key has its default."""
     trees: list[Any] = [OmegaConf.to_container(OmegaConf.create(text)) for text in (before, now)]
     found = {}
     for key, default in flatten(schema().model_dump()):
@@ -49,7 +49,7 @@ def compare(before: str, now: str, schema: type[Section] = TrainConfig) -> dict[
 
 
 def flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """The leaves of nested dicts, by dotted key; an empty dict is a leaf."""
+    """Return the leaves of nested dicts by dotted key; an empty dict is a leaf."""
     if not isinstance(tree, dict) or not tree:
         return [(prefix, tree)]
     return [leaf for key, value in tree.items() for leaf in flatten(value, f"{prefix}.{key}" if prefix else str(key))]
@@ -65,10 +65,10 @@ def _value(tree: Any, key: str, default: Any) -> Any:
 
 
 def check_changes(cfg: TrainConfig) -> dict[str, str]:
-    """What differs from the settings of the last step before this start; the same before and after `record`.
+    """Return changes since the settings of the last step before this start; the same before and after `record`.
 
     Raises:
-        ConfigError: something that changes the meaning of the run, without `resume_with_changes`.
+        ConfigError: a change of the run's meaning without `resume_with_changes`.
     """
     folder, step = _place(cfg)
     past = _history(folder, step)
@@ -85,7 +85,7 @@ def check_changes(cfg: TrainConfig) -> dict[str, str]:
 
 
 def record(cfg: TrainConfig) -> None:
-    """Write down what this start is configured with; on the first rank."""
+    """Write the configuration of this start to the run's folder; on rank 0."""
     folder, step = _place(cfg)
     text, lines = _text(cfg), _history(folder, step)
     if not lines or compare(lines[-1]["config"], text):
@@ -95,7 +95,7 @@ def record(cfg: TrainConfig) -> None:
 
 
 def settings_of(folder: Path, step: int) -> tuple[str, list[str]]:
-    """The configuration of a step, in YAML, and a sentence on each change before it."""
+    """Return the configuration of a step as YAML, and a sentence for each change before it."""
     lines = _history(folder, max(step, 1))
     changes = [
         f"changed after step {line['step']}: {key}: {values}"
@@ -106,7 +106,7 @@ def settings_of(folder: Path, step: int) -> tuple[str, list[str]]:
 
 
 def may_start(cfg: TrainConfig) -> bool:
-    """False where the run has finished, which is said then.
+    """Return False, and print so, if the run has finished.
 
     Raises:
         ConfigError: see `check_changes`.
@@ -127,7 +127,7 @@ def may_start(cfg: TrainConfig) -> bool:
 
 
 def _place(cfg: TrainConfig) -> tuple[Path, int]:
-    """The run's folder, and the step that it goes on after; 0 for a new one."""
+    """Return the run's folder and the step to resume from; 0 for a new run."""
     folder = Path(cfg.exp_manager.explicit_log_dir)
     latest = folder / "checkpoints" / "latest"
     name = latest.read_text("utf-8").strip() if cfg.exp_manager.resume_if_exists and latest.is_file() else ""
@@ -139,7 +139,7 @@ def _text(cfg: TrainConfig) -> str:
 
 
 def _history(folder: Path, step: int) -> list[dict[str, Any]]:
-    """The lines of the configurations that the steps up to this one had."""
+    """Return the configurations in effect up to this step."""
     path, config = folder / HISTORY_FILE, folder / CONFIG_FILE
     lines = read_json_lines(path) if path.is_file() else []
     if not lines and config.is_file():  # of a run that began before there was a history

@@ -1,4 +1,4 @@
-"""`status.json` in a run's folder: how the run stands, for launchers that see no exit code of it."""
+"""`status.json` in a run's folder: the run's state, for launchers that do not see its exit code."""
 
 from __future__ import annotations
 
@@ -20,27 +20,16 @@ State = Literal["running", "finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class Status:
-    """How a run stands.
+    """State of a run."""
 
-    Attributes:
-        state: running, finished (all steps are done), stopped (saved; the same command goes on) or failed.
-        reason: why it was stopped or failed.
-        step: the last complete step.
-        max_steps: of the whole run; 0 before they are known.
-        exit_code: of this process; None while it runs.
-        save_seconds: that the last save took, of this run or the one that it goes on from; None before the first.
-        time: unix seconds of this entry.
-        pid, host: of the process that wrote it.
-    """
-
-    state: State = "running"
-    reason: str = ""
-    step: int = 0
-    max_steps: int = 0
-    exit_code: int | None = None
-    save_seconds: float | None = None
-    time: float = field(default_factory=time.time)
-    pid: int = field(default_factory=os.getpid)
+    state: State = "running"  # finished: all steps done; stopped: saved, the same command resumes it
+    reason: str = ""  # why it was stopped or failed
+    step: int = 0  # last complete one
+    max_steps: int = 0  # 0 until known
+    exit_code: int | None = None  # None while it runs
+    save_seconds: float | None = None  # of the last save, also of the run it resumes; None before
+    time: float = field(default_factory=time.time)  # unix seconds of this entry
+    pid: int = field(default_factory=os.getpid)  # of the writer
     host: str = field(default_factory=socket.gethostname)
 
 
@@ -48,8 +37,7 @@ class StatusFile:
     """Keeps `status.json` up to date.
 
     Args:
-        folder: of the run.
-        enabled: False on every rank but the first; such a rank writes nothing unless the first is lost.
+        enabled: False on all ranks but the first; these write only if the first is lost.
     """
 
     def __init__(self, folder: Path, *, enabled: bool):
@@ -59,11 +47,11 @@ class StatusFile:
 
     @property
     def save_seconds(self) -> float | None:
-        """See `Status`; on the first rank."""
+        """See `Status`; on rank 0."""
         return self._status.save_seconds
 
     def begin(self) -> None:
-        """The run starts, where an earlier one of this folder has ended."""
+        """Write the start of the run, with the progress of an earlier one in this folder."""
         earlier = None
         with contextlib.suppress(OSError, ValueError, TypeError):  # what another version wrote need not be understood
             earlier = read_status(self.path.parent) if self.enabled else None
@@ -71,7 +59,7 @@ class StatusFile:
         self._write(Status(step=earlier.step, max_steps=earlier.max_steps, save_seconds=earlier.save_seconds))
 
     def saved(self, seconds: float) -> None:
-        """Record how long a complete save took."""
+        """Record the duration of a complete save."""
         self._write(replace(self._status, save_seconds=seconds))
 
     def progress(self, step: int, max_steps: int) -> None:
@@ -79,12 +67,12 @@ class StatusFile:
         self._write(replace(self._status, step=step, max_steps=max_steps))
 
     def speak_for_first(self) -> None:
-        """Write from now on, since the first rank is lost."""
+        """Write from now on, since rank 0 is lost."""
         self._status = read_status(self.path.parent) or self._status
         self.enabled = True
 
     def end(self, exit_code: int, reason: str = "") -> None:
-        """The run ends."""
+        """Write how the run ended."""
         states: dict[int, State] = {EXIT_FINISHED: "finished", EXIT_STOPPED: "stopped"}
         state = states.get(exit_code, "failed")
         who = {"pid": os.getpid(), "host": socket.gethostname()}
@@ -98,6 +86,6 @@ class StatusFile:
 
 
 def read_status(folder: str | Path) -> Status | None:
-    """Read the status of the run in a folder; None where there is none."""
+    """Read the status of the run in a folder; None if there is none."""
     path = Path(folder) / STATUS_FILE
     return Status(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None

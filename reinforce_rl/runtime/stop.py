@@ -1,4 +1,4 @@
-"""Stopping in good order: SIGTERM and SIGUSR1 ask for it, and all ranks do it together at the same place."""
+"""Graceful stop: SIGTERM and SIGUSR1 request it, and all ranks stop together at the same point."""
 
 from __future__ import annotations
 
@@ -19,33 +19,29 @@ T = TypeVar("T")
 
 
 class StopNow(BaseException):
-    """Raised by a signal where nothing is lost by ending at once. Not an Exception, which others would catch."""
+    """Raised by a signal while there is nothing to save. A BaseException, so `except Exception` does not catch it."""
 
 
 def ignore_stop_signals() -> None:
-    """From the main thread, where this process ends anyway."""
+    """Ignore them while this process ends; from the main thread."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 class StopRequest:
-    """Whether this rank was asked to stop. One that listens to no signals is never asked.
-
-    Attributes:
-        reason: who asked; None while nobody has.
-    """
+    """Whether this rank was asked to stop; never, unless created by `on_signals`."""
 
     def __init__(self) -> None:
-        self.reason: str | None = None
+        self.reason: str | None = None  # who asked; None if nobody has
         self._listens = False
         self._raises = False
         self._relayed: str | None = None
 
     @classmethod
     def on_signals(cls) -> StopRequest:
-        """Listen to `STOP_SIGNALS`, until this process ends; from the main thread.
+        """Listen to `STOP_SIGNALS` until this process ends; from the main thread.
 
-        Until `wait_for_checks` a signal raises `StopNow`, as there is nothing to save.
+        Until `wait_for_checks`, a signal raises `StopNow`, as there is nothing to save.
         """
         request = cls()
         request._listens = request._raises = True
@@ -63,17 +59,17 @@ class StopRequest:
             raise StopNow
 
     def relay(self, reason: str) -> None:
-        """Another rank was asked; from any thread."""
+        """Pass on a request made to another rank; from any thread."""
         if self._listens and self.reason is None:
             self._relayed = reason
             os.kill(os.getpid(), signal.SIGUSR1)  # so that the main thread is interrupted as by a signal of its own
 
     def wait_for_checks(self) -> None:
-        """From now on a signal takes effect at the next `check`."""
+        """Let signals take effect at the next `check` from now on."""
         self._raises = False
 
     def unless_asked(self, action: Callable[[], T]) -> T | None:
-        """What `action` returns; None where this rank is asked to stop before or while it runs, which ends it."""
+        """Run `action` and return its result; None if this rank is asked to stop before or during it (interrupts it)."""
         try:
             self._raises = self._listens
             return None if self.reason is not None else action()
@@ -83,12 +79,12 @@ class StopRequest:
             self._raises = False
 
     def asked_of_block(self, mesh: Mesh) -> bool:
-        """Whether this block's first rank was asked; the same on all ranks of the block, which call it together."""
+        """Return whether this block's first rank was asked; called by, and equal on, all ranks of the block."""
         asked = self.reason is not None
         return asked if mesh.dp_size == mesh.world_size else mesh.from_block_leader(asked)
 
     def check(self, mesh: Mesh) -> None:
-        """Stop on all ranks where one was asked; a collective call.
+        """Stop all ranks if one was asked; collective.
 
         Raises:
             StoppedEarly: naming the signal.

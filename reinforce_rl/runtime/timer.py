@@ -1,4 +1,4 @@
-"""How much of the allowed time is left, and whether what comes next still fits into it."""
+"""Time left for a run, and whether the next step and save still fit."""
 
 from __future__ import annotations
 
@@ -23,42 +23,30 @@ BYTES_A_SECOND, FIXED_SECONDS = 100e6, 5.0
 
 @dataclass(frozen=True)
 class Due:
-    """What the run has to do besides another step and the save at its end.
+    """Work due besides another step and the save at its end."""
 
-    Attributes:
-        validation: before that step.
-        validation_after: after it.
-        save: before that step.
-        running_save: one is being written in the background.
-    """
-
-    validation: bool = False
-    validation_after: bool = False
-    save: bool = False
-    running_save: bool = False
+    validation: bool = False  # before that step
+    validation_after: bool = False  # after that step
+    save: bool = False  # before that step
+    running_save: bool = False  # one is being written in the background
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What there is time for.
+    """What there is time for."""
 
-    Attributes:
-        shortage: why no other step is begun; None where there is time for one.
-        validates: a validation fits, and the save after it.
-    """
-
-    shortage: str | None = None
-    validates: bool = True
+    shortage: str | None = None  # why no step is begun; None if one fits
+    validates: bool = True  # a validation and the save after it fit
 
 
 class RunTimer:
-    """Says when a run must end, so that its state is saved before the time is over.
+    """Decides when a run must end so that its state is saved in time.
 
     Args:
-        max_seconds: from the allocation's start, or from that of this process, imports and loading included; None for
-            no bound.
+        max_seconds: from the allocation's start if known, else from the start of this process, imports included; None
+            for no bound.
         allocation: its end is a bound too.
-        save_seconds: what a save is taken to last until one was made.
+        save_seconds: estimate until a save was measured.
     """
 
     def __init__(
@@ -84,33 +72,33 @@ class RunTimer:
         self._step_began: float | None = None
 
     def elapsed(self) -> float:
-        """Seconds since the allocation's start, or since that of the process."""
+        """Return seconds since the start of the allocation, or of this process if unknown."""
         return time.time() - self._started
 
     def seconds_left(self) -> float:
-        """Until the run must have ended; infinite where nothing bounds it."""
+        """Return seconds until the run must have ended; infinite without a bound."""
         return self._deadline - time.time()
 
     def begin_step(self) -> None:
-        """A step begins; the next `outlook` ends it."""
+        """Begin a step; the next `outlook` ends it."""
         self._step_began = time.time()
 
     @contextlib.contextmanager
     def validating(self) -> Iterator[None]:
-        """The block is a validation; one that fails is not counted."""
+        """Measure the block as a validation; ignored if it raises."""
         began = time.time()
         yield
         self._validation_seconds = time.time() - began
 
     def saved(self, seconds: float) -> None:
-        """Record how long a complete save took."""
+        """Record the duration of a complete save."""
         self._save_seconds = seconds
 
     def outlook(self, due: Due = Due()) -> Outlook:
-        """Whether another step can be begun, and saved after it.
+        """Return whether another step and the save after it fit.
 
-        Steps are taken to last as long as the longest of the last few. Before the first one of this process nothing
-        is known of them, and one is begun wherever a save fits.
+        A step is estimated by the longest of the last `RECENT_STEPS`; the first step of a process begins whenever a
+        save fits.
         """
         if self._step_began is not None:
             self._steps.append(time.time() - self._step_began)
@@ -136,10 +124,10 @@ class RunTimer:
 
 
 def with_margin(seconds: float) -> float:
-    """The forecast seconds and a margin: what must be left."""
+    """Add the safety margin to the forecast seconds."""
     return (1 + MARGIN_SHARE) * seconds + MARGIN_SECONDS
 
 
 def first_save_seconds(num_bytes: float) -> float:
-    """A careful guess of how long the first save of a checkpoint takes, from its bytes."""
+    """Return a conservative estimate of the first save's duration from its bytes."""
     return FIXED_SECONDS + num_bytes / BYTES_A_SECOND

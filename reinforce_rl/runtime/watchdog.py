@@ -1,8 +1,8 @@
-"""Ranks watch each other, so that one that dies or hangs ends the job within a bounded time, and is named.
+"""Ranks watch each other, so that a rank that dies or hangs ends the job within a bounded time and is named.
 
-A thread of each rank reports to rank 0 every second what its main thread does, over a connection of its own (`Links`).
-Rank 0 reports to the others as well, and sends the verdict once a rank is lost. The main thread may sit in a
-collective meanwhile: the thread then ends the process.
+A thread of each rank reports the state of its main thread to rank 0 every second, over `Links`. Rank 0 reports to the
+others too, and sends the verdict once a rank is lost. The thread exits the process if the main thread is stuck in a
+collective.
 """
 
 from __future__ import annotations
@@ -31,28 +31,18 @@ _NAMED = 8  # ranks that a message names
 
 @dataclass(frozen=True)
 class Report:
-    """A rank, as it was a moment ago.
-
-    Attributes:
-        rank, host: which one.
-        phase, step, number: see `phases.Phase`.
-        seconds: in this phase.
-        has_deadline: it waits for another program, and gives up by itself.
-        line: of this package, where its main thread is.
-        in_collective: it waits for other ranks.
-        still: seconds for which its main thread has not moved.
-    """
+    """Last known state of a rank."""
 
     rank: int
     host: str = "?"
-    phase: str = "start"
+    phase: str = "start"  # phase, step and number as in `phases.Phase`
     step: int = 0
     number: int = 0
-    seconds: float = 0.0
-    has_deadline: bool = False
-    line: str = ""
-    in_collective: bool = False
-    still: float = 0.0
+    seconds: float = 0.0  # in this phase
+    has_deadline: bool = False  # it waits for another program, with its own timeout
+    line: str = ""  # of this package, where its main thread is
+    in_collective: bool = False  # it waits for other ranks
+    still: float = 0.0  # seconds without movement of its main thread
 
     @property
     def name(self) -> str:
@@ -65,44 +55,30 @@ class Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the job ends.
+    """Why the job ends."""
 
-    Attributes:
-        text: naming rank, host and phase.
-        exit_code: of the ranks that end by it.
-        of_first: it is the first rank that is lost, which keeps the run's status.
-    """
-
-    text: str
-    exit_code: int = EXIT_LOST_RANK
-    of_first: bool = False
+    text: str  # names rank, host and phase
+    exit_code: int = EXIT_LOST_RANK  # of the ranks that end because of it
+    of_first: bool = False  # rank 0 is lost, which writes the run's status
 
 
 @dataclass
 class _Watched:
-    """Another rank: its last report, and how it ended where it has said so.
-
-    Attributes:
-        report: the last one.
-        ended: exit code and text.
-        ended_at: `time.monotonic` of that.
-    """
+    """Another rank: its last report, and its end if it has sent one."""
 
     report: Report
-    ended: tuple[int, str] | None = None
-    ended_at: float = 0.0
+    ended: tuple[int, str] | None = None  # exit code and text
+    ended_at: float = 0.0  # `time.monotonic`
 
 
 class Watchdog:
-    """This rank's part of the watch.
+    """This rank's side of the watch.
 
     Args:
-        rank, world_size: of this rank.
-        activity: what this rank does.
-        stop: is asked whether this rank is to stop, and passed such requests of others.
+        stop: polled for this rank, and passed the requests of others.
         silence_seconds: a rank that sends nothing for this long is lost.
         hang_seconds: abort after this long without progress on any rank.
-        leave: ends this process; called by the thread of this object.
+        leave: exits this process; called on the watchdog's thread.
     """
 
     def __init__(
@@ -135,13 +111,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def open(self, host: str) -> Invitation:
-        """Listen, on rank 0.
+        """Listen, on rank 0; return the invitation that the other ranks `join` with.
 
         Args:
-            host: this machine's name or address for the other ranks.
-
-        Returns:
-            what the other ranks `join` with.
+            host: this machine's name or address as seen by the other ranks.
         """
         self._links, invitation = Links.listen(host)
         return invitation
@@ -161,10 +134,10 @@ class Watchdog:
             ) from error
 
     def start(self) -> None:
-        """Watch from now on. Rank 0 waits for the others, which have all joined.
+        """Start watching; rank 0 first waits for the others, which have all joined.
 
         Raises:
-            ReinforceError: on rank 0, not all are there.
+            ReinforceError: on rank 0, a rank is missing.
         """
         assert self._links is not None
         self._links.set_beat(BEAT_SECONDS, self._beat)
@@ -179,11 +152,10 @@ class Watchdog:
         self._thread.start()
 
     def explain(self, *, timed_out: str = "") -> Verdict | None:
-        """After an error of this rank: the verdict, where another rank is to blame for it.
+        """Return the verdict after an error of this rank, if another rank is to blame.
 
         Args:
-            timed_out: the error's text, where a collective ran into torch's own time limit. It does not name whom it
-                waited for, but rank 0 knows where the others are.
+            timed_out: text of a collective's own timeout error. It does not name the awaited rank; rank 0 finds it.
         """
         if timed_out and self.rank == 0:
             self._timed_out[0] = timed_out
@@ -194,17 +166,16 @@ class Watchdog:
 
     @property
     def is_ending(self) -> bool:
-        """Whether `end` was called."""
         return self._ending.is_set()
 
     def end(self, exit_code: int, text: str = "") -> None:
-        """Tell the others that the main thread ends by itself, well or not. Only the first call counts."""
+        """Send the others the exit code of this rank's main thread. Only the first call counts."""
         if not self.is_ending:
             self._send(_encode({"end": exit_code, "text": text}))
             self._ending.set()
 
     def close(self) -> None:
-        """Watch no longer; `end` comes before."""
+        """Stop watching; call `end` first."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(2 * BEAT_SECONDS)
@@ -232,7 +203,7 @@ class Watchdog:
                 return
 
     def _see_the_end(self, links: Links, verdict: Verdict) -> None:
-        """Tell the others, and end this process unless its main thread does so itself."""
+        """Send the verdict, and exit this process unless its main thread does."""
         if self.rank == 0:
             self._send(_encode({"verdict": asdict(verdict)}))
             links.poll(0.0)
@@ -299,7 +270,7 @@ class Watchdog:
         return bool(self._timed_out or self._failed() or self._gone() or self._silent())
 
     def _judge(self) -> None:
-        """What the loss was. A process that has gone explains more than the errors of those that lost it."""
+        """Set the verdict. A dead process takes precedence over the errors of those that lost it."""
         if gone := self._gone():
             self._verdict = died(gone)
         elif quiet := self._silent():
@@ -325,28 +296,28 @@ def _encode(message: dict[str, Any]) -> bytes:
 
 
 def died(lost: Sequence[Report]) -> Verdict:
-    """Their connections have closed without a message."""
+    """Return the verdict on ranks whose connections closed without a message."""
     return _verdict(lost, "died in {where}: the process has gone without a word; see its output and the kernel's log")
 
 
 def silent(lost: Sequence[Report], seconds: float) -> Verdict:
-    """They have sent nothing for this many seconds."""
+    """Return the verdict on ranks that have sent nothing for `seconds`."""
     return _verdict(
         lost, f"was last heard of {seconds:.0f} s ago, in {{where}}: its process is stopped, or its machine is down"
     )
 
 
 def failed(report: Report, exit_code: int, text: str) -> Verdict:
-    """It has sent why it ends. One that was stopped stops the others too."""
+    """Return the verdict on a rank that sent its error; one stopped by a signal stops the others too."""
     if exit_code == EXIT_STOPPED:
         return Verdict(text, EXIT_STOPPED)
     return _verdict([report], f"failed in {{where}}: {text.strip() or f'exit code {exit_code}'}")
 
 
 def hung(reports: Sequence[Report], limit: float) -> Verdict | None:
-    """Whether nobody has moved for `limit` seconds, and whose fault that is; None while somebody moves.
+    """Return the verdict if no rank has moved for `limit` seconds; else None.
 
-    To blame are those that do not wait for others; where all do, those that have come least far.
+    Blames the ranks outside a collective; if all are in one, those with the least progress.
     """
     if any(report.still < limit for report in reports):
         return None
@@ -355,7 +326,7 @@ def hung(reports: Sequence[Report], limit: float) -> Verdict | None:
 
 
 def waited_for(reports: Sequence[Report], timed_out: Mapping[int, str]) -> Verdict | None:
-    """Whom the ranks waited for whose collective ran into its time limit; None where that cannot be said.
+    """Return the verdict after a collective's timeout; None if nobody can be blamed.
 
     Args:
         reports: of all ranks.
@@ -369,7 +340,7 @@ def waited_for(reports: Sequence[Report], timed_out: Mapping[int, str]) -> Verdi
 
 
 def _stuck(reports: Sequence[Report], why: str) -> Verdict | None:
-    """Blame those that do not wait; None where one of them has a deadline of its own."""
+    """Blame the ranks outside a collective; None if one of them has its own timeout."""
     blamed = [report for report in reports if not report.in_collective]
     if any(report.has_deadline for report in blamed):
         return None

@@ -1,1 +1,1 @@
-"""What other programs would need as well: processes."""
+"""Helpers that do not depend on training: processes, files, ports, durations."""

@@ -1,4 +1,4 @@
-"""Where a reward server listens, as configurations and messages write it, and which model is asked there."""
+"""Addresses of reward servers and of the models that they serve."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens.
+    """Host and TCP port."""
 
-    Attributes:
-        host: a name or an address, an IPv6 one without brackets.
-        port: of TCP.
-    """
-
-    host: str
+    host: str  # name or address; IPv6 without brackets
     port: int
 
     def __str__(self) -> str:
@@ -23,10 +18,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Inverse of `str`.
+        """Parse HOST:PORT, the inverse of `str`.
 
         Raises:
-            ValueError: it is not HOST:PORT with a port of 1 to 65535.
+            ValueError: not HOST:PORT with a port of 1 to 65535.
         """
         try:
             parts = urlsplit(f"//{text}")
@@ -40,14 +35,8 @@ class Address:
 
 @dataclass(frozen=True)
 class ModelAddress:
-    """A reward model at a server, and what opens its door.
+    """A reward model on a server, with the access token."""
 
-    Attributes:
-        place: where the server listens.
-        name: of the model.
-        token: the access token, where the server asks for one.
-    """
-
-    place: Address
-    name: str
-    token: str | None
+    place: Address  # of the server
+    name: str  # of the model
+    token: str | None  # None if the server needs none

@@ -1,4 +1,4 @@
-"""Names that a configuration may hold of rewards, for its checks and for what runs."""
+"""Constants for reward settings, shared by config checks and the code that runs."""
 
 TOKENS_FORM = "tokens"
 TEXT_FORM = "text"

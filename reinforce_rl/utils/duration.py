@@ -1,4 +1,4 @@
-"""Reads durations, and the times of a batch system's allocation."""
+"""Parses durations, and the start and end of a Slurm allocation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ START_VARIABLE, END_VARIABLE = "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of `DD:HH:MM:SS`, NeMo's form; leading parts may be left out (`30:00` is half an hour).
+    """Convert `DD:HH:MM:SS` (NeMo's format) to seconds; leading parts may be omitted (`30:00` is half an hour).
 
     Raises:
-        ValueError: not of that form, or zero.
+        ValueError: wrong format, or zero.
     """
     if not re.fullmatch(r"\d+(:\d+){0,3}", text):
         raise ValueError("expected DD:HH:MM:SS, such as 00:03:45:00")
@@ -29,21 +29,17 @@ def parse_duration(text: str) -> float:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a batch system has granted.
+    """Start and end of an allocation."""
 
-    Attributes:
-        start, end: unix seconds; None where the environment does not say.
-    """
-
-    start: float | None = None
-    end: float | None = None
+    start: float | None = None  # unix seconds; None if unknown
+    end: float | None = None  # same
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Allocation:
-        """Read the variables that Slurm and its launcher set; an empty one counts as unset.
+        """Read the variables set by Slurm; an empty one counts as unset.
 
         Raises:
-            ConfigError: one of them is no time, or they contradict each other.
+            ConfigError: a value is not a time, or the end is not after the start.
         """
         times: list[float | None] = []
         faults = []

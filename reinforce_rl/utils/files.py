@@ -1,4 +1,4 @@
-"""Writing and reading of the files of a run: atomic, valid JSON, tolerant of a line that a kill cut in half."""
+"""File I/O of a run: atomic writes, and JSON lines that tolerate a last line cut off by a kill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reinforce_rl.errors import DataError
 
 
 def plain_number(value: Any) -> int | float | None:
-    """A Python number of a number, NumPy scalar or one-element tensor; None where it is NaN or infinite."""
+    """Convert a number, NumPy scalar or one-element tensor to a Python number; None if NaN or infinite."""
     if isinstance(value, int):  # bool too, which becomes 0 or 1
         return int(value)
     number = float(value)
@@ -23,18 +23,18 @@ def plain_number(value: Any) -> int | float | None:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """One line of JSON with its line end. Floats are written exactly; a NaN or infinity in `record` becomes null."""
+    """Return `record` as a line of JSON. Floats round-trip exactly; top-level NaN and infinity become null."""
     cleaned = {k: plain_number(v) if isinstance(v, float) else v for k, v in record.items()}
     return json.dumps(cleaned, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def encode(text: str) -> bytes:
-    """UTF-8; a lone surrogate, which JSON input can hold and UTF-8 cannot, becomes a question mark."""
+    """Encode as UTF-8; lone surrogates, which JSON can hold and UTF-8 cannot, become question marks."""
     return text.encode("utf-8", errors="replace")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader, or a kill at any moment, finds the old file or the new one, whole."""
+    """Write `text` to `path`; readers see either the old file or the complete new one, even after a kill."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -50,7 +50,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def folder_faults(key: str, folder: str) -> Iterator[str]:
-    """Try whether a folder can be made and written to, without making it: in the nearest one above it that exists."""
+    """Yield an error if a folder cannot be created or written to; creates nothing, tests the nearest existing parent."""
     out = existing = Path(folder).absolute()
     try:
         existing = next(p for p in (out, *out.parents) if p.exists())
@@ -61,7 +61,7 @@ def folder_faults(key: str, folder: str) -> Iterator[str]:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Move a folder that is complete to its place beside it; what stood there goes only when the new one stands."""
+    """Move a complete folder to its place; the previous one is deleted only after the new one is in place."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -76,12 +76,12 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object a line, atomically."""
+    """Write one JSON object per line, atomically."""
     write_atomically(path, "".join(json_line(record) for record in records))
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read one JSON object a line; a last line that a killed writer left without its end is left out.
+    """Read one JSON object per line; an unterminated last line, as a killed writer leaves, is dropped.
 
     Raises:
         DataError: a complete line is not a JSON object.

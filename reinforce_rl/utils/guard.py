@@ -1,4 +1,4 @@
-"""A small process that outlives its owner, ends the processes that the owner left and removes their files."""
+"""A helper process that outlives its owner, kills the processes that it leaves behind and deletes its files."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ SHM_FOLDER = Path("/dev/shm")
 class Guard:
     """The owner's end of a guard process.
 
-    A process that is killed with SIGKILL cannot clean up after itself. So a server or a launcher starts a guard first.
-    The end of their connection means that the owner is gone, however it went. Then the guard ends the processes and
-    removes the files that it was given. An owner that stops in good order closes the guard and waits for it, so that
-    there is one way of cleaning up and it is always taken.
+    A process killed by SIGKILL cannot clean up, so a server or launcher starts a guard first. When their connection
+    closes, the guard kills the watched processes and deletes the watched files. An owner that stops normally closes
+    the guard and waits for it, so that the cleanup path is always the same.
 
     Args:
-        grace_seconds: what a watched process gets between SIGTERM and SIGKILL once the owner is gone; 0 kills at once.
+        grace_seconds: between SIGTERM and SIGKILL of a watched process once the owner is gone; 0 kills at once.
     """
 
     def __init__(self, *, grace_seconds: float = 0.0):
@@ -45,28 +44,27 @@ class Guard:
         self._send({"grace_seconds": grace_seconds})
 
     def watch_process(self, pid: int, *, whole_session: bool = False) -> None:
-        """End this process and its descendants when the owner is gone; the owner itself may be named for the latter.
+        """Kill this process and its descendants when the owner is gone; pass the owner's pid to watch its descendants.
 
         Args:
-            pid: the process.
-            whole_session: end every process of the session that it leads, too.
+            whole_session: also kill every process of the session that it leads.
         """
         self._send({"pid": pid, "whole_session": whole_session})
 
     def remove(self, path: Path) -> None:
-        """Remove this file or folder when the owner is gone."""
+        """Delete this file or folder when the owner is gone."""
         self._send({"path": str(path)})
 
     def remove_shared_memory(self, prefix: str) -> None:
-        """Remove the segments of /dev/shm whose names begin with `prefix`."""
+        """Delete segments in /dev/shm whose names begin with `prefix` when the owner is gone."""
         self._send({"shm_prefix": prefix})
 
     def expect(self, seconds: float, setting: str) -> None:
-        """Kill the owner too, unless this is called again within `seconds`; `setting` says where they are from."""
+        """Kill the owner unless this is called again within `seconds`; `setting` names their config key."""
         self._child.send({"expect": seconds, "setting": setting})
 
     def check(self, seconds: float = 60.0) -> None:
-        """Replace a guard that died or was silent for `seconds`. Call it at least every MAX_INTERVAL seconds."""
+        """Replace a guard that died or was silent for `seconds`; call at least every MAX_INTERVAL seconds."""
         fault = self._child.fault(seconds)
         if fault is not None:
             logger.error("event=guard_replaced process=%d reason=the guard %s", self._child.pid, fault)
@@ -76,7 +74,7 @@ class Guard:
                 self._child.send(message)
 
     def close(self) -> None:
-        """Have everything cleaned up now, and wait for it. Safe to call twice."""
+        """Clean up now and wait for it. Safe to call twice."""
         self.check()
         self._child.stop(self._grace_seconds + 2 * KILL_SECONDS)
 
@@ -91,7 +89,7 @@ class Guard:
 
 @dataclass
 class _Watch:
-    """What the guard process knows of its owner's processes and files."""
+    """State of the guard process: the owner's processes and files."""
 
     owner: int
     grace_seconds: float = 0.0
@@ -106,7 +104,6 @@ class _Watch:
     silence: Silence = field(default_factory=Silence)
 
     def on_message(self, message: Message) -> None:
-        """Take in one message of the owner."""
         self.silence.reset()
         if "expect" in message:
             self.expected_seconds, self.setting = message["expect"], message["setting"]
@@ -125,7 +122,7 @@ class _Watch:
             self.refresh()
 
     def refresh(self) -> None:
-        """Note the descendants and their shared memory while they can be seen."""
+        """Record descendants and their shared memory while they can be seen."""
         self.processes = {process for process in self.processes if process.is_running()}
         for root in self.roots:
             with contextlib.suppress(psutil.Error):
@@ -150,7 +147,7 @@ class _Watch:
             self.triton_starts.add(process.create_time())
 
     def owner_hangs(self) -> bool:
-        """Whether the owner has been silent for longer than it said; then kill it."""
+        """Kill the owner if it missed its deadline; return True if so."""
         silent = self.silence.seconds()
         if silent <= self.expected_seconds:
             return False
@@ -165,7 +162,7 @@ class _Watch:
         return True
 
     def clean_up(self) -> None:
-        """End the processes, then remove the files."""
+        """Kill the processes, then delete the files."""
         self.refresh()
         mine = os.getpid()
         left = [process for process in self.processes if process.pid not in (mine, self.owner)]
@@ -200,7 +197,7 @@ class _Watch:
 
 
 def name_stopped() -> str:
-    """Names this process's descendants that a signal or a debugger has stopped; empty where there are none."""
+    """Describe descendants of this process that a signal or debugger has stopped; empty if there are none."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -210,7 +207,7 @@ def name_stopped() -> str:
 
 
 def _wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
-    """Wait for their end. A zombie has ended: its parent, or a container's first process, may never collect it."""
+    """Wait for their end; zombies count as ended, since their parent may never reap them."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(_is_alive(process) for process in processes):
         time.sleep(0.05)

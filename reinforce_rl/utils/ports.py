@@ -1,4 +1,4 @@
-"""TCP ports of this machine: whether one can be listened on, and which is free."""
+"""Checks and picks TCP ports of this machine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BACKLOG = 1024  # connections that wait to be accepted; a whole cluster may conn
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """A socket that listens there. The kernel takes connections from now on.
+    """Return a listening socket; the kernel accepts connections from now on.
 
     Raises:
-        ConfigError: the port cannot be listened on; the text says why and what to do.
+        ConfigError: cannot listen on the port; the text gives the reason and a remedy.
     """
     deadline = time.monotonic() + PORT_WAIT_SECONDS
     while True:
@@ -43,15 +43,15 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ConfigError where the port cannot be listened on. It takes no time, so it comes before all that does."""
+    """Raise ConfigError if the port cannot be listened on. Cheap, so run it before anything slow."""
     open_port(host, port).close()
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nothing listens on at this moment.
+    """Return a TCP port that nothing listens on now.
 
-    It lies below those that the kernel gives to outgoing connections: the server listens on it only once its libraries
-    are loaded, and until then any program's connection could take one of those.
+    It is below the kernel's ephemeral range: the server binds it only after loading its libraries, and until then any
+    outgoing connection could take an ephemeral port.
     """
     candidates = range(10240, max(_first_outgoing_port(), 10241))
     for port in random.SystemRandom().sample(candidates, min(100, len(candidates))):
@@ -64,7 +64,7 @@ def free_port(host: str) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on this host name or address."""
+    """Return True if `host` resolves to loopback addresses only."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:

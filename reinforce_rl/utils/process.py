@@ -31,16 +31,16 @@ Message = dict[str, Any]
 
 
 def active_stop_signals() -> list[signal.Signals]:
-    """STOP_SIGNALS, less those that this process was started to ignore, as `nohup` does with SIGHUP."""
+    """Return STOP_SIGNALS without those ignored since the start of this process, as SIGHUP is under `nohup`."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends; a hung process reads no pipe.
+    """Have the kernel signal this process when the thread that started it ends; works even if this process hangs.
 
     Args:
-        parent: its process id, since it may be gone already.
-        number: of the signal.
+        parent: its pid; exits at once if it is already gone.
+        number: signal to send.
     """
     if sys.platform == "linux":
         _prctl(PR_SET_PDEATHSIG, int(number))
@@ -49,7 +49,7 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """From now on descendants whose parent ends become children of this process."""
+    """Become the parent of descendants whose own parent ends (PR_SET_CHILD_SUBREAPER)."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -58,16 +58,14 @@ def _prctl(option: int, value: int) -> None:
 
 
 class Child:
-    """A process that this one starts, and ends with everything that it started.
+    """A child process; `kill` ends it with its process group.
 
     Args:
-        command: program and arguments.
-        own_session: give it a session and a process group of its own, so that signals to this process's group, such as
-            Ctrl-C, do not reach it, and `kill` ends the whole group.
-        death_signal: sent to it by the kernel when the thread that starts it here ends, even by SIGKILL; None for a
-            child that notices by itself, or that any thread may start.
-        ignored_signals: signals that it ignores from the start.
-        stdin, stdout, stderr, env, pass_fds: see `subprocess.Popen`.
+        own_session: start a new session and process group, so that `kill` reaches the whole group, and signals to
+            this process's group (Ctrl-C) do not reach the child.
+        death_signal: sent by the kernel when the starting thread ends, even by SIGKILL. None if the child notices by
+            itself, or if the starting thread may end before it.
+        ignored_signals: ignored by the child from the start.
 
     Raises:
         OSError: it cannot be started.
@@ -110,29 +108,29 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs, -N where signal N ended it."""
+        """Exit code; None while it runs, -N if killed by signal N."""
         return self.process.poll()
 
     def send_signal(self, number: int) -> None:
-        """Signal the process alone; one that has ended takes none."""
+        """Signal the process, not its group; no-op if it has ended."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait for its end; return the exit code, None where it still runs after `seconds`."""
+        """Wait for its end; return the exit code, or None if it still runs after `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(None if seconds is None else max(0.0, seconds))
         return None
 
     def stop(self, seconds: float) -> None:
-        """SIGTERM, `seconds` to end in good order, then `kill`. Safe to call twice."""
+        """Send SIGTERM, wait up to `seconds`, then `kill`. Safe to call twice."""
         if self.exit_code is None:
             self.send_signal(signal.SIGTERM)
             self.wait(seconds)
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to it and its group, those too who outlived it, and wait for its end."""
+        """Send SIGKILL to it and its group, including survivors of an ended child, and wait for its end."""
         if self._has_group:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -141,17 +139,15 @@ class Child:
 
 
 class ModuleChild(Child):
-    """`python -m MODULE FD PARENT`, connected with this process; its first call is `connect_to_parent`.
+    """Runs `python -m MODULE FD PARENT` with a connection to this process; it must first call `connect_to_parent`.
 
-    It ends at the end of the connection: this process is gone then, however it went. `send` and `on_message` exchange
-    JSON; a caller without `on_message` may use `connection` in its own way.
+    The child ends when the connection does, so it never outlives this process. `send` and `on_message` exchange JSON;
+    without `on_message` the caller may use `connection` directly.
 
     Args:
-        module: what to run.
-        on_message: called on a thread with each message, and with None at their end.
-        prefix: a command to run it in.
-        env: its environment; None for this process's, with this package's folder on PYTHONPATH.
-        stdin, stdout, stderr: see `subprocess.Popen`.
+        on_message: called on a thread with each message, then with None at the end of the connection.
+        prefix: command to run it in.
+        env: environment; None for this process's, with this package on PYTHONPATH.
     """
 
     def __init__(
@@ -186,18 +182,18 @@ class ModuleChild(Child):
         threading.Thread(target=self._read, args=(on_message,), daemon=True, name=f"messages of {self.pid}").start()
 
     def send(self, message: Message) -> None:
-        """A child that has ended takes none; `fault` tells."""
+        """Send a message; no error if the child has ended, see `fault`."""
         send(self.connection, message)
 
     def fault(self, seconds: float) -> str | None:
-        """Say what is wrong if the child has ended or was silent for `seconds`; else None. Read it after its name."""
+        """Return what is wrong (to follow the child's name) if it has ended or was silent for `seconds`, else None."""
         if self.exit_code is not None:
             return f"died (process {self.pid}, exit code {self.exit_code})"
         silent = self._silence.seconds()
         return f"hangs (process {self.pid}): no sign of life for {silent:.0f} s" if silent > seconds else None
 
     def stop(self, seconds: float) -> None:
-        """End the connection, wait up to `seconds` for the child's end, then kill it. Safe to call twice."""
+        """Close the connection, wait up to `seconds` for the child's end, then kill it. Safe to call twice."""
         # Not `close`: a thread here may be reading from it, and a fork of this process may hold it too.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as end:
             end.shutdown(socket.SHUT_WR)
@@ -212,7 +208,7 @@ class ModuleChild(Child):
 
 
 def connect_to_parent(death_signal: int | None = signal.SIGKILL) -> Connection:
-    """A `ModuleChild`'s end of its connection. `death_signal` comes when the thread that started this process ends."""
+    """Return the child's end of a `ModuleChild` connection; `death_signal` as for `Child`."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     if death_signal is not None:
         die_with_parent(parent, death_signal)
@@ -221,7 +217,7 @@ def connect_to_parent(death_signal: int | None = signal.SIGKILL) -> Connection:
 
 
 def receive(connection: Connection) -> Message | None:
-    """Wait for a message of JSON; None at the end of the connection, which a message of anything else is too."""
+    """Wait for a JSON message; None at the end of the connection or for a message that is not JSON."""
     try:
         return json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
     except (EOFError, OSError, ValueError, RecursionError):
@@ -229,24 +225,24 @@ def receive(connection: Connection) -> Message | None:
 
 
 def send(connection: Connection, message: Message) -> None:
-    """Send a message of JSON. A receiver that has gone is noticed by the end of the connection."""
+    """Send a JSON message; no error if the receiver has gone."""
     with contextlib.suppress(OSError):
         connection.send_bytes(json.dumps(message).encode())
 
 
 class Silence:
-    """Seconds without a sign of life, less those in which this process was suspended with its job."""
+    """Seconds since the last sign of life, not counting time in which this process itself was suspended."""
 
     def __init__(self) -> None:
         self._was_reset = True
         self._total = self._asked = 0.0
 
     def reset(self) -> None:
-        """Begin anew, from any thread."""
+        """Restart the count; from any thread."""
         self._was_reset = True
 
     def seconds(self) -> float:
-        """To be called at least every MAX_INTERVAL seconds."""
+        """Return the seconds; call at least every MAX_INTERVAL seconds."""
         now = time.monotonic()
         self._total = 0.0 if self._was_reset else self._total + min(now - self._asked, MAX_INTERVAL)
         self._was_reset, self._asked = False, now

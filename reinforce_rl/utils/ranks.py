@@ -1,9 +1,8 @@
-"""torchrun with three differences: signals to stop reach the ranks, the exit code is a rank's, and one machine's ranks
-meet out of others' reach.
+"""torchrun, but stop signals reach the ranks, the exit code is a rank's, and one machine's rendezvous is private.
 
-torchrun itself turns every failure of a rank into exit code 1. It passes SIGTERM on, but kills the ranks 30 s later,
-however much of a checkpoint is still to be written; SIGUSR1 ends it and leaves the ranks behind. On one machine it
-listens on all addresses, without credentials, and unpickles what anyone writes there.
+torchrun itself exits with 1 whenever a rank fails. It forwards SIGTERM but kills the ranks 30 s later, even during a
+save; SIGUSR1 ends it and orphans the ranks. On one machine it listens on all addresses, without authentication, and
+unpickles what it receives.
 
 Usage: python -m reinforce_rl.utils.ranks TORCHRUN_OPTION... SCRIPT ARGUMENT...
 """
@@ -32,8 +31,8 @@ def run(arguments: list[str]) -> int:
     """Start the ranks and wait for them.
 
     Returns:
-        the exit code: that of the rank which failed first; `EXIT_LOST_RANK` where a signal ended it, and
-        `EXIT_STOPPED` where that was one which this process passed on, before the rank knew what to do with it.
+        Exit code of the first rank to fail; `EXIT_LOST_RANK` if a signal killed it, or `EXIT_STOPPED` if that signal
+        was forwarded by this process before the rank could handle it.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -68,7 +67,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _meet_on_this_machine() -> None:
-    """Have the ranks meet in a file and speak over the loopback: torchrun's rendezvous backend ONE_MACHINE."""
+    """Register the rendezvous backend ONE_MACHINE: ranks meet in a file and talk over the loopback."""
     from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.elastic import rendezvous
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
