@@ -1,4 +1,4 @@
-"""What the example scripts share: Hydra with readable errors, and starting one process a rank."""
+"""Shared by the example scripts: Hydra with readable errors, and starting one process per rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONF_FOLDER = Path(__file__).resolve().parents[2] / "conf"
 def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Make `main(cfg)` a program: Hydra composes conf/NAME.yaml and the command line's overrides.
 
-    Errors that this project raises on purpose end the program with their exit code and text, without a traceback.
+    Errors raised on purpose by this project end the program with their exit code and text, without a traceback.
     """
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -66,14 +66,13 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
 
 
 def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") -> None:
-    """Become torchrun, which starts the ranks, where a plain `python` process should be several; see `utils/ranks.py`.
+    """Replace a plain `python` process by torchrun if there are several ranks; see `utils/ranks.py`.
 
-    Nothing happens under torchrun, which sets WORLD_SIZE.
+    No-op under torchrun, which sets WORLD_SIZE.
 
     Args:
-        devices: ranks on each node.
-        num_nodes: nodes.
-        key: how the configuration calls the latter.
+        devices: ranks per node.
+        key: config key of `num_nodes`, for the message.
 
     Raises:
         ReinforceError: several nodes, which a plain `python` cannot start.
@@ -101,10 +100,10 @@ def _fail(text: str, code: int = EXIT_ERROR) -> None:
 
 
 def compose(name: str, overrides: Sequence[str]) -> DictConfig:
-    """conf/NAME.yaml with overrides, as `with_config` composes it for its program.
+    """Compose conf/NAME.yaml with overrides, as `with_config` does.
 
     Raises:
-        ConfigError: in Hydra's words, or better ones for a key that does not exist.
+        ConfigError: Hydra's message, or a better one for an unknown key.
     """
     try:
         with hydra.initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
@@ -114,7 +113,7 @@ def compose(name: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def _explained(error: Exception, name: str, overrides: Sequence[str]) -> ConfigError:
-    """Every key that does not exist. Hydra stops at the first, so what it refuses is left out until it does not."""
+    """Name every unknown key. Hydra stops at the first, so retry without it until none is left."""
     text = str(error).partition("\nConfig search path:")[0].strip()
     unknown = re.search(r"Could not override '([^']+)'|not in struct\s+full_key: (\S+)", text)
     if unknown is None:
@@ -131,7 +130,7 @@ def _explained(error: Exception, name: str, overrides: Sequence[str]) -> ConfigE
 
 
 def _unknown_key(wanted: str, config_file: Path) -> str:
-    """What may be meant by a key that Hydra does not know."""
+    """Suggest known keys for an unknown one."""
     known = _dotted_keys(OmegaConf.to_container(OmegaConf.load(config_file)))
     if wanted in known:  # an empty group, into which Hydra lets nothing without a plus
         return f"{wanted} has entries of your own names; give each as +{wanted}.NAME=VALUE"

@@ -1,4 +1,4 @@
-"""Inspects a reward server for a person: is it up, what does it serve, how fast is it, and what is wrong with it?"""
+"""Inspects a reward server for a person: whether it is up, what it serves, how fast, and what is wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BATCH_LENGTH = 64
 
 
 class Unwell(ReinforceError):
-    """The server cannot be used now; the text says why, and what to do."""
+    """The server cannot be used now; the text gives the reason and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,11 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
 
     Args:
         url: http://HOST:PORT, or HOST:PORT.
-        token: the access token, if there is one.
-        say: takes one line at a time.
+        say: called with one line at a time.
 
     Raises:
-        ConfigError: the URL is none.
-        Unwell: it is not up, not a reward server, not ready, not healthy, or it does not let this client in.
+        ConfigError: invalid URL.
+        Unwell: it is down, not a reward server, not ready, not healthy, or refuses this client.
     """
     server = _server_of(url, token)
     health = _health(server)

@@ -1,4 +1,4 @@
-"""Reward server and actor as two processes on one machine: started in order, stopped together, nothing left behind."""
+"""Runs reward server and actor on one machine: starts them in order, stops both, leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -30,31 +30,21 @@ LAST_LOG_LINES = 30
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What to start.
-
-    Attributes:
-        server: command line of the reward server.
-        actor: command line of the actor.
-        run_dir: the server's log goes to `logs/server.log` in it.
-        host, port, name: where the server will be, and its model's name.
-        token: what the server asks for, if anything.
-        ready_seconds: how long the server may take to become ready, model loading included.
-        grace_seconds: what a process gets between SIGTERM and SIGKILL.
-    """
+    """Commands to start and their settings."""
 
     server: tuple[str, ...]
     actor: tuple[str, ...]
-    run_dir: Path
-    host: str
+    run_dir: Path  # holds logs/server.log
+    host: str  # of the server
     port: int
-    name: str = DEFAULT_NAME
-    token: str | None = field(default=None, repr=False)
-    ready_seconds: float = 600.0
-    grace_seconds: float = 30.0
+    name: str = DEFAULT_NAME  # of the served model
+    token: str | None = field(default=None, repr=False)  # access token of the server, if any
+    ready_seconds: float = 600.0  # for the server to become ready, model loading included
+    grace_seconds: float = 30.0  # from SIGTERM to SIGKILL
 
     @property
     def server_log(self) -> Path:
-        """The file that takes both output streams of the server."""
+        """Log of the server's stdout and stderr."""
         return self.run_dir / "logs" / "server.log"
 
 
@@ -69,14 +59,13 @@ def make_plan(
     ready_seconds: float = 600.0,
     grace_seconds: float = 30.0,
 ) -> LaunchPlan:
-    """Choose the port and hand it to both sides as Hydra overrides, where the caller has not done so.
+    """Choose the port and pass it to both sides as Hydra overrides, unless the caller has set them.
 
     Args:
-        server, actor: the commands without overrides.
-        run_dir: for logs.
-        server_args, actor_args: Hydra overrides of each. `inference.port=N` among the server's fixes the port, and
+        server, actor: commands without overrides.
+        server_args, actor_args: Hydra overrides. The server's `inference.port=N` fixes the port and
             `inference.name=NAME` the model's name; `inference.token_file=FILE` goes to the actor too.
-        host: the loopback address of this machine.
+        host: this machine's loopback address.
         ready_seconds, grace_seconds: see `LaunchPlan`.
 
     Raises:
@@ -116,14 +105,13 @@ def _missing(args: Sequence[str], wanted: dict[str, object]) -> list[str]:
 
 
 def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
-    """Run both, and return the exit code: the actor's, or 1 where the server failed first. From the main thread.
+    """Run both and return the exit code: the actor's, or 1 if the server failed first. Call on the main thread.
 
-    SIGINT, SIGTERM and SIGUSR1 go to the actor, which saves and ends; the server follows it. When this process is
+    SIGINT, SIGTERM and SIGUSR1 go to the actor, which saves and ends; then the server is stopped. If this process is
     killed, a guard ends both.
 
     Args:
-        plan: what to start.
-        say: for lines to people.
+        say: called with lines for people.
     """
     try:
         # Else another run's server on this port would be taken for ours until ours has died of it.
@@ -233,7 +221,7 @@ def _last_lines(log: Path) -> str:
 
 
 class _Stop:
-    """The first SIGINT, SIGTERM or SIGUSR1 that came."""
+    """The first stop signal received."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -241,7 +229,7 @@ class _Stop:
     @classmethod
     @contextlib.contextmanager
     def on_signals(cls) -> Iterator[_Stop]:
-        """Handle these signals inside the block."""
+        """Handle SIGINT and the stop signals inside the block."""
         stop = cls()
 
         def remember(number: int, frame: FrameType | None) -> None:
@@ -256,7 +244,7 @@ class _Stop:
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """The launcher's own arguments, those after `--server-args`, and those after `--actor-args`, in any order."""
+    """Return the launcher's own arguments, those after `--server-args` and those after `--actor-args`."""
     parts: dict[str, list[str]] = {"": [], "--server-args": [], "--actor-args": []}
     current = ""
     for argument in argv:
@@ -268,5 +256,5 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[str
 
 
 def python_script(path: Path) -> list[str]:
-    """Command that runs a script with this interpreter."""
+    """Return the command to run a script with this interpreter."""
     return [sys.executable, str(path)]

@@ -79,13 +79,11 @@ def serve_model(cfg: ServeRewardModelConfig) -> None:
 
 
 def server_of(cfg: ServeRewardModelConfig, scorer: Scorer, model: Any, **options: Any) -> RewardServer:
-    """The server for a scorer, as configured.
+    """Build the server for a scorer from the configuration.
 
     Args:
-        cfg: of the program.
-        scorer: what is served.
-        model: this rank's part of it.
-        options: more of `RewardServer`.
+        model: this rank's part of the scorer's model.
+        options: further arguments of `RewardServer`.
     """
     from reinforce_rl.reward_model.scorer import reward_model_identity
 
@@ -120,7 +118,7 @@ def serve_function(cfg: ServeRewardModelConfig) -> None:
 
 
 def inference_options(cfg: ServeRewardModelConfig) -> dict[str, Any]:
-    """What a model and a function have in common."""
+    """Return the `RewardServer` arguments shared by models and functions."""
     inference = cfg.inference
     return {
         "name": inference.name,
@@ -145,7 +143,7 @@ def inference_options(cfg: ServeRewardModelConfig) -> dict[str, Any]:
 
 
 def check_access(cfg: ServeRewardModelConfig) -> None:
-    """Raises ConfigError where there is no access token and should be one, or the port is busy."""
+    """Raise ConfigError if a required access token is missing or the port is busy."""
     inference = cfg.inference
     token = read_token(inference.token_file, "inference.token_file")
     if faults := access_faults(inference.host, token, inference.allow_no_token):
@@ -157,7 +155,7 @@ def serve(cfg: ServeRewardModelConfig) -> None:
     """Serve until a signal.
 
     Raises:
-        ConfigError: no access token where there should be one, or the port is busy.
+        ConfigError: a required access token is missing, or the port is busy.
     """
     logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if os.environ.get("RANK", "0") == "0":

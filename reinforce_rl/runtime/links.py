@@ -149,7 +149,7 @@ class Links:
         return hellos
 
     def set_beat(self, seconds: float, beat: Callable[[], Sequence[Buffer]] = lambda: _BEAT) -> None:
-        """Send the result of `beat` at this interval from now on. The other end drops an empty message (the default)."""
+        """Send the result of `beat` at this interval from now on. The other end drops empty messages (the default)."""
         self.beat_seconds, self._beat, self._next_beat = seconds, beat, time.monotonic()
 
     def send(self, rank: int, *parts: Buffer) -> None:

@@ -69,7 +69,7 @@ class StopRequest:
         self._raises = False
 
     def unless_asked(self, action: Callable[[], T]) -> T | None:
-        """Run `action` and return its result; None if this rank is asked to stop before or during it (interrupts it)."""
+        """Return the result of `action`; None if this rank is asked to stop before it or during it (interrupts it)."""
         try:
             self._raises = self._listens
             return None if self.reason is not None else action()

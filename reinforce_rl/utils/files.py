@@ -50,7 +50,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def folder_faults(key: str, folder: str) -> Iterator[str]:
-    """Yield an error if a folder cannot be created or written to; creates nothing, tests the nearest existing parent."""
+    """Yield an error if a folder cannot be made or written to; makes none, but tests the nearest existing parent."""
     out = existing = Path(folder).absolute()
     try:
         existing = next(p for p in (out, *out.parents) if p.exists())

@@ -1,4 +1,4 @@
-"""Slurm's commands: questions and orders to its controller, each with a deadline, and the lines of srun."""
+"""Slurm commands with timeouts, and the srun command line of each step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOREIGN_OPTIONS = (
 
 
 class SlurmCallError(Exception):
-    """A command of Slurm failed or took too long; `said` is its stderr, or why there is none."""
+    """A Slurm command failed or timed out; `said` is its stderr, or why there is none."""
 
     def __init__(self, command: Sequence[str], said: str):
         super().__init__(f"{' '.join(command)}: {said}")
@@ -46,13 +46,11 @@ def call(
     with_stderr: bool = False,
     **environment: str,
 ) -> str:
-    """Run a command and return its output.
+    """Run a command and return its stdout.
 
     Args:
-        command: with its arguments.
-        seconds: its deadline.
         base: its environment; None for this process's.
-        with_stderr: return what it prints on stderr, too.
+        with_stderr: append its stderr.
         environment: further variables.
 
     Raises:
@@ -79,7 +77,7 @@ def call(
 
 
 def job_times(job_id: str) -> tuple[int | None, int | None]:
-    """Return start and end of an allocation in unix seconds; None where Slurm does not know."""
+    """Return start and end of an allocation in unix seconds; None if unknown to Slurm."""
     text = call(["squeue", "-h", "-j", job_id, "-o", "%A|%S|%e"], SLURM_TIME_FORMAT="%s")
     for line in text.splitlines():
         found, *times = line.split("|")
@@ -95,24 +93,23 @@ def node_names(nodelist: str) -> list[str]:
 
 
 def steps(job_id: str) -> dict[str, str]:
-    """Return ids, such as 12.1, and names of a component's running steps, including the batch script."""
+    """Return names of a component's running steps by id (12.1), including the batch script."""
     lines = call(["squeue", "-h", "--steps", "-j", job_id, "-o", "%i|%j"]).splitlines()
     return {step: name for step, _, name in (line.strip().partition("|") for line in lines)}
 
 
 def step_id(job_id: str, name: str) -> str | None:
-    """Return the id of the running step of that name, if there is one."""
+    """Return the id of the running step of that name, if any."""
     return next((step for step, found in steps(job_id).items() if found == name), None)
 
 
 def signal_step(step: str, number: int) -> None:
-    """Send a signal to every process of a step."""
     # Through the controller: scancel itself asks all nodes of the component, and fails where a step has only some.
     call(["scancel", "--ctld", f"--signal={int(number)}", step])
 
 
 def requeue(job_id: str) -> None:
-    """Put the running job back into the queue; all its components, by the id of the first."""
+    """Requeue the running job with all its components; `job_id` is the leading component's."""
     call(["scontrol", "requeue", job_id])
 
 
@@ -122,7 +119,7 @@ def is_running(job_id: str) -> bool:
 
 
 def is_completing(job_id: str) -> bool:
-    """Return True if Slurm itself is ending the job, after `scancel` or `scontrol requeue`."""
+    """Return True if Slurm is ending the job, after `scancel` or `scontrol requeue`."""
     return "CG" in _states(job_id)
 
 
@@ -135,34 +132,23 @@ def _states(job_id: str) -> list[str]:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of the job.
+    """One step of the job."""
 
-    Attributes:
-        name: for `srun -J` and the names of files: actor, or rm-0, rm-1, ...
-        component: of the job.
-        nodes: names, where it gets only some of the component's; empty for all.
-        tasks, ranks: how many.
-        program: a Python file of the repository and its arguments.
-        serves: it is a reward server.
-        image: of the container; empty for none.
-        peers: a node of the other component.
-    """
-
-    name: str
+    name: str  # for `srun -J` and file names: actor, or rm-0, rm-1, ...
     component: Component
-    nodes: tuple[str, ...]
-    tasks: int
-    ranks: int
-    program: tuple[str, ...]
-    serves: bool
-    image: str
-    peers: tuple[str, ...]
+    nodes: tuple[str, ...]  # names; empty for all of the component's
+    tasks: int  # number of them
+    ranks: int  # number of them
+    program: tuple[str, ...]  # a Python file of the repository and its arguments
+    serves: bool  # it is a reward server
+    image: str  # of the container; empty for none
+    peers: tuple[str, ...]  # a node of the other component
 
 
 def server_plan(
     settings: Settings, allocation: Allocation, number: int, nodes: Sequence[str], folder: Path, peers: Sequence[str]
 ) -> StepPlan:
-    """Plan the step of reward server `number`, from its share of the `nodes` of component 0."""
+    """Plan the step of reward server `number` on its share of component 0's `nodes`."""
     each = len(nodes) // settings.servers
     mine = tuple(nodes[number * each : (number + 1) * each])
     name = f"rm-{number}"
@@ -189,7 +175,7 @@ def server_plan(
 def actor_plan(
     settings: Settings, allocation: Allocation, servers: Sequence[Endpoint], peers: Sequence[str]
 ) -> StepPlan:
-    """Plan the step of the actor, with the addresses of the servers."""
+    """Plan the actor's step, with the servers' addresses."""
     actor = allocation.actor
     own: dict[str, object] = {
         "trainer.num_nodes": actor.nodes,
@@ -223,7 +209,7 @@ def _missing(args: Sequence[str], own: dict[str, object]) -> list[str]:
 
 
 def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
-    """Return the command of a step; `folder` is that of the attempt."""
+    """Return the srun command of a step; `folder` is the attempt's."""
     component = plan.component
     nodes = len(plan.nodes) or component.nodes
     line = ["srun", f"--job-name={plan.name}", f"--het-group={component.group}"]
@@ -247,12 +233,12 @@ def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
 
 
 def srun_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Drop the variables that srun would take for its own options."""
+    """Drop the variables that srun would take as options."""
     return {name: value for name, value in environment.items() if name not in FOREIGN_OPTIONS}
 
 
 def _with_setup(setup: str) -> str:
-    """Return a script that runs `setup` and becomes the rest of the command line."""
+    """Return a shell script that runs `setup`, then execs the rest of the command line."""
     first = f". {shlex.quote(setup)}" if Path(setup).is_file() else setup
     # The signal before the time limit would end a shell that does not ignore it.
     return (

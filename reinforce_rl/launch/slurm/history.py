@@ -1,4 +1,4 @@
-"""The attempts of a run's jobs, one line an event, and whether a job may be requeued once more."""
+"""Log of the attempts of a run's jobs, and the decision whether to requeue a job."""
 
 from __future__ import annotations
 
@@ -19,40 +19,29 @@ IDLE_ATTEMPTS = 3  # of one job that began at the same checkpoint; the next one 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a job.
-
-    Attributes:
-        job, restart: its id, and how often it was requeued before.
-        start, end: unix seconds; no end while it runs, or where its end was not recorded.
-        step_before, step_after: of the newest checkpoint.
-        arguments: of actor and server.
-        reason: why it ended.
-        exit_code: of the job.
-        first_failed: the task that failed first.
-        requeued: it has put itself back into the queue.
-    """
+    """One start of a job."""
 
     job: str
-    restart: int
-    start: float
-    step_before: int
-    arguments: Arguments = ((), ())
-    end: float | None = None
+    restart: int  # number of earlier requeues
+    start: float  # unix seconds, as `end`
+    step_before: int  # of the newest checkpoint, as `step_after`
+    arguments: Arguments = ((), ())  # of actor and server
+    end: float | None = None  # None while it runs, or if not recorded
     step_after: int | None = None
     reason: str = ""
-    exit_code: int | None = None
-    first_failed: str | None = None
-    requeued: bool = False
+    exit_code: int | None = None  # of the job
+    first_failed: str | None = None  # first task to fail
+    requeued: bool = False  # by itself
 
 
 class History:
-    """A file of attempts; the newest line of an attempt counts."""
+    """File of attempts; the last line of an attempt counts."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def attempts(self) -> list[Attempt]:
-        """Return all attempts, oldest first, without lines torn by a full disk."""
+        """Return all attempts, oldest first; skips lines cut off by a full disk."""
         found: dict[tuple[str, int], Attempt] = {}
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines()
@@ -69,7 +58,7 @@ class History:
         return list(found.values())
 
     def write(self, attempt: Attempt) -> None:
-        """Append a line; one that was torn before stays a line of its own."""
+        """Append a line; starts a new line after one that was cut off."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = (json.dumps(asdict(attempt)) + "\n").encode()
         with self.path.open("a+b", buffering=0) as file:
@@ -81,17 +70,16 @@ class History:
 
 
 def newest_checkpoint(run_dir: Path) -> int:
-    """Return the step that the run resumes from; 0 without a checkpoint."""
+    """Return the step to resume from; 0 without a checkpoint."""
     names = [path.name for path in (run_dir / "checkpoints").glob("step_*")]
     return max((int(name[5:]) for name in names if name[5:].isdecimal()), default=0)
 
 
 def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -> str | None:
-    """Return a clause saying that the run has finished; None where there may be something left to do.
+    """Return a sentence if the run has finished, else None.
 
     Args:
-        run_dir, attempts: of the run.
-        arguments: of actor and server, now. If they have changed, the trainer decides: they may ask for more steps.
+        arguments: of actor and server, now. If changed, returns None: the trainer decides, as they may add steps.
     """
     status = read_status(run_dir)
     if status is None or status.state != "finished":
@@ -103,12 +91,11 @@ def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -
 
 
 def may_requeue(*, restart: int, max_restarts: int, step_before: int, step_after: int) -> tuple[bool, str]:
-    """Decide whether to requeue a job that has not finished its run.
+    """Decide whether to requeue a job whose run has not finished.
 
     Args:
-        restart: how often it was requeued.
-        max_restarts: how often it may be.
-        step_before, step_after: newest checkpoint when this attempt began and ended.
+        restart: number of earlier requeues.
+        step_before, step_after: newest checkpoint at start and end of this attempt.
 
     Returns:
         The decision, and its reason for the log.
@@ -121,12 +108,10 @@ def may_requeue(*, restart: int, max_restarts: int, step_before: int, step_after
 
 
 def refusal(attempts: Sequence[Attempt], *, job: str, restart: int, max_restarts: int, step: int) -> str | None:
-    """Return why a job that Slurm has restarted, as after a node failure, must not train; None where it may.
+    """Return why a job restarted by Slurm (as after a node failure) must not train; None if it may.
 
     Args:
-        attempts: of the run.
-        job, restart: id of this job and how often it was requeued.
-        max_restarts: how often it may be.
+        restart: number of earlier requeues of this job.
         step: of the newest checkpoint.
     """
     if restart > max_restarts:

@@ -49,7 +49,7 @@ HEALTH_POLL_SECONDS = 1.0
 
 
 class StopSignal:
-    """The first signal that this process got."""
+    """The first stop signal received."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -69,9 +69,8 @@ class Job:
     """One attempt at the run.
 
     Args:
-        settings, allocation: of the job.
         environment: of the tasks.
-        stop: the signals of this process.
+        stop: signals of this process.
     """
 
     def __init__(self, settings: Settings, allocation: Allocation, environment: dict[str, str], stop: StopSignal):
@@ -87,7 +86,7 @@ class Job:
         self._end_time: int | None = None
 
     def run(self) -> int:
-        """Run the attempt to its end; returns the exit code."""
+        """Run the attempt to its end; return the exit code."""
         jobs = (self._allocation.server.job_id, self._allocation.actor.job_id)
         end_stale_steps(jobs, self._settings.grace_seconds, self._log)
         attempts = self._history.attempts()
@@ -167,7 +166,7 @@ class Job:
         os.replace(name, path)  # whole, or not at all
 
     def _set_times(self) -> None:
-        """Pass start and end of the allocation on to the tasks."""
+        """Put start and end of the allocation into the tasks' environment."""
         try:
             start, end = commands.job_times(self._allocation.server.job_id)
             _, actor_end = commands.job_times(self._allocation.actor.job_id)
@@ -188,7 +187,7 @@ class Job:
         return step
 
     def _wait_until_healthy(self, servers: Sequence[Step]) -> list[Endpoint] | Outcome:
-        """Return the servers' endpoints as soon as all can score."""
+        """Return the servers' endpoints once all can score."""
         start = time.monotonic()
         next_report = start + REPORT_SECONDS
         healthy: dict[str, Endpoint] = {}
@@ -235,7 +234,7 @@ class Job:
         return Outcome(FAILED, outcome.code, f"{text}; {outcome.text}", outcome.first, ended[0].name)
 
     def _watch(self, servers: Sequence[Step], actor: Step) -> str:
-        """Wait until the actor ends, a signal comes, or the last server ends; returns that server's name."""
+        """Wait for the actor's end, a signal, or the last server's end; return that server's name."""
         left = list(servers)
         while not actor.has_ended and self._stop.number is None:
             for server in [server for server in left if server.has_ended]:
@@ -248,7 +247,7 @@ class Job:
         return ""
 
     def _end_all(self, servers: Sequence[Step], actor: Step, unasked: str) -> bool:
-        """End the actor first, which may still wait for rewards; returns True if it ended by itself."""
+        """End the actor, then the servers that it may still wait for; return True if the actor ended by itself."""
         by_itself = True
         for node in self._failed_nodes():
             step = self._newest_checkpoint()
@@ -270,7 +269,7 @@ class Job:
         return sorted({step.failed_node for step in self._steps if step.failed_node is not None})
 
     def _deadline(self) -> float:
-        """When to kill what was asked to end: near the end of the allocation, in time for a requeue."""
+        """Return when to SIGKILL: near the end of the allocation, with time left for a requeue."""
         seconds = self._settings.grace_seconds
         if self._stop.number == signal.SIGUSR1 and self._end_time is not None:
             seconds = max(self._end_time - REQUEUE_SECONDS - time.time(), LEAST_SECONDS)
@@ -285,7 +284,6 @@ class Job:
             server.end(signal.SIGTERM, deadline)
 
     def _close(self, attempt: Attempt, outcome: Outcome) -> int:
-        """Log what happened, decide on a requeue, and record both."""
         step = self._newest_checkpoint()
         if outcome.log_of:
             self._log(last_lines(self._folder / f"{outcome.log_of}.log"))
@@ -313,7 +311,7 @@ class Job:
         return outcome.code
 
     def _next(self, attempt: Attempt, outcome: Outcome, step: int) -> tuple[bool, str]:
-        """Decide whether to requeue the job, which stands at `step`, and say what comes next."""
+        """Decide whether to requeue the job at `step`; return the decision and what comes next."""
         if outcome.kind == FINISHED:
             return False, "nothing is left to do"
         go_on = f"submit the same command again to go on from step {step}"
@@ -338,7 +336,7 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job; from a batch script."""
+    """Run the job; called by the batch script."""
     stop = StopSignal()
     repository = Path(os.environ.get(REPOSITORY) or Path(__file__).resolve().parents[3])
     try:

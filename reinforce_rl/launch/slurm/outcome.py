@@ -1,6 +1,6 @@
 """How each task ended, which failed first, and the job's exit code and log.
 
-`srun` returns 143 or so whatever the tasks' codes were, so each task writes its own into a file.
+Each task writes its own exit code to a file, since `srun` returns 143 or so whatever the tasks' codes are.
 """
 
 from __future__ import annotations
@@ -29,25 +29,15 @@ CONSEQUENCES = (EXIT_LOST_RANK, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class TaskEnd:
-    """How one task ended.
+    """How one task ended."""
 
-    Attributes:
-        component: such as actor or rm-0.
-        task: its number in the step.
-        ranks: such as 2, or 2-3 under torchrun.
-        host: its node.
-        code: exit code; 128 + number for a signal.
-        time: unix seconds.
-        reason: where the code does not say it.
-    """
-
-    component: str
-    task: int
-    ranks: str
-    host: str
-    code: int
-    time: float
-    reason: str = ""
+    component: str  # such as actor or rm-0
+    task: int  # its number in the step
+    ranks: str  # such as 2, or 2-3 under torchrun
+    host: str  # its node
+    code: int  # 128 + number for a signal
+    time: float  # unix seconds
+    reason: str = ""  # if the code does not say it
 
     @property
     def name(self) -> str:
@@ -72,12 +62,12 @@ def _signal_name(number: int) -> str:
 
 
 def record(folder: Path, end: TaskEnd) -> None:
-    """Write how a task ended into the folder of the attempt."""
+    """Write how a task ended into the attempt's folder."""
     write_atomically(folder / EXIT_FOLDER / f"{end.component}-{end.task:05d}.json", json.dumps(asdict(end)) + "\n")
 
 
 def read_ends(folder: Path) -> list[TaskEnd]:
-    """Read how the tasks of an attempt ended, as far as they have."""
+    """Read how the tasks of an attempt ended, for those that have."""
     paths = sorted((folder / EXIT_FOLDER).glob("*.json"))
     return [TaskEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
@@ -85,12 +75,12 @@ def read_ends(folder: Path) -> list[TaskEnd]:
 def first_failed(
     ends: Sequence[TaskEnd], lost: Sequence[TaskEnd] = (), harmless: Collection[int] = (0,)
 ) -> TaskEnd | None:
-    """Return the task whose failure the others followed; None if none failed.
+    """Return the task whose failure caused the others; None if none failed.
 
     Args:
-        ends: of the tasks that have recorded theirs.
-        lost: tasks that have not.
-        harmless: exit codes that are no failure.
+        ends: of tasks that recorded theirs.
+        lost: tasks that did not.
+        harmless: exit codes that are not failures.
     """
     failed = sorted((end for end in ends if end.code not in harmless), key=lambda end: end.time)
     if lost and (not failed or failed[0].code in CONSEQUENCES):
@@ -100,21 +90,13 @@ def first_failed(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended.
+    """How an attempt ended."""
 
-    Attributes:
-        kind: FINISHED; STOPPED, by a signal or as its time was used up; or FAILED.
-        code: exit code of the job.
-        text: what happened.
-        first: the task that failed first, if any.
-        log_of: the step whose log says more; empty for none.
-    """
-
-    kind: str
-    code: int
+    kind: str  # FINISHED; STOPPED, by a signal or for lack of time; FAILED
+    code: int  # exit code of the job
     text: str
-    first: TaskEnd | None = None
-    log_of: str = ""
+    first: TaskEnd | None = None  # first task to fail, if any
+    log_of: str = ""  # step whose log says more; empty for none
 
 
 def judge(
@@ -130,12 +112,12 @@ def judge(
     """Judge an attempt whose servers were healthy.
 
     Args:
-        actor, servers: how their tasks ended.
-        lost: tasks that have not recorded their end.
-        unasked: the last server's step, if it ended without being asked to; empty otherwise.
-        signalled: the signal that this job got, if any.
-        killed: the actor had not ended in time after that signal, and was killed.
-        unstarted: names of steps none of whose tasks began.
+        actor, servers: ends of their tasks.
+        lost: tasks that did not record their end.
+        unasked: step of the last server if it ended unasked; else empty.
+        signalled: signal received by this job, if any.
+        killed: the actor did not end in time after that signal and was killed.
+        unstarted: steps without a started task.
     """
     by = "" if signalled is None else _signal_name(signalled)
     if unstarted:
@@ -171,7 +153,7 @@ def judge(
 
 
 class Journal:
-    """The job's log: its standard output, and job.log of the attempt."""
+    """The job's log: stdout and the attempt's job.log."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -187,7 +169,7 @@ class Journal:
 
 
 def last_lines(log: Path, count: int = LAST_LOG_LINES) -> str:
-    """Return the end of a log of `srun --label`, without Python's warnings, which explain no failure."""
+    """Return the end of a `srun --label` log, without Python warnings, which explain no failure."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))

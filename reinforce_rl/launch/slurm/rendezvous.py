@@ -1,7 +1,7 @@
-"""Where the first task of a step is: ports that no other job takes, a file for the others, and a server's health.
+"""File rendezvous (the first task of a step publishes host and ports), port locks, and a server's health check.
 
-A task that wants a port locks a file of its number, in a folder of the node that all users share, for as long as it
-lives. Other jobs skip a port whose file is locked, even if its program does not listen yet.
+A task locks a file per port, in a node folder shared by all users, while it lives. Other jobs skip locked ports, even
+if nothing listens there yet.
 """
 
 from __future__ import annotations
@@ -32,19 +32,12 @@ FIRST_PORT, PORTS = 20000, 10000  # below net.ipv4.ip_local_port_range, from whi
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The first task of a step.
+    """Where the first task of a step is."""
 
-    Attributes:
-        host: name of its node.
-        address: by which other nodes reach it.
-        rank_port: where the ranks meet.
-        http_port: where the reward server listens; 0 for the actor.
-    """
-
-    host: str
-    address: str
-    rank_port: int
-    http_port: int = 0
+    host: str  # name of its node
+    address: str  # as seen by other nodes
+    rank_port: int  # for the ranks' rendezvous
+    http_port: int = 0  # of the reward server; 0 for the actor
 
     @property
     def http(self) -> str:
@@ -52,7 +45,7 @@ class Endpoint:
 
 
 def publish(folder: Path, component: str, endpoint: Endpoint) -> None:
-    """Write the endpoint of `component` into the folder of the attempt."""
+    """Write the endpoint of `component` into the attempt's folder."""
     write_atomically(_path(folder, component), json.dumps(asdict(endpoint)) + "\n")
 
 
@@ -66,7 +59,7 @@ def read_endpoint(folder: Path, component: str) -> Endpoint | None:
 
 
 def wait_for_endpoint(folder: Path, component: str, seconds: float, stopped: Callable[[], bool]) -> Endpoint | None:
-    """Wait for the endpoint of `component`; None if `stopped()` before.
+    """Wait for the endpoint of `component`; None once `stopped()` is true.
 
     Raises:
         ReinforceError: not within `seconds`.
@@ -91,15 +84,14 @@ def _path(folder: Path, component: str) -> Path:
 
 @contextlib.contextmanager
 def claim_ports(count: int, key: str, folder: Path = LOCK_FOLDER) -> Iterator[list[int]]:
-    """Hold `count` ports that nothing listens on and nobody else has claimed, for the duration of the block.
+    """Hold `count` ports, neither in use nor claimed by others, during the block.
 
     Args:
-        count: of ports.
         key: its hash is where the search begins, so that jobs seldom collide.
         folder: of the locks.
 
     Raises:
-        ReinforceError: there are not enough ports, or the folder cannot be used.
+        ReinforceError: too few free ports, or the folder cannot be used.
     """
     with contextlib.ExitStack() as locks:
         ports: list[int] = []
@@ -133,7 +125,7 @@ def _make_shared(folder: Path) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """Open and lock a file; None where another process holds it, or it is no file of ours."""
+    """Open and lock a file; None if another process holds it or it is not ours."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         try:
@@ -163,7 +155,7 @@ def _unlock(path: Path, handle: int) -> None:
 
 
 def _is_free(port: int) -> bool:
-    """Return True if nothing listens there, on any address of this node."""
+    """Return True if nothing listens on the port, on any address of this node."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -203,7 +195,7 @@ def _address_of(name: str) -> str | None:
 
 
 def health_fault(address: str, port: int) -> str | None:
-    """Ask a reward server for /health; returns why it cannot score, or None."""
+    """Query /health of a reward server; return why it cannot score, or None."""
     connection = http.client.HTTPConnection(address, port, timeout=HEALTH_SECONDS)
     deadline = threading.Timer(HEALTH_SECONDS, _hang_up, (connection,))  # HTTPConnection's timeout is for one read
     deadline.daemon = True

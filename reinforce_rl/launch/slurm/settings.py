@@ -1,4 +1,4 @@
-"""What sets up a job of `slurm/train_hetjob.sbatch`: its variables, and the nodes and tasks that Slurm gave it."""
+"""Job settings of `slurm/train_hetjob.sbatch`: environment variables, and the nodes and tasks granted by Slurm."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEPARATOR = "--"
 
 @dataclass(frozen=True)
 class Variable:
-    """A row of the table in docs/slurm.md: an environment variable, its default (empty for none), its meaning."""
+    """An environment variable, a row of the table in docs/slurm.md; an empty default means none."""
 
     name: str
     default: str
@@ -65,17 +65,14 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked settings of a job. `VARIABLES` describes them; `actor_args` and `server_args` are Hydra overrides.
-
-    `actor_devices` and `server_devices` are None where the allocation decides; texts are empty where not set.
-    """
+    """Checked settings of a job, see `VARIABLES`. Unset texts are empty."""
 
     run_dir: Path
     repository: Path
     python: str | None = None
     launcher: str = SRUN
-    actor_devices: int | None = None
-    server_devices: int | None = None
+    actor_devices: int | None = None  # None: from the allocation
+    server_devices: int | None = None  # None: from the allocation
     servers: int = 1
     ready_seconds: float = 600.0
     grace_seconds: float = 600.0
@@ -87,12 +84,12 @@ class Settings:
     container_mounts: tuple[str, ...] = ()
     srun_args: tuple[str, ...] = ()
     setup: str = ""
-    actor_args: tuple[str, ...] = ()
-    server_args: tuple[str, ...] = ()
+    actor_args: tuple[str, ...] = ()  # Hydra overrides
+    server_args: tuple[str, ...] = ()  # Hydra overrides
 
     @property
     def slurm_folder(self) -> Path:
-        """Folder of the run's jobs: token, history, and a folder for each attempt."""
+        """Holds the token, the history, and a folder per attempt."""
         return self.run_dir / "slurm"
 
     @property
@@ -100,13 +97,13 @@ class Settings:
         return self.slurm_folder / "token"
 
     def interpreter(self, image: str) -> str:
-        """Return the interpreter of tasks in `image`; an empty one stands for no container."""
+        """Return the tasks' Python in `image`; empty for no container."""
         own = self.repository / ".venv" / "bin" / "python"
         return self.python or (str(own) if not image and own.exists() else "python3")
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split into the overrides of the actor and, after `--`, those of the server."""
+    """Split at `--` into overrides of the actor and of the server."""
     if SEPARATOR not in argv:
         return tuple(argv), ()
     place = list(argv).index(SEPARATOR)
@@ -123,11 +120,10 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str], repositor
 
     Args:
         argv: ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]
-        environment: variables.
         repository: folder of this package.
 
     Raises:
-        ConfigError: naming everything that is wrong.
+        ConfigError: with all faults.
     """
     reader = _Reader(environment)
     actor_args, server_args = split_arguments(argv)
@@ -171,7 +167,7 @@ def _argument_faults(actor_args: Sequence[str], server_args: Sequence[str]) -> l
 
 
 class _Reader:
-    """Reads variables and collects their faults. An empty variable counts as not set."""
+    """Reads variables and collects their faults. An empty variable counts as unset."""
 
     def __init__(self, environment: Mapping[str, str]):
         self.faults: list[str] = []
@@ -240,23 +236,14 @@ class _Reader:
 
 @dataclass(frozen=True)
 class Component:
-    """One component of the heterogeneous job.
+    """One component of the heterogeneous job."""
 
-    Attributes:
-        group: its number for srun.
-        job_id: under which Slurm lists its steps.
-        nodes: number of nodes.
-        devices: ranks on each.
-        tasks_per_node: as asked for.
-        cpus_per_task: as asked for; None where it was not.
-    """
-
-    group: int
-    job_id: str
-    nodes: int
-    devices: int
-    tasks_per_node: int
-    cpus_per_task: int | None
+    group: int  # its number for srun
+    job_id: str  # under which Slurm lists its steps
+    nodes: int  # number of them
+    devices: int  # ranks per node
+    tasks_per_node: int  # as requested
+    cpus_per_task: int | None  # as requested; None if not
 
     @property
     def ranks(self) -> int:
@@ -265,10 +252,10 @@ class Component:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What Slurm gave the job: id of the leading component, number of requeues, and both components."""
+    """What Slurm granted."""
 
-    job_id: str
-    restart: int
+    job_id: str  # of the leading component
+    restart: int  # number of requeues
     server: Component
     actor: Component
 
@@ -282,7 +269,7 @@ def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Alloc
     """Read the variables that Slurm sets for the batch step.
 
     Raises:
-        ConfigError: the job has not two components, or its numbers contradict the settings.
+        ConfigError: not two components, or the numbers contradict the settings.
     """
     if environment.get("SLURM_HET_SIZE") != "2":
         found = environment.get("SLURM_HET_SIZE")

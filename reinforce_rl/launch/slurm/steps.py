@@ -1,4 +1,4 @@
-"""Steps of the job: `srun` as a process, its end, and steps that an earlier attempt has left."""
+"""Steps of the job: `srun` processes, their end, and steps left by an earlier attempt."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class Step:
     """A running step.
 
     Args:
-        plan: of the step.
-        line: the command.
+        line: the srun command.
         environment: of srun and the tasks.
         folder: of the attempt.
         log: called with lines for the job's log.
@@ -67,7 +66,7 @@ class Step:
 
     @property
     def failed_node(self) -> str | None:
-        """The node whose failure Slurm reports; it requeues the job."""
+        """Node whose failure Slurm reports; Slurm requeues the job."""
         found = (re.search(r"error: Node failure on (\S+)", message) for _, message in list(self._messages))
         return next((match.group(1) for match in found if match), None)
 
@@ -80,7 +79,7 @@ class Step:
             self._log(f"{self.name}: {text}")
 
     def signal(self, number: int) -> bool:
-        """Signal every process of the step; returns False if that must be tried again."""
+        """Signal every process of the step; return False if it must be retried."""
         try:
             found = None if self.has_ended else step_id(self.plan.component.job_id, self.name)
             if found is not None:
@@ -93,11 +92,7 @@ class Step:
             return False
 
     def end(self, number: int, deadline: float) -> bool:
-        """Signal the step, wait until `deadline` (of time.monotonic()), then kill it.
-
-        Returns:
-            True if it ended by itself.
-        """
+        """Signal the step, kill it at `deadline` (`time.monotonic`); return True if it ended by itself."""
         self._signal_until(number, deadline)
         if self._wait(deadline):
             return True
@@ -119,11 +114,11 @@ class Step:
         return self.has_ended
 
     def ends(self) -> list[TaskEnd]:
-        """How the step's tasks ended, as far as they have recorded it."""
+        """Return the ends that the step's tasks have recorded."""
         return [end for end in read_ends(self._folder) if end.component == self.name]
 
     def lost(self) -> list[TaskEnd]:
-        """Tasks that have ended without a record, after the end of a step that failed."""
+        """Return tasks without a recorded end, after the step failed."""
         if not self.code:
             return []
         known = {end.task for end in self.ends()}
@@ -152,18 +147,18 @@ def _numbers(text: str) -> set[int]:
 
 
 def end_stale_steps(job_ids: Sequence[str], seconds: float, log: Callable[[str], None]) -> None:
-    """End the steps of an earlier attempt whose batch script is gone.
+    """End steps of an earlier attempt whose batch script is gone.
 
     When a node of component 0 fails, Slurm 22.05 requeues this component alone. The actor goes on in the folder that
     the next attempt needs, and holds the cores that its srun would wait for.
 
     Args:
         job_ids: of all components.
-        seconds: time to end in before a step is killed.
+        seconds: from SIGTERM to SIGKILL.
         log: called with lines for the job's log.
 
     Raises:
-        SlurmCallError: a step still runs, or the controller has not answered.
+        SlurmCallError: a step still runs, or the controller did not answer.
     """
     for number, limit in ((signal.SIGTERM, seconds), (signal.SIGKILL, KILL_SECONDS)):
         left = _end_stale(job_ids, number, time.monotonic() + limit, log)

@@ -31,28 +31,17 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Task:
-    """This task.
+    """One task of a step."""
 
-    Attributes:
-        component: such as actor or rm-0.
-        folder: of the attempt.
-        launcher: `SRUN` or `TORCHRUN`.
-        devices: ranks on each node.
-        serves: it is a reward server, which needs a port for HTTP.
-        number: of the task in its step.
-        local_number: on its node.
-        node, nodes: index of its node in the step, and number of nodes.
-    """
-
-    component: str
-    folder: Path
-    launcher: str
-    devices: int
-    serves: bool
-    number: int
-    local_number: int
-    node: int
-    nodes: int
+    component: str  # such as actor or rm-0
+    folder: Path  # of the attempt
+    launcher: str  # `SRUN` or `TORCHRUN`
+    devices: int  # ranks per node
+    serves: bool  # it is a reward server, which needs an HTTP port
+    number: int  # in its step
+    local_number: int  # on its node
+    node: int  # index of its node in the step
+    nodes: int  # number of nodes
 
     @property
     def ranks(self) -> str:
@@ -65,13 +54,7 @@ class Task:
 
 
 def command_of(task: Task, first: Endpoint, script: Sequence[str]) -> list[str]:
-    """Return the program with its arguments.
-
-    Args:
-        task: this one.
-        first: endpoint of the component's first task.
-        script: a Python file and its arguments.
-    """
+    """Return the command that runs `script`; `first` is the endpoint of the component's first task."""
     command = [sys.executable]
     if task.launcher == TORCHRUN:
         command += ["-m", "reinforce_rl.utils.ranks", "--nnodes", str(task.nodes), "--node-rank", str(task.node)]
@@ -84,7 +67,7 @@ def command_of(task: Task, first: Endpoint, script: Sequence[str]) -> list[str]:
 
 
 def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str], repository: Path) -> dict[str, str]:
-    """Return the program's environment; without torchrun, with the variables that it would set."""
+    """Return the program's environment; without torchrun, including the variables that torchrun would set."""
     cpus = environment.get("SLURM_CPUS_PER_TASK", "1")
     result = {"OMP_NUM_THREADS": cpus if task.launcher == SRUN else "1", "GOMP_SPINCOUNT": "0", **environment}
     result["PYTHONUNBUFFERED"] = "1"
@@ -102,7 +85,7 @@ def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str], 
 
 
 class _Signals:
-    """Passes signals on to the program, as soon as it runs."""
+    """Forwards signals to the program once it runs."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -123,7 +106,7 @@ class _Signals:
 
 @contextlib.contextmanager
 def _first_task(task: Task, peers: Sequence[str], seconds: float, signals: _Signals) -> Iterator[Endpoint | None]:
-    """Yield the endpoint of the component's first task, which holds its ports meanwhile. None after a signal."""
+    """Yield the endpoint of the component's first task, whose ports are held meanwhile. None after a signal."""
     if task.number:
         yield wait_for_endpoint(task.folder, task.component, seconds, lambda: signals.first is not None)
         return
@@ -139,8 +122,8 @@ def run(
     """Run the program to its end.
 
     Returns:
-        How it ended, and whether to return 0 to srun: it has saved, or was asked to end, and `--kill-on-bad-exit`
-        must not kill the tasks that still save.
+        How it ended, and whether to return 0 to srun: it has saved or was asked to end, and `--kill-on-bad-exit` must
+        not kill tasks that still save.
 
     Raises:
         ReinforceError: it could not be started.
@@ -173,7 +156,7 @@ def run(
 
 
 def end_orphans(seconds: float) -> None:
-    """Send SIGTERM to all children and their orphans in turn, and SIGKILL to those alive after `seconds`."""
+    """Send SIGTERM to all children and adopted orphans in turn, SIGKILL to those alive after `seconds`."""
     deadline = time.monotonic() + seconds
     signalled: set[int] = set()
     while _reap():
@@ -187,7 +170,7 @@ def end_orphans(seconds: float) -> None:
 
 
 def _reap() -> bool:
-    """Reap ended children; returns True if others live."""
+    """Reap ended children; return True if others live."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -207,7 +190,7 @@ def _children() -> list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the task; returns the exit code for srun."""
+    """Run the task; return the exit code for srun."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--component", required=True)
     parser.add_argument("--folder", type=Path, required=True)

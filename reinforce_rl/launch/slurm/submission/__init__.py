@@ -1,1 +1,1 @@
-"""`slurm/submit.py`: plan a job of reward servers and actor, check it, and hand it to Slurm. Needs the environment."""
+"""`slurm/submit.py`: plan, check and submit a job of reward servers and actor. Needs the Python environment."""

@@ -1,10 +1,9 @@
-"""What Slurm answers about a job before it is submitted: the queue, the partitions, and `sbatch --test-only`.
+"""Checks a job with Slurm before submission: the queue, the partitions, and `sbatch --test-only`.
 
-`sbatch --test-only` considers one component at a time. It accepts components that fit singly and not together, a
-partition that is down, and a time above the partition's limit; such a job would wait for ever. So would one whose
-component 0 gets nodes that component 1 cannot do without: Slurm chooses the nodes of component 0 without a look at
-component 1, each time the same (seen with 22.05). Hence each component is also tested without the nodes that Slurm
-would give to the other.
+`sbatch --test-only` considers one component at a time. It accepts components that fit singly but not together,
+partitions that are down, and times above the partition's limit; such a job waits for ever. So does one whose
+component 0 gets nodes that component 1 needs: Slurm chooses component 0's nodes without regard to component 1, the
+same each time (seen with 22.05). Hence each component is also tested without the nodes that the other would get.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ LAST_JOBS = 100  # asked for: more than any chain, and a short command line
 
 @dataclass(frozen=True)
 class Start:
-    """When and on which nodes a component could start, as Slurm estimates it for a job of its own."""
+    """Slurm's estimate of when and where a component could start as a job of its own."""
 
     time: str
     nodes: str
@@ -40,18 +39,12 @@ class Start:
 
 @dataclass
 class Answer:
-    """Slurm's answer.
+    """Slurm's answer."""
 
-    Attributes:
-        starts: of the server and the actor; None where not known.
-        faults, warnings: one sentence each.
-        unchecked: what could not be checked, and why.
-    """
-
-    starts: tuple[Start | None, Start | None] = (None, None)
-    faults: list[str] = field(default_factory=list)
+    starts: tuple[Start | None, Start | None] = (None, None)  # of server and actor; None if unknown
+    faults: list[str] = field(default_factory=list)  # one sentence each, as the warnings
     warnings: list[str] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)  # what could not be checked, and why
 
 
 def ask_cluster(
@@ -60,9 +53,8 @@ def ask_cluster(
     """Check a job against the queue and the cluster.
 
     Args:
-        run_dir: of the run.
-        plan: None where there is nothing to check but the queue.
-        actor_megabytes: host memory that the ranks of one actor node need; None where not known.
+        plan: None to check the queue only.
+        actor_megabytes: host memory needed by the ranks of one actor node; None if unknown.
         environment: of sbatch.
     """
     answer = Answer()
@@ -125,7 +117,7 @@ def partition_faults(plan: JobPlan, sinfo: str) -> list[str]:
 
 
 def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None:
-    """Ask `sbatch --test-only`: each component, the job, and each component without the other's nodes."""
+    """Run `sbatch --test-only` for each component, the job, and each component without the other's nodes."""
     starts = []
     for component in (plan.server, plan.actor):
         try:
@@ -200,21 +192,21 @@ def _memory_warnings(nodes: str, megabytes: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A line of `SUBMITTED_FILE`: a job's id, the name of its first component, and unix seconds."""
+    """A line of `SUBMITTED_FILE`."""
 
     job: str
-    name: str
-    time: float
+    name: str  # of the first component
+    time: float  # unix seconds
 
 
 def record_submitted(folder: Path, job: str, name: str) -> None:
-    """Append a job to the list in `folder`."""
+    """Append a job to `SUBMITTED_FILE` in `folder`."""
     with (folder / SUBMITTED_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(Submitted(job, name, time.time()))) + "\n")
 
 
 def queue_faults(run_dir: Path) -> list[str]:
-    """Return a fault where jobs of this run are pending, running or ending.
+    """Return a fault if jobs of this run are pending, running or ending.
 
     Raises:
         SlurmCallError: squeue failed.

@@ -1,4 +1,4 @@
-"""The command line of `slurm/submit.py`, and the environment variables that its defaults come from."""
+"""Command line of `slurm/submit.py`, with defaults from environment variables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parse_time(text: str) -> int | None:
     """Convert a time limit to seconds; None for no limit.
 
     Raises:
-        ValueError: `text` is no time.
+        ValueError: not a time.
     """
     if text.upper() in UNLIMITED:
         return None
@@ -48,7 +48,7 @@ def parse_memory(text: str) -> int:
     """Convert Slurm's SIZE[K|M|G|T] to megabytes; 0 stands for all of a node's memory.
 
     Raises:
-        ValueError: `text` is no size.
+        ValueError: not a size.
     """
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
     if found is None:
@@ -61,7 +61,7 @@ def parse_gpus(text: str) -> int:
     """Return COUNT of [TYPE:]COUNT.
 
     Raises:
-        ValueError: `text` has another form.
+        ValueError: another format.
     """
     found = re.fullmatch(r"(?:[\w.-]*[A-Za-z][\w.-]*:)?(\d+)", text)
     if found is None:
@@ -70,7 +70,7 @@ def parse_gpus(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """Raises ValueError unless `text` is a whole number from 1."""
+    """Parse a whole number from 1, else raise ValueError."""
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise ValueError(f"'{text}'; expected a whole number from 1")
@@ -78,30 +78,22 @@ def parse_count(text: str) -> int:
 
 @dataclass(frozen=True)
 class ComponentOption:
-    """An option of both components: `--NAME` for both, `--actor-NAME` and `--server-NAME` for one.
+    """An option of both components: `--NAME` for both, `--actor-NAME` and `--server-NAME` for one."""
 
-    Attributes:
-        name: without dashes.
-        metavar: of its value.
-        meaning: for the help.
-        sbatch_variable: the variable that sbatch itself reads; empty for none.
-        common: the option of both, where that is not `--NAME`; None where there is no such option.
-    """
-
-    name: str
+    name: str  # without dashes
     metavar: str
-    meaning: str
-    sbatch_variable: str = ""
-    common: str | None = ""
+    meaning: str  # help text
+    sbatch_variable: str = ""  # read by sbatch itself; empty for none
+    common: str | None = ""  # name of the option for both if not NAME; None for no such option
 
     def option(self, component: str | None) -> str | None:
-        """The option of a component; of both for None."""
+        """Return the option of a component; None for that of both."""
         if component is not None:
             return f"--{component}-{self.name}"
         return None if self.common is None else f"--{self.common or self.name}"
 
     def variables(self, component: str) -> list[str]:
-        """Environment variables, highest precedence first."""
+        """Return environment variables, highest precedence first."""
         options = (self.option(component), self.option(None))
         own = [f"REINFORCE_{option[2:].replace('-', '_').upper()}" for option in options if option]
         return [*own, *filter(None, [self.sbatch_variable])]
@@ -129,7 +121,7 @@ PLANNED = (names.RUN_DIR, names.ACTOR_DEVICES, names.SERVER_DEVICES, names.REPOS
 
 @dataclass(frozen=True)
 class ComponentOptions:
-    """Options of one component, see `COMPONENT_OPTIONS`; None where not given. `sbatch_args` are sbatch's own."""
+    """Options of one component, see `COMPONENT_OPTIONS`; None if not given."""
 
     partition: str | None = None
     account: str | None = None
@@ -140,46 +132,32 @@ class ComponentOptions:
     gpus: str | None = None
     cpus_per_task: int | None = None
     mem: str | None = None
-    sbatch_args: tuple[str, ...] = ()
+    sbatch_args: tuple[str, ...] = ()  # passed to sbatch as they are
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line and the environment ask for.
+    """Options from the command line and the environment."""
 
-    Attributes:
-        actor_args, server_args: Hydra overrides.
-        actor, server: options of the components.
-        time: the limit, as written.
-        seconds: the same; None for no limit.
-        lead: seconds before the limit; None where not given.
-        job_name: None for that of the configuration.
-        chain: number of jobs that follow each other.
-        dry_run: print the plan only.
-        variables: of the job, as far as options or the environment give them.
-        faults: of values; the attributes have their defaults instead.
-    """
-
-    actor_args: tuple[str, ...]
-    server_args: tuple[str, ...]
+    actor_args: tuple[str, ...]  # Hydra overrides
+    server_args: tuple[str, ...]  # Hydra overrides
     actor: ComponentOptions
     server: ComponentOptions
-    time: str
-    seconds: int | None
-    lead: int | None
-    job_name: str | None
-    chain: int
-    dry_run: bool
-    variables: tuple[tuple[str, str], ...]
-    faults: tuple[str, ...] = ()
+    time: str  # limit, as written
+    seconds: int | None  # limit; None for none
+    lead: int | None  # seconds before the limit; None if not given
+    job_name: str | None  # None for the configuration's
+    chain: int  # number of consecutive jobs
+    dry_run: bool  # print the plan only
+    variables: tuple[tuple[str, str], ...]  # of the job, those that are set
+    faults: tuple[str, ...] = ()  # of values; those fields have their defaults
 
 
 def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Options:
-    """Read the command line; an option that is not given is looked up in the environment.
+    """Parse the command line; options not given come from the environment.
 
     Args:
         argv: [options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]
-        environment: variables.
     """
     own, server_args = split_arguments(argv)
     args = _parser().parse_intermixed_args(list(own))
@@ -221,7 +199,7 @@ class _Reader:
             return None
 
     def component(self, component: str) -> ComponentOptions:
-        """The component's own option has precedence over that of both."""
+        """Read a component's options; its own take precedence over those for both."""
         values: dict[str, str | None] = {}
         for option in COMPONENT_OPTIONS:
             options = (option.option(component), option.option(None))

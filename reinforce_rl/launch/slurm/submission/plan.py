@@ -1,4 +1,4 @@
-"""The command line of sbatch: two components with their nodes and tasks, and the lead of the signal to save."""
+"""Builds the sbatch command line: two components with their nodes and tasks, and the lead of the save signal."""
 
 from __future__ import annotations
 
@@ -17,26 +17,15 @@ MOST_LEAD = 65535  # Slurm keeps it in 16 bits
 
 @dataclass(frozen=True)
 class Component:
-    """One component of the job.
+    """One component of the job."""
 
-    Attributes:
-        name: for people.
-        job_name: in Slurm. The components differ in it, since a dependency by name would wait for itself.
-        nodes: number of nodes.
-        ranks_per_node: of the program.
-        tasks_per_node: that Slurm starts: the ranks, or one task that starts them.
-        cpus_per_task: None for Slurm's default.
-        gpus: of each node, as [TYPE:]COUNT; None for none.
-        options: of the command line.
-    """
-
-    name: str
-    job_name: str
-    nodes: int
+    name: str  # for people
+    job_name: str  # differs by component, since a dependency by name would wait for itself
+    nodes: int  # number of them
     ranks_per_node: int
-    tasks_per_node: int
-    cpus_per_task: int | None = None
-    gpus: str | None = None
+    tasks_per_node: int  # started by Slurm: one per rank, or one that starts them
+    cpus_per_task: int | None = None  # None for Slurm's default
+    gpus: str | None = None  # per node, as [TYPE:]COUNT; None for none
     options: ComponentOptions = field(default_factory=ComponentOptions)
 
     @property
@@ -44,7 +33,7 @@ class Component:
         return self.tasks_per_node * (self.cpus_per_task or 1)
 
     def requirements(self) -> list[str]:
-        """Options of sbatch that choose nodes."""
+        """Return sbatch options that choose nodes."""
         own = self.options
         given = {
             "partition": own.partition,
@@ -64,41 +53,30 @@ class Component:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The whole job.
-
-    Attributes:
-        server, actor: the components.
-        time: limit, as written.
-        seconds: the same; None for no limit.
-        lead: seconds before the limit at which the run gets the signal to save.
-        chain: number of jobs that follow each other.
-        run_dir, batch_file: absolute.
-        actor_args, server_args: Hydra overrides.
-        variables: environment variables that set the job up.
-    """
+    """The whole job."""
 
     server: Component
     actor: Component
-    time: str
-    seconds: int | None
-    lead: int
-    chain: int
-    run_dir: Path
-    batch_file: Path
-    actor_args: tuple[str, ...]
-    server_args: tuple[str, ...]
-    variables: tuple[tuple[str, str], ...]
+    time: str  # limit, as written
+    seconds: int | None  # limit; None for none
+    lead: int  # seconds from the save signal to the limit
+    chain: int  # number of consecutive jobs
+    run_dir: Path  # absolute
+    batch_file: Path  # absolute
+    actor_args: tuple[str, ...]  # Hydra overrides
+    server_args: tuple[str, ...]  # Hydra overrides
+    variables: tuple[tuple[str, str], ...]  # environment of the job
 
     @property
     def folder(self) -> Path:
-        """Folder of the batch script's output; it must exist before the job starts."""
+        """Holds the batch script's output; must exist before the job starts."""
         return self.run_dir / "slurm"
 
     def command(self, *, after: str | None = None, test_only: bool = False) -> list[str]:
-        """Return sbatch with its arguments.
+        """Return the sbatch command.
 
         Args:
-            after: id of a job after whose end, successful or not, this one may start.
+            after: id of a job that must end first, successful or not.
             test_only: submit nothing.
         """
         first = ["--test-only"] if test_only else ["--parsable"]
@@ -113,11 +91,10 @@ class JobPlan:
         return ["sbatch", *first, *components, str(self.batch_file), *overrides]
 
     def test_command(self, component: Component, exclude: str = "") -> list[str]:
-        """Return sbatch --test-only of one component as a job of its own.
+        """Return `sbatch --test-only` for one component as a job of its own.
 
         Args:
-            component: of this job.
-            exclude: nodes that it must not get, besides those of its own option.
+            exclude: nodes to avoid besides those of its own option.
         """
         own = component.options.exclude
         if own and "/" in own:  # a file of names
@@ -132,21 +109,21 @@ class JobPlan:
 
 
 def tasks_of(ranks_per_node: int, launcher: str, cpus_per_task: int | None) -> tuple[int, int | None]:
-    """Return the tasks of a node and the CPUs of each; torchrun has one task, by default with a CPU a rank."""
+    """Return tasks per node and CPUs per task; torchrun has one task, with one CPU per rank by default."""
     if launcher == TORCHRUN:
         return 1, cpus_per_task or ranks_per_node
     return ranks_per_node, cpus_per_task
 
 
 def default_lead(save_seconds: float | None) -> int:
-    """Return seconds before the limit, from the duration of the run's last save, if it has made one."""
+    """Return the lead in seconds from the duration of the run's last save, if any."""
     if save_seconds is None:
         return DEFAULT_LEAD
     return max(LEAST_LEAD, math.ceil(2 * save_seconds) + LEAD_MARGIN)
 
 
 def lead_faults(lead: int, seconds: int | None, save_seconds: float | None) -> list[str]:
-    """Check a lead against Slurm's range, the time limit and the duration of the run's last save, all in seconds."""
+    """Check a lead against Slurm's range, the time limit and the run's last save, all in seconds."""
     faults = []
     if lead > MOST_LEAD:
         faults.append(f"--signal-lead is {lead}; expected at most {MOST_LEAD}, which is what Slurm keeps")

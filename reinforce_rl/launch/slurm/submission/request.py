@@ -1,4 +1,4 @@
-"""Options and configurations become the plan of a job; all their faults are collected."""
+"""Turns options and configurations into the plan of a job, and collects all their faults."""
 
 from __future__ import annotations
 
@@ -42,19 +42,12 @@ BATCH_FILE = Path("slurm") / "train_hetjob.sbatch"
 
 @dataclass(frozen=True)
 class Request:
-    """A requested job, checked as far as that needs no cluster.
+    """A requested job, checked as far as possible without the cluster."""
 
-    Attributes:
-        plan: None where faults leave nothing to plan.
-        run_dir: of the run, absolute.
-        actor_megabytes: host memory that the ranks of one actor node need; None where not known.
-        faults, warnings: one sentence each.
-    """
-
-    plan: JobPlan | None
-    run_dir: Path
-    actor_megabytes: int | None
-    faults: tuple[str, ...]
+    plan: JobPlan | None  # None if there are faults that prevent one
+    run_dir: Path  # absolute
+    actor_megabytes: int | None  # host memory needed by the ranks of one actor node; None if unknown
+    faults: tuple[str, ...]  # one sentence each, as the warnings
     warnings: tuple[str, ...]
 
 
@@ -62,10 +55,9 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     """Check options and configurations, and plan the job.
 
     Args:
-        options: of the command line.
-        environment: of this process; its variables of the job are defaults.
+        environment: of this process; its variables are defaults.
         repository: folder of the programs.
-        console: for the trainer's own plan, printed where its configuration has no faults.
+        console: prints the trainer's own plan if its configuration has no faults.
     """
     faults: list[str] = []
     actor_cfg = _attempt(lambda: compose(ACTOR_CONFIG, options.actor_args), faults)
@@ -158,7 +150,7 @@ def _settings(
     environment: Mapping[str, str],
     faults: list[str],
 ) -> Settings:
-    """What the job will read, except for what follows from the configurations; defaults where there are faults."""
+    """Return the job's settings, without those derived from the configurations; defaults if there are faults."""
     variables = {**dict(options.variables), names.RUN_DIR: str(run_dir)}
     if not any(name in variables for name in (names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE)):
         variables[names.PYTHON] = sys.executable

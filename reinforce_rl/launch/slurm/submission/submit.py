@@ -1,4 +1,4 @@
-"""The program behind `slurm/submit.py`."""
+"""Main program of `slurm/submit.py`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
 
     Args:
         argv: [options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]
-        console: where to; None for the standard output, and errors to the other.
+        console: for output and errors; None for stdout and stderr.
 
     Returns:
-        the exit code: 0 where the jobs were submitted, or would be, or the run has finished; else 1.
+        0 if the jobs were submitted (or would be, in a dry run) or the run has finished; else 1.
     """
     errors = console or Console(stderr=True, highlight=False, soft_wrap=True)
     console = console or wide_console()
@@ -65,14 +65,14 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
 
 
 def job_environment(plan: JobPlan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the job's environment: `environment` less the variables of an allocation, and those of the plan."""
+    """Return `environment` without variables of an enclosing allocation, plus those of the plan."""
     foreign = ("SLURM_", "PMI_", "PMIX_")
     kept = {k: v for k, v in environment.items() if not k.startswith(foreign) or k in KEPT_SLURM_VARIABLES}
     return {**kept, **dict(plan.variables)}
 
 
 def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, errors: Console) -> int:
-    """Submit the jobs of the chain, each after the one before; returns the exit code."""
+    """Submit the chain, each job after the previous one; return the exit code."""
     jobs: list[str] = []
     try:
         plan.folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, err
 
 
 def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -> None:
-    """Print components, times and folders; `starts` are Slurm's estimates, None where not known."""
+    """Print components, times and folders; `starts` are Slurm's estimates, None if unknown."""
     console.print(Text("\nJob", style="bold"))
     columns = [
         ["", "name", "partition", "nodes", "ranks", "tasks a node", "CPUs a node", "GPUs a node", "could start"]
@@ -124,7 +124,7 @@ def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -
 
 
 def print_command(console: Console, plan: JobPlan) -> None:
-    """Print what Slurm gets, to be pasted: a line for the variables, each component, and the program."""
+    """Print the command for pasting: a line each for the variables, each component, and the program."""
     lines = [["env", *(f"{name}={value}" for name, value in plan.variables)], []]
     for argument in plan.command():
         if argument in (":", str(plan.batch_file)):
@@ -150,7 +150,7 @@ def _column(number: int, component: Component, start: Start | None) -> list[str]
 
 
 def _print_rows(console: Console, rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns; a table of rich's would cut paths at the width of the terminal."""
+    """Print aligned columns; rich's tables would cut paths at the terminal's width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
