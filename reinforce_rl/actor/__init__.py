@@ -1,1 +1,1 @@
-"""The actor: the policy being trained, and the frozen reference it is held against."""
+"""The actor: the policy in training and its frozen reference."""

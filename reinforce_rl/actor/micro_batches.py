@@ -1,4 +1,4 @@
-"""How sequences are cut into forward and backward passes. It never changes a gradient, only time and memory."""
+"""Split sequences into micro-batches. The split changes time and memory, never the gradient."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from torch import Tensor
 
 
 def micro_batches(lengths: Tensor, size: int, max_tokens: int | None = None) -> list[Tensor]:
-    """Row indices in groups, longest first, so that rows of like length share their padding.
+    """Return row indices by micro-batch, longest sequences first; every row is in exactly one.
 
-    Longest first also shows an out-of-memory error at once rather than at the end of a pass.
+    Rows of similar length share padding, and an out-of-memory error shows up in the first pass.
 
     Args:
-        lengths: int64 [N], tokens of each sequence.
-        size: sequences in a group, where `max_tokens` is None.
-        max_tokens: rows times the longest of them, padding included, stays within it: short sequences make large
-            groups. A sequence that is longer alone is a group of its own.
-
-    Returns:
-        int64 indices; every row is in one group.
+        lengths: int64 [N], tokens.
+        size: sequences per micro-batch; ignored if `max_tokens` is set.
+        max_tokens: bound on rows times the longest row, padding included. A longer sequence gets its own micro-batch.
     """
     order = torch.sort(lengths, descending=True, stable=True).indices
     if max_tokens is None:
@@ -38,15 +34,12 @@ def micro_batches(lengths: Tensor, size: int, max_tokens: int | None = None) -> 
 def packed_micro_batches(
     group_ids: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, size: int, max_tokens: int | None = None
 ) -> list[Tensor]:
-    """Row indices for `PackedGroups`: samples of a prompt lie together where there is room, longest group first.
+    """Return row indices by pass for `PackedGroups`: samples of a prompt stay together where they fit.
 
     Args:
         group_ids, prompt_lengths, response_lengths: int64 [N].
-        size: sequences in a pass, where `max_tokens` is None.
-        max_tokens: of a pass, a prompt counted once. A sequence that is longer alone is a pass of its own.
-
-    Returns:
-        int64 indices; every row is in one pass.
+        size: sequences per pass; ignored if `max_tokens` is set.
+        max_tokens: tokens per pass, each prompt counted once. A longer sequence gets its own pass.
     """
     groups: dict[int, list[int]] = {}
     for row, group in enumerate(group_ids.tolist()):
@@ -54,7 +47,6 @@ def packed_micro_batches(
     prompts, responses = prompt_lengths.tolist(), response_lengths.tolist()
 
     def cost(rows: list[int]) -> int:
-        """What adding rows of one prompt to a pass without it takes from what it has room for."""
         return len(rows) if max_tokens is None else prompts[rows[0]] + sum(responses[row] for row in rows)
 
     most = size if max_tokens is None else max_tokens
@@ -72,7 +64,6 @@ def packed_micro_batches(
 
 
 def _parts(rows: list[int], cost: Callable[[list[int]], int], most: int) -> list[list[int]]:
-    """Rows of one prompt in as few parts as have room for them, in their order."""
     parts: list[list[int]] = []
     for row in rows:
         if not parts or cost([*parts[-1], row]) > most:
@@ -82,18 +73,18 @@ def _parts(rows: list[int], cost: Callable[[list[int]], int], most: int) -> list
 
 
 def packed_tokens(group_ids: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> int:
-    """Tokens of the sequences with each prompt counted once."""
+    """Count tokens, each prompt once."""
     prompts = dict(zip(group_ids.tolist(), prompt_lengths.tolist(), strict=True))
     return sum(prompts.values()) + int(response_lengths.sum())
 
 
 def padding(lengths: Tensor, groups: list[Tensor], pad_to: int = 0) -> tuple[int, int]:
-    """Tokens of the sequences, and tokens of the passes with their padding.
+    """Return the tokens of the sequences and the tokens of the passes, padding included.
 
     Args:
         lengths: int64 [N].
-        groups: of `micro_batches`.
-        pad_to: tokens that each row has at least.
+        groups: row indices from `micro_batches`.
+        pad_to: minimum padded length of a row.
     """
     padded = sum(len(rows) * max(int(lengths[rows].max()), pad_to) for rows in groups)
     return int(lengths[torch.cat(groups)].sum()) if groups else 0, padded

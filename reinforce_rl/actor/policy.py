@@ -1,4 +1,4 @@
-"""The actor: generates, gives log-probs under the policy and the reference, and takes the gradient of the loss.
+"""The actor: rollouts, log-probs under the policy and the reference, and the gradient of the loss.
 
 Notation: N sequences on this data-parallel rank, S prompt plus response, T response tokens.
 """
@@ -37,15 +37,12 @@ if TYPE_CHECKING:
 
 
 class ReferencePolicy:
-    """A frozen copy of a model's weights.
+    """A frozen copy of a model's current weights.
 
-    It must be taken before a checkpoint is restored: the reference is the policy at step 0 of the run, never that of
-    a resumed one.
+    Create it before restoring a checkpoint: the reference is the policy at step 0, also in a resumed run.
 
     Args:
-        model: whose present weights are copied.
-        on_device: keep the copy where the model is, which costs its memory all the time. Else it lies on the host, and
-            each pass takes the time of its transfer.
+        on_device: keep the copy on the model's device; otherwise it is on the host and each pass transfers it.
     """
 
     def __init__(self, model: torch.nn.Module, *, on_device: bool = False):
@@ -58,11 +55,11 @@ class ReferencePolicy:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model has the reference's weights inside the block, its own again after it; no gradient may flow."""
+        """Swap in the reference's weights within the block; no gradient may flow."""
         own = {name: parameter.data for name, parameter in self._model.named_parameters()}
         try:
             for name, parameter in self._model.named_parameters():
-                # Only the pointer moves: the optimizer's own buffers keep the actor's weights meanwhile.
+                # Swap pointers only: the optimizer's own buffers keep the actor's weights.
                 parameter.data = self._weights[name].to(parameter.device, non_blocking=True)
             yield
         finally:
@@ -77,64 +74,38 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class ActorSettings:
-    """How the actor samples and how it cuts its batches.
+    """Sampling and micro-batch settings of the actor."""
 
-    Attributes:
-        sampling: of training rollouts; its temperature applies to all log-probs, the reference's too.
-        val_sampling: of validation.
-        micro_batch_size: sequences in one forward and backward pass.
-        forward_micro_batch_size: sequences in one pass without gradient.
-        tokens_per_micro_batch: tokens in a pass of either kind, padding included, instead of a number of sequences;
-            None for those.
-        pad_to: tokens that every sequence is padded to in a pass, so that all passes have one shape; 0 for the longest
-            of each micro-batch. Longer sequences are not cut.
-        shared_prefix: a pass reads the prompt of a group once, and nothing is padded. Not with `pad_to`, nor with
-            context parallelism.
-        logits_chunk_tokens: response tokens whose logits exist at a time; the memory of a log-prob pass follows it.
-        offload_optimizer: the optimizer's states wait in host memory while responses are generated.
-        seed: of the run; keys the sampling noise together with step, prompt and sample.
-        loss: what the loss is made of.
-    """
-
-    sampling: SamplingParams
-    val_sampling: SamplingParams
-    micro_batch_size: int
-    forward_micro_batch_size: int
-    seed: int
-    tokens_per_micro_batch: int | None = None
-    pad_to: int = 0
-    shared_prefix: bool = False
-    logits_chunk_tokens: int = 1024
-    offload_optimizer: bool = False
+    sampling: SamplingParams  # training rollouts; its temperature applies to all log-probs, the reference's too
+    val_sampling: SamplingParams  # validation rollouts
+    micro_batch_size: int  # sequences per forward and backward pass
+    forward_micro_batch_size: int  # sequences per pass without gradient
+    seed: int  # keys the sampling noise, with step, prompt and sample
+    tokens_per_micro_batch: int | None = None  # padding included; replaces both micro-batch sizes
+    pad_to: int = 0  # pad to this many tokens so that shapes are static, cutting none; 0: to the longest
+    shared_prefix: bool = False  # read each prompt once, without padding; not with pad_to or context parallelism
+    logits_chunk_tokens: int = 1024  # response tokens whose logits exist at a time
+    offload_optimizer: bool = False  # keep optimizer states on the host during generation
     loss: LossSettings = field(default_factory=LossSettings)
 
 
 @dataclass(frozen=True)
 class LossShare:
-    """What this rank's samples gave.
+    """This rank's share of the loss."""
 
-    Attributes:
-        loss: the sum over data-parallel ranks is the loss.
-        sums: of `policy_loss` over this rank's micro-batches, their tokens, and those with padding.
-    """
-
-    loss: float
-    sums: dict[str, float]
+    loss: float  # summed over data-parallel ranks: the loss
+    sums: dict[str, float]  # of `policy_loss`, plus tokens with and without padding
 
 
 class MegatronGPTReinforceActorModel:
     """Policy and reference on one megatron model.
 
     Args:
-        lm: the policy, with the weights of step 0: the reference is copied from it here. With LoRA updates they alone
-            are trained, and the reference is the model without them.
-        tokenizer: of the policy.
-        generator: draws responses from the policy.
-        settings: sampling and micro-batches.
-        with_reference: False saves the copy where beta is 0.
-        reference_on_device: where the copy lies; see `ReferencePolicy`.
-        lora: what LoRA updates belong to, for checkpoints; None where the whole model is trained.
-        optim: says how data-parallel ranks share their work.
+        lm: the policy at step 0, which the reference copies. With LoRA only the updates train, and the reference is
+            the model without them.
+        with_reference: False saves the memory of the reference if beta is 0.
+        reference_on_device: see `ReferencePolicy`.
+        lora: identity of the LoRA updates, for checkpoints; None if the whole model trains.
     """
 
     def __init__(
@@ -172,7 +143,7 @@ class MegatronGPTReinforceActorModel:
     def infer(
         self, prompts: Sequence[Prompt], num_samples: int, seed: int, *, validation: bool = False
     ) -> Completions:
-        """`num_samples` responses to each prompt, prompt-major, with training's or validation's sampling."""
+        """Generate `num_samples` responses per prompt, prompt-major, with the training or validation sampling."""
         params = self.settings.val_sampling if validation else self.settings.sampling
         found = self.generator.generate(prompts, num_samples, params, seed)
         return found.within_vocabulary(self.lm.architecture.vocab_size, self.pad_id)
@@ -184,12 +155,12 @@ class MegatronGPTReinforceActorModel:
         response_lengths: Tensor,
         group_ids: Tensor | None = None,
     ) -> Tensor:
-        """Log-probs of the response tokens under the policy, without gradient.
+        """Compute log-probs of the response tokens under the policy, without gradient.
 
         Args:
             sequences: int64 [N, S], right-padded.
             prompt_lengths, response_lengths: int64 [N].
-            group_ids: int64 [N], equal where the prompt is the same; None where nothing is known of that.
+            group_ids: int64 [N], equal for equal prompts; None if unknown.
 
         Returns:
             float32 [N, T] on the CPU, T the longest response; 0 on padding.
@@ -209,7 +180,7 @@ class MegatronGPTReinforceActorModel:
             lambda layout: layout.stage_shape,
         )
         self.lm.train()
-        if found:  # there are none on other stages than the last; one copy from the device for all of them
+        if found:  # on the last stage only; one copy from the device for all passes
             out[torch.cat(cuts)] = torch.cat(found).float().cpu()
         return self.mesh.from_last_stage(out)
 
@@ -220,7 +191,7 @@ class MegatronGPTReinforceActorModel:
         response_lengths: Tensor,
         group_ids: Tensor | None = None,
     ) -> Tensor:
-        """As `get_inference_log_probs`, under the reference policy at the same temperature."""
+        """Compute `get_inference_log_probs` under the reference policy, at the same temperature."""
         if self._as_reference is None:
             raise RuntimeError("this actor was built without a reference policy (with_reference=False)")
         with self._as_reference():
@@ -235,14 +206,14 @@ class MegatronGPTReinforceActorModel:
         kl_coefficient: float = 0.0,
         on_policy: bool = True,
     ) -> LossShare:
-        """Accumulate the gradient of the loss into the gradient buffers, which are zeroed first.
+        """Zero the gradient buffers and accumulate the gradient of the loss into them.
 
         Args:
             batch: this data-parallel rank's samples.
-            denominators: of the loss, over all data-parallel ranks.
-            rows: int64 indices of the samples of this optimizer step; None for all.
+            denominators: over all data-parallel ranks.
+            rows: int64 indices of this optimizer step's samples; None for all.
             kl_coefficient: beta of a KL in the loss.
-            on_policy: no optimizer step was made since the samples were drawn, so that every ratio is exactly 1.
+            on_policy: no optimizer step since sampling, so every ratio is exactly 1.
         """
         rollouts = batch.rollouts
         if rows is None:
@@ -252,7 +223,7 @@ class MegatronGPTReinforceActorModel:
             rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids
         )
         cuts = [trained[cut] for cut in self._cut(samples.select(trained), self.settings.micro_batch_size)]
-        # A rank with nothing to train on still runs one empty pass, or the others would wait for it.
+        # A rank without samples still runs an empty pass, or the collectives of the others would hang.
         parts: list[Tensor | None] = [*cuts] or [None]
 
         def layout_of(rows: Tensor | None) -> tuple[Tensor | None, SequenceLayout]:
@@ -300,7 +271,7 @@ class MegatronGPTReinforceActorModel:
         return LossShare(loss, sums)
 
     def export(self, source: str | Path, out: str | Path) -> Path:
-        """Write the policy as a Hugging Face folder, LoRA updates merged into the weights; a collective call."""
+        """Write the policy as a Hugging Face folder with LoRA updates merged; a collective call."""
         merged = None if lora_settings_of(self.lm) is None else MergedWeights(self.lm)
         return export_hf_folder(self.lm, source, out, values=merged)
 
@@ -323,7 +294,7 @@ class MegatronGPTReinforceActorModel:
         return micro_batches(samples.lengths.clamp(min=self.settings.pad_to), size, most)
 
     def _tokens_of(self, samples: _Samples, cuts: list[Tensor]) -> tuple[int, int]:
-        """Tokens of the sequences that passes read, and tokens of the passes with their padding."""
+        """Return the tokens that passes read, without and with padding."""
         if self.settings.shared_prefix:
             parts = [samples.select(rows) for rows in cuts]
             tokens = sum(packed_tokens(p.group_ids, p.prompt_lengths, p.response_lengths) for p in parts)
@@ -345,14 +316,14 @@ class MegatronGPTReinforceActorModel:
 
 
 def _as_floats(found: list[dict[str, Tensor]]) -> list[dict[str, float]]:
-    """Named scalars of a device as numbers, all of them by one copy to the host."""
+    """Convert device scalars to floats with a single copy to the host."""
     scalars = [scalar.double() for part in found for scalar in part.values()]
     numbers = iter(torch.stack(scalars).tolist() if scalars else [])
     return [{name: next(numbers) for name in part} for part in found]
 
 
 class _Made(Sequence[Made]):
-    """What is made of each part when its turn has come, so that not all attention masks exist at once."""
+    """Lazily built inputs of each pass, so that only one attention mask exists at a time."""
 
     def __init__(self, parts: Sequence[Part], make: Callable[[Part], Made]):
         self._parts, self._make = parts, make
@@ -366,8 +337,6 @@ class _Made(Sequence[Made]):
 
 @dataclass(frozen=True)
 class _Samples:
-    """What a pass reads: see `RolloutBatch`."""
-
     sequences: Tensor
     prompt_lengths: Tensor
     response_lengths: Tensor
@@ -377,13 +346,13 @@ class _Samples:
     def of(
         cls, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None
     ) -> _Samples:
-        """Args: group_ids None for samples none of which share a prompt."""
+        """Build samples; `group_ids` None means that no two share a prompt."""
         alone = torch.arange(len(sequences))
         return cls(sequences, prompt_lengths, response_lengths, alone if group_ids is None else group_ids)
 
     @classmethod
     def nothing(cls, pad_id: int) -> _Samples:
-        """A prompt of one token without a response."""
+        """Return a placeholder: a one-token prompt without a response."""
         zero = torch.zeros(1, dtype=torch.long)
         return cls(torch.full((1, 1), pad_id), zero + 1, zero, zero)
 

@@ -1,1 +1,1 @@
-"""The algorithm: pure functions of tensors that know no process group, no config and no model, and the trainer."""
+"""The algorithm: pure functions of tensors, without process groups, config or models."""

@@ -1,11 +1,10 @@
-"""Baselines and advantages of sampled sequences, chosen by name in the configuration.
+"""Baselines and advantages, chosen by name in the configuration.
 
-Notation: N samples of any number of groups; the samples of a group answer one prompt. r = reward of a sequence, KL
-included where it is part of the reward. Everything here is detached: an advantage weighs a gradient, it does not carry
-one. Samples that are not valid are out of every sum and every count; their rewards may hold anything, NaN included.
+Notation: N samples; the samples of a group answer one prompt. r = reward of a sequence, less the KL where it is part
+of the reward. Everything is detached. Invalid samples are excluded everywhere; their rewards may be NaN.
 
 To add an estimator, decorate a function of a `RewardGroups` with `@estimator` (CONTRIBUTING.md). The configuration is
-checked against `ADVANTAGE_ESTIMATORS` before torch is loaded, so functions here use the methods of their tensors.
+checked against `ADVANTAGE_ESTIMATORS` before torch is loaded, so functions here only use tensor methods.
 """
 
 from __future__ import annotations
@@ -25,29 +24,21 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class RewardGroups:
-    """The rewards of a global batch.
+    """The rewards of a global batch."""
 
-    Attributes:
-        rewards: [N], any floating type.
-        group_ids: [N], any integers; equal within a group. Ids, never tokens: two equal prompts are two groups.
-        valid: bool [N].
-        past_mean: mean reward of past steps' valid samples; 0 before the first. See `PastSteps.reward_mean`.
-    """
-
-    rewards: Tensor
-    group_ids: Tensor
-    valid: Tensor
-    past_mean: float = 0.0
+    rewards: Tensor  # [N], any floating type
+    group_ids: Tensor  # [N], any integers; two equal prompts are two groups
+    valid: Tensor  # bool [N]
+    past_mean: float = 0.0  # mean valid reward of past steps; see `PastSteps.reward_mean`
 
     @classmethod
     def of(
         cls, rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None, past_mean: float = 0.0
     ) -> RewardGroups:
-        """Check the inputs and detach them. `valid` None means all are.
+        """Check and detach the inputs; `valid` None means all are.
 
         Raises:
-            ValueError: shapes that do not fit, ids that are no integers, or a valid reward that is not finite or
-                beyond `MAX_REWARD`.
+            ValueError: shapes differ, ids are not integers, or a valid reward is not finite or beyond `MAX_REWARD`.
         """
         import torch
 
@@ -73,34 +64,34 @@ class RewardGroups:
         return cls(rewards.where(valid, 0.0), group_ids, valid, past_mean)
 
     def group_index(self) -> Tensor:
-        """int64 [N], groups numbered from 0."""
+        """Return int64 [N], groups numbered from 0."""
         return self.group_ids.unique(return_inverse=True)[1]
 
     def sum_by_group(self, values: Tensor) -> Tensor:
-        """For each sample, the sum of `values` [N] over the valid samples of its group: [N]."""
+        """Sum `values` [N] over the valid samples of each sample's group: [N]."""
         index = self.group_index()
         totals = values.new_zeros(int(index.max()) + 1 if index.numel() else 0)
         return totals.index_add(0, index, values.where(self.valid, 0.0))[index]
 
     def count_by_group(self) -> Tensor:
-        """For each sample, how many valid samples its group has: [N] in the dtype of the rewards."""
+        """Count the valid samples of each sample's group: [N], in the rewards' dtype."""
         return self.sum_by_group(self.rewards.new_ones(self.rewards.shape))
 
     def mean_by_group(self) -> Tensor:
-        """For each sample, the mean reward of its group's valid samples, itself included: [N]; 0 where none is."""
+        """Return the mean valid reward of each sample's group: [N]; 0 if none is valid."""
         counts = self.count_by_group().clamp(min=1)
         means = self.sum_by_group(self.rewards) / counts
         # A second pass over the deviations takes out the rounding of the first, which large equal rewards would show.
         return means + self.sum_by_group(self.rewards - means) / counts
 
     def mean(self) -> Tensor:
-        """The mean reward of all valid samples: scalar; 0 where none is."""
+        """Return the mean valid reward, a scalar; 0 if none is valid."""
         count = self.valid.sum().clamp(min=1)
         mean = self.rewards.sum() / count
         return mean + (self.rewards - mean).where(self.valid, 0.0).sum() / count
 
     def advantages(self, baseline: Tensor | float, scale: Tensor | float = 1.0) -> Advantages:
-        """(reward - baseline) * scale of the valid samples, which all train; each is [N] or one number."""
+        """Return (reward - baseline) * scale for the valid samples, all of which train; both are [N] or scalar."""
         values = ((self.rewards - baseline) * scale).where(self.valid, 0.0)
         baselines = (self.rewards.new_zeros(self.rewards.shape) + baseline).where(self.valid, 0.0)
         return Advantages(values, baselines, self.valid)
@@ -108,20 +99,13 @@ class RewardGroups:
 
 @dataclass(frozen=True)
 class Advantages:
-    """What an estimator gives.
+    """An estimator's result."""
 
-    Attributes:
-        values: [N], without gradient; 0 where a sample does not train.
-        baseline: [N], what was subtracted from the reward, before any division; 0 where there is none.
-        trains: bool [N], the samples that the loss is averaged over.
-    """
-
-    values: Tensor
-    baseline: Tensor
-    trains: Tensor
+    values: Tensor  # [N], detached; 0 where a sample does not train
+    baseline: Tensor  # [N], subtracted before any division; 0 if there is none
+    trains: Tensor  # bool [N], the samples that the loss averages over
 
     def select(self, rows: slice) -> Advantages:
-        """Those of some samples."""
         return Advantages(self.values[rows], self.baseline[rows], self.trains[rows])
 
 
@@ -130,24 +114,18 @@ Estimator = Callable[[RewardGroups], Advantages]
 
 @dataclass(frozen=True)
 class EstimatorEntry:
-    """An estimator of advantages.
-
-    Attributes:
-        function: computes them.
-        compares_samples: it compares the samples of one prompt with each other, so it needs at least two.
-        only_subtracts: an advantage is the reward less a baseline, neither divided nor chosen.
-    """
+    """A registered advantage estimator."""
 
     function: Estimator
-    compares_samples: bool
-    only_subtracts: bool
+    compares_samples: bool  # needs at least two samples per prompt
+    only_subtracts: bool  # reward less a baseline, without scaling or selection
 
 
 ADVANTAGE_ESTIMATORS: dict[str, EstimatorEntry] = {}
 
 
 def estimator(*names: str, compares_samples: bool, only_subtracts: bool = True) -> Callable[[Estimator], Estimator]:
-    """Enter a function under names that `trainer.reinforce.advantage_estimator` can choose; see `EstimatorEntry`."""
+    """Register a function under values of `trainer.reinforce.advantage_estimator`; see `EstimatorEntry`."""
 
     def enter(function: Estimator) -> Estimator:
         for name in names:
@@ -159,39 +137,37 @@ def estimator(*names: str, compares_samples: bool, only_subtracts: bool = True) 
 
 @estimator("none", compares_samples=False)
 def no_baseline(groups: RewardGroups) -> Advantages:
-    """A = r: vanilla REINFORCE (Williams 1992). Unbiased; its variance grows with the rewards' mean."""
+    """A = r: vanilla REINFORCE (Williams 1992). Unbiased; variance grows with the mean reward."""
     return groups.advantages(0.0)
 
 
 @estimator("running_mean", "moving_average", "exponential_moving_average", compares_samples=False)
 def past_mean(groups: RewardGroups) -> Advantages:
-    """A = r minus a mean reward of past steps (Williams 1992; "REINFORCE with baseline" in arXiv:2402.14740).
+    """A = r - mean reward of past steps (Williams 1992; "REINFORCE with baseline" in arXiv:2402.14740).
 
-    Of all steps, of the last ones, or of all with exponentially decaying weights; `PastSteps` says which. Unbiased,
-    since the past does not depend on this step's samples.
+    `PastSteps` defines the mean. Unbiased, since the past does not depend on this step's samples.
     """
     return groups.advantages(groups.past_mean)
 
 
 @estimator("batch_mean", compares_samples=False)
 def batch_mean(groups: RewardGroups) -> Advantages:
-    """A = r minus the mean of the batch, itself included: the expected gradient is (N-1)/N of the true one."""
+    """A = r - batch mean, itself included: the expected gradient is (N-1)/N of the true one."""
     return groups.advantages(groups.mean())
 
 
 @estimator("prompt_mean", compares_samples=True)
 def prompt_mean(groups: RewardGroups) -> Advantages:
-    """A = r minus the mean of the group, itself included: (G-1)/G of RLOO (Dr. GRPO, Liu et al. 2025, 2503.20783)."""
+    """A = r - group mean, itself included: (G-1)/G of RLOO (Dr. GRPO, Liu et al. 2025, 2503.20783)."""
     return groups.advantages(groups.mean_by_group())
 
 
 @estimator("rloo", compares_samples=True)
 def leave_one_out(groups: RewardGroups) -> Advantages:
-    """RLOO: A = r minus the mean of the other samples of the group, which is G/(G-1) (r - mean). Unbiased.
+    """RLOO: A = r - mean of the group's other samples = G/(G-1) (r - mean). Unbiased; A = 0 for a lone valid sample.
 
     Source: Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for Free!" (2019); Ahmadian et al., "Back to Basics"
-    (arXiv:2402.14740), equation 8. A valid sample without a valid neighbour has nothing to be compared with: its own
-    reward is its baseline, and A = 0.
+    (arXiv:2402.14740), equation 8.
     """
     means = groups.mean_by_group()
     # mean of the others = mean + (mean - r) / (G - 1): no sum of large rewards is taken and cancelled.
@@ -201,10 +177,10 @@ def leave_one_out(groups: RewardGroups) -> Advantages:
 
 @estimator("grpo", compares_samples=True, only_subtracts=False)
 def group_normalised(groups: RewardGroups) -> Advantages:
-    """GRPO: A = (r - mean of the group) / (standard deviation of the group + 1e-4) (Shao et al. 2024, 2402.03300).
+    """GRPO: A = (r - group mean) / (group standard deviation + 1e-4) (Shao et al. 2024, 2402.03300).
 
-    The deviation has G-1 in its denominator, as TRL's and verl's. Biased: groups that differ little weigh as much as
-    groups that differ a lot. A group of one, or of equal rewards, has A = 0.
+    The deviation divides by G-1, as in TRL and verl. Biased: groups with small differences weigh as much as others.
+    A group of one, or of equal rewards, has A = 0.
     """
     means = groups.mean_by_group()
     degrees = (groups.count_by_group() - 1).clamp(min=1)
@@ -214,9 +190,9 @@ def group_normalised(groups: RewardGroups) -> Advantages:
 
 @estimator("raft", compares_samples=True, only_subtracts=False)
 def best_of_group(groups: RewardGroups) -> Advantages:
-    """RAFT: the best sample of each group trains, with A = 1, and no other (Dong et al. 2023, 2304.06767).
+    """RAFT: only the best sample of each group trains, with A = 1 (Dong et al. 2023, 2304.06767).
 
-    Of equally good ones the first is taken. The loss is then the mean over groups of -log pi(best).
+    Ties go to the first. The loss is the mean over groups of -log pi(best).
     """
     import torch
 
@@ -234,14 +210,11 @@ def best_of_group(groups: RewardGroups) -> Advantages:
 
 
 def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Leave-one-out advantages of plain tensors; see `leave_one_out`.
+    """Compute `leave_one_out` advantages [N] from plain tensors; 0 where invalid.
 
     Args:
         rewards: [N], any floating type.
-        group_ids: [N], any integers; equal within a group.
-        valid: bool [N]; None means all are valid.
-
-    Returns:
-        [N], without gradient; 0 where not valid.
+        group_ids: [N], any integers.
+        valid: bool [N]; None means all.
     """
     return leave_one_out(RewardGroups.of(rewards, group_ids, valid)).values

@@ -1,6 +1,6 @@
-"""Credit: how much of a response's advantage each of its tokens gets, and the whitening of a batch's advantages.
+"""Credit assignment from responses to tokens, and advantage whitening.
 
-Notation: N sequences, T response tokens, r = reward at the response's end, k = KL a token, gamma = discount.
+Notation: N sequences, T response tokens, r = reward at the response's end, k = KL per token, gamma = discount.
 """
 
 from __future__ import annotations
@@ -17,23 +17,20 @@ VARIANCE_EPSILON = 1e-8
 
 
 def sequence_credit(advantages: Tensor, mask: Tensor) -> Tensor:
-    """The response is one action: each of its tokens has the response's advantage. [N] and bool [N, T] to [N, T]."""
+    """Give each response token its response's advantage: [N] and bool [N, T] to [N, T]."""
     return torch.where(mask, advantages[:, None], 0.0)
 
 
 def returns_to_go(token_rewards: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor:
-    """The discounted sum of rewards from each token on: sum_{s >= t} discount^(s - t) reward_s.
+    """Compute sum_{s >= t} discount^(s - t) reward_s: [N, T], 0 outside the mask.
 
-    A token cannot change what came before it, so leaving earlier rewards out biases nothing where there is no discount
-    (Williams 1992; Schulman et al. 2015, arXiv:1506.02438).
+    A token cannot change earlier rewards, so omitting them is unbiased if discount is 1 (Williams 1992; Schulman et
+    al. 2015, arXiv:1506.02438).
 
     Args:
-        token_rewards: [N, T], the reward that each token earns; anything outside the mask.
+        token_rewards: [N, T]; anything outside the mask.
         mask: bool [N, T], True on response tokens, which come first.
-        discount: gamma, above 0 and at most 1. Below 1 it is biased.
-
-    Returns:
-        [N, T], 0 outside the mask.
+        discount: gamma in (0, 1]; biased below 1.
     """
     rewards = torch.where(mask, token_rewards, 0.0)
     if discount == 1.0:
@@ -50,17 +47,13 @@ def returns_to_go(token_rewards: Tensor, mask: Tensor, discount: float = 1.0) ->
 def token_credit(
     terminal: Tensor, baseline: Tensor, token_penalty: Tensor, mask: Tensor, discount: float = 1.0
 ) -> Tensor:
-    """Return-to-go less a baseline: each token has what is still to come of reward and KL.
+    """Compute return-to-go of reward and KL less a baseline: [N, T], 0 outside the mask.
 
     Args:
-        terminal: [N], earned by a response's last token.
-        baseline: [N], subtracted at every token, not discounted.
-        token_penalty: [N, T], beta times the KL of each token.
+        terminal: [N], reward of a response's last token.
+        baseline: [N], subtracted at every token, undiscounted.
+        token_penalty: [N, T], beta times each token's KL.
         mask: bool [N, T].
-        discount: gamma of `returns_to_go`.
-
-    Returns:
-        [N, T], 0 outside the mask.
     """
     is_last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
     rewards = torch.where(is_last, terminal[:, None], 0.0) - torch.where(mask, token_penalty, 0.0)
@@ -79,21 +72,17 @@ def assign_credit(
     assignment: str = "sequence",
     discount: float = 1.0,
 ) -> Tensor:
-    """The advantage of each token.
+    """Return the advantage of each token: [N, T], 0 outside the mask.
 
     Args:
-        found: what the estimator made of the rewards, less beta times the KL where that is part of them.
+        found: advantages of the rewards, less beta times the KL if `kl_placement` is `reward`.
         rewards: [N], shaped, without the KL.
-        kl: [N], of each response.
-        token_kl: [N, T], of each token, 0 outside the mask.
-        mask: bool [N, T], the tokens that train.
-        beta: of the KL.
-        kl_placement: a value of the key `kl_placement`; a KL in the loss is no part of any advantage.
+        kl: [N], per response.
+        token_kl: [N, T], 0 outside the mask.
+        mask: bool [N, T], tokens that train.
+        kl_placement: a value of the key `kl_placement`; a KL in the loss enters no advantage.
         assignment: a value of the key `credit_assignment`.
-        discount: gamma of `returns_to_go`, for credit by token.
-
-    Returns:
-        [N, T], 0 outside the mask.
+        discount: gamma of `returns_to_go`; only with `token`.
     """
     if assignment == "sequence":
         return sequence_credit(found.values - beta * kl if kl_placement == "advantage" else found.values, mask)
@@ -108,19 +97,18 @@ def assign_credit(
 def whiten(
     values: Tensor, mask: Tensor, *, unit: str = "token", total: Callable[[Tensor], Tensor] = lambda sums: sums
 ) -> Tensor:
-    """Advantages less their mean over the batch, times 1 / sqrt(variance + 1e-8): REINFORCE++ (Hu 2025, 2501.03262).
+    """Return (A - mean) / sqrt(variance + 1e-8) over the batch: REINFORCE++ (Hu 2025, 2501.03262).
 
-    Over tokens this is verl's and OpenRLHF's, where a long response weighs more. Biased: the scale depends on the
-    samples.
+    By token as in verl and OpenRLHF, where long responses weigh more. Biased: the scale depends on the samples.
 
     Args:
         values: [N, T].
-        mask: bool [N, T], the tokens that count.
-        unit: `token`: each token counts once; `sequence`: each response counts once, its tokens share that.
-        total: sums a float64 tensor over the ranks that hold the rest of the batch.
+        mask: bool [N, T], tokens that count.
+        unit: `token`: every token has weight 1; `sequence`: every response has weight 1, shared by its tokens.
+        total: sums a float64 tensor over the ranks that hold the batch.
 
     Returns:
-        [N, T], 0 outside the mask. Fewer than two units, or none that differ, give 0.
+        [N, T], 0 outside the mask; all 0 with fewer than two units or without variance.
     """
     weights = units = mask.double()
     if unit == "sequence":

@@ -20,88 +20,58 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What the loss is made of.
+    """Terms of the loss and their parameters."""
 
-    Attributes:
-        aggregation: a value of the key `loss_aggregation`; see `token_weights`.
-        ratio: a value of the key `importance_ratio`; see `policy_terms`.
-        clip_low, clip_high: the ratio is clipped to 1 - clip_low .. 1 + clip_high.
-        generator_correction: a value of the key `generator_correction`; see `generator_weights`.
-        generator_ratio_cap: above it those weights are truncated.
-        kl_estimator: of a KL in the loss.
-        kl_weights: a value of the key `kl_loss_weights`; see `kl_loss_terms`.
-        entropy_bonus: subtracted from the loss for each nat of entropy a token.
-    """
-
-    aggregation: str = "sequence_sum"
-    ratio: str = "none"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    generator_correction: str = "none"
-    generator_ratio_cap: float = 2.0
-    kl_estimator: str = "k1"
-    kl_weights: str = "prefix"
-    entropy_bonus: float = 0.0
+    aggregation: str = "sequence_sum"  # key `loss_aggregation`; see `token_weights`
+    ratio: str = "none"  # key `importance_ratio`; see `policy_terms`
+    clip_low: float = 0.2  # ratio >= 1 - clip_low
+    clip_high: float = 0.2  # ratio <= 1 + clip_high
+    generator_correction: str = "none"  # see `generator_weights`
+    generator_ratio_cap: float = 2.0  # truncates the generator weights
+    kl_estimator: str = "k1"  # of a KL in the loss
+    kl_weights: str = "prefix"  # key `kl_loss_weights`; see `kl_loss_terms`
+    entropy_bonus: float = 0.0  # per nat of a token's entropy
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """What the sums over tokens and sequences are divided by. Counted over the global batch of an optimizer step.
+    """Counts over the global batch of an optimizer step that normalise the loss."""
 
-    Attributes:
-        sequences: sequences that train.
-        tokens: their response tokens.
-        fixed_length: tokens, the constant of Dr. GRPO; the run's max_length.
-    """
-
-    sequences: float
-    tokens: float
-    fixed_length: float
+    sequences: float  # that train
+    tokens: float  # response tokens of those sequences
+    fixed_length: float  # constant of Dr. GRPO, the run's max_length
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A micro-batch, without gradient.
+    """The detached inputs of a micro-batch."""
 
-    Attributes:
-        mask: bool [N, T], True on response tokens.
-        advantages: [N, T].
-        trains: bool [N]; False contributes nothing.
-        old_log_probs: [N, T] under pi_old; None on the first pass, when the policy is pi_old.
-        generator_log_probs: [N, T] under pi_gen; None from a generator that does not report them.
-        reference_log_probs: [N, T]; None where no KL is in the loss.
-    """
-
-    mask: Tensor
-    advantages: Tensor
-    trains: Tensor
-    old_log_probs: Tensor | None = None
-    generator_log_probs: Tensor | None = None
-    reference_log_probs: Tensor | None = None
+    mask: Tensor  # bool [N, T], True on response tokens
+    advantages: Tensor  # [N, T]
+    trains: Tensor  # bool [N]; False contributes nothing
+    old_log_probs: Tensor | None = None  # [N, T]; None while the policy is pi_old
+    generator_log_probs: Tensor | None = None  # [N, T] under pi_gen; None if not reported
+    reference_log_probs: Tensor | None = None  # [N, T]; None without a KL in the loss
 
 
 def token_weights(
     mask: Tensor, trains: Tensor, denominators: Denominators, aggregation: str, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """What each token's term of the loss is multiplied by, 0 where it does not count: [N, T].
+    """Return the weight of each token's loss term: [N, T], 0 where it does not count.
 
-    The denominators are those of the global batch, so that the sum of the loss over all micro-batches and ranks is the
-    loss, and the gradient does not depend on how the batch was cut.
+    Denominators of the global batch make the gradient independent of the split into micro-batches and ranks.
 
     Args:
         mask: bool [N, T].
         trains: bool [N].
         denominators: of the global batch; zeros give a loss of 0.
         aggregation: a value of the key `loss_aggregation`:
-            sequence_sum: tokens summed, sequences averaged: the response is one action, so its log-probability is the
-                sum of its tokens' (RLOO, Ahmadian et al. 2024, arXiv:2402.14740, equation 6). Unbiased.
-            sequence_mean: tokens averaged within their sequence, then sequences (GRPO, arXiv:2402.03300). Biased:
-                a token of a long response weighs less than one of a short response.
-            token_mean: all tokens of the batch averaged (DAPO, arXiv:2503.14476). The direction of sequence_sum; its
-                size falls with the batch's mean length, which the samples decide.
-            fixed_length: tokens summed and divided by a constant, sequences averaged (Dr. GRPO, arXiv:2503.20783):
-                sequence_sum divided by max_length.
-        dtype: of the result.
+            sequence_sum: sum over tokens, mean over sequences (RLOO, Ahmadian et al. 2024, arXiv:2402.14740, equation
+                6). Unbiased: the response is one action.
+            sequence_mean: mean over tokens, then sequences (GRPO, arXiv:2402.03300). Biased against long responses.
+            token_mean: mean over the batch's tokens (DAPO, arXiv:2503.14476). The direction of sequence_sum; the scale
+                depends on the sampled lengths.
+            fixed_length: sequence_sum divided by max_length (Dr. GRPO, arXiv:2503.20783).
     """
     kept = (mask & trains[:, None]).to(dtype)
     sequences = max(denominators.sequences, 1.0)
@@ -124,7 +94,7 @@ def policy_terms(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The policy gradient's term of each token. Where pi is pi_old, all ratios give the gradient of `none`.
+    """Return the policy-gradient term of each token. At pi = pi_old all ratios give the gradient of `none`.
 
     Args:
         log_probs: [N, T], with gradient, 0 outside the mask.
@@ -132,12 +102,12 @@ def policy_terms(
         advantages: [N, T]; constant within a response for the sequence ratios.
         mask: bool [N, T].
         ratio: a value of the key `importance_ratio`:
-            none: -A l, REINFORCE. For the policy that drew the samples only.
-            token: -min(rho A, clip(rho) A), rho = pi / pi_old a token (PPO, arXiv:1707.06347; GRPO).
-            sequence: the same with rho = pi / pi_old of the whole response, as TRL's RLOO.
+            none: -A l, REINFORCE; on-policy only.
+            token: -min(rho A, clip(rho) A), rho = pi / pi_old per token (PPO, arXiv:1707.06347; GRPO).
+            sequence: the same with rho of the whole response, as TRL's RLOO.
             sequence_geometric: rho to the power of 1 / length (GSPO, arXiv:2507.18071).
-        clip_low, clip_high: rho is clipped to 1 - clip_low .. 1 + clip_high (they differ in DAPO's clip-higher).
-            Beyond exp(`MAX_LOG_RATIO`) it is cut off for every advantage.
+        clip_low, clip_high: clip rho to 1 - clip_low .. 1 + clip_high (they differ in DAPO's clip-higher). Any rho is
+            capped at exp(`MAX_LOG_RATIO`).
 
     Returns:
         terms [N, T] with gradient, rho [N, T] detached, and bool [N, T] where clipping stopped the gradient.
@@ -164,18 +134,15 @@ def policy_terms(
 def generator_weights(
     old_log_probs: Tensor, generator_log_probs: Tensor, mask: Tensor, *, correction: str, cap: float
 ) -> Tensor:
-    """Truncated importance weights min(pi_old / pi_gen, cap), without gradient: [N, T].
+    """Return detached truncated importance weights min(pi_old / pi_gen, cap): [N, T].
 
-    They correct for a generator whose numbers differ from the trainer's: another engine, other kernels, older weights.
-    The cap bounds their variance and biases (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework Secretly
-    Brings You Off-Policy RL Training").
+    They correct for another engine, other kernels or older weights. The cap bounds the variance and adds bias (Ionides
+    2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
 
     Args:
         old_log_probs, generator_log_probs: [N, T], 0 outside the mask.
         mask: bool [N, T].
-        correction: a value of the key `generator_correction`: `token` weighs each token by its own ratio, `sequence`
-            all tokens of a response by the ratio of the whole, which alone is unbiased (but for the cap).
-        cap: the largest weight.
+        correction: `none`, `token` (each token's own ratio), or `sequence` (the response's; unbiased but for the cap).
     """
     if correction == "none":
         return torch.ones_like(old_log_probs)
@@ -193,21 +160,19 @@ def policy_loss(
     settings: LossSettings,
     kl_coefficient: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This micro-batch's share of the loss: policy gradient, KL where it is in the loss, entropy bonus.
+    """Compute this micro-batch's share of the loss: policy gradient, KL term, entropy bonus.
 
     With the default settings it is REINFORCE: -1/M sum_i A_i sum_t l_it over M sequences.
 
     Args:
         log_probs: [N, T], with gradient; anything outside the mask.
-        entropy: [N, T], with gradient where there is a bonus; None where it was not taken.
-        inputs: the rest of the micro-batch.
+        entropy: [N, T], with gradient if there is a bonus; None if not computed.
         denominators: of the global batch.
-        settings: what the loss is made of.
         kl_coefficient: beta of a KL in the loss.
 
     Returns:
-        the share, a scalar; and sums over the tokens that train, float64 scalars that add up over micro-batches and
-        ranks: see `monitoring.metrics.update_metrics`.
+        the scalar share, and float64 sums over the training tokens, additive over micro-batches and ranks; see
+        `monitoring.metrics.update_metrics`.
     """
     kept = inputs.mask & inputs.trains[:, None]
 

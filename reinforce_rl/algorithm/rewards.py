@@ -1,4 +1,4 @@
-"""What is made of raw rewards before advantages are taken of them: standardised, scaled, clipped, less penalties.
+"""Reward shaping before advantages: standardise, scale, clip, penalise.
 
 Notation: N sequences of the global batch.
 """
@@ -17,21 +17,14 @@ from reinforce_rl.errors import DivergedError, RewardServerError
 
 @dataclass
 class RunningMoments:
-    """Of everything seen so far; its fields are its whole state.
-
-    Attributes:
-        count: numbers seen.
-        mean: of them; 0 before the first.
-        squares: sum of their squared distances from the mean.
-    """
+    """Running mean and variance; its fields are its whole state."""
 
     count: float = 0.0
     mean: float = 0.0
-    squares: float = 0.0
+    squares: float = 0.0  # sum of squared deviations from the mean
 
     @classmethod
     def of(cls, values: Tensor) -> RunningMoments:
-        """Of the numbers of a tensor."""
         if values.numel() == 0:
             return cls()
         exact = values.double()
@@ -40,11 +33,11 @@ class RunningMoments:
 
     @property
     def deviation(self) -> float:
-        """With count - 1 in the denominator; 0 before the second number."""
+        """Sample standard deviation (count - 1); 0 before the second value."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def merge(self, other: RunningMoments) -> None:
-        """Add what another has seen (Chan et al. 1979): no large sums are cancelled."""
+        """Merge another's moments without cancellation (Chan et al. 1979)."""
         total = self.count + other.count
         if not total:
             return
@@ -54,41 +47,27 @@ class RunningMoments:
         self.count = total
 
     def decay(self, factor: float) -> None:
-        """Let each number seen so far count `factor` times as much as before."""
+        """Multiply the weight of all past values by `factor`."""
         self.count *= factor
         self.squares *= factor
 
     def update(self, values: Tensor) -> None:
-        """Add the numbers of a tensor."""
         self.merge(RunningMoments.of(values))
 
 
 @dataclass(frozen=True)
 class RewardShaping:
-    """How rewards are shaped, in this order.
+    """Reward shaping, applied in the order of the fields."""
 
-    Attributes:
-        standardisation: `none`; `given`: (r - mean) / deviation; `running`: the same with the moments of past steps,
-            the first step with its own.
-        mean, deviation: of `given`.
-        scale: multiplies.
-        clip: rewards are then kept within -clip .. clip; None for no bound.
-        length_penalty: subtracted for each response token.
-        truncation_penalty: subtracted from a response that was cut at max_length.
-        overlong_buffer: tokens before max_length over which that penalty grows linearly from 0, ended responses
-            included ("soft overlong punishment", DAPO, arXiv:2503.14476, equation 13); 0 for none.
-        max_length: of a response, in tokens.
-    """
-
-    standardisation: str = "none"
-    mean: float = 0.0
-    deviation: float = 1.0
+    standardisation: str = "none"  # none; given: (r - mean) / deviation; running: with moments of past steps
+    mean: float = 0.0  # of given
+    deviation: float = 1.0  # of given
     scale: float = 1.0
-    clip: float | None = None
-    length_penalty: float = 0.0
-    truncation_penalty: float = 0.0
-    overlong_buffer: int = 0
-    max_length: int = 1
+    clip: float | None = None  # bound on the absolute value; None for no bound
+    length_penalty: float = 0.0  # per response token
+    truncation_penalty: float = 0.0  # for a response cut at max_length
+    overlong_buffer: int = 0  # last tokens with a linear penalty, ended responses too (2503.14476, equation 13)
+    max_length: int = 1  # response tokens
 
 
 def shape_rewards(
@@ -99,18 +78,14 @@ def shape_rewards(
     shaping: RewardShaping,
     past: RunningMoments,
 ) -> Tensor:
-    """Shaped rewards.
+    """Return the shaped rewards [N].
 
     Args:
         rewards: [N], raw.
-        valid: bool [N]; the others hold anything and keep it.
+        valid: bool [N]; the rewards of the others are arbitrary.
         response_lengths: int64 [N], tokens.
-        is_end: bool [N], False where a response was cut at max_length.
-        shaping: what to do.
-        past: moments of the raw rewards of past steps.
-
-    Returns:
-        [N].
+        is_end: bool [N], False if the response was cut at max_length.
+        past: moments of past steps' raw rewards; the first step uses its own.
     """
     shaped = rewards
     if shaping.standardisation == "given":
@@ -136,11 +111,11 @@ def shape_rewards(
 
 
 def less_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: int) -> Tensor:
-    """Shaped rewards [N] less beta times the KL [N], of which advantages can be taken.
+    """Return shaped rewards [N] less beta times the KL [N].
 
     Raises:
         DivergedError: log-probs of valid samples are not finite.
-        RewardServerError: valid rewards are not finite, or too large for float32 to tell them apart.
+        RewardServerError: valid rewards are not finite, or too large for float32 to distinguish.
     """
     if not bool(kl[valid].isfinite().all()):
         raise DivergedError(f"log-probs of the responses of step {step} are not finite")
@@ -161,15 +136,12 @@ TOLERANCE = 1e-6
 
 
 def in_group_with_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
-    """Whether the valid samples of each sample's group differ in reward.
+    """Return bool [N]: True if the valid samples of the sample's group differ in reward.
 
     Args:
         rewards: [N].
-        group_ids: int64 [N], equal within a group.
-        valid: bool [N]; the others' rewards hold anything.
-
-    Returns:
-        bool [N]. A group of fewer than two valid samples has no spread.
+        group_ids: int64 [N].
+        valid: bool [N]; the rewards of the others are arbitrary.
     """
     groups, index = torch.unique(group_ids, return_inverse=True)
     exact = rewards.double()

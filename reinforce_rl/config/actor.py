@@ -213,7 +213,6 @@ class ReinforceConfig(Section):
 
     @property
     def kl_estimator_used(self) -> str:
-        """`kl_estimator`, or what `use_absolute_kl` stands for."""
         return "absolute_k1" if self.use_absolute_kl else self.kl_estimator
 
 
@@ -403,17 +402,17 @@ class TrainConfig(Section):
 
     @property
     def prompts_per_update(self) -> int | None:
-        """Prompts, over all ranks, of one optimizer step; None where it takes the whole rollout batch."""
+        """Prompts per optimizer step over all ranks; None for the whole rollout batch."""
         size, samples = self.model.global_batch_size, self.trainer.reinforce.num_rollouts_per_prompt
         prompts = None if size is None else size // max(samples, 1)
         return None if prompts == self.model.reinforce.num_rollout_samples else prompts
 
     @property
     def torch_timeout_seconds(self) -> float:
-        """Timeout of torch's own collectives.
+        """Timeout of torch's collectives.
 
-        Longer than `collective_timeout_seconds`, so that the watchdog names the culprit first, and than one rank may
-        wait for the reward server while the others wait for it.
+        Exceeds `collective_timeout_seconds`, so that the watchdog names the culprit first, and the time that ranks may
+        wait for one rank's call to the reward server.
         """
         remote = self.remote_rm
         longest = max(self.trainer.collective_timeout_seconds, remote.deadline_seconds, remote.ready_timeout_seconds)

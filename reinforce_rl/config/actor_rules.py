@@ -1,4 +1,4 @@
-"""Rules across the keys of the actor's configuration. Each yields one message per error; none imports torch."""
+"""Cross-field rules of the actor's configuration, without torch. Each yields one message per error."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's o
 
 
 def find_faults(cfg: TrainConfig) -> list[str]:
-    """All faults of a configuration whose keys and types are right."""
+    """Return all errors of a configuration with valid keys and types."""
     return [fault for check in _CHECKS for fault in check(cfg)]
 
 
 def algorithm_faults(cfg: TrainConfig) -> Iterator[str]:
-    """Baseline, KL, credit and reward shaping."""
     rl = cfg.trainer.reinforce
     estimator = ADVANTAGE_ESTIMATORS.get(rl.advantage_estimator)
     if estimator is not None and estimator.compares_samples and rl.num_rollouts_per_prompt < 2:
@@ -110,7 +109,6 @@ def _shaping(cfg: TrainConfig) -> Iterator[str]:
 
 
 def batch_size_faults(cfg: TrainConfig) -> Iterator[str]:
-    """How a rollout batch is cut into optimizer steps."""
     rl, model = cfg.trainer.reinforce, cfg.model
     samples = rl.num_rollouts_per_prompt
     sequences = model.reinforce.num_rollout_samples * samples
@@ -217,7 +215,6 @@ def _sampling(cfg: TrainConfig) -> Iterator[str]:
 
 
 def generation_faults(cfg: TrainConfig) -> Iterator[str]:
-    """Needs of the engine and of its modes."""
     if cfg.generation not in GENERATIONS and not _is_importable(cfg.generation):
         yield (
             f"generation is {cfg.generation!r}; expected one of {', '.join(GENERATIONS)}, or the dotted name of a "
@@ -311,7 +308,7 @@ def _work_queue(cfg: TrainConfig) -> Iterator[str]:
 
 
 def reward_faults(cfg: TrainConfig) -> Iterator[str]:
-    """Which source it is, its servers and functions, and the names that their scores are logged under."""
+    """Check reward sources, servers, functions and the names their scores are logged under."""
     yield from _servers(cfg)
     yield from _reward_functions(cfg)
 
@@ -337,7 +334,6 @@ def _servers(cfg: TrainConfig) -> Iterator[str]:
 
 
 def _replicas(key: str, server: RewardServerConfig) -> Iterator[str]:
-    """Form and uniqueness of the further addresses of one reward model."""
     known = {Address(server.ip.lower(), server.port): f"{key}.ip and port"}
     for number, text in enumerate(server.replicas):
         place = f"{key}.replicas[{number}]"
@@ -352,7 +348,7 @@ def _replicas(key: str, server: RewardServerConfig) -> Iterator[str]:
 
 
 def _reward_names(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Where each source is configured, and the name that its scores are logged under; none of a single one."""
+    """Yield (key, logged name) of each source; nothing for a single source."""
     remote, own = cfg.remote_rm, cfg.reward_function
     several = bool(remote.more_reward_models or own.more_functions)
     if cfg.reward == "server" and (several or remote.reward_model.weight != 1.0):
@@ -430,7 +426,7 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
 
 
 def shape_faults(cfg: TrainConfig) -> Iterator[str]:
-    """What of the model's `config.json` does not go with the configuration."""
+    """Check the configuration against the model's `config.json`."""
     config_file, values = model_values(cfg.pretrained_checkpoint.restore_from_path)
     limit, layers = values.get("max_position_embeddings"), values.get("num_hidden_layers")
     if isinstance(limit, int) and cfg.model.encoder_seq_length > limit:

@@ -1,7 +1,6 @@
-"""Base of the configuration schemas: pydantic sections whose fields carry bound, unit, origin and sentence.
+"""Base of the configuration schemas: pydantic sections whose fields carry their documentation.
 
-The comments of conf/*.yaml, the tables of docs/configuration.md and the JSON schemas are generated from these fields
-by `tools/config_docs.py`.
+`tools/config_docs.py` generates the comments of conf/*.yaml, docs/configuration.md and the JSON schemas from them.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ def key(
     heading: str = "",
     **bounds: Any,
 ) -> Any:
-    """A key of the configuration.
+    """Declare a configuration key.
 
     Args:
-        default: its default; `NOT_SET` makes it a required key.
-        sentence: what it does; the comment in the YAML and the start of its row in the documentation.
+        default: `NOT_SET` makes the key required.
+        sentence: YAML comment and start of the row in the documentation.
         unit: of a number.
-        origin: NeMo (NeMo-Aligner's name and meaning), NeMo* (its name; the default or something else differs), or -.
-        more: continues the sentence in the documentation only; Markdown.
-        kind: the type in the documentation, where the annotation does not say it.
-        expected: the end of the error message, where bounds and choices do not say it.
-        follows: dotted key that the YAML takes the default from; of a section, by name of its key.
+        origin: NeMo (NeMo-Aligner's name and meaning), NeMo* (its name; default or meaning differs), or -.
+        more: Markdown after the sentence, in the documentation only.
+        kind: documented type, if the annotation does not say it.
+        expected: end of the error message, if bounds and choices do not say it.
+        follows: dotted key that the YAML takes the default from; for a section, by name of its key.
         heading: comment line before the key in the YAML.
         bounds: constraints of pydantic's `Field`: ge, gt, le, lt.
     """

@@ -1,4 +1,4 @@
-"""Keys as they are given: NeMo-Aligner's that have another name or no counterpart here, and Hydra overrides."""
+"""NeMo-Aligner's renamed or missing keys, and Hydra overrides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BY_KEY = {key: advice for keys, advice in _ADVICE.items() for key in keys.split
 
 
 def renamed(key: str) -> str | None:
-    """Say what stands for a key that NeMo-Aligner has and we have not; None for any other."""
+    """Describe the replacement of a NeMo-Aligner key that this project lacks; None for any other key."""
     found = next((advice for known, advice in _BY_KEY.items() if f"{key}.".startswith(f"{known}.")), None)
     if set(_GONE.split()) & set(key.split(".")):
         found = "leave it out: there is nothing to choose"
@@ -44,7 +44,7 @@ def renamed(key: str) -> str | None:
 
 
 def override_of(args: Sequence[str], key: str) -> str | None:
-    """The value that Hydra overrides on a command line give to a key; the last one counts."""
+    """Return the last value that Hydra overrides give to a key."""
     values = [
         value for name, found, value in (arg.partition("=") for arg in args) if found and name.lstrip("+") == key
     ]

@@ -1,4 +1,4 @@
-"""Read what Hydra composed into a schema; one message names every error."""
+"""Read a composed Hydra config into a schema and report all errors in one message."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _TYPES = {
 
 
 def load_config(cfg: DictConfig) -> TrainConfig:
-    """Convert what Hydra composed, and check everything that can be checked before a model is loaded.
+    """Convert the composed config and check all that can be checked before a model is loaded.
 
     Raises:
-        ConfigError: unknown or missing keys, wrong types, and values that cannot work, all in one message.
+        ConfigError: unknown or missing keys, wrong types and invalid values, in one message.
     """
     config, faults = read_config(cfg)
     if faults:
@@ -47,7 +47,7 @@ def load_config(cfg: DictConfig) -> TrainConfig:
 
 
 def read_config(cfg: DictConfig) -> tuple[TrainConfig, list[str]]:
-    """As `load_config`, but return the faults beside the configuration; see `read`."""
+    """Like `load_config`, but return the errors with the configuration; see `read`."""
     config, faults = read(TrainConfig, cfg)
     faults += find_faults(config)
     block = config.model.tensor_model_parallel_size * config.model.pipeline_model_parallel_size
@@ -60,7 +60,7 @@ def read_config(cfg: DictConfig) -> tuple[TrainConfig, list[str]]:
 
 
 def has_gpu() -> bool:
-    """Whether torch finds a GPU here. torch, which takes seconds to import, is only asked where there is a driver."""
+    """Return True if torch finds a GPU; imports torch, which takes seconds, only if there is a driver."""
     if "torch" not in sys.modules and not any(map(os.path.exists, _GPU_DRIVERS)):
         return False
     import torch
@@ -69,18 +69,17 @@ def has_gpu() -> bool:
 
 
 def precision_here(precision: str, gpu: Callable[[], bool] = has_gpu) -> str:
-    """A `precision` key's value, where `auto` is replaced by bf16 on a machine with a GPU, and by 32 elsewhere."""
+    """Resolve `auto` to bf16 on a machine with a GPU, otherwise to 32."""
     return precision if precision != "auto" else "bf16" if gpu() else "32"
 
 
 def resolve_defaults(trainer: Any, optim: OptimConfig, shards: int, gpu: Callable[[], bool] = has_gpu) -> None:
-    """Replace `auto` and null, where they depend on whether there is a GPU, by what they stand for on this machine.
+    """Replace `auto` and null where they depend on the presence of a GPU.
 
     Args:
         trainer: the section with the key `precision`.
-        optim: of the same configuration.
-        shards: ranks that have the same weights and could share the optimizer's state: data times context parallel.
-        gpu: whether there is one; asked only where something depends on it.
+        shards: ranks that could share the optimizer's state: data times context parallel.
+        gpu: called only if something depends on it.
     """
     trainer.precision = precision_here(trainer.precision, gpu)
     shared = (optim.distributed is None or optim.overlap_grad_sync is None) and shards > 1 and gpu()
@@ -92,8 +91,8 @@ def read(schema: type[T], node: DictConfig, path: str = "") -> tuple[T, list[str
     """Fill a schema from a config node; `path` precedes its keys in messages.
 
     Returns:
-        the configuration, and a sentence for each key that does not fit. A value of a wrong type is replaced by the
-        key's default, one out of bounds is kept, so that the rules that follow find the other faults.
+        the configuration and one message per invalid key. Values of a wrong type fall back to the default and values
+        out of bounds are kept, so that later rules find more errors.
     """
     config = schema()
     faults = list(_fill(config, node, path))
@@ -156,7 +155,7 @@ def _set(section: Section, name: str, value: Any, key: str) -> Iterator[str]:
 
 
 def _missing(section: Section, path: str, faults: list[str]) -> Iterator[str]:
-    """The required keys that are not set; nothing of those that have a fault already."""
+    """Yield required keys that are not set and have no error yet."""
     for name, value in section:
         key = path + name
         if any(fault.startswith(f"{key} ") for fault in faults):
@@ -200,7 +199,7 @@ def _bounds(option: dict[str, Any]) -> str:
 
 
 def describe(schema: dict[str, Any]) -> str:
-    """The type of a value, from its JSON schema."""
+    """Return the type of a value from its JSON schema."""
     if "anyOf" in schema:
         return " or ".join(map(describe, schema["anyOf"]))
     if schema.get("type") == "array":

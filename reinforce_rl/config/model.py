@@ -280,7 +280,7 @@ class ParallelConfig(Section):
 
     @property
     def block_size(self) -> int:
-        """Ranks that share one copy of the model and work on the same prompts."""
+        """Ranks that share one model copy and work on the same prompts."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
@@ -334,5 +334,5 @@ class ModelConfig(ParallelConfig):
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Tokens a prompt may have, so that it fits with its response."""
+        """Longest prompt that fits with its response."""
         return self.encoder_seq_length - self.reinforce.length_params.max_length

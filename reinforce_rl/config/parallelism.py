@@ -9,18 +9,13 @@ _LINES_OF_GRID = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the four kinds of parallelism; their product is the ranks of the job.
-
-    Attributes:
-        tensor, pipeline, context, data: ranks of each kind.
-        sequence_parallel: tensor-parallel ranks share positions too.
-    """
+    """Sizes of the four kinds of parallelism, whose product is the number of ranks."""
 
     tensor: int
     pipeline: int
     context: int
     data: int
-    sequence_parallel: bool = False
+    sequence_parallel: bool = False  # tensor-parallel ranks share positions too
 
     @property
     def ranks(self) -> int:
@@ -28,11 +23,11 @@ class Layout:
 
     @property
     def sequence_multiple(self) -> int:
-        """Positions of a batch are padded to a multiple of this, so that the ranks can share them evenly."""
+        """Sequence lengths are padded to a multiple of this, so that ranks share them evenly."""
         return (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence_parallel else 1)
 
     def grid(self) -> str:
-        """Which ranks form which block, one line a block."""
+        """Describe the ranks of each block, one line per block."""
         sizes = (self.tensor, self.context, self.data, self.pipeline)
         shared = " with sequence parallelism" if self.sequence_parallel else ""
         lines = [
@@ -54,7 +49,7 @@ class Layout:
 
 
 def rank_at(tp: int, cp: int, dp: int, pp: int, sizes: tuple[int, int, int, int]) -> int:
-    """The rank at these coordinates. Tensor-parallel ranks are neighbours, which talk most; stages lie farthest apart.
+    """Return the rank at these coordinates. Tensor-parallel ranks are adjacent, stages farthest apart.
 
     Args:
         sizes: tensor, context, data, pipeline.

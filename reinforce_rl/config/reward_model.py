@@ -120,7 +120,6 @@ class HeadConfig(Section):
 
     @property
     def poolings(self) -> tuple[str, ...]:
-        """The poolings to try."""
         return ("mean", "last") if self.pooling == "auto" else (self.pooling,)
 
 
@@ -159,10 +158,10 @@ class TrainRewardModelConfig(Section):
 
 
 def load_config(cfg: DictConfig) -> TrainRewardModelConfig:
-    """Convert and check what Hydra composed.
+    """Convert and check the composed config.
 
     Raises:
-        ConfigError: unknown or missing keys, wrong types, or values that cannot work, all together.
+        ConfigError: unknown or missing keys, wrong types and invalid values, in one message.
     """
     config, faults = read(TrainRewardModelConfig, cfg)
     faults += find_faults(config)

@@ -98,10 +98,10 @@ class ServeRewardModelConfig(Section):
 
 
 def load_config(cfg: DictConfig) -> ServeRewardModelConfig:
-    """Convert and check what Hydra composed.
+    """Convert and check the composed config.
 
     Raises:
-        ConfigError: unknown or missing keys, wrong types, or values that cannot work, all together.
+        ConfigError: unknown or missing keys, wrong types and invalid values, in one message.
     """
     config, faults = read_config(cfg)
     if faults:
@@ -110,7 +110,7 @@ def load_config(cfg: DictConfig) -> ServeRewardModelConfig:
 
 
 def read_config(cfg: DictConfig) -> tuple[ServeRewardModelConfig, list[str]]:
-    """As `load_config`, but return the faults beside the configuration."""
+    """Like `load_config`, but return the errors with the configuration."""
     config, faults = read(ServeRewardModelConfig, cfg)
     if config.serves_function:
         return config, [fault for fault in faults if " is not set" not in fault]

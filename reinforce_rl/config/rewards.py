@@ -31,7 +31,7 @@ class RewardServerConfig(Section):
 
     @property
     def addresses(self) -> list[Address]:
-        """All servers of this model; the configuration's rules check their form."""
+        """Addresses of all servers of this model; the configuration's rules validate them."""
         return [Address(self.ip, self.port), *map(Address.parse, self.replicas)]
 
 

@@ -1,4 +1,4 @@
-"""Cross-field rules that the programs share. Each yields one message per error."""
+"""Cross-field rules shared by the programs. Each yields one message per error."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ def layout_faults(
     ranks: str,
     section: str = "model",
 ) -> list[str]:
-    """Errors of a layout.
+    """Return the errors of a parallel layout.
 
     Args:
-        tensor, pipeline, context: the three model-parallel sizes, each at least 1.
-        sequence_parallel: as configured.
-        world_size: ranks of the job.
-        ranks: what the message calls them.
-        section: of the configuration that has the keys.
+        tensor, pipeline, context: sizes, each at least 1.
+        ranks: expression for `world_size` in messages.
+        section: config section of the keys.
     """
     faults = []
     sizes = {
@@ -53,7 +51,7 @@ def layout_faults(
 
 
 def ranks_faults(model: ParallelConfig, num_nodes: int, devices: int) -> Iterator[str]:
-    """Errors of the ranks of a job that trains: their layout, those that were started, and recomputation."""
+    """Check a training job's layout, started ranks and recomputation."""
     world = num_nodes * devices
     ranks = f"trainer.num_nodes x trainer.devices = {num_nodes} x {devices}"
     sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
@@ -87,7 +85,7 @@ def optimizer_faults(optim: OptimConfig) -> Iterator[str]:
 
 
 def model_values(folder: str) -> tuple[Path, dict[str, Any]]:
-    """Path and content of a model's `config.json`; empty where it cannot be read, which is an error of the weights."""
+    """Return path and content of a model's `config.json`; empty if unreadable, which the weights' rules report."""
     config_file = Path(folder) / "config.json"
     try:
         values = json.loads(config_file.read_text(encoding="utf-8"))
@@ -97,7 +95,7 @@ def model_values(folder: str) -> tuple[Path, dict[str, Any]]:
 
 
 def tensor_faults(values: dict[str, Any], config_file: Path, ranks: int, section: str = "model") -> Iterator[str]:
-    """The feed-forward size must divide; heads, groups and vocabulary are padded."""
+    """Check that the feed-forward size is divisible; heads, groups and vocabulary are padded."""
     size = values.get("intermediate_size")
     if isinstance(size, int) and ranks > 1 and size % ranks:
         yield (

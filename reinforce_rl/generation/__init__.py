@@ -1,1 +1,1 @@
-"""Generation: the protocol that the trainer knows, sampling rules, and the engines behind it."""
+"""Generation: the `Generator` protocol, sampling parameters, and the engines."""

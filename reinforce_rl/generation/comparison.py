@@ -1,4 +1,4 @@
-"""Two generators asked the same: where their greedy tokens part, and how far their log-probs are apart before."""
+"""Compare two generators: first differing greedy token, and log-prob gaps before it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,15 @@ from reinforce_rl.generation.base import Generator, SamplingParams
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two generators gave for the same prompts.
-
-    Attributes:
-        responses, equal_responses: how many there were, and how many of them are equal token by token.
-        tokens, common_tokens: of the first generator, and before the first difference.
-        mean_gap, largest_gap: absolute difference of the log-probs of the common tokens, nats; NaN where either
-            generator gives none.
-        seconds: of each generator.
-    """
+    """Differences between two generators on the same prompts."""
 
     responses: int
-    equal_responses: int
-    tokens: int
-    common_tokens: int
-    mean_gap: float
-    largest_gap: float
-    seconds: tuple[float, float]
+    equal_responses: int  # equal token by token
+    tokens: int  # of the first generator
+    common_tokens: int  # before the first difference
+    mean_gap: float  # absolute log-prob difference of common tokens, nats; NaN if a generator reports none
+    largest_gap: float  # same
+    seconds: tuple[float, float]  # per generator
 
     def __str__(self) -> str:
         return (
@@ -41,12 +33,12 @@ class Comparison:
 
 
 def compare(first: Generator, second: Generator, prompts: Sequence[Prompt], params: SamplingParams) -> Comparison:
-    """Ask both for one response to each prompt.
+    """Generate one response per prompt with both and compare.
 
     Args:
-        first, second: the generators; waking them counts as their time.
+        first, second: the generators; waking them counts towards their time.
         prompts: at least one.
-        params: greedy ones, else their noise makes them differ.
+        params: should be greedy, otherwise the noise makes them differ.
     """
     (left, left_seconds), (right, right_seconds) = (_timed(one, prompts, params) for one in (first, second))
     common = [_common(left, right, row) for row in range(len(prompts))]
@@ -75,7 +67,7 @@ def _timed(generator: Generator, prompts: Sequence[Prompt], params: SamplingPara
 
 
 def _common(left: Completions, right: Completions, row: int) -> int:
-    """Tokens of a row before the first that differs."""
+    """Count a row's tokens before the first difference."""
     count = min(int(left.lengths[row]), int(right.lengths[row]))
     differs = (left.tokens[row, :count] != right.tokens[row, :count]).nonzero()
     return int(differs[0]) if len(differs) else count

@@ -1,4 +1,4 @@
-"""Captures a decode step as a CUDA graph, so that the host launches it as a whole instead of kernel by kernel."""
+"""Capture a decode step as a CUDA graph, so that the host launches it once instead of kernel by kernel."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 class GraphedStep:
-    """Captures a step once per number of rows and replays it afterwards.
+    """Capture a step once per number of rows, then replay it.
 
-    The step must keep its state in preallocated tensors, updated in place, and must branch on the host by the number
-    of rows only. Graphs hold the addresses of weights, so no weight may move while one is in use.
+    The step must update preallocated tensors in place and branch on the host by the number of rows only. Graphs hold
+    weight addresses, so weights must not move.
 
-    The first call with a number of rows warms up eagerly on the capture stream: libraries allocate their workspaces
-    at their first call, which must not happen during a capture.
+    The first call per number of rows warms up eagerly on the capture stream: libraries allocate workspaces at their
+    first call, which is forbidden during capture.
 
     Args:
         step: takes the number of rows.

@@ -1,7 +1,7 @@
-"""What all ways to decode share: the responses of a call, prefill, passes through the stages, and drawing.
+"""Shared parts of the decoders: response buffers, prefill, pipeline passes and sampling.
 
-Notation: R rows of a step, b sequences of a pass, s positions, h hidden, V vocabulary, N responses, T response tokens
-at most.
+Notation: R rows of a step, b sequences per pass, s positions, h hidden, V vocabulary, N responses, T maximum response
+tokens.
 """
 
 from __future__ import annotations
@@ -31,16 +31,13 @@ if TYPE_CHECKING:
 
 
 class Responses:
-    """The responses of a call while they are written, and the rules that depend on what was written before.
+    """Response buffers of a call and the history-dependent sampling rules.
 
     Args:
-        prompts: of the call.
-        num_samples: responses of each.
-        params: the rules.
+        num_samples: responses per prompt.
         tokenizer: decodes text for `end_strings`.
-        pad_id: fills the right of the responses.
-        device: where they are written.
-        spare: write also to a row N, which is nobody's.
+        pad_id: right padding of the responses.
+        spare: add a scratch row N.
     """
 
     def __init__(
@@ -70,8 +67,8 @@ class Responses:
 
         Args:
             logits: [R, V].
-            samples: int64 [R], whose.
-            written: int64 [R], tokens of each so far.
+            samples: int64 [R], response of each row.
+            written: int64 [R], tokens so far.
         """
         if self._params.repetition_penalty != 1.0:
             if self._seen is None:
@@ -86,10 +83,10 @@ class Responses:
         return logits
 
     def append(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> list[int]:
-        """Write one token to each of these responses; which of the R rows ended with it by a token or a text.
+        """Write one token per row and return the rows that ended by a stop token or an end string.
 
         Args:
-            samples, written: as for `adjust`.
+            samples, written: see `adjust`.
             tokens: int64 [R].
             log_probs: float32 [R].
         """
@@ -103,20 +100,20 @@ class Responses:
         return stopped.nonzero()[:, 0].tolist()
 
     def record(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
-        """As `append`, without waiting for the device and without end strings: bool [R], which ended."""
+        """Like `append`, without device sync and end strings; return bool [R], True where a response ended."""
         self._write(samples, written, tokens, log_probs)
         stopped = (tokens[:, None] == self._stops).any(dim=1)
         self._stopped[samples] = stopped
         return stopped
 
     def stop_at_end_strings(self, samples: Tensor) -> Tensor:
-        """Which of these responses contain an end string, bool [R]: they end there."""
+        """Mark responses that contain an end string as stopped; return them as bool [R]."""
         found = self._have_end_strings(samples, self._lengths[samples])
         self._stopped[samples] |= found
         return found
 
     def last_tokens(self, samples: Tensor, written: Tensor) -> Tensor:
-        """int64 [R]: the token before `written` of each."""
+        """Return int64 [R], the token before `written`."""
         return self._tokens[samples, written - 1]
 
     def _write(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
@@ -134,7 +131,7 @@ class Responses:
         return torch.tensor(hits, device=lengths.device) & (lengths >= self._params.min_length)
 
     def finish(self) -> Completions:
-        """What was written, cut to the longest response."""
+        """Return the responses, cut to the longest."""
         tokens, log_probs, lengths, stopped = (
             values[: self._count] for values in (self._tokens, self._log_probs, self._lengths, self._stopped)
         )
@@ -148,14 +145,13 @@ class Responses:
 
 
 class Decoding:
-    """The samples of a call.
+    """Decoding state of one `generate` call.
 
     Args:
         lm: the actor, within `whole_sequences`.
-        responses: where they are written.
-        prompts, num_samples, params, seed: as of `Generator.generate`.
-        max_tokens: that the cache holds at most; None for no bound.
-        pad_id: fills the right of the prompts.
+        prompts, num_samples, params, seed: see `Generator.generate`.
+        max_tokens: bound on the cache; None for no bound.
+        pad_id: right padding of the prompts.
     """
 
     def __init__(
@@ -187,7 +183,7 @@ class Decoding:
         self._work: Workspace | None = None
 
     def _prefill(self, numbers: Sequence[int], cache: Any) -> None:
-        """A pass over these prompts, for which the cache was told to `read`."""
+        """Run the prompts through the model; the cache must be set to `read` them."""
         prompts = [torch.tensor(self._prompts[number]) for number in numbers]
         ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self._device)
         tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=self._pad_id)
@@ -197,7 +193,7 @@ class Decoding:
             self._of_prompts[slots] = hidden[torch.arange(len(prompts), device=self._device), ends]
 
     def _through_stages(self, tokens: Tensor, positions: Tensor | None, cache: Any) -> Tensor | None:
-        """Hidden states [b, s, h] on the last stage, None on the others, which wait for each other in turn."""
+        """Return hidden states [b, s, h] on the last stage, None on the others; stages run in turn."""
         lm, mesh = self._lm, self._lm.mesh
         if mesh.pp_rank > 0:
             received = self._room(*tokens.shape)
@@ -210,11 +206,11 @@ class Decoding:
         return None
 
     def _hand_on(self, hidden: Tensor | None, rows: int) -> Tensor | None:
-        """Give the next stage what this one computed and take what the one before did, both at a time.
+        """Send to the next stage and receive from the previous one at the same time.
 
         Args:
-            hidden: [1, R, h] for the next stage; None where it expects nothing.
-            rows: R of what the stage before gives; 0 where it gives nothing.
+            hidden: [1, R, h] to send; None to send nothing.
+            rows: R to receive; 0 to receive nothing.
 
         Returns:
             [1, R, h], or None.
@@ -238,9 +234,8 @@ class Decoding:
         """Draw a token for each row, int64 [R], with its log-prob, float32 [R].
 
         Args:
-            hidden: [R, h], of the last stage.
-            samples: int64 [R], whose.
-            written: int64 [R], tokens of each so far.
+            hidden: [R, h], on the last stage.
+            samples, written: see `Responses.adjust`.
         """
         mesh, rows = self._lm.mesh, len(samples)
         tokens = torch.empty(rows, dtype=torch.long, device=self._device)

@@ -1,10 +1,9 @@
-"""The native engine: decoding on the megatron actor itself, with a KV cache, on any layout of ranks.
+"""The native engine: decoding on the megatron actor itself with a KV cache, for any parallel layout.
 
-A prompt is read once, and its keys and values serve all its samples. Samples that have ended leave the batch at once,
-and where the batch is bounded, others take their place. The engine reads the actor's own weights, so there is nothing
-to refit.
+All samples of a prompt share its keys and values; finished samples leave the batch at once and waiting ones take their
+place. The engine reads the actor's own weights, so there is nothing to refit.
 
-Notation: R samples in flight, b sequences of a pass, s positions, h hidden.
+Notation: R samples in flight, b sequences per pass, s positions, h hidden.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class NativeGenerator:
 
     Args:
         lm: the actor.
-        tokenizer: decodes text for `end_strings`; its pad id fills the right of the responses.
-        max_tokens: that the KV cache holds at most, on each rank; None for all sequences of a call at once.
+        tokenizer: decodes text for `end_strings`; provides the pad id.
+        max_tokens: bound on each rank's KV cache; None for all sequences of a call.
         is_lean: decode within `CausalLM.fast_decoding`; False: through megatron's own layers.
-        is_static: with `is_lean`, on a GPU in bf16, decode by `StaticDecoding`.
+        is_static: use `StaticDecoding` if also `is_lean`, on a GPU in bf16.
         use_graphs: replay its steps as CUDA graphs.
     """
 
@@ -58,24 +57,24 @@ class NativeGenerator:
 
     @property
     def is_exact(self) -> bool:
-        """In bf16 a token at a time rounds otherwise than a whole sequence does."""
+        """False in bf16, where incremental decoding rounds differently from a full pass."""
         return self._lm.config.params_dtype != torch.bfloat16
 
     def awake(self) -> AbstractContextManager[None]:
-        """Nothing to wake: the cache of a call is freed after it."""
+        """Do nothing: each call frees its cache."""
         return contextlib.nullcontext()
 
     def refit(self) -> None:
-        """Nothing to do: this engine decodes with the weights that the optimizer updates."""
+        """Do nothing: the engine decodes with the weights in training."""
 
     def close(self) -> None:
         """Nothing to end."""
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
-        """See `Generator.generate`. The result lies on the CPU.
+        """See `Generator.generate`. The result is on the CPU.
 
-        Context-parallel ranks decode some of the prompts each: the keyed noise makes that the same.
+        Context-parallel ranks split the prompts; keyed noise keeps the results the same.
         """
         self._check_lengths(prompts, params)
         mesh, was_training = self._lm.mesh, self._lm.training
@@ -119,7 +118,7 @@ class NativeGenerator:
 
 
 class _Decoding(Decoding):
-    """One token of each row at a time, and only of those that have not ended: what is known of them on the device."""
+    """Decode one token per unfinished row at a time; row state is on the device."""
 
     def __init__(self, lm: CausalLM, *call: Any):
         super().__init__(lm, *call)
@@ -128,7 +127,7 @@ class _Decoding(Decoding):
         self._hidden = self._of_prompts[:0]
 
     def admit(self) -> bool:
-        """Put samples that wait in the place of those that have ended; False when none is left."""
+        """Fill free rows with waiting samples; return False when none is left."""
         before = len(self._schedule.running)
         unread = self._schedule.admit()
         if unread:
@@ -140,7 +139,7 @@ class _Decoding(Decoding):
         return bool(self._schedule.running)
 
     def _place(self) -> None:
-        """After samples came or went."""
+        """Update the row state after samples joined or left."""
         running = self._schedule.running
         self._samples, self._slots, self._lengths, self._written = torch.tensor(
             [(one.sample, one.slot, len(self._prompts[one.prompt]), one.written) for one in running],
@@ -149,7 +148,7 @@ class _Decoding(Decoding):
         self._cache.place([one.slot for one in running])
 
     def draw(self) -> Tensor:
-        """The next token of each row, int64 [R], written to the responses."""
+        """Draw, record and return each row's next token, int64 [R]."""
         tokens, log_probs = self._next_tokens(self._hidden, self._samples, self._written)
         ended = self._responses.append(self._samples, self._written, tokens, log_probs)
         order = self._schedule.advance(ended)
@@ -162,7 +161,7 @@ class _Decoding(Decoding):
         return tokens[order]
 
     def advance(self, tokens: Tensor) -> None:
-        """Read the tokens int64 [R] that were drawn."""
+        """Feed the drawn tokens int64 [R] to the model."""
         if not len(tokens):
             self._hidden = self._hidden[:0]
             return

@@ -1,4 +1,4 @@
-"""From logits to a token: the sampling rules, and noise that depends on nothing but its key.
+"""Sample tokens from logits, with noise that depends only on its key.
 
 Notation: R rows (unfinished samples), V vocabulary.
 """
@@ -15,30 +15,26 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def noise_keys(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray, num_positions: int) -> Tensor:
-    """One 64-bit key for each (seed, prompt, sample, position), as two int32.
+    """Return a 64-bit key per (seed, prompt, sample, position) as two int32: [R, num_positions, 2].
 
-    The four integers go through the SplitMix64 finaliser one after the other (Steele et al., "Fast Splittable
-    Pseudorandom Number Generators", 2014).
+    Applies the SplitMix64 finaliser to the four integers in turn (Steele et al., "Fast Splittable Pseudorandom Number
+    Generators", 2014).
 
     Args:
-        seed: any integer.
         prompt_ids, sample_ids: int64 [R].
-
-    Returns:
-        int32 [R, num_positions, 2].
     """
     return position_keys(sample_seeds(seed, prompt_ids, sample_ids), num_positions)
 
 
 def sample_seeds(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray) -> np.ndarray:
-    """One 64-bit seed for each (seed, prompt, sample): uint64 [R], for engines that have a generator of their own."""
+    """Return a 64-bit seed per (seed, prompt, sample), uint64 [R], for engines with their own generator."""
     with np.errstate(over="ignore"):
         state = _mix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF))
         return _mix(_mix(state + _GOLDEN * prompt_ids.astype(np.uint64)) + _GOLDEN * sample_ids.astype(np.uint64))
 
 
 def position_keys(seeds: np.ndarray, num_positions: int) -> Tensor:
-    """The keys of a sample's positions: uint64 [R] to int32 [R, num_positions, 2]."""
+    """Return the keys of each sample's positions: uint64 [R] to int32 [R, num_positions, 2]."""
     with np.errstate(over="ignore"):
         positions = np.arange(1, num_positions + 1, dtype=np.uint64)
         keys = _mix(seeds[:, None] + _GOLDEN * positions[None, :])
@@ -53,13 +49,12 @@ def _mix(value: np.ndarray | np.uint64) -> np.ndarray:
 
 
 class Workspace:
-    """Buffers that the steps of a batch share: a page of fresh memory costs more than what is computed in it.
+    """Preallocated buffers for sampling, since allocating pages costs more than the computation.
 
     Args:
-        rows: R at most.
+        rows: maximum R.
         vocab_size: V.
         dtype: of the logits.
-        device: where they lie.
     """
 
     def __init__(self, rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device):
@@ -68,42 +63,34 @@ class Workspace:
 
     @classmethod
     def like(cls, logits: Tensor) -> Workspace:
-        """For rows and columns of these logits."""
         return cls(*logits.shape, dtype=logits.dtype, device=logits.device)
 
     def ints(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Two of int32 [R, V], whose contents are lost at the next call of any function here."""
+        """Return two int32 [R, V] buffers; any later call in this module overwrites them."""
         return self._ints[0, :rows], self._ints[1, :rows]
 
     def reals(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Two [R, V] of the logits' dtype: for results, and for scaled logits."""
+        """Return two [R, V] buffers in the logits' dtype: for results, and for scaled logits."""
         return self._reals[0, :rows], self._reals[1, :rows]
 
     def scaled(self, logits: Tensor, temperature: float) -> Tensor:
-        """logits / temperature."""
         if temperature == 1.0:
             return logits
         return torch.div(logits, temperature, out=self.reals(len(logits))[1])
 
 
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for every token, a pure function of each row's key: the same in any batch, on any device.
+    """Return standard Gumbel noise float32 [R, V] from keys int32 [R, 2], the same in any batch and on any device.
 
-    A counter-based generator: the token's id is the counter, hashed with 32-bit multiplications and shifts
-    (constants of C. Wellons' "lowbias32", 2018); the second half of the key enters between its two rounds.
-
-    Args:
-        keys: int32 [R, 2].
-
-    Returns:
-        float32 [R, V].
+    Counter-based: the token id is the counter, hashed with 32-bit multiplications and shifts (constants of C. Wellons'
+    "lowbias32", 2018); the second half of the key enters between the two rounds.
     """
     buffers = torch.empty((2, len(keys), vocab_size), dtype=torch.int32, device=keys.device)
     return _negative_noise(keys, buffers[0], buffers[1]).neg_()
 
 
 def _negative_noise(keys: Tensor, bits: Tensor, scratch: Tensor) -> Tensor:
-    """Minus `gumbel_noise`, in the memory of `scratch`; both buffers are int32 [R, V]."""
+    """Compute -`gumbel_noise` in the memory of `scratch`; both buffers are int32 [R, V]."""
     tokens = torch.arange(bits.shape[1], dtype=torch.int32, device=keys.device) * _as_int32(0x9E3779B1)
     torch.add(tokens[None, :], keys[:, :1], out=bits)
     _xor_shift(bits, scratch, 16)
@@ -118,7 +105,7 @@ def _negative_noise(keys: Tensor, bits: Tensor, scratch: Tensor) -> Tensor:
 
 
 def _xor_shift(bits: Tensor, scratch: Tensor, by: int) -> None:
-    """bits ^= bits >> by, as for unsigned integers; torch's shift is arithmetic, hence the mask."""
+    """Compute unsigned bits ^= bits >> by in place; torch's shift is arithmetic, hence the mask."""
     if by == 16 and bits.is_cuda:
         return _fold_halves(bits)
     torch.bitwise_right_shift(bits, by, out=scratch)
@@ -126,7 +113,7 @@ def _xor_shift(bits: Tensor, scratch: Tensor, by: int) -> None:
 
 
 def _fold_halves(bits: Tensor) -> None:
-    """bits ^= bits >> 16 of little-endian numbers in one pass over memory instead of three."""
+    """Compute bits ^= bits >> 16 (little-endian) in one pass over memory instead of three."""
     low, high = bits.view(torch.int16).unflatten(-1, (-1, 2)).unbind(-1)
     low.bitwise_xor_(high)
 
@@ -136,20 +123,14 @@ def _as_int32(value: int) -> int:
 
 
 def choose_tokens(logits: Tensor, keys: Tensor, params: SamplingParams, work: Workspace | None = None) -> Tensor:
-    """Draw one token a row by the Gumbel-max trick, or take the likeliest under `use_greedy`.
+    """Draw one token per row by the Gumbel-max trick, or take the likeliest under `use_greedy`: int64 [R].
 
-    Adding Gumbel noise and taking the maximum samples from the softmax exactly. A rounding error in the logits
-    changes the token only where the two best perturbed logits nearly tie; inverting a cumulative sum would let
-    errors add up over the vocabulary instead.
+    The trick samples the softmax exactly, and rounding matters only at near ties; an inverted cumulative sum would add
+    errors up over the vocabulary.
 
     Args:
-        logits: [R, V], penalties and bans already applied, temperature not.
+        logits: [R, V], after penalties and bans, before temperature.
         keys: int32 [R, 2], see `noise_keys`.
-        params: temperature, top_k, top_p, use_greedy.
-        work: buffers to compute in; None makes new ones.
-
-    Returns:
-        int64 [R].
     """
     if params.use_greedy:
         return logits.argmax(dim=-1)
@@ -165,7 +146,7 @@ def choose_tokens(logits: Tensor, keys: Tensor, params: SamplingParams, work: Wo
 
 
 def _cut_tail(logits: Tensor, top_p: float) -> Tensor:
-    """Keep the smallest set of likeliest tokens whose probability reaches top_p (Holtzman et al. 2019)."""
+    """Keep the smallest set of likeliest tokens with probability top_p (Holtzman et al. 2019)."""
     ordered, order = logits.sort(dim=-1, descending=True)
     before = torch.softmax(ordered, dim=-1).cumsum(dim=-1) - torch.softmax(ordered, dim=-1)
     cut = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before >= top_p)
@@ -173,7 +154,7 @@ def _cut_tail(logits: Tensor, top_p: float) -> Tensor:
 
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make tokens already seen less likely. logits [R, V], seen bool [R, V]; see `SamplingParams`."""
+    """Make seen tokens less likely: divide positive and multiply negative logits [R, V] where `seen` bool [R, V]."""
     if penalty == 1.0:
         return logits
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
@@ -181,10 +162,7 @@ def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float, work: Workspace | None = None) -> Tensor:
-    """log softmax(logits / temperature) at the tokens: [R, V] and int64 [R] to float32 [R].
-
-    `work` is as for `choose_tokens`.
-    """
+    """Return log softmax(logits / temperature) at the tokens: [R, V] and int64 [R] to float32 [R]."""
     work = work or Workspace.like(logits)
     out, _ = work.reals(len(logits))
     torch.log_softmax(work.scaled(logits, temperature), dim=-1, out=out)

@@ -1,7 +1,4 @@
-"""Which sequences are decoded at a time: continuous batching within a bound on the tokens in memory.
-
-Pure bookkeeping, so that every rank of a copy of the model decides the same.
-"""
+"""Continuous batching within a bound on cached tokens. Deterministic, so that all ranks of a model copy agree."""
 
 from __future__ import annotations
 
@@ -12,35 +9,27 @@ from dataclasses import dataclass
 
 @dataclass
 class Running:
-    """A sequence in flight.
+    """A sequence in flight."""
 
-    Attributes:
-        sample: its row among all responses.
-        prompt: the number of its prompt.
-        slot: where the prompt's keys and values lie.
-        written: tokens of the response so far.
-    """
-
-    sample: int
-    prompt: int
-    slot: int
-    written: int = 0
+    sample: int  # index among all responses
+    prompt: int  # index of the prompt
+    slot: int  # location of the prompt's keys and values
+    written: int = 0  # response tokens so far
 
 
 class Schedule:
-    """Sequences wait in their order; one that ends makes room for the next.
+    """Queue of sequences; one that ends makes room for the next.
 
     Args:
         prompt_lengths: tokens of each prompt.
-        num_samples: sequences a prompt.
-        max_length: response tokens of a sequence at most.
-        max_tokens: that the slots of prompts and rows may hold together; None for no bound. One sequence is decoded
-            in any case.
+        num_samples: sequences per prompt.
+        max_length: maximum response tokens.
+        max_tokens: bound on the tokens of all slots and rows; None for no bound. One sequence always fits.
 
     Attributes:
-        slots: prompts in memory at most.
-        rows: sequences in flight at most.
-        running: those in flight, in the order of their rows.
+        slots: maximum prompts in memory.
+        rows: maximum sequences in flight.
+        running: sequences in flight, by row.
     """
 
     def __init__(self, prompt_lengths: Sequence[int], num_samples: int, max_length: int, max_tokens: int | None):
@@ -48,7 +37,7 @@ class Schedule:
         total = len(prompt_lengths) * num_samples
 
         def slots_of(rows: int) -> int:
-            """So many prompts have `rows` samples that follow each other."""
+            """Return the maximum number of prompts that `rows` consecutive samples span."""
             return min(math.ceil((rows - 1) / num_samples) + 1, len(prompt_lengths))
 
         def fits(rows: int) -> bool:
@@ -64,7 +53,7 @@ class Schedule:
         self._left = dict.fromkeys(range(len(prompt_lengths)), num_samples)
 
     def admit(self) -> list[int]:
-        """Put as many sequences in flight as fit; the numbers of the prompts that must be read for them."""
+        """Start as many waiting sequences as fit; return the prompts to prefill."""
         unread = []
         while self._next is not None and len(self.running) < self.rows:
             prompt = self._next // self._num_samples
@@ -78,16 +67,15 @@ class Schedule:
         return unread
 
     def slot_of(self, prompt: int) -> int:
-        """Where a prompt in memory lies."""
         return self._slot_of[prompt]
 
     def advance(self, stopped: Iterable[int], tokens: int = 1) -> list[int] | None:
-        """Advance every row by `tokens`, and end the rows in `stopped` and those at full length.
+        """Advance every row by `tokens`; end the rows in `stopped` and those at full length.
 
-        The last rows fill the gaps. How many tokens a stopped row has is not asked for.
+        The last rows fill the gaps. `written` of a stopped row may be too high.
 
         Returns:
-            For each row that is left, which row it was; None where no row has ended.
+            For each remaining row, its former index; None if no row ended.
         """
         for one in self.running:
             one.written += tokens
@@ -107,5 +95,5 @@ class Schedule:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest response in flight; 0 where there is none."""
+        """Return the tokens of the longest response in flight; 0 if there is none."""
         return max((one.written for one in self.running), default=0)

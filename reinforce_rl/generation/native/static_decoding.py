@@ -1,13 +1,11 @@
-"""Decoding on a GPU: steps of static shape that neither wait for the host nor make it wait.
+"""Decoding on a GPU with static shapes and without host synchronisation at each step.
 
-A step reads the last tokens and draws the next ones. What it must know of its rows lies on the device and is brought
-up to date there. The host looks which rows have ended after `_STEPS` steps: a row that has ended draws on meanwhile,
-and writes where nobody reads. A step's rows are padded to one of few numbers, so that few CUDA graphs do.
+Row state is on the device. The host checks for finished rows every `_STEPS` steps; until then they keep drawing into a
+spare row. The number of rows is padded to one of a few sizes, so that few CUDA graphs suffice.
 
-Pipeline stages work at the same time: the rows are shared out into as many lots as there are stages, and while one
-stage has one lot, the next has another.
+In a pipeline the rows are split into one lot per stage, and the stages work on different lots at the same time.
 
-Notation: N responses of the call, R rows of a step, T response tokens at most, h hidden.
+Notation: N responses of the call, R rows of a step, T maximum response tokens, h hidden.
 """
 
 from __future__ import annotations
@@ -47,12 +45,11 @@ def padded_rows(rows: int) -> int:
 
 
 class StaticDecoding(Decoding):
-    """See above.
+    """Decoder with static shapes; see the module.
 
     Args:
-        lm: the actor.
-        call: as of `Decoding`; the responses have a spare row.
-        use_graphs: replay steps as CUDA graphs. Not in a pipeline.
+        call: arguments of `Decoding`; the responses need a spare row.
+        use_graphs: replay steps as CUDA graphs; ignored in a pipeline.
     """
 
     def __init__(self, lm: CausalLM, *call: Any, use_graphs: bool = False):
@@ -82,7 +79,7 @@ class StaticDecoding(Decoding):
             self._look(steps)
 
     def _admit(self) -> int | None:
-        """Put samples that wait in the place of those that have ended; how many steps come next, None for the end."""
+        """Fill free rows with waiting samples; return the number of steps to run, None at the end."""
         schedule, before = self._schedule, len(self._schedule.running)
         unread = schedule.admit()
         if unread:
@@ -104,7 +101,7 @@ class StaticDecoding(Decoding):
         return min(_STEPS, self._params.max_length - schedule.longest)
 
     def _place(self) -> None:
-        """Tell the device of the rows in flight, the samples of a prompt side by side."""
+        """Copy the row state to the device, samples of a prompt side by side."""
         running = sorted(self._schedule.running, key=lambda one: one.slot)
         share = -(-len(running) // len(self._lots))
         for number, lot in enumerate(self._lots):
@@ -122,7 +119,7 @@ class StaticDecoding(Decoding):
         self._write(self._lots[0], hidden)
 
     def _rotate(self, steps: int) -> None:
-        """Run `steps` steps of every lot in a pipeline: at tick t, stage s works on lot (t - s) modulo the stages."""
+        """Run `steps` steps of every lot: at tick t, stage s works on lot (t - s) modulo the stages."""
         mesh, stages = self._lm.mesh, len(self._lots)
         total, given = steps * stages, None
         for tick in range(total + stages - 1 if steps else 0):
@@ -137,20 +134,20 @@ class StaticDecoding(Decoding):
                 self._write(self._lots[(tick - stages + 1) % stages], hidden)
 
     def _read(self, lot: _Lot) -> Tensor:
-        """This stage's pass over the last token of each row."""
+        """Run this stage on the last token of each row."""
         samples, lengths, written, starts = lot.numbers
         self._cache.at(starts, written - 1, lot.rows_of_slots, lot.most_rows)
         tokens = self._responses.last_tokens(samples, written)
         return self._lm(tokens[:, None], (lengths + written - 1)[:, None], self._cache)
 
     def _write(self, lot: _Lot, hidden: Tensor | None) -> None:
-        """Draw the next tokens from what the last stage read, [R, 1, h] there."""
+        """Draw the next tokens; `hidden` is [R, 1, h] on the last stage."""
         samples, _, written, _ = lot.numbers
         self._draw(hidden[:, 0] if hidden is not None else None, samples, written)
         written.add_(self._alive[samples])
 
     def _draw(self, hidden: Tensor | None, samples: Tensor, written: Tensor) -> None:
-        """Write the next token of each row that is alive."""
+        """Write the next token of each unfinished row."""
         tokens, log_probs = self._next_tokens(hidden, samples, written)
         alive = self._alive[samples]
         at = samples.where(alive, self._nobody)
@@ -158,11 +155,11 @@ class StaticDecoding(Decoding):
         self._alive[at] = alive & ~stopped & (written + 1 < self._params.max_length)
 
     def _on_device(self, numbers: list[int]) -> Tensor:
-        """int64, without waiting for the device."""
+        """Copy to int64 without device sync."""
         return torch.tensor(numbers).to(self._device, non_blocking=True)
 
     def _look(self, steps: int) -> None:
-        """Wait for the device, and let go of what has ended."""
+        """Sync with the device and remove finished rows."""
         running = self._schedule.running
         if self._params.end_strings:
             samples = self._on_device([one.sample for one in running])
@@ -177,17 +174,12 @@ class StaticDecoding(Decoding):
 
 
 class _Lot:
-    """Rows that pass through the stages together: what the device knows of them, in buffers that stay where they are.
+    """Rows that pass through the stages together; device state in buffers with fixed addresses.
 
     Args:
-        size: rows at most.
-        slots: of prompts.
-        most_rows: of a prompt, or without one, at most.
-        device: where the buffers lie.
-
-    Attributes:
-        rows: R.
-        most_rows: of a slot at most.
+        size: maximum rows.
+        slots: prompt slots.
+        most_rows: maximum rows of a slot.
     """
 
     def __init__(self, size: int, slots: int, most_rows: int, device: torch.device):
@@ -203,13 +195,13 @@ class _Lot:
         rows: int,
         nobody: tuple[int, int, int, int],
     ) -> None:
-        """The rows are these, by slot, and are then filled up.
+        """Set the rows, sorted by slot, and pad them.
 
         Args:
-            lengths: tokens of their prompts.
-            starts: of their lanes.
+            lengths: prompt tokens of each row.
+            starts: lane start of each row.
             rows: R.
-            nobody: the four numbers of a row that stands for no sample.
+            nobody: the four numbers of a padding row.
         """
         self.rows, self.most_rows = rows, min(rows, self._most_rows)
         numbers = [
@@ -224,6 +216,6 @@ class _Lot:
 
     @property
     def numbers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """int64 [R] each: samples, tokens of their prompts and of their responses, where their lanes begin."""
+        """Return int64 [R] each: samples, prompt tokens, response tokens, lane starts."""
         samples, lengths, written, starts = self._numbers[:, : self.rows]
         return samples, lengths, written, starts

@@ -1,6 +1,6 @@
-"""What trainer and engine process say to each other. Both sides import this file, so it imports nothing heavy.
+"""Messages between trainer and engine process. Imported by both, so it imports nothing heavy.
 
-The names of the fields of `EngineArguments` and `EngineSampling` are those of TensorRT-LLM's own arguments.
+Fields of `EngineArguments` and `EngineSampling` are named as TensorRT-LLM's arguments.
 """
 
 from __future__ import annotations
@@ -26,30 +26,20 @@ CACHE_TAGS = ("kv_cache",)
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """How an engine is made.
+    """Arguments of an engine."""
 
-    Attributes:
-        model: a Hugging Face folder, for its config.
-        dtype: of weights and computation, e.g. "bfloat16".
-        tensor_parallel_size: GPUs that share the model.
-        max_batch_size: requests that are decoded together.
-        max_seq_len: tokens of prompt and response.
-        max_num_tokens: tokens of a forward pass.
-        free_gpu_memory_fraction: of the memory that is free at start, for the cache.
-    """
-
-    model: str
-    dtype: str
+    model: str  # Hugging Face folder, for its config
+    dtype: str  # of weights and computation, e.g. "bfloat16"
     tensor_parallel_size: int
-    max_batch_size: int
-    max_seq_len: int
-    max_num_tokens: int
-    free_gpu_memory_fraction: float
+    max_batch_size: int  # requests decoded together
+    max_seq_len: int  # prompt and response tokens
+    max_num_tokens: int  # per forward pass
+    free_gpu_memory_fraction: float  # for the cache, of the memory free at start
 
 
 @dataclass(frozen=True)
 class Started:
-    """An engine that is ready: TensorRT-LLM's version, and the device of each of its workers."""
+    """TensorRT-LLM's version and the device of each worker."""
 
     version: str
     devices: tuple[str, ...]
@@ -57,7 +47,7 @@ class Started:
 
 @dataclass(frozen=True)
 class EngineSampling:
-    """How one response is drawn. With temperature, top_k and top_p all None it is the greedy one."""
+    """Sampling parameters of one response; greedy if temperature, top_k and top_p are all None."""
 
     max_tokens: int
     seed: int
@@ -75,24 +65,15 @@ class EngineSampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response that is wanted."""
-
     tokens: tuple[int, ...]
     sampling: EngineSampling
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request.
+    """Result of a request."""
 
-    Attributes:
-        tokens: of the response, the stop token included.
-        log_probs: one a token; None from an engine that gives none.
-        stopped: it ended by a stop token, rather than at its length.
-        fault: why there is no response; None where there is one.
-    """
-
-    tokens: tuple[int, ...] = ()
-    log_probs: tuple[float, ...] | None = None
-    stopped: bool = False
-    fault: str | None = None
+    tokens: tuple[int, ...] = ()  # including the stop token
+    log_probs: tuple[float, ...] | None = None  # per token; None if the engine reports none
+    stopped: bool = False  # ended by a stop token rather than by length
+    fault: str | None = None  # error if there is no response

@@ -1,8 +1,7 @@
-"""Generation by TensorRT-LLM: one engine for each block of ranks, on the GPUs that they train on.
+"""Generation by TensorRT-LLM: one engine per block of ranks, on the GPUs they train on.
 
-The engine sleeps while the ranks train. Each waking gives it the policy's weights anew and empties its prefix cache:
-what a sleeping engine keeps need then not be known. Its process is started and asked by the block's leader; whatever
-comes of that, all ranks of the block hear of it, so that they go the same way.
+The engine sleeps during training; each wake-up reloads the policy's weights and resets the prefix cache, so a sleeping
+engine need not keep either. The block's leader owns the engine process and shares results and errors with all ranks.
 """
 
 from __future__ import annotations
@@ -47,18 +46,18 @@ logger = logging.getLogger(__name__)
 
 
 class TensorRTLLMGenerator:
-    """A `Generator` that asks an engine; every rank of a block makes one, and they are called together.
+    """A `Generator` on a TensorRT-LLM engine. All ranks of a block create and call it together.
 
     Args:
-        lm: the policy, whose weights the engine is given.
-        tokenizer: decodes text for `end_strings`; its pad id fills the right of the responses.
-        config: `tensorrt_llm`; `tensor_parallel_size` is at most the ranks of a block.
-        model: the Hugging Face folder of the policy, for the engine's config.
-        max_seq_len: tokens of prompt and response.
-        log_folder: for the engines' output, a file each.
+        lm: the policy.
+        tokenizer: decodes text for `end_strings`; provides the pad id.
+        config: section `tensorrt_llm`; `tensor_parallel_size` is at most the block size.
+        model: Hugging Face folder of the policy, for the engine's config.
+        max_seq_len: prompt and response tokens.
+        log_folder: one engine log per file.
 
     Raises:
-        ConfigError: there is no TensorRT-LLM, or no GPUs that an engine could have.
+        ConfigError: TensorRT-LLM is missing, or there are no suitable GPUs.
     """
 
     def __init__(
@@ -93,12 +92,12 @@ class TensorRTLLMGenerator:
 
     @property
     def is_exact(self) -> bool:
-        """Its kernels are others than the trainer's."""
+        """False: the kernels differ from the trainer's."""
         return False
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Inside the block the engine has its memory and the policy's present weights."""
+        """Wake the engine with the policy's current weights within the block."""
         self._with_one_restart(self._wake)
         try:
             yield
@@ -109,16 +108,15 @@ class TensorRTLLMGenerator:
         self._sleep()
 
     def refit(self) -> None:
-        """Nothing to do: each waking takes the weights."""
+        """Do nothing: each wake-up loads the weights."""
 
     def close(self) -> None:
-        """End the engine."""
         if self._engine is not None:
             self._engine.stop()
         self._is_running = False
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
-        """See `Generator.generate`. A request that was lost is made once more, with its own seed again."""
+        """See `Generator.generate`. Lost requests are retried once with the same seed."""
         longest, limit = max((len(prompt.tokens) for prompt in prompts), default=0), self._arguments.max_seq_len
         if longest + params.max_length > limit:
             raise DataError(
@@ -150,7 +148,7 @@ class TensorRTLLMGenerator:
         return Completions(tokens=tokens, lengths=lengths, finish_reasons=reasons, log_probs=log_probs)
 
     def _cut_at_end_string(self, answer: Answer, end_strings: Sequence[str]) -> Answer:
-        """The engine stops at single tokens only: with `end_id` given, it never makes tokens of stop strings."""
+        """Cut at end strings here: with `end_id` set, the engine ignores multi-token stop strings."""
         known = all(0 <= token < len(self._tokenizer) for token in answer.tokens)
         for count in range(1, len(answer.tokens) + 1) if end_strings and known else ():
             text = self._tokenizer.decode(list(answer.tokens[:count]))
@@ -190,7 +188,7 @@ class TensorRTLLMGenerator:
             self._count_restart(error)
 
     def _with_one_restart(self, action: Callable[[], T]) -> T:
-        """Do it, and once in a run do it again with a new engine that has the present weights.
+        """Run `action`; once per run, retry it on a new engine with the current weights.
 
         Raises:
             GenerationError: the engine does not start, or fails a second time.
@@ -217,10 +215,10 @@ class TensorRTLLMGenerator:
             logger.warning("event=engine_restarted reason=%s", error)
 
     def _together(self, action: Callable[[EngineProcess], T]) -> T:
-        """What the leader's call gives, on all ranks of the block.
+        """Run `action` on the leader and return its result on all ranks of the block.
 
         Raises:
-            GenerationError: the leader's, on all of them.
+            GenerationError: the leader's, on all ranks.
         """
         result: T | None = None
         failure: GenerationError | None = None
@@ -235,7 +233,7 @@ class TensorRTLLMGenerator:
         return result  # type: ignore[return-value]
 
     def _place_engine(self) -> None:
-        """Find the GPUs of the block; its leader prepares the engine."""
+        """Find the GPUs of the block; the leader prepares the engine."""
         mesh, arguments = self._lm.mesh, self._arguments
         uuid = weight_transfer.device_uuid(mesh.device)
         if importlib.util.find_spec("tensorrt_llm") is None:
@@ -273,7 +271,7 @@ class TensorRTLLMGenerator:
 def requests_of(
     prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int, pad_id: int
 ) -> list[Request]:
-    """A request for each sample, prompt-major, each with a seed that follows from (seed, prompt, sample)."""
+    """Build one request per sample, prompt-major, seeded by (seed, prompt, sample)."""
     ids = np.repeat([prompt.id for prompt in prompts], num_samples)
     seeds = sample_seeds(seed, ids, np.tile(np.arange(num_samples), len(prompts)))
     greedy = params.use_greedy
@@ -306,10 +304,10 @@ def _answers(engine: EngineProcess, requests: Sequence[Request]) -> list[Answer]
 
 
 def _number_of(device: torch.device) -> str | None:
-    """A GPU's number on this machine, under which another process sees it; None where it is no GPU.
+    """Return a GPU's index on this machine as other processes see it; None for other devices.
 
     Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES names GPUs otherwise than by number, which the engine's Ray cannot read.
+        ConfigError: CUDA_VISIBLE_DEVICES uses names other than numbers, which the engine's Ray cannot read.
     """
     if device.type != "cuda":
         return None

@@ -37,13 +37,11 @@ SHUTDOWN_SECONDS = 20.0
 
 
 class EngineHost:
-    """One engine, driven by commands."""
-
     def __init__(self) -> None:
         self._llm: Any = None
 
     async def start(self, arguments: EngineArguments) -> Started:
-        """Import TensorRT-LLM and bring the engine up; its weights are random until they are sent."""
+        """Import TensorRT-LLM and start the engine; its weights are random until the first update."""
         package = _package("tensorrt_llm")
         version = str(package.__version__)
         if not version.startswith("1.2"):
@@ -69,7 +67,7 @@ class EngineHost:
         return Started(version, tuple(str(device) for device in devices))
 
     async def generate(self, requests: Sequence[Request], seconds: float) -> list[Answer]:
-        """All requests at once. One that is not answered in time is aborted, and said to be lost."""
+        """Run all requests at once; abort those over time and report them as lost."""
         sampling = _package("tensorrt_llm").SamplingParams
         results = [
             self._llm.generate_async(
@@ -92,7 +90,7 @@ class EngineHost:
         return answers
 
     async def update(self, handles: dict[str, str] | None) -> None:
-        """A bucket of weights by device, or None after the last: then the prefix cache is reset too."""
+        """Load a bucket of weights by device; None after the last resets the prefix cache."""
         await self._llm.update_weights(handles)
 
     async def release(self, tags: Sequence[str]) -> None:
@@ -107,7 +105,7 @@ class EngineHost:
 
 
 def _package(name: str) -> Any:
-    """A module of TensorRT-LLM, which only this process imports."""
+    """Import a module of TensorRT-LLM, in this process only."""
     return importlib.import_module(name)
 
 
@@ -130,7 +128,7 @@ def _answer(result: Any) -> Answer:
 
 
 async def serve(connection: Connection) -> None:
-    """Take commands until one says stop or the trainer is gone."""
+    """Handle commands until `STOP` or until the trainer is gone."""
     host = EngineHost()
     calls = {
         START: host.start,

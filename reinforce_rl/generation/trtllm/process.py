@@ -1,4 +1,4 @@
-"""An engine in a process of its own, each call within a time limit: the trainer's side of `host.py`."""
+"""Trainer side of `host.py`: an engine in its own process, with a timeout on each call."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ _OF_THE_RANK = ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "CUDA_DEVICE_MAX_CONNECTION
 
 
 class EngineProcess:
-    """Starts, asks and ends an engine. After an `EngineLostError` it can be started again.
+    """Start, call and stop an engine process. May be restarted after an `EngineLostError`.
 
     Args:
-        arguments: of the engine.
-        config: `tensorrt_llm`, for the seconds that a call may take.
-        log: file that its output is added to.
-        dp_rank: of the ranks that it serves.
-        devices: numbers of their GPUs on this machine; None where there are none.
+        config: section `tensorrt_llm`, for the timeouts.
+        log: appended with the engine's output.
+        dp_rank: data-parallel rank of the block.
+        devices: GPU numbers on this machine; None without GPUs.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class EngineProcess:
         self._child: ModuleChild | None = None
 
     def start(self) -> Started:
-        """Bring it up, and wait until it is ready.
+        """Start the engine and wait until it is ready.
 
         Raises:
-            GenerationError: it did not start; that it would at a second try is not to be expected.
+            GenerationError: it did not start; a retry is not expected to help.
         """
         self.kill()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,7 +87,7 @@ class EngineProcess:
             raise GenerationError(f"TensorRT-LLM did not start: {error}; {advice}") from error
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
-        """Answers in the order of the requests; those that were lost say so."""
+        """Return answers in the order of the requests; lost ones have a `fault`."""
         seconds = self._config.request_timeout_seconds
         arguments = (tuple(requests), seconds)
         answers = self._call(engine.GENERATE, arguments, seconds + ABORT_SECONDS, "request_timeout_seconds")
@@ -98,27 +97,25 @@ class EngineProcess:
         return answers
 
     def update(self, handles: Mapping[str, str] | None) -> None:
-        """Hand over one bucket of weights, or None after the last."""
+        """Load one bucket of weights; None after the last."""
         given = None if handles is None else dict(handles)
         self._call(engine.UPDATE, (given,), self._config.update_timeout_seconds, "update_timeout_seconds")
 
     def release(self, tags: Sequence[str]) -> None:
-        """Give memory back."""
         self._call(engine.RELEASE, (tuple(tags),), self._config.update_timeout_seconds, "update_timeout_seconds")
 
     def resume(self, tags: Sequence[str]) -> None:
-        """Take it again."""
         self._call(engine.RESUME, (tuple(tags),), self._config.update_timeout_seconds, "update_timeout_seconds")
 
     def stop(self) -> None:
-        """End it in good order, or else at once."""
+        """Stop the engine gracefully, or kill it."""
         if self._child is not None:
             with contextlib.suppress(EngineLostError):
                 self._call(engine.STOP, (), STOP_SECONDS, "stop")
         self.kill()
 
     def kill(self) -> None:
-        """End the process and all that it started in its session, and remove its files."""
+        """Kill the process and its session, and remove its files."""
         if self._child is not None:
             self._child.connection.close()
             self._child.kill()
@@ -126,10 +123,10 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _call(self, command: str, arguments: tuple[Any, ...], seconds: float, key: str) -> Any:
-        """Ask and wait.
+        """Send a command and wait for the reply.
 
         Raises:
-            EngineLostError: it ended, did not answer in time, or answered with a fault; then it is ended.
+            EngineLostError: the engine died, timed out or failed; it is killed first.
         """
         assert self._child is not None
         child, connection = self._child, self._child.connection
@@ -161,7 +158,7 @@ class EngineProcess:
 
 
 def private_folder(environment: Mapping[str, str], pid: int, dp_rank: int) -> Path:
-    """A folder for sockets and files of one engine, so that neither two jobs nor two ranks of a node meet in it."""
+    """Return a folder for one engine's sockets and files, unique per job and per rank of a node."""
     job = environment.get("SLURM_JOB_ID")
     restart = environment.get("SLURM_RESTART_COUNT", "0")
     name = f"rrl-{pid}-{dp_rank}" if job is None else f"rrl-{job}.{restart}-{pid}-{dp_rank}"
@@ -170,7 +167,7 @@ def private_folder(environment: Mapping[str, str], pid: int, dp_rank: int) -> Pa
 
 
 def engine_environment(environment: Mapping[str, str], folder: Path, devices: Sequence[str] | None) -> dict[str, str]:
-    """The engine's own: without the launcher's variables, and with a Ray of its own on the given GPUs."""
+    """Return the engine's environment: without the launcher's variables, with its own Ray on the given GPUs."""
     kept = {
         name: value
         for name, value in environment.items()
@@ -190,7 +187,7 @@ def engine_environment(environment: Mapping[str, str], folder: Path, devices: Se
 
 
 def write_engine_model(source: Path, out: Path) -> Path:
-    """Copy all but the weights, with a config.json that transformers 4, which TensorRT-LLM 1.2 uses, reads too."""
+    """Copy all but the weights; make config.json readable by transformers 4, which TensorRT-LLM 1.2 uses."""
     out.mkdir(parents=True, exist_ok=True)
     carry_over(source, out)
     config = out / "config.json"

@@ -1,7 +1,7 @@
-"""The policy's weights on their way to an engine: whole tensors under Hugging Face names, in buckets of bounded size.
+"""Send the policy's weights to an engine: whole tensors under Hugging Face names, in bounded buckets.
 
-Each bucket is gathered over tensor-parallel ranks and stages on the block's leader, copied to every GPU of the block,
-and offered there as CUDA IPC handles. So a model that is trained in stages reaches an engine that has none.
+Each bucket is gathered over tensor-parallel ranks and stages on the block's leader, copied to every GPU of the block
+and offered as CUDA IPC handles, so the engine needs no pipeline stages.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ def send_weights(
     hosts_worker: bool,
     values: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Offer all weights, bucket by bucket; a collective call of the block.
+    """Send all weights bucket by bucket; a collective call of the block.
 
     Args:
-        lm: the policy.
-        deliver: hands the handles of a bucket, by device, to the engine. All ranks call it together, and the bucket's
-            memory is filled anew once it returns; the leader's handles are those of the block, the others' empty.
-        max_bytes: of a bucket, unless one parameter alone is larger.
+        deliver: passes a bucket's handles, by device, to the engine. Called on all ranks; the leader gets the block's
+            handles, the others an empty dict. The bucket's memory is reused after it returns.
+        max_bytes: bucket size, exceeded only by a single larger parameter.
         hosts_worker: whether the engine has a worker on this rank's device.
-        values: in place of the weights, by the names of `parameters_of`.
+        values: tensors to send instead of the weights, by the names of `parameters_of`.
     """
     mesh, dtype = lm.mesh, lm.config.params_dtype
     buckets = plan_buckets(weight_map(lm.architecture, mesh.tp_size), max_bytes // dtype.itemsize)
@@ -63,7 +62,7 @@ def send_weights(
 
 
 def plan_buckets(rows: Sequence[Row], max_elements: int) -> list[list[Row]]:
-    """Rows in order, so many to a bucket as fit. Those that share a parameter stay together: an engine fuses them."""
+    """Pack rows into buckets in order. Rows that share a parameter stay together, as an engine fuses them."""
     buckets: list[list[Row]] = []
     for _, group in itertools.groupby(rows, lambda row: row.megatron):
         together = list(group)
@@ -91,21 +90,21 @@ def _views(buffer: Tensor, rows: Sequence[Row]) -> dict[str, Tensor]:
 
 
 def packed_handles(tensors: Mapping[str, Tensor]) -> str:
-    """(name, handle) of each tensor, pickled, in the text form that the engine's workers unpickle."""
+    """Pickle the (name, handle) pairs in the base64 form that the engine's workers read."""
     handles = [(name, handle_of(tensor)) for name, tensor in tensors.items()]
     return base64.b64encode(pickle.dumps(handles)).decode("ascii")
 
 
 def handle_of(tensor: Tensor) -> tuple[Any, ...]:
-    """A function and its arguments that make the same memory a tensor of another process on the device."""
+    """Return the function and arguments that rebuild the tensor in another process on the same device."""
     return reduce_tensor(tensor)
 
 
 def device_uuid(device: torch.device) -> str:
-    """A GPU's id as NVML spells it, which the engine's workers look their weights up by.
+    """Return the GPU's NVML id, by which the engine's workers look up weights.
 
     Raises:
-        ConfigError: it is no GPU.
+        ConfigError: the device is no GPU.
     """
     if device.type != "cuda":
         raise ConfigError(
