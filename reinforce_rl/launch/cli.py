@@ -66,16 +66,10 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
 
 
 def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") -> None:
-    """Replace a plain `python` process by torchrun if there are several ranks; see `utils/ranks.py`.
-
-    No-op under torchrun, which sets WORLD_SIZE.
-
-    Args:
-        devices: ranks per node.
-        key: config key of `num_nodes`, for the message.
+    """Replace a plain `python` process by torchrun (`utils/ranks.py`) if there are several ranks; not under torchrun.
 
     Raises:
-        ReinforceError: several nodes, which a plain `python` cannot start.
+        ReinforceError: several nodes, which a plain `python` cannot start; names the config key.
     """
     if "WORLD_SIZE" in os.environ or devices * num_nodes == 1:
         return
@@ -130,7 +124,6 @@ def _explained(error: Exception, name: str, overrides: Sequence[str]) -> ConfigE
 
 
 def _unknown_key(wanted: str, config_file: Path) -> str:
-    """Suggest known keys for an unknown one."""
     known = _dotted_keys(OmegaConf.to_container(OmegaConf.load(config_file)))
     if wanted in known:  # an empty group, into which Hydra lets nothing without a plus
         return f"{wanted} has entries of your own names; give each as +{wanted}.NAME=VALUE"

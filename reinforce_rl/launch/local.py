@@ -30,8 +30,6 @@ LAST_LOG_LINES = 30
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Commands to start and their settings."""
-
     server: tuple[str, ...]
     actor: tuple[str, ...]
     run_dir: Path  # holds logs/server.log
@@ -44,7 +42,6 @@ class LaunchPlan:
 
     @property
     def server_log(self) -> Path:
-        """Log of the server's stdout and stderr."""
         return self.run_dir / "logs" / "server.log"
 
 
@@ -109,9 +106,6 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
 
     SIGINT, SIGTERM and SIGUSR1 go to the actor, which saves and ends; then the server is stopped. If this process is
     killed, a guard ends both.
-
-    Args:
-        say: called with lines for people.
     """
     try:
         # Else another run's server on this port would be taken for ours until ours has died of it.
@@ -221,15 +215,12 @@ def _last_lines(log: Path) -> str:
 
 
 class _Stop:
-    """The first stop signal received."""
-
     def __init__(self) -> None:
         self.signal: int | None = None
 
     @classmethod
     @contextlib.contextmanager
     def on_signals(cls) -> Iterator[_Stop]:
-        """Handle SIGINT and the stop signals inside the block."""
         stop = cls()
 
         def remember(number: int, frame: FrameType | None) -> None:
@@ -256,5 +247,4 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[str
 
 
 def python_script(path: Path) -> list[str]:
-    """Return the command to run a script with this interpreter."""
     return [sys.executable, str(path)]

@@ -79,12 +79,7 @@ def serve_model(cfg: ServeRewardModelConfig) -> None:
 
 
 def server_of(cfg: ServeRewardModelConfig, scorer: Scorer, model: Any, **options: Any) -> RewardServer:
-    """Build the server for a scorer from the configuration.
-
-    Args:
-        model: this rank's part of the scorer's model.
-        options: further arguments of `RewardServer`.
-    """
+    """Build the server for a scorer from the configuration; `model` is this rank's part of it."""
     from reinforce_rl.reward_model.scorer import reward_model_identity
 
     return RewardServer(
@@ -101,7 +96,6 @@ def server_of(cfg: ServeRewardModelConfig, scorer: Scorer, model: Any, **options
 
 
 def serve_function(cfg: ServeRewardModelConfig) -> None:
-    """Serve a reward function until a signal."""
     own = cfg.reward_function
     assert own.name is not None
     pool = FunctionPool(
@@ -155,7 +149,7 @@ def serve(cfg: ServeRewardModelConfig) -> None:
     """Serve until a signal.
 
     Raises:
-        ConfigError: a required access token is missing, or the port is busy.
+        ConfigError: see `check_access`.
     """
     logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if os.environ.get("RANK", "0") == "0":

@@ -27,8 +27,6 @@ EXIT_INTERRUPTED = 130  # what a shell says of Ctrl-C
 
 
 class RunControl:
-    """Context of one run on this rank."""
-
     def __init__(self, folder: str | Path, stop: StopRequest):
         self.activity = Activity()
         self.stop = stop
@@ -146,7 +144,6 @@ def _time_out_of(error: BaseException) -> str:
 
 
 def _outcome(error: BaseException) -> tuple[int, str]:
-    """Return exit code and text for `status.json`."""
     if isinstance(error, ReinforceError):
         return error.exit_code, str(error)
     if isinstance(error, StopNow):

@@ -41,20 +41,13 @@ class Invitation:
 
 @dataclass(eq=False)
 class Peer:
-    """The other end of a connection."""
-
     rank: int
     silence: float = 0.0  # seconds since its last message, not counting time in which this process was suspended
     closed: bool = False
 
 
 class Links:
-    """Rank 0's connections to the others (`listen`, then `accept`), or another rank's to rank 0 (`connect`).
-
-    Args:
-        socket: configured, not yet bound or connected.
-        rank: this end's.
-    """
+    """Rank 0's connections to the others (`listen`, then `accept`), or another rank's to rank 0 (`connect`)."""
 
     def __init__(self, socket: zmq.Socket[bytes], rank: int):
         self.peers: dict[int, Peer] = {}  # by rank
@@ -303,8 +296,6 @@ class LinkThread:
 
 
 class _OneKey:
-    """Credentials provider that accepts this key only."""
-
     def __init__(self, key: bytes):
         self._key = key
 

@@ -30,8 +30,6 @@ _COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the run."""
-
     name: str
     step: int  # current step, from 1; 0 before the first
     number: int  # phases so far; every rank goes through the same ones in the same order
@@ -67,12 +65,7 @@ class StepClock:
 
     Args:
         activity: notified of the phases.
-        device: whose memory is measured.
         among_ranks: measure how long this thread waits for other ranks.
-
-    Attributes:
-        seconds, own_seconds, gigabytes: by phase; `own_seconds` excludes the measured waits for other ranks. A
-            repeated phase adds up its seconds and keeps the higher peak.
     """
 
     def __init__(self, activity: Activity, device: torch.device, *, among_ranks: bool = False):
@@ -80,19 +73,17 @@ class StepClock:
         self._waits = WaitMeter(threading.get_ident()) if among_ranks else None
         self._memory = PeakMemory(device)
         self._started = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-        self.own_seconds: dict[str, float] = {}
-        self.gigabytes: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # by phase; repeated phases add up
+        self.own_seconds: dict[str, float] = {}  # less the measured waits for other ranks
+        self.gigabytes: dict[str, float] = {}  # highest peak
 
     def start(self, step: int) -> None:
-        """Begin a step and reset its measurements."""
         self._activity.at_step(step)
         self._started = time.perf_counter()
         self.seconds, self.own_seconds, self.gigabytes = {}, {}, {}
 
     @contextlib.contextmanager
     def phase(self, name: str, *, has_deadline: bool = False) -> Iterator[None]:
-        """Measure the block as a phase of the step."""
         self._activity.begin(name, has_deadline=has_deadline)
         self._memory.start()
         started = time.perf_counter()
@@ -116,7 +107,6 @@ class PeakMemory:
         self._device = device
 
     def start(self) -> None:
-        """Reset the peak."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
@@ -137,8 +127,6 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a thread is."""
-
     line: str  # innermost file and line in this package; empty if none
     in_collective: bool  # it waits for other ranks
     still_since: float  # `time.monotonic` of the first sample with the same stack
@@ -153,7 +141,6 @@ class PlaceWatcher:
         self._still_since = time.monotonic()
 
     def look(self) -> Place:
-        """Sample the thread's stack."""
         stack = _stack(sys._current_frames().get(self._thread))
         if stack != self._last:
             self._last, self._still_since = stack, time.monotonic()
@@ -175,7 +162,6 @@ class WaitMeter:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure the block."""
         self.seconds = 0.0
         done = threading.Event()
         sampler = threading.Thread(target=self._sample, args=(done,), name="wait meter", daemon=True)
@@ -200,7 +186,6 @@ def _waits_for_ranks(file: str) -> bool:
 
 
 def _stack(frame: FrameType | None) -> tuple[tuple[str, int], ...]:
-    """Return file and line of each frame, innermost first."""
     found = []
     while frame is not None:
         found.append((frame.f_code.co_filename, frame.f_lineno))

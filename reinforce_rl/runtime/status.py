@@ -20,8 +20,6 @@ State = Literal["running", "finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class Status:
-    """State of a run."""
-
     state: State = "running"  # finished: all steps done; stopped: saved, the same command resumes it
     reason: str = ""  # why it was stopped or failed
     step: int = 0  # last complete one
@@ -34,11 +32,7 @@ class Status:
 
 
 class StatusFile:
-    """Keeps `status.json` up to date.
-
-    Args:
-        enabled: False on all ranks but the first; these write only if the first is lost.
-    """
+    """Keeps `status.json` up to date; a rank with `enabled` False writes only if rank 0 is lost."""
 
     def __init__(self, folder: Path, *, enabled: bool):
         self.path = folder / STATUS_FILE
@@ -47,7 +41,6 @@ class StatusFile:
 
     @property
     def save_seconds(self) -> float | None:
-        """See `Status`; on rank 0."""
         return self._status.save_seconds
 
     def begin(self) -> None:
@@ -59,11 +52,9 @@ class StatusFile:
         self._write(Status(step=earlier.step, max_steps=earlier.max_steps, save_seconds=earlier.save_seconds))
 
     def saved(self, seconds: float) -> None:
-        """Record the duration of a complete save."""
         self._write(replace(self._status, save_seconds=seconds))
 
     def progress(self, step: int, max_steps: int) -> None:
-        """Record the last complete step."""
         self._write(replace(self._status, step=step, max_steps=max_steps))
 
     def speak_for_first(self) -> None:
@@ -72,7 +63,6 @@ class StatusFile:
         self.enabled = True
 
     def end(self, exit_code: int, reason: str = "") -> None:
-        """Write how the run ended."""
         states: dict[int, State] = {EXIT_FINISHED: "finished", EXIT_STOPPED: "stopped"}
         state = states.get(exit_code, "failed")
         who = {"pid": os.getpid(), "host": socket.gethostname()}
@@ -86,6 +76,6 @@ class StatusFile:
 
 
 def read_status(folder: str | Path) -> Status | None:
-    """Read the status of the run in a folder; None if there is none."""
+    """Return the status of the run in a folder; None if there is none."""
     path = Path(folder) / STATUS_FILE
     return Status(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None

@@ -33,8 +33,6 @@ class Due:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What there is time for."""
-
     shortage: str | None = None  # why no step is begun; None if one fits
     validates: bool = True  # a validation and the save after it fit
 
@@ -80,7 +78,6 @@ class RunTimer:
         return self._deadline - time.time()
 
     def begin_step(self) -> None:
-        """Begin a step; the next `outlook` ends it."""
         self._step_began = time.time()
 
     @contextlib.contextmanager
@@ -91,7 +88,6 @@ class RunTimer:
         self._validation_seconds = time.time() - began
 
     def saved(self, seconds: float) -> None:
-        """Record the duration of a complete save."""
         self._save_seconds = seconds
 
     def outlook(self, due: Due = Due()) -> Outlook:
@@ -124,7 +120,6 @@ class RunTimer:
 
 
 def with_margin(seconds: float) -> float:
-    """Add the safety margin to the forecast seconds."""
     return (1 + MARGIN_SHARE) * seconds + MARGIN_SECONDS
 
 

@@ -55,8 +55,6 @@ class Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the job ends."""
-
     text: str  # names rank, host and phase
     exit_code: int = EXIT_LOST_RANK  # of the ranks that end because of it
     of_first: bool = False  # rank 0 is lost, which writes the run's status
@@ -64,8 +62,6 @@ class Verdict:
 
 @dataclass
 class _Watched:
-    """Another rank: its last report, and its end if it has sent one."""
-
     report: Report
     ended: tuple[int, str] | None = None  # exit code and text
     ended_at: float = 0.0  # `time.monotonic`
@@ -104,18 +100,14 @@ class Watchdog:
         others = range(1, world_size) if rank == 0 else [0]
         self._others = {other: _Watched(Report(other)) for other in others}
         self._verdict: Verdict | None = None
-        self._timed_out: dict[int, str] = {}  # on rank 0: errors of ranks whose collective ran into torch's time limit
+        self._timed_out: dict[int, str] = {}  # on rank 0: timeout errors by rank
         self._judged = threading.Event()
         self._closing = threading.Event()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def open(self, host: str) -> Invitation:
-        """Listen, on rank 0; return the invitation that the other ranks `join` with.
-
-        Args:
-            host: this machine's name or address as seen by the other ranks.
-        """
+        """Listen on `host`, rank 0's name or address as seen by the others; return the invitation to `join` with."""
         self._links, invitation = Links.listen(host)
         return invitation
 
@@ -154,8 +146,7 @@ class Watchdog:
     def explain(self, *, timed_out: str = "") -> Verdict | None:
         """Return the verdict after an error of this rank, if another rank is to blame.
 
-        Args:
-            timed_out: text of a collective's own timeout error. It does not name the awaited rank; rank 0 finds it.
+        `timed_out` is the text of a collective's own timeout error. It does not name the awaited rank; rank 0 does.
         """
         if timed_out and self.rank == 0:
             self._timed_out[0] = timed_out
@@ -203,7 +194,6 @@ class Watchdog:
                 return
 
     def _see_the_end(self, links: Links, verdict: Verdict) -> None:
-        """Send the verdict, and exit this process unless its main thread does."""
         if self.rank == 0:
             self._send(_encode({"verdict": asdict(verdict)}))
             links.poll(0.0)
@@ -270,7 +260,6 @@ class Watchdog:
         return bool(self._timed_out or self._failed() or self._gone() or self._silent())
 
     def _judge(self) -> None:
-        """Set the verdict. A dead process takes precedence over the errors of those that lost it."""
         if gone := self._gone():
             self._verdict = died(gone)
         elif quiet := self._silent():
@@ -326,12 +315,7 @@ def hung(reports: Sequence[Report], limit: float) -> Verdict | None:
 
 
 def waited_for(reports: Sequence[Report], timed_out: Mapping[int, str]) -> Verdict | None:
-    """Return the verdict after a collective's timeout; None if nobody can be blamed.
-
-    Args:
-        reports: of all ranks.
-        timed_out: the error's text by rank.
-    """
+    """Return the verdict after a collective's timeout (`timed_out`: texts by rank); None if nobody can be blamed."""
     others = [report for report in reports if report.rank not in timed_out]
     if not timed_out or not others:
         return None

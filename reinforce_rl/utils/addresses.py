@@ -8,8 +8,6 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True)
 class Address:
-    """Host and TCP port."""
-
     host: str  # name or address; IPv6 without brackets
     port: int
 
@@ -35,8 +33,6 @@ class Address:
 
 @dataclass(frozen=True)
 class ModelAddress:
-    """A reward model on a server, with the access token."""
-
     place: Address  # of the server
     name: str  # of the model
     token: str | None  # None if the server needs none

@@ -29,10 +29,10 @@ def parse_duration(text: str) -> float:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Start and end of an allocation."""
+    """Start and end of an allocation, in unix seconds; None if unknown."""
 
-    start: float | None = None  # unix seconds; None if unknown
-    end: float | None = None  # same
+    start: float | None = None  # unix seconds
+    end: float | None = None  # unix seconds
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Allocation:

@@ -27,11 +27,10 @@ SHM_FOLDER = Path("/dev/shm")
 
 
 class Guard:
-    """The owner's end of a guard process.
+    """The owner's end of a guard process, started first, since a process killed by SIGKILL cannot clean up.
 
-    A process killed by SIGKILL cannot clean up, so a server or launcher starts a guard first. When their connection
-    closes, the guard kills the watched processes and deletes the watched files. An owner that stops normally closes
-    the guard and waits for it, so that the cleanup path is always the same.
+    When their connection closes, the guard kills the watched processes and deletes the watched files. An owner that
+    stops normally closes the guard and waits for it, so that the cleanup path is always the same.
 
     Args:
         grace_seconds: between SIGTERM and SIGKILL of a watched process once the owner is gone; 0 kills at once.
@@ -52,7 +51,6 @@ class Guard:
         self._send({"pid": pid, "whole_session": whole_session})
 
     def remove(self, path: Path) -> None:
-        """Delete this file or folder when the owner is gone."""
         self._send({"path": str(path)})
 
     def remove_shared_memory(self, prefix: str) -> None:
@@ -89,8 +87,6 @@ class Guard:
 
 @dataclass
 class _Watch:
-    """State of the guard process: the owner's processes and files."""
-
     owner: int
     grace_seconds: float = 0.0
     roots: list[psutil.Process] = field(default_factory=list)
@@ -162,7 +158,6 @@ class _Watch:
         return True
 
     def clean_up(self) -> None:
-        """Kill the processes, then delete the files."""
         self.refresh()
         mine = os.getpid()
         left = [process for process in self.processes if process.pid not in (mine, self.owner)]

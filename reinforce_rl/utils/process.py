@@ -139,15 +139,15 @@ class Child:
 
 
 class ModuleChild(Child):
-    """Runs `python -m MODULE FD PARENT` with a connection to this process; it must first call `connect_to_parent`.
+    """Runs `python -m MODULE FD PARENT` with a JSON connection; it must first call `connect_to_parent`.
 
-    The child ends when the connection does, so it never outlives this process. `send` and `on_message` exchange JSON;
-    without `on_message` the caller may use `connection` directly.
+    The child ends when the connection does, so it never outlives this process. Without `on_message` the caller may use
+    `connection` directly.
 
     Args:
         on_message: called on a thread with each message, then with None at the end of the connection.
         prefix: command to run it in.
-        env: environment; None for this process's, with this package on PYTHONPATH.
+        env: None for this process's, with this package on PYTHONPATH.
     """
 
     def __init__(
@@ -238,7 +238,6 @@ class Silence:
         self._total = self._asked = 0.0
 
     def reset(self) -> None:
-        """Restart the count; from any thread."""
         self._was_reset = True
 
     def seconds(self) -> float:

@@ -99,7 +99,6 @@ def steps(job_id: str) -> dict[str, str]:
 
 
 def step_id(job_id: str, name: str) -> str | None:
-    """Return the id of the running step of that name, if any."""
     return next((step for step, found in steps(job_id).items() if found == name), None)
 
 
@@ -132,8 +131,6 @@ def _states(job_id: str) -> list[str]:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of the job."""
-
     name: str  # for `srun -J` and file names: actor, or rm-0, rm-1, ...
     component: Component
     nodes: tuple[str, ...]  # names; empty for all of the component's

@@ -78,8 +78,7 @@ def newest_checkpoint(run_dir: Path) -> int:
 def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -> str | None:
     """Return a sentence if the run has finished, else None.
 
-    Args:
-        arguments: of actor and server, now. If changed, returns None: the trainer decides, as they may add steps.
+    None too if `arguments` (of actor and server) have changed: the trainer decides, as they may add steps.
     """
     status = read_status(run_dir)
     if status is None or status.state != "finished":
@@ -91,14 +90,9 @@ def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -
 
 
 def may_requeue(*, restart: int, max_restarts: int, step_before: int, step_after: int) -> tuple[bool, str]:
-    """Decide whether to requeue a job whose run has not finished.
+    """Decide whether to requeue a job whose run has not finished; return the decision and its reason for the log.
 
-    Args:
-        restart: number of earlier requeues.
-        step_before, step_after: newest checkpoint at start and end of this attempt.
-
-    Returns:
-        The decision, and its reason for the log.
+    `restart` counts earlier requeues; the steps are of the newest checkpoint at start and end of this attempt.
     """
     if restart >= max_restarts:
         return False, f"it was requeued {restart} times, of {max_restarts} (REINFORCE_MAX_RESTARTS)"
@@ -108,12 +102,7 @@ def may_requeue(*, restart: int, max_restarts: int, step_before: int, step_after
 
 
 def refusal(attempts: Sequence[Attempt], *, job: str, restart: int, max_restarts: int, step: int) -> str | None:
-    """Return why a job restarted by Slurm (as after a node failure) must not train; None if it may.
-
-    Args:
-        restart: number of earlier requeues of this job.
-        step: of the newest checkpoint.
-    """
+    """Return why a job restarted by Slurm (as after a node failure) must not train; None if it may."""
     if restart > max_restarts:
         return f"the job was requeued {restart} times, of {max_restarts} (REINFORCE_MAX_RESTARTS)"
     idle = [attempt for attempt in attempts if attempt.job == job and attempt.step_before == step]

@@ -49,8 +49,6 @@ HEALTH_POLL_SECONDS = 1.0
 
 
 class StopSignal:
-    """The first stop signal received."""
-
     def __init__(self) -> None:
         self.number: int | None = None
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -66,13 +64,6 @@ class StopSignal:
 
 
 class Job:
-    """One attempt at the run.
-
-    Args:
-        environment: of the tasks.
-        stop: signals of this process.
-    """
-
     def __init__(self, settings: Settings, allocation: Allocation, environment: dict[str, str], stop: StopSignal):
         self._settings = settings
         self._allocation = allocation
@@ -86,7 +77,6 @@ class Job:
         self._end_time: int | None = None
 
     def run(self) -> int:
-        """Run the attempt to its end; return the exit code."""
         jobs = (self._allocation.server.job_id, self._allocation.actor.job_id)
         end_stale_steps(jobs, self._settings.grace_seconds, self._log)
         attempts = self._history.attempts()
@@ -129,7 +119,6 @@ class Job:
         return history.refusal(attempts, job=job, restart=restart, max_restarts=self._settings.max_restarts, step=step)
 
     def _attempt(self) -> Outcome:
-        """Start the servers, then the actor, and wait for their end."""
         self._make_token()
         self._set_times()
         server_nodes = commands.node_names(self._environment["SLURM_JOB_NODELIST_HET_GROUP_0"])
@@ -166,7 +155,6 @@ class Job:
         os.replace(name, path)  # whole, or not at all
 
     def _set_times(self) -> None:
-        """Put start and end of the allocation into the tasks' environment."""
         try:
             start, end = commands.job_times(self._allocation.server.job_id)
             _, actor_end = commands.job_times(self._allocation.actor.job_id)
@@ -336,7 +324,6 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job; called by the batch script."""
     stop = StopSignal()
     repository = Path(os.environ.get(REPOSITORY) or Path(__file__).resolve().parents[3])
     try:

@@ -29,8 +29,6 @@ CONSEQUENCES = (EXIT_LOST_RANK, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class TaskEnd:
-    """How one task ended."""
-
     component: str  # such as actor or rm-0
     task: int  # its number in the step
     ranks: str  # such as 2, or 2-3 under torchrun
@@ -62,12 +60,10 @@ def _signal_name(number: int) -> str:
 
 
 def record(folder: Path, end: TaskEnd) -> None:
-    """Write how a task ended into the attempt's folder."""
     write_atomically(folder / EXIT_FOLDER / f"{end.component}-{end.task:05d}.json", json.dumps(asdict(end)) + "\n")
 
 
 def read_ends(folder: Path) -> list[TaskEnd]:
-    """Read how the tasks of an attempt ended, for those that have."""
     paths = sorted((folder / EXIT_FOLDER).glob("*.json"))
     return [TaskEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
@@ -77,10 +73,7 @@ def first_failed(
 ) -> TaskEnd | None:
     """Return the task whose failure caused the others; None if none failed.
 
-    Args:
-        ends: of tasks that recorded theirs.
-        lost: tasks that did not.
-        harmless: exit codes that are not failures.
+    `lost` are tasks that did not record their end; `harmless` are exit codes that are not failures.
     """
     failed = sorted((end for end in ends if end.code not in harmless), key=lambda end: end.time)
     if lost and (not failed or failed[0].code in CONSEQUENCES):
@@ -90,8 +83,6 @@ def first_failed(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended."""
-
     kind: str  # FINISHED; STOPPED, by a signal or for lack of time; FAILED
     code: int  # exit code of the job
     text: str
@@ -159,7 +150,6 @@ class Journal:
         self._path = path
 
     def log(self, text: str) -> None:
-        """Write lines with the time of day."""
         lines = "".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in text.splitlines())
         with contextlib.suppress(OSError):  # a full disk must not end what can still be ended in good order
             sys.stdout.write(lines)

@@ -45,7 +45,6 @@ class Endpoint:
 
 
 def publish(folder: Path, component: str, endpoint: Endpoint) -> None:
-    """Write the endpoint of `component` into the attempt's folder."""
     write_atomically(_path(folder, component), json.dumps(asdict(endpoint)) + "\n")
 
 
@@ -86,9 +85,7 @@ def _path(folder: Path, component: str) -> Path:
 def claim_ports(count: int, key: str, folder: Path = LOCK_FOLDER) -> Iterator[list[int]]:
     """Hold `count` ports, neither in use nor claimed by others, during the block.
 
-    Args:
-        key: its hash is where the search begins, so that jobs seldom collide.
-        folder: of the locks.
+    Searches from the hash of `key`, so that jobs seldom collide; `folder` holds the locks.
 
     Raises:
         ReinforceError: too few free ports, or the folder cannot be used.
@@ -155,7 +152,6 @@ def _unlock(path: Path, handle: int) -> None:
 
 
 def _is_free(port: int) -> bool:
-    """Return True if nothing listens on the port, on any address of this node."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

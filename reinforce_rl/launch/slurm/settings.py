@@ -118,10 +118,6 @@ ACTOR_KEYS = tuple(f"remote_rm.reward_model.{name}" for name in ("ip", "port", "
 def read_settings(argv: Sequence[str], environment: Mapping[str, str], repository: Path) -> Settings:
     """Read and check the settings of a job.
 
-    Args:
-        argv: ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]
-        repository: folder of this package.
-
     Raises:
         ConfigError: with all faults.
     """
@@ -236,8 +232,6 @@ class _Reader:
 
 @dataclass(frozen=True)
 class Component:
-    """One component of the heterogeneous job."""
-
     group: int  # its number for srun
     job_id: str  # under which Slurm lists its steps
     nodes: int  # number of them
@@ -252,8 +246,6 @@ class Component:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What Slurm granted."""
-
     job_id: str  # of the leading component
     restart: int  # number of requeues
     server: Component
@@ -261,7 +253,6 @@ class Allocation:
 
     @property
     def label(self) -> str:
-        """Name of this attempt's folder."""
         return f"{self.job_id}-{self.restart}"
 
 

@@ -25,15 +25,6 @@ LOST_REASON = "it left no word: its wrapper was killed, its node is gone, or the
 
 
 class Step:
-    """A running step.
-
-    Args:
-        line: the srun command.
-        environment: of srun and the tasks.
-        folder: of the attempt.
-        log: called with lines for the job's log.
-    """
-
     def __init__(
         self,
         plan: StepPlan,
@@ -57,7 +48,6 @@ class Step:
 
     @property
     def code(self) -> int | None:
-        """Exit code of srun; None while it runs."""
         return self._srun.exit_code
 
     @property
@@ -66,7 +56,6 @@ class Step:
 
     @property
     def failed_node(self) -> str | None:
-        """Node whose failure Slurm reports; Slurm requeues the job."""
         found = (re.search(r"error: Node failure on (\S+)", message) for _, message in list(self._messages))
         return next((match.group(1) for match in found if match), None)
 
@@ -114,7 +103,6 @@ class Step:
         return self.has_ended
 
     def ends(self) -> list[TaskEnd]:
-        """Return the ends that the step's tasks have recorded."""
         return [end for end in read_ends(self._folder) if end.component == self.name]
 
     def lost(self) -> list[TaskEnd]:
@@ -147,15 +135,10 @@ def _numbers(text: str) -> set[int]:
 
 
 def end_stale_steps(job_ids: Sequence[str], seconds: float, log: Callable[[str], None]) -> None:
-    """End steps of an earlier attempt whose batch script is gone.
+    """End steps of an earlier attempt whose batch script is gone: SIGTERM, then SIGKILL after `seconds`.
 
     When a node of component 0 fails, Slurm 22.05 requeues this component alone. The actor goes on in the folder that
     the next attempt needs, and holds the cores that its srun would wait for.
-
-    Args:
-        job_ids: of all components.
-        seconds: from SIGTERM to SIGKILL.
-        log: called with lines for the job's log.
 
     Raises:
         SlurmCallError: a step still runs, or the controller did not answer.

@@ -31,8 +31,6 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Task:
-    """One task of a step."""
-
     component: str  # such as actor or rm-0
     folder: Path  # of the attempt
     launcher: str  # `SRUN` or `TORCHRUN`
@@ -85,8 +83,6 @@ def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str], 
 
 
 class _Signals:
-    """Forwards signals to the program once it runs."""
-
     def __init__(self) -> None:
         self.first: int | None = None
         self._child: Child | None = None
@@ -170,7 +166,6 @@ def end_orphans(seconds: float) -> None:
 
 
 def _reap() -> bool:
-    """Reap ended children; return True if others live."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -190,7 +185,6 @@ def _children() -> list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the task; return the exit code for srun."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--component", required=True)
     parser.add_argument("--folder", type=Path, required=True)

@@ -39,8 +39,6 @@ class Start:
 
 @dataclass
 class Answer:
-    """Slurm's answer."""
-
     starts: tuple[Start | None, Start | None] = (None, None)  # of server and actor; None if unknown
     faults: list[str] = field(default_factory=list)  # one sentence each, as the warnings
     warnings: list[str] = field(default_factory=list)
@@ -50,12 +48,9 @@ class Answer:
 def ask_cluster(
     run_dir: Path, plan: JobPlan | None, actor_megabytes: int | None, environment: Mapping[str, str]
 ) -> Answer:
-    """Check a job against the queue and the cluster.
+    """Check a job against the queue and the cluster; without a plan, the queue only.
 
-    Args:
-        plan: None to check the queue only.
-        actor_megabytes: host memory needed by the ranks of one actor node; None if unknown.
-        environment: of sbatch.
+    `actor_megabytes` is the host memory needed by the ranks of one actor node, `environment` is sbatch's.
     """
     answer = Answer()
     if shutil.which("sbatch") is None:
@@ -192,15 +187,12 @@ def _memory_warnings(nodes: str, megabytes: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A line of `SUBMITTED_FILE`."""
-
     job: str
     name: str  # of the first component
     time: float  # unix seconds
 
 
 def record_submitted(folder: Path, job: str, name: str) -> None:
-    """Append a job to `SUBMITTED_FILE` in `folder`."""
     with (folder / SUBMITTED_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(Submitted(job, name, time.time()))) + "\n")
 

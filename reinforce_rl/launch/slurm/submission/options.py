@@ -137,8 +137,6 @@ class ComponentOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """Options from the command line and the environment."""
-
     actor_args: tuple[str, ...]  # Hydra overrides
     server_args: tuple[str, ...]  # Hydra overrides
     actor: ComponentOptions
@@ -154,11 +152,7 @@ class Options:
 
 
 def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Options:
-    """Parse the command line; options not given come from the environment.
-
-    Args:
-        argv: [options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]
-    """
+    """Parse `[options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]`; options not given come from the environment."""
     own, server_args = split_arguments(argv)
     args = _parser().parse_intermixed_args(list(own))
     reader = _Reader(vars(args), environment)

@@ -17,8 +17,6 @@ MOST_LEAD = 65535  # Slurm keeps it in 16 bits
 
 @dataclass(frozen=True)
 class Component:
-    """One component of the job."""
-
     name: str  # for people
     job_name: str  # differs by component, since a dependency by name would wait for itself
     nodes: int  # number of them
@@ -33,7 +31,6 @@ class Component:
         return self.tasks_per_node * (self.cpus_per_task or 1)
 
     def requirements(self) -> list[str]:
-        """Return sbatch options that choose nodes."""
         own = self.options
         given = {
             "partition": own.partition,
@@ -53,8 +50,6 @@ class Component:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The whole job."""
-
     server: Component
     actor: Component
     time: str  # limit, as written
@@ -73,12 +68,7 @@ class JobPlan:
         return self.run_dir / "slurm"
 
     def command(self, *, after: str | None = None, test_only: bool = False) -> list[str]:
-        """Return the sbatch command.
-
-        Args:
-            after: id of a job that must end first, successful or not.
-            test_only: submit nothing.
-        """
+        """Return the sbatch command; it starts after the end of job `after`, successful or not."""
         first = ["--test-only"] if test_only else ["--parsable"]
         if self.seconds is not None:
             first.append(f"--signal=B:USR1@{self.lead}")  # in component 0: the batch script runs there
@@ -91,11 +81,7 @@ class JobPlan:
         return ["sbatch", *first, *components, str(self.batch_file), *overrides]
 
     def test_command(self, component: Component, exclude: str = "") -> list[str]:
-        """Return `sbatch --test-only` for one component as a job of its own.
-
-        Args:
-            exclude: nodes to avoid besides those of its own option.
-        """
+        """Return `sbatch --test-only` for one component as a job of its own, avoiding nodes `exclude` too."""
         own = component.options.exclude
         if own and "/" in own:  # a file of names
             own = ",".join(Path(own).read_text().split())

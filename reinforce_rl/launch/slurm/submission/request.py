@@ -42,8 +42,6 @@ BATCH_FILE = Path("slurm") / "train_hetjob.sbatch"
 
 @dataclass(frozen=True)
 class Request:
-    """A requested job, checked as far as possible without the cluster."""
-
     plan: JobPlan | None  # None if there are faults that prevent one
     run_dir: Path  # absolute
     actor_megabytes: int | None  # host memory needed by the ranks of one actor node; None if unknown
@@ -52,13 +50,7 @@ class Request:
 
 
 def make_request(options: Options, environment: Mapping[str, str], repository: Path, console: Console) -> Request:
-    """Check options and configurations, and plan the job.
-
-    Args:
-        environment: of this process; its variables are defaults.
-        repository: folder of the programs.
-        console: prints the trainer's own plan if its configuration has no faults.
-    """
+    """Check options and configurations, and plan the job; prints the trainer's own plan if it has no faults."""
     faults: list[str] = []
     actor_cfg = _attempt(lambda: compose(ACTOR_CONFIG, options.actor_args), faults)
     run_dir = _run_dir(options, actor_cfg, environment)

@@ -26,11 +26,7 @@ KEPT_SLURM_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 
 def main(argv: Sequence[str], console: Console | None = None) -> int:
-    """Plan, check, print and submit.
-
-    Args:
-        argv: [options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]
-        console: for output and errors; None for stdout and stderr.
+    """Plan, check, print and submit `[options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]`.
 
     Returns:
         0 if the jobs were submitted (or would be, in a dry run) or the run has finished; else 1.
