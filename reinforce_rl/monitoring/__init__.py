@@ -1,4 +1,4 @@
-"""Seeing a run: loggers, samples of each step, the live display and the report."""
+"""Loggers, rollout samples, live display and report of a run."""
 
 from reinforce_rl.monitoring.loggers import (
     JsonlLogger,

@@ -1,4 +1,4 @@
-"""Small line and area charts as inline SVG, coloured by CSS variables so that they follow a page's light or dark."""
+"""Line and area charts as inline SVG, coloured by CSS variables to follow a page's light or dark theme."""
 
 from __future__ import annotations
 
@@ -16,31 +16,21 @@ _SMOOTH_FROM = 12  # points from which a moving mean is drawn over a noisy serie
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart.
-
-    Attributes:
-        name: for the legend and the hover text.
-        points: (x, y) by rising x; a NaN or infinite y breaks the line.
-        colour: 1 .. 6, the CSS variable `--c1` .. `--c6`.
-        markers: draw every point, of a series that is sparse; where there are too many it is smoothed instead.
-        smooth: draw the points faintly and a moving mean over them, where there are enough.
-    """
+    """One line of a chart."""
 
     name: str
-    points: Sequence[tuple[float, float]]
-    colour: int
-    markers: bool = False
-    smooth: bool = False
+    points: Sequence[tuple[float, float]]  # (x, y), x ascending; a y that is not finite breaks the line
+    colour: int  # 1 .. 6, the CSS variable `--c1` .. `--c6`
+    markers: bool = False  # draw every point (sparse series); smoothed instead above `_MAX_MARKERS` points
+    smooth: bool = False  # draw points faintly under a moving mean, from `_SMOOTH_FROM` points
 
 
 def line_chart(series: Sequence[Series], x_label: str = "step", zero: bool = False, percent: bool = False) -> str:
-    """An SVG element with one line a series, or a line of text where there is no finite point.
+    """Return an SVG with one line per series, or a placeholder if there is no finite point.
 
     Args:
-        series: what to draw.
-        x_label: below the x axis.
-        zero: the y axis starts at 0.
-        percent: y is a share and its axis is 0 to 100 %.
+        zero: start the y axis at 0.
+        percent: y is a fraction; its axis is 0 to 100 %.
     """
     binned = [Series(s.name, _binned(s.points), s.colour, s.markers, s.smooth) for s in series]
     finite = [point for s in binned for point in s.points if math.isfinite(point[1])]
@@ -62,7 +52,7 @@ def line_chart(series: Sequence[Series], x_label: str = "step", zero: bool = Fal
 
 
 def area_chart(series: Sequence[Series], x_label: str = "step") -> str:
-    """An SVG element with the series stacked, each not negative; a NaN counts as 0. All must share their x."""
+    """Return a stacked SVG of non-negative series with the same x; NaN counts as 0."""
     binned = [Series(s.name, _binned(s.points), s.colour) for s in series if s.points]
     if not binned or not any(math.isfinite(y) for s in binned for _, y in s.points):
         return '<p class="empty">no data</p>'
@@ -82,7 +72,7 @@ def area_chart(series: Sequence[Series], x_label: str = "step") -> str:
 
 
 def legend(series: Sequence[Series]) -> str:
-    """An HTML list of the series that have a finite point, with their colours."""
+    """Return an HTML legend of the series that have a finite point."""
     items = [
         f'<li><i style="background:var(--c{s.colour})"></i>{escape(s.name)}</li>'
         for s in series
@@ -92,13 +82,9 @@ def legend(series: Sequence[Series]) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
-    """About `count` round numbers that cover [low, high], 1, 2 or 5 times a power of ten apart.
+    """Return about `count` round numbers covering [low, high], 1, 2 or 5 times a power of ten apart.
 
-    Args:
-        low: finite.
-        high: finite, not below `low`.
-        count: wished for.
-        whole: no fractions.
+    `low` and `high` are finite and in order; `whole` allows no fractions.
     """
     span, scale = high - low, max(abs(low), abs(high))
     if span <= scale * 1e-9 or span < 1e-30:  # one value, or so little between them that labels could not tell
@@ -113,7 +99,7 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[
 
 
 def label(value: float, step: float) -> str:
-    """A tick's number with as many decimals as `step`, the distance between ticks, needs."""
+    """Format a tick with as many decimals as `step`, the distance between ticks, needs."""
     if abs(value) < step / 2:
         return "0"
     if abs(value) < 1e-3 or abs(value) >= 1e6:
@@ -125,7 +111,7 @@ def label(value: float, step: float) -> str:
 
 @dataclass(frozen=True)
 class _Frame:
-    """The plot area: from data to pixels."""
+    """The plot area; maps data to pixels."""
 
     x_ticks: list[float]
     y_ticks: list[float]
@@ -175,7 +161,7 @@ class _Frame:
         return f'<path class="line" d="{"".join(commands)}" style="stroke:var(--c{colour})" {look}/>'
 
     def dots(self, points: Sequence[tuple[float, float]], colour: int, lonely_only: bool) -> list[str]:
-        """Circles on the points, or only on those that no line reaches because both neighbours are missing."""
+        """Draw circles on the points, or only on isolated ones, which no line reaches."""
         finite = [False, *(math.isfinite(y) for _, y in points), False]
         return [
             f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="3.2" style="fill:var(--c{colour})"/>'
@@ -189,7 +175,6 @@ class _Frame:
         return f'<path d="M{"L".join([*there, *reversed(back)])}Z" style="fill:var(--c{colour})" opacity="0.85"/>'
 
     def hover(self, series: Sequence[Series], x_label: str, percent: bool) -> list[str]:
-        """One column an x, with a guide line and a title that lists the values there."""
         texts: dict[float, list[str]] = {}
         for s in series:
             for x, y in s.points:
@@ -214,7 +199,7 @@ def _svg(parts: Sequence[str], description: str) -> str:
 
 
 def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Means of equal runs of points, so that at most `MAX_POINTS` are left; each keeps the x of its last point."""
+    """Average runs of points down to `MAX_POINTS`; each keeps the x of its last point."""
     size = math.ceil(len(points) / MAX_POINTS)
     if size <= 1:
         return list(points)
@@ -227,7 +212,7 @@ def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _moving_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Each y as the mean of the finite ones among the twentieth of the points (at least 5) around it."""
+    """Average each y over the finite ones in a window of a twentieth of the points (at least 5)."""
     half = max(2, len(points) // 40)
     means = []
     for index, (x, y) in enumerate(points):

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: `metrics.jsonl`, TensorBoard's event files, Weights & Biases, or several of them."""
+"""Metric loggers: `metrics.jsonl`, TensorBoard, Weights & Biases, or several of them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ FAILED = "failed"
 
 @runtime_checkable
 class MetricLogger(Protocol):
-    """Takes the numbers of a run. The trainer calls it on rank 0 only, with steps that never go down."""
+    """Interface of metric back ends. Called on rank 0 only, with non-decreasing steps."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
-        """Take numbers of `step`; each is kept under `prefix + name`, e.g. `train/rewards`."""
+        """Log numbers of `step` under `prefix + name`, e.g. `train/rewards`."""
         ...
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Take sample rows of `step`, all with the same keys, for back ends that can show tables."""
+        """Log sample rows of `step`, all with the same keys."""
         ...
 
     def commit(self, step: int) -> None:
-        """Every number of `step` has been given: store it so that it outlives a kill."""
+        """Store `step`, which is complete, so that it survives a kill."""
         ...
 
     def finalize(self, status: str = SUCCESS) -> None:
-        """The run is over: store what is left and close. `status` is "success" or "failed"."""
+        """Store what is left and close. `status` is "success" or "failed"."""
         ...
 
 
 class Loggers:
-    """Several loggers as one; an empty list logs nothing."""
+    """Several loggers as one; may be empty."""
 
     def __init__(self, loggers: Sequence[MetricLogger] = ()):
         self.loggers = tuple(loggers)
@@ -56,16 +56,16 @@ class Loggers:
             logger.commit(step)
 
     def finalize(self, status: str = SUCCESS) -> None:
-        """Close every logger, also after one of them failed to; a failure is raised at the end."""
+        """Close every logger even if one fails; raise the failure at the end."""
         with ExitStack() as stack:
             for logger in reversed(self.loggers):
                 stack.callback(logger.finalize, status)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, one dict a step, in the file's order; NaN and infinity read as None.
+    """Read a `metrics.jsonl`, one dict per step in file order; NaN and infinity become None.
 
-    A last line that a killed process left unfinished is left out, so a running run's file can be read.
+    An incomplete last line (a killed or running process) is skipped.
 
     Raises:
         DataError: the file is absent, or a complete line is not a JSON object with an integer `step`.
@@ -81,14 +81,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 class JsonlLogger:
-    """Merges all metrics of a step into one line, `step` first, and appends it at `commit`.
-
-    `time` (unix seconds at the commit) is added to each line. Tables are not kept here: `RolloutWriter` keeps samples.
+    """Merges all metrics of a step into one line, plus `time` (unix seconds), appended at `commit`. Ignores tables.
 
     Args:
-        path: the file; its folder is made.
-        resume_step: the step of the checkpoint that the run goes on from, 0 for a run started again from nothing.
-            Lines after it are dropped, and so is a torn last line. None is for a new run.
+        resume_step: of the checkpoint to resume from, 0 to restart from scratch: later lines and a torn last line are
+            dropped. None for a new run.
 
     Raises:
         DataError: `resume_step` is None and the file already holds metrics, or a line of it cannot be read.
@@ -116,15 +113,15 @@ class JsonlLogger:
         self._last_step = max((record["step"] for record in kept), default=None)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
-        """Keep the numbers until `commit(step)`; a name given twice keeps its last value."""
+        """Buffer numbers until `commit(step)`; the last value of a name wins."""
         line = self._pending.setdefault(step, {})
         line.update({prefix + name: plain_number(value) for name, value in metrics.items()})
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Nothing: samples are files of their own."""
+        """Ignored: `RolloutWriter` keeps samples."""
 
     def commit(self, step: int) -> None:
-        """Append the line of `step`, flushed to the disk; where the file has that step, merge into its line."""
+        """Append the line of `step` and fsync; merge if the file already has that step."""
         if step not in self._pending:
             return
         record = {"step": step, "time": time.time(), **self._pending.pop(step)}
@@ -143,19 +140,19 @@ class JsonlLogger:
         write_json_lines(self.path, [by_step[step] for step in sorted(by_step)])
 
     def finalize(self, status: str = SUCCESS) -> None:
-        """Write the steps that were logged and not committed: after an error they show how far the run came."""
+        """Write steps that were not committed: after an error they show how far the run came."""
         for step in sorted(self._pending):
             self.commit(step)
 
 
 class TensorboardLogger:
-    """One event file with every number of the run, each once. tensorboard itself is imported here and nowhere else.
+    """Writes one event file. Imports tensorboard lazily.
 
-    Event files can only be appended to. So a run that goes on writes a new one, from the lines of `metrics.jsonl` up
-    to its checkpoint, and removes the old ones: no reader finds the steps that are made again twice.
+    Event files are append-only: a resumed run writes a new one, replaying `metrics.jsonl` up to its checkpoint, and
+    removes the old ones, so that no step appears twice.
 
     Args:
-        folder: of the event files, and of nothing else.
+        folder: for event files only.
         history: the lines of `metrics.jsonl` so far, by step.
 
     Raises:
@@ -184,7 +181,7 @@ class TensorboardLogger:
             path.unlink()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
-        """Write the numbers of `step`; NaN and infinity are left out, and what `history` had of this step already."""
+        """Write numbers of `step`, except non-finite ones and those `history` already has for this step."""
         step_of_history, known = self._last
         for name, value in metrics.items():
             number = plain_number(value)
@@ -192,14 +189,14 @@ class TensorboardLogger:
                 self._writer.add_scalar(prefix + name, number, step)
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Nothing: TensorBoard has no tables, and samples are files of their own."""
+        """Ignored: TensorBoard has no tables."""
 
     def commit(self, step: int) -> None:
-        """Hand what there is to the operating system, so that TensorBoard shows it and a kill does not lose it."""
+        """Flush to the operating system, so that TensorBoard shows it and a kill does not lose it."""
         self._writer.flush()
 
     def finalize(self, status: str = SUCCESS) -> None:
-        """Close the file; `status` is not kept."""
+        """Close the file; `status` is not stored."""
         self._writer.close()
 
 
@@ -208,22 +205,17 @@ _FINISH_DEADLINE_S = 120.0
 
 
 class WandbLogger:
-    """A wandb run. wandb itself is imported here and nowhere else.
+    """A wandb run. Imports wandb lazily.
 
-    A resumed run passes the `run_id` of its checkpoint and goes on in the same wandb run. wandb accepts no step below
-    its last one, so steps that a killed run had logged after its last checkpoint keep the killed run's values; on one
-    process those are the same values.
+    A resumed run passes its checkpoint's `run_id` and continues the same wandb run. wandb rejects steps below its last
+    one: those a killed run logged after its last checkpoint keep its values (on one process they are the same).
 
     Args:
-        project: wandb's project.
-        name: the run's name there.
-        dir: folder below which wandb writes its `wandb/`.
-        config: the run's configuration, shown there.
-        run_id: of the run to go on with; None starts a new one.
+        dir: parent of wandb's own `wandb/`.
+        run_id: run to continue; None starts a new one.
         mode: "offline" keeps everything in `dir`, for a later `wandb sync`; "online" needs an API key.
         entity: user or team; None is the account's default.
         group: joins runs, e.g. the seeds of one experiment.
-        tags: shown there.
 
     Raises:
         ReinforceError: wandb is not installed, or the run cannot be started.
@@ -276,16 +268,16 @@ class WandbLogger:
 
     @property
     def run_id(self) -> str:
-        """wandb's id of the run, to be kept in the checkpoint."""
+        """wandb's run id, for the checkpoint."""
         return self._run.id
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
-        """Log the numbers of `step`; NaN and infinity are left out, as wandb's charts cannot show them."""
+        """Log numbers of `step`, except non-finite ones, which wandb's charts cannot show."""
         numbers = {prefix + name: plain_number(value) for name, value in metrics.items()}
         self._run.log({name: number for name, number in numbers.items() if number is not None}, step=step)
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Log the rows as a wandb table; the first row's keys are its columns. No rows, no table."""
+        """Log rows as a wandb table, with the first row's keys as columns; do nothing without rows."""
         if not rows:
             return
         import wandb
@@ -295,8 +287,8 @@ class WandbLogger:
         self._run.log({key: wandb.Table(columns=columns, data=data, allow_mixed_types=True)}, step=step)
 
     def commit(self, step: int) -> None:
-        """Nothing: wandb stores a step when the next one comes or the run ends, and adds to it until then."""
+        """Ignored: wandb stores a step when the next one begins or the run ends."""
 
     def finalize(self, status: str = SUCCESS) -> None:
-        """Write or send what is left and end the run, as failed unless `status` is "success"."""
+        """Flush and end the run, as failed unless `status` is "success"."""
         self._run.finish(exit_code=0 if status == SUCCESS else 1)

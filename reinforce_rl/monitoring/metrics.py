@@ -1,7 +1,6 @@
-"""The numbers of a step, in a form that adds up over data-parallel ranks.
+"""Metrics of a step, reduced over data-parallel ranks. Names are NeMo-Aligner's where it has one.
 
-Names are NeMo-Aligner's where it has one. Rewards are averaged over the samples that were scored: a failed one is not
-a reward of 0.
+Rewards are averaged over scored samples only: a failed one does not count as 0.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ GatherOverRanks = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean before it is taken: what to add up over ranks."""
+    """Sum and count of a mean, additive over ranks."""
 
     total: float
     count: float
 
     @classmethod
     def of(cls, values: Tensor, where: Tensor | None = None) -> Mean:
-        """Of a [N] tensor, or of its entries where a bool [N] mask is True."""
+        """Sum a tensor [N], optionally over a bool mask [N]."""
         chosen = values if where is None else values[where]
         return cls(float(chosen.double().sum()), float(chosen.numel()))
 
 
-Statistics = dict[str, "Mean | RunningMoments"]  # of `RunningMoments` the deviation is reported
+Statistics = dict[str, "Mean | RunningMoments"]  # `RunningMoments` report their deviation
 
 
 def rollout_means(batch: RolloutBatch) -> Statistics:
-    """What is known of a batch once it is scored."""
+    """Return the statistics of a scored batch."""
     scored = torch.isfinite(batch.rewards)
     means: Statistics = {
         "rewards": Mean.of(batch.rewards, scored),
@@ -59,7 +58,7 @@ def rollout_means(batch: RolloutBatch) -> Statistics:
 
 
 def reinforce_means(batch: ReinforceBatch) -> Statistics:
-    """What the algorithm made of a batch, over its valid samples."""
+    """Return the statistics of advantages, baselines and KL, over the valid samples."""
     rollouts, valid = batch.rollouts, batch.rollouts.valid
     advantages = batch.sequence_advantages
     spread, has_none = group_spread(rollouts.rewards, rollouts.group_ids, valid)
@@ -82,15 +81,9 @@ def reinforce_means(batch: ReinforceBatch) -> Statistics:
 
 
 def group_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """How the rewards of each group differ, over groups of at least two valid samples.
+    """Return each group's sample standard deviation (n - 1), and whether its rewards are all equal.
 
-    Args:
-        rewards: [N].
-        group_ids: int64 [N]; a group lies on one rank.
-        valid: bool [N].
-
-    Returns:
-        the deviation of each group, n - 1 in its denominator: [groups]; whether its rewards are all equal: bool.
+    Only groups of at least two valid samples count. A group lies on one rank.
     """
     differs = in_group_with_spread(rewards, group_ids, valid)
     members = [(group_ids == group) & valid for group in torch.unique(group_ids)]
@@ -101,12 +94,7 @@ def group_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Ten
 
 
 def take_means(statistics: Statistics, gather_over_ranks: GatherOverRanks) -> dict[str, float]:
-    """The means and deviations over all ranks; NaN where nothing was counted.
-
-    Args:
-        statistics: of this rank; a rank may lack some.
-        gather_over_ranks: gives every data-parallel rank's object.
-    """
+    """Reduce to means and deviations over all ranks; NaN where nothing was counted. Ranks may lack some statistics."""
     parts: list[Statistics] = gather_over_ranks(statistics)
     taken = {}
     for name in dict.fromkeys(name for part in parts for name in part):
@@ -128,12 +116,11 @@ def take_means(statistics: Statistics, gather_over_ranks: GatherOverRanks) -> di
 def update_metrics(
     sums: Mapping[str, float], updates: Sequence[OptimizerUpdate], gather_over_ranks: GatherOverRanks
 ) -> dict[str, float]:
-    """What the optimizer steps on one rollout batch did.
+    """Return the metrics of the optimizer steps on one rollout batch.
 
     Args:
-        sums: of this rank over all of them: `loss`, and the sums of `loss.policy_loss`.
-        updates: of each of them, at least one.
-        gather_over_ranks: gives every data-parallel rank's object.
+        sums: this rank's totals over all of them: `loss`, and the sums of `loss.policy_loss`.
+        updates: at least one.
     """
     parts: list[Mapping[str, float]] = gather_over_ranks(dict(sums))
     total = {name: sum(part.get(name, 0.0) for part in parts) for name in {name for part in parts for name in part}}

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a live display on a terminal, one line a step in a log file."""
+"""Progress of a run: a live panel on a terminal, one line per step in a log file."""
 
 from __future__ import annotations
 
@@ -27,22 +27,20 @@ _SHOWN: tuple[Shown, ...] = (
     ("response_lengths", "response length, tokens", "length", "{:.1f}"),
     ("grad_norm", "gradient norm", "grad", "{:.3g}"),
 )
-_RECENT = 20  # steps that the time left and the middle column look back on
+_RECENT = 20  # window of steps for the time left and the middle column
 
 
 class TrainingProgress:
-    """Shows the run, as a context manager that gives the terminal back however the run ends.
+    """Context manager that shows progress and restores the terminal on exit.
 
-    On a terminal: a live panel. Elsewhere (a Slurm log, a pipe): one plain line a step, flushed, never wrapped.
+    On a terminal: a live panel. Elsewhere (a Slurm log, a pipe): one plain line per step, flushed, never wrapped.
 
     Args:
-        total_steps: steps of the whole run.
-        start_step: steps already done, by the run that is resumed.
-        enabled: False shows nothing; every rank but 0 passes it.
-        console: where to; None is standard output.
-        title: of the panel.
-        shown: the metrics that are shown.
-        phases: the timings that are shown.
+        start_step: steps done before resuming.
+        enabled: False on every rank but 0.
+        console: None is standard output.
+        shown: metrics to show.
+        phases: timings to show.
     """
 
     def __init__(
@@ -86,11 +84,11 @@ class TrainingProgress:
             live.stop()
 
     def phase(self, name: str) -> None:
-        """Say what the run does from now on, e.g. "generate"; an empty name ends the phase."""
+        """Set the current phase, e.g. "generate"; an empty name ends it."""
         self._phase, self._phase_start, self._waiting = name, time.monotonic(), ""
 
     def note(self, text: str, transient: bool = False) -> None:
-        """Show a message. On a terminal a transient one is replaced by the next and goes away with the phase."""
+        """Show a message; on a terminal a transient one is replaced by the next and vanishes with the phase."""
         if not self.enabled:
             return
         if self._live is None:
@@ -101,15 +99,15 @@ class TrainingProgress:
             self.console.print(Text(text))
 
     def update(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
-        """A step is done.
+        """Report a finished step.
 
         Args:
-            step: its number, 1 for the first.
-            metrics: by NeMo-Aligner's names, without prefix; missing ones show as "-".
+            step: from 1.
+            metrics: NeMo-Aligner's names, without prefix; missing ones show as "-".
             timings: seconds of `generate`, `logprobs`, `init_logprobs`, `reward_wait`, `train_time`, `step_time`.
         """
         now = time.monotonic()
-        self._durations.append(now - self._last_update)  # with validation and checkpoints, which the time left needs
+        self._durations.append(now - self._last_update)  # includes validation and checkpoints
         self._last_update = now
         self._step = step
         self._skipped += metrics.get("skipped_step", 0) > 0
@@ -124,7 +122,7 @@ class TrainingProgress:
             self._print(self._line())
 
     def validation(self, step: int, metrics: Mapping[str, float], kind: str = "validation") -> None:
-        """A validation is done, or a test; the metrics' names are those of `update`."""
+        """Report a finished validation or test; metric names as in `update`."""
         parts = [f"{kind} after step {step}:"]
         parts += [
             f"{short} {_form(form, float(metrics[name]))}" for name, _, short, form in self._shown if name in metrics
@@ -133,14 +131,14 @@ class TrainingProgress:
 
     @property
     def seconds_left(self) -> float:
-        """Of the whole run, by the mean of the last steps; NaN before the first step."""
+        """Estimate the run's remaining seconds from the last steps; NaN before the first."""
         if not self._durations:
             return math.nan
         return max(0, self.total_steps - self._step) * sum(self._durations) / len(self._durations)
 
     def _print(self, text: str) -> None:
         # Not console.print: that wraps at 80 columns where there is no terminal.
-        with contextlib.suppress(OSError):  # a terminal that is gone, or a full log: the files have all of it
+        with contextlib.suppress(OSError):  # terminal gone or log full: the files have everything
             print(text, file=self.console.file, flush=True)
 
     def _seconds_a_step(self) -> float:
@@ -193,7 +191,7 @@ class TrainingProgress:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as 0:07, 12:34 or 1:02:03; "-" where they are not known."""
+    """Format seconds as 0:07, 12:34 or 1:02:03; "-" if unknown."""
     if not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,6 +1,6 @@
-"""`report.html`: a run as one self-contained page, without scripts and without anything from the network.
+"""`report.html`: a run as one self-contained page, without scripts or network access.
 
-`python -m reinforce_rl.monitoring.report RUN_DIR` writes it, also while the run goes on.
+`python -m reinforce_rl.monitoring.report RUN_DIR` writes it, also during the run.
 """
 
 from __future__ import annotations
@@ -51,14 +51,7 @@ class _Chart:
 
 
 def write_report(run_dir: str | Path, out: str | Path = "report.html") -> Path:
-    """Write the page from `metrics.jsonl`, `rollouts/`, `validation/` and `config.yaml`, whichever are there.
-
-    Args:
-        run_dir: the run's folder.
-        out: the page; a relative path is below `run_dir`.
-
-    Returns:
-        The page's path.
+    """Write the page from the files of `run_dir` that exist; return its path. A relative `out` is below `run_dir`.
 
     Raises:
         DataError: `run_dir` is absent, or a file of it cannot be read.
@@ -125,7 +118,7 @@ def _charts(run: RunRecord) -> list[_Chart]:
 
 
 def _phase_series(metrics: Sequence[Mapping[str, Any]]) -> list[Series]:
-    """The phases that were timed, and what the step took besides, over the steps that have any of them."""
+    """Return the timed phases and the remainder of the step."""
     keys = [f"timers/{name}" for name in PHASES]
     timed = [line for line in metrics if any(key in line for key in [*keys, "timers/step_time"])]
 
@@ -149,7 +142,7 @@ def _phase_series(metrics: Sequence[Mapping[str, Any]]) -> list[Series]:
 
 
 def _validation_samples(run: RunRecord) -> tuple[list, list]:
-    """Pairs (before, after) of samples of the same prompt: at even distances, and with the extreme differences."""
+    """Return pairs (before, after) of the same prompt: evenly spaced ones, and those with extreme differences."""
     if run.first_validation is None or run.last_validation is None:
         return [], []
     after = {(row.prompt_id, row.sample_id): row for row in run.last_validation[1]}
@@ -175,7 +168,7 @@ def _best_and_worst(run: RunRecord) -> tuple[list[RolloutRow], list[RolloutRow]]
 
 
 def _config(run_dir: Path, last_step: int) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """The text that the last step had, the facts to show at once, and what was changed before."""
+    """Return the last step's config text, the facts to show at once, and earlier changes."""
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
@@ -214,7 +207,7 @@ def main(
     program: str = "reinforce_rl.monitoring.report",
     write: Callable[[str], Path] = write_report,
 ) -> int:
-    """Write the report of the run folder that is the only argument; returns the exit status."""
+    """Write the report of the run folder given as the only argument; return the exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description="Write the report of a run.")
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run's folder")
     try:

@@ -1,4 +1,4 @@
-"""The page of `report.py`: one Jinja template with its style, filled with autoescaping on."""
+"""Jinja template and style of `report.py`; rendered with autoescaping."""
 
 from __future__ import annotations
 

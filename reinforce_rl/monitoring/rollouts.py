@@ -1,4 +1,4 @@
-"""The samples of each step as files to read: `rollouts/step_00012.jsonl` and `validation/step_00012.jsonl`."""
+"""Samples of each step as files: `rollouts/step_00012.jsonl` and `validation/step_00012.jsonl`."""
 
 from __future__ import annotations
 
@@ -27,51 +27,33 @@ _FLOATS = ("reward", "kl", "reward_with_kl", "baseline", "advantage")
 
 @dataclass(frozen=True)
 class RolloutRow:
-    """One scored sample. A float that does not exist (scoring failed, no KL in validation) is NaN, null on disk.
+    """One scored sample. Missing floats (scoring failed, no KL in validation) are NaN, null on disk."""
 
-    Attributes:
-        step: the optimizer step that it was sampled before, or the step after which it was validated.
-        prompt_id: `Prompt.id`, with weighted blending modulo the size of the data set its index there.
-        sample_id: 0 .. G-1 among the samples of the prompt.
-        prompt: its text.
-        response: its text.
-        reward: as the reward source gave it.
-        kl: nats, summed over the response's tokens.
-        reward_with_kl: reward minus beta times kl.
-        baseline: what was subtracted.
-        advantage: what multiplied the log-probs.
-        finish_reason: of `data/batches.py`: `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`.
-        response_length: tokens, the stop token included.
-        valid: False where the sample was left out of the loss.
-    """
-
-    step: int
-    prompt_id: int
-    sample_id: int
+    step: int  # sampled before this optimizer step, or validated after it
+    prompt_id: int  # `Prompt.id`; with weighted blending, modulo the data set's size, its index there
+    sample_id: int  # 0 .. G-1 within the prompt
     prompt: str
     response: str
-    reward: float
-    finish_reason: str
-    response_length: int
-    kl: float = math.nan
-    reward_with_kl: float = math.nan
+    reward: float  # as the reward source returned it
+    finish_reason: str  # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/batches.py`
+    response_length: int  # tokens, including the stop token
+    kl: float = math.nan  # nats, summed over the response's tokens
+    reward_with_kl: float = math.nan  # reward - beta * kl
     baseline: float = math.nan
-    advantage: float = math.nan
-    valid: bool = True
+    advantage: float = math.nan  # weight of the log-probs in the loss
+    valid: bool = True  # False if left out of the loss
 
     @property
     def is_end(self) -> bool:
-        """The response ended by itself, rather than being cut."""
+        """True if the response was not cut."""
         return self.finish_reason == FINISH_STOP
 
 
 class RolloutWriter:
-    """Writes the samples of each step below a run's folder. Writing a step again replaces its file.
+    """Writes the samples of each step below a run's folder, replacing existing files.
 
     Args:
-        folder: the run's folder; `rollouts/`, `validation/` and `test/` are made in it.
-        resume_step: the step of the checkpoint that the run goes on from: files of later steps are removed,
-            since those steps are made again. None removes nothing.
+        resume_step: of the checkpoint to resume from: files of later steps are removed. None removes nothing.
     """
 
     def __init__(self, folder: str | Path, resume_step: int | None = None):
@@ -83,14 +65,14 @@ class RolloutWriter:
                         path.unlink()
 
     def write(self, step: int, rows: Sequence[RolloutRow], kind: Kind = "rollouts") -> Path:
-        """Write the samples of `step` atomically, one JSON line each, and return the file's path."""
+        """Write the samples of `step` atomically as JSON lines; return the file's path."""
         path = self.folder / kind / f"step_{step:05d}.jsonl"
         write_json_lines(path, [_to_json(row) for row in rows])
         return path
 
 
 def rollout_files(folder: str | Path, kind: Kind = "rollouts") -> dict[int, Path]:
-    """The files of a run's folder by step, in rising order; empty where there are none."""
+    """Return a run's sample files by step, in ascending order."""
     found = {}
     for path in (Path(folder) / kind).glob("step_*.jsonl"):
         if match := _STEP_FILE.fullmatch(path.name):
@@ -99,10 +81,10 @@ def rollout_files(folder: str | Path, kind: Kind = "rollouts") -> dict[int, Path
 
 
 def read_rollouts(path: str | Path) -> list[RolloutRow]:
-    """Read a file that `RolloutWriter` wrote; null reads as NaN.
+    """Read a file of `RolloutWriter`; null becomes NaN.
 
     Raises:
-        DataError: the file is absent, or a line is not JSON or has not the fields of a `RolloutRow`.
+        DataError: the file is absent, a line is not JSON, or its fields are not those of `RolloutRow`.
     """
     path = Path(path)
     if not path.is_file():
@@ -124,12 +106,12 @@ def _from_json(record: dict[str, Any]) -> RolloutRow:
 
 def _to_json(row: RolloutRow) -> dict[str, object]:
     record = dataclasses.asdict(row)
-    floats = {name: float(record[name]) for name in _FLOATS}  # a NumPy or tensor scalar is welcome
+    floats = {name: float(record[name]) for name in _FLOATS}  # accepts NumPy and tensor scalars
     return {**record, **floats}
 
 
 def decode_responses(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, lengths: Tensor) -> list[str]:
-    """The text of each row of int64 [N, T], special tokens left out."""
+    """Decode each row of int64 [N, T], skipping special tokens."""
     rows = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     return [str(text) for text in tokenizer.batch_decode(rows, skip_special_tokens=True)]
 
@@ -141,14 +123,12 @@ def sample_rows(
     tokenizer: PreTrainedTokenizerBase,
     data: ReinforceBatch | None = None,
 ) -> list[RolloutRow]:
-    """One row a sample.
+    """Return one row per sample.
 
     Args:
         step: see `RolloutRow.step`.
-        prompts: of the batch, in its order.
-        batch: the scored samples.
-        tokenizer: of the policy.
-        data: what the algorithm made of them; None in validation.
+        prompts: in the batch's order.
+        data: advantages and KL; None in validation.
     """
     text_of = {prompt.id: prompt.text for prompt in prompts}
     responses = [

@@ -1,4 +1,4 @@
-"""Which rank, and which node, is slowest in each phase of a step, and whether that is worth a line."""
+"""Straggler detection: the slowest rank and node of each phase."""
 
 from __future__ import annotations
 
@@ -7,53 +7,37 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Less than this is noise: seconds, and a share of the step.
+# Noise thresholds: seconds, and share of the step.
 LEAST_SECONDS, LEAST_SHARE = 0.1, 0.05
-REPEAT_STEPS = 10  # after so many a line that has not changed is said again
+REPEAT_STEPS = 10  # an unchanged line is repeated after this many steps
 
 
 @dataclass(frozen=True)
 class RankSeconds:
-    """What a rank did in a step.
-
-    Attributes:
-        host: it is on.
-        seconds: of its own work by phase, less what it was seen to wait for other ranks.
-    """
-
     host: str
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float]  # own work by phase, without known waits for other ranks
 
 
 def of_this_rank(seconds: Mapping[str, float], *, asks_for_rewards: bool) -> RankSeconds:
-    """Of a rank's own seconds. Where others ask for rewards, it takes no part in the wait for them."""
+    """Collect this rank's seconds; drop `reward_wait` if other ranks ask for rewards."""
     taken = {name: value for name, value in seconds.items() if asks_for_rewards or name != "reward_wait"}
     return RankSeconds(socket.gethostname(), taken)
 
 
 @dataclass(frozen=True)
 class Slowest:
-    """Of one phase.
-
-    Attributes:
-        phase: its name.
-        rank, host, seconds: the rank that took longest.
-        median: seconds over the ranks; of an even number of them the lower of the two in the middle, so that of two
-            ranks it is the faster one's.
-        node, node_seconds: the host whose ranks took longest on average, and that average; None where all ranks are
-            on one host.
-    """
+    """The slowest rank of one phase, and the slowest node."""
 
     phase: str
     rank: int
     host: str
     seconds: float
-    median: float
-    node: str | None = None
-    node_seconds: float = 0.0
+    median: float  # lower median over ranks: with two ranks, the faster one's
+    node: str | None = None  # highest mean over its ranks; None if all ranks are on one host
+    node_seconds: float = 0.0  # that mean
 
     def stands_out(self, factor: float, step_seconds: float) -> bool:
-        """Whether it took `factor` times the median, and what it took more is more than noise."""
+        """Return True if it took at least `factor` times the median and the excess is above noise."""
         more = self.seconds - self.median
         return self.seconds >= factor * self.median and more >= max(LEAST_SECONDS, LEAST_SHARE * step_seconds)
 
@@ -65,11 +49,7 @@ class Slowest:
 
 
 def slowest_of_phases(ranks: Sequence[RankSeconds]) -> list[Slowest]:
-    """Of each phase, over the ranks that took part in it.
-
-    Args:
-        ranks: of all, in rank order.
-    """
+    """Find the slowest rank of each phase among its participants; `ranks` is in rank order."""
     found = []
     for phase in dict.fromkeys(name for rank in ranks for name in rank.seconds):
         taken = {number: rank.seconds[phase] for number, rank in enumerate(ranks) if phase in rank.seconds}
@@ -95,7 +75,7 @@ def slowest_of_phases(ranks: Sequence[RankSeconds]) -> list[Slowest]:
 
 
 def timing_metrics(found: Sequence[Slowest]) -> dict[str, float]:
-    """The seconds of the slowest rank, the median, and which rank it was, of each phase."""
+    """Return each phase's slowest and median seconds, and the slowest rank."""
     metrics: dict[str, float] = {}
     for slowest in found:
         values = {"max": slowest.seconds, "median": slowest.median, "rank": slowest.rank}
@@ -104,10 +84,10 @@ def timing_metrics(found: Sequence[Slowest]) -> dict[str, float]:
 
 
 class StragglerLines:
-    """Says which ranks are slow, at most every few steps where it stays the same.
+    """Straggler messages, repeated only every `REPEAT_STEPS` if unchanged.
 
     Args:
-        factor: a rank that takes so many times the median is named.
+        factor: report ranks slower than this multiple of the median.
     """
 
     def __init__(self, factor: float):
@@ -116,13 +96,7 @@ class StragglerLines:
         self._last_step = 0
 
     def line(self, step: int, found: Sequence[Slowest], step_seconds: float) -> str | None:
-        """Of this step; None where nothing stands out, or it was said not long ago.
-
-        Args:
-            step: its number.
-            found: of each phase.
-            step_seconds: of the whole step.
-        """
+        """Return this step's message; None if nothing stands out or it was reported recently."""
         slow = [slowest for slowest in found if slowest.stands_out(self._factor, step_seconds)]
         named = [(slowest.phase, slowest.rank) for slowest in slow]
         repeated = named == self._named and step < self._last_step + REPEAT_STEPS

@@ -1,4 +1,4 @@
-"""A run in a few numbers: the paired comparison of two validations, and what it was before and after."""
+"""Summary of a run: paired comparison of two validations, and metrics before and after."""
 
 from __future__ import annotations
 
@@ -15,23 +15,14 @@ from reinforce_rl.monitoring.rollouts import RolloutRow, read_rollouts, rollout_
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Rewards of the same prompts before and after.
+    """Rewards of the same prompts before and after."""
 
-    Attributes:
-        n: prompts compared.
-        mean_before: mean reward of these prompts before; NaN when n is 0.
-        mean_after: the same, after.
-        mean_difference: after minus before.
-        standard_error: of `mean_difference`, from the spread of the n differences; NaN when n < 2.
-        z: `mean_difference / standard_error`; infinite where all differences are equal and not 0, NaN where undefined.
-    """
-
-    n: int
-    mean_before: float
+    n: int  # prompts compared
+    mean_before: float  # NaN if n is 0
     mean_after: float
-    mean_difference: float
-    standard_error: float
-    z: float
+    mean_difference: float  # after - before
+    standard_error: float  # of the n differences; NaN if n < 2
+    z: float  # infinite if all differences are equal and not 0; NaN if undefined
 
     def __str__(self) -> str:
         if self.n == 0:
@@ -43,10 +34,9 @@ class PairedComparison:
 
 
 def compare_validation(before: Sequence[RolloutRow], after: Sequence[RolloutRow]) -> PairedComparison:
-    """Pair two validations by `prompt_id` and compare their rewards.
+    """Compare two validations' rewards, paired by `prompt_id`.
 
-    A prompt with several samples counts once, by their mean. A prompt that is absent on one side, or has a failed
-    reward (NaN) on either side, is left out of both.
+    Samples of a prompt count as their mean. Prompts absent or failed (NaN) on either side are dropped.
     """
     first, last = rewards_by_prompt(before), rewards_by_prompt(after)
     shared = sorted(first.keys() & last.keys())
@@ -68,7 +58,7 @@ def compare_validation(before: Sequence[RolloutRow], after: Sequence[RolloutRow]
 
 
 def rewards_by_prompt(rows: Sequence[RolloutRow]) -> dict[int, float]:
-    """Mean reward of each prompt; a prompt with a failed reward is absent."""
+    """Return the mean reward of each prompt, without prompts that have a failed reward."""
     groups: dict[int, list[float]] = {}
     for row in rows:
         groups.setdefault(row.prompt_id, []).append(row.reward)
@@ -79,29 +69,22 @@ def rewards_by_prompt(rows: Sequence[RolloutRow]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run's folder holds; every part may be empty, as in a run that has just begun.
+    """Contents of a run's folder; every part may be empty."""
 
-    Attributes:
-        metrics: lines of metrics.jsonl, by rising step.
-        first_validation: step and samples of the first validation, or None.
-        last_validation: the same of the last one; None while there is only one.
-        last_rollouts: step and samples of the last step, or None.
-    """
-
-    metrics: tuple[Mapping[str, Any], ...]
-    first_validation: tuple[int, list[RolloutRow]] | None
-    last_validation: tuple[int, list[RolloutRow]] | None
+    metrics: tuple[Mapping[str, Any], ...]  # lines of metrics.jsonl, by ascending step
+    first_validation: tuple[int, list[RolloutRow]] | None  # step and samples
+    last_validation: tuple[int, list[RolloutRow]] | None  # None if there is only one
     last_rollouts: tuple[int, list[RolloutRow]] | None
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """(step, value) of the lines that have `key`; NaN where the file has null."""
+        """Return (step, value) of the lines that have `key`; null becomes NaN."""
         return [
             (line["step"], math.nan if line[key] is None else float(line[key])) for line in self.metrics if key in line
         ]
 
     @property
     def comparison(self) -> PairedComparison | None:
-        """First against last validation; None while there are not two."""
+        """First against last validation; None with fewer than two."""
         if self.first_validation is None or self.last_validation is None:
             return None
         return compare_validation(self.first_validation[1], self.last_validation[1])
@@ -109,28 +92,18 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One quantity before and after; NaN where it is not known.
+    """One quantity before and after; NaN if unknown."""
 
-    Attributes:
-        name: of the quantity, with its unit.
-        basis: what it was measured on.
-        before: at the run's begin.
-        after: at its end.
-        digits: after the point.
-        percent: shown as a percentage.
-        comparison: with the standard error of the difference, where samples are paired.
-    """
-
-    name: str
-    basis: str
+    name: str  # with its unit
+    basis: str  # what it was measured on
     before: float
     after: float
-    digits: int = 3
+    digits: int = 3  # decimals
     percent: bool = False
     comparison: PairedComparison | None = None
 
     def show(self, value: float, signed: bool = False) -> str:
-        """`value` in this row's form, "-" where it is not known."""
+        """Format `value` for this row; "-" if unknown."""
         if not math.isfinite(value):
             return "-"
         sign = "+" if signed else ""
@@ -138,7 +111,7 @@ class SummaryRow:
 
     @property
     def change(self) -> str:
-        """After minus before, with its standard error where there is one."""
+        """Format after - before, with its standard error if there is one."""
         text = self.show(self.after - self.before, signed=True)
         if self.comparison is not None and math.isfinite(self.comparison.standard_error):
             text += f" ± {self.show(self.comparison.standard_error)}"
@@ -149,7 +122,7 @@ def load_run(run_dir: str | Path) -> RunRecord:
     """Read `metrics.jsonl`, the first and last validation, and the last rollouts of a run's folder.
 
     Raises:
-        DataError: a file that is there cannot be read.
+        DataError: an existing file cannot be read.
     """
     run_dir = Path(run_dir)
     path = run_dir / "metrics.jsonl"
@@ -165,7 +138,7 @@ def load_run(run_dir: str | Path) -> RunRecord:
 
 
 def summarize(run: RunRecord) -> list[SummaryRow]:
-    """What is known before and after, on the validations and on the first and last training steps."""
+    """Return quantities before and after, from validations and the first and last training steps."""
     rows = []
     comparison = run.comparison
     if comparison is not None and comparison.n:
@@ -180,11 +153,10 @@ def summarize(run: RunRecord) -> list[SummaryRow]:
 
 
 def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = None) -> str:
-    """The last lines that a script prints: what rose by how much, and where things are.
+    """Return a script's last lines: what changed, and paths.
 
     Args:
-        run_dir: the run's folder.
-        places: more to name below it, e.g. {"checkpoint": path, "report": path}.
+        places: more paths to list, e.g. {"checkpoint": path, "report": path}.
     """
     run = load_run(run_dir)
     rows = summarize(run)
@@ -200,7 +172,7 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
 
 
 def verdict(run: RunRecord) -> str:
-    """One sentence on what happened to the validation reward."""
+    """Describe the change of the validation reward in one sentence."""
     comparison = run.comparison
     if comparison is None:
         return "The reward has not been compared: that needs a validation before and one after."
@@ -220,7 +192,7 @@ def verdict(run: RunRecord) -> str:
 
 
 def slowest_rank(run: RunRecord) -> str | None:
-    """A sentence on the phase in which the other ranks lost most to the slowest one; None for a single rank."""
+    """Describe the phase in which the slowest rank cost most; None for a single rank."""
     found = []
     for key in dict.fromkeys(key for line in run.metrics for key in line if key.startswith("timing/")):
         if key.endswith("/rank"):

@@ -1,4 +1,4 @@
-"""Model cards: what a trained head or reward model records about itself, in metadata and a README beside it."""
+"""Model cards: provenance and accuracy of a trained head or reward model, as metadata and README."""
 
 from __future__ import annotations
 
@@ -23,62 +23,40 @@ CARD_FILE = "README.md"
 
 @dataclass(frozen=True)
 class PoolingResult:
-    """One pooling's head and its accuracies.
-
-    Attributes:
-        trained: the head.
-        train_whole: on the whole training answers.
-        held_out_whole: on the whole answers of held-out prompts.
-        held_out_cut: on the same, cut to `cuts.evaluate_at` tokens.
-        held_out_synthetic: how often a real answer is above a synthetic negative; None where none was made.
-    """
+    """The head of one pooling and its accuracies."""
 
     trained: TrainedHead
-    train_whole: Accuracy
-    held_out_whole: Accuracy
-    held_out_cut: Accuracy
-    held_out_synthetic: Accuracy | None
+    train_whole: Accuracy  # whole answers of the training prompts
+    held_out_whole: Accuracy  # whole answers of the held-out prompts
+    held_out_cut: Accuracy  # the same, cut to `cuts.evaluate_at` tokens
+    held_out_synthetic: Accuracy | None  # real answers against synthetic negatives; None without any
 
 
 @dataclass(frozen=True)
 class HeadReport:
-    """The results of training a head.
-
-    Attributes:
-        config: of the run.
-        trunk_sha256: of its weights and config.
-        data_sha256: of the file of pairs.
-        skipped: reason to number of pairs that were left out.
-        train_pairs, train_prompts, held_out_pairs, held_out_prompts: sizes of the split.
-        baseline_whole, baseline_cut: held-out accuracy of "the answer with more tokens wins".
-        results: pooling to result, for every pooling that was tried.
-        pooling: the one whose head is written.
-        command: how the run was started.
-        seconds: wall time of the run.
-    """
+    """Results of training a head."""
 
     config: TrainRewardModelConfig
-    trunk_sha256: str
+    trunk_sha256: str  # over its weights and config
     data_sha256: str
-    skipped: dict[str, int]
+    skipped: dict[str, int]  # reason to number of pairs
     train_pairs: int
     train_prompts: int
     held_out_pairs: int
     held_out_prompts: int
-    baseline_whole: Accuracy
+    baseline_whole: Accuracy  # held-out accuracy of "the longer answer wins"
     baseline_cut: Accuracy
-    results: dict[str, PoolingResult]
-    pooling: str
-    command: str
-    seconds: float
+    results: dict[str, PoolingResult]  # pooling to result
+    pooling: str  # the one whose head is written
+    command: str  # how the run was started
+    seconds: float  # wall time of the run
 
     @property
     def best(self) -> PoolingResult:
-        """The result whose head is written."""
         return self.results[self.pooling]
 
     def table(self) -> list[tuple[str, ...]]:
-        """Column titles, the baseline, then each pooling's head."""
+        """Return column titles, the baseline's row and one row per pooling."""
         rows: list[tuple[str, ...]] = [
             ("", "whole", f"cut to {self.config.cuts.evaluate_at}", "above made", "CV acc.", "CV loss"),
             ("longer answer wins", str(self.baseline_whole), str(self.baseline_cut), "", "", ""),
@@ -92,7 +70,7 @@ class HeadReport:
         return rows
 
     def metadata(self) -> dict[str, str]:
-        """For the head's file; safetensors takes strings alone."""
+        """Return the metadata of the head's file; safetensors allows only strings."""
         best = self.best
         return {
             "trunk": _folder_name(self.config),
@@ -110,7 +88,7 @@ class HeadReport:
         }
 
     def card(self) -> str:
-        """The README's text."""
+        """Return the README's text."""
         best, cfg = self.best, self.config
         trunk, data_file, cut = _folder_name(cfg), _data_name(cfg), cfg.cuts.evaluate_at
         pooled = "mean of the last layer's hidden states" if self.pooling == "mean" else "last token's hidden state"
@@ -148,7 +126,7 @@ On its own training pairs the head reaches {best.train_whole}.
 
 
 def write_head(report: HeadReport, folder: str | Path) -> Path:
-    """Write the head and its card into a folder, and return the head's path.
+    """Write the head and its card into a folder; return the head's path.
 
     Raises:
         CheckpointError: they cannot be written.
@@ -172,13 +150,11 @@ def write_head(report: HeadReport, folder: str | Path) -> Path:
 def full_card(
     cfg: TrainRewardModelConfig, best: Best, names: tuple[str, ...], sizes: tuple[int, int], command: str
 ) -> str:
-    """The README of a model whose weights were all trained.
+    """Return the README of a fully trained reward model.
 
     Args:
-        cfg: of the run.
-        best: the evaluation of the model.
-        names: of the scores; none for a single one.
-        sizes: numbers of training and of held-out examples.
+        names: of the scores; empty for a single score.
+        sizes: numbers of training and held-out examples.
         command: how the run was started.
     """
     metrics, (train, held_out) = best.evaluation.metrics, sizes
@@ -229,7 +205,7 @@ Made by reinforce_rl {reinforce_rl.__version__}:
 
 
 def sha256_of_file(path: str | Path) -> str:
-    """sha256 (hex) of a file's content, as `sha256sum` prints it.
+    """Return the sha256 (hex) of a file, as `sha256sum` prints it.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -245,10 +221,10 @@ def sha256_of_file(path: str | Path) -> str:
 
 
 def sha256_of_files(paths: Iterable[Path]) -> str:
-    """sha256 (hex) over the names and hashes of files, in the order of their names.
+    """Return the sha256 (hex) over the names and hashes of files, sorted by name.
 
     Raises:
-        CheckpointError: one cannot be read.
+        CheckpointError: a file cannot be read.
     """
     lines = (f"{sha256_of_file(path)}  {path.name}\n" for path in sorted(paths, key=lambda item: item.name))
     return hashlib.sha256("".join(lines).encode()).hexdigest()

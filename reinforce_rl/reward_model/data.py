@@ -1,4 +1,4 @@
-"""Preference pairs and rated answers (HelpSteer, arXiv:2311.09528) from JSONL: read, tokenised, split by prompt."""
+"""Preference pairs and rated answers (HelpSteer, arXiv:2311.09528): read JSONL, tokenise, split by prompt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _RATING_ADVICE = (
 
 @dataclass(frozen=True)
 class PromptLine:
-    """A prompt, whose last message is not the assistant's, and its place in the data, for messages."""
+    """A prompt (the last message is not the assistant's) and its place in the file, for error messages."""
 
     path: Path
     number: int
@@ -55,47 +55,37 @@ class PromptLine:
 
 @dataclass(frozen=True)
 class PreferencePair(PromptLine):
-    """A prompt with the better and the worse answer."""
-
     chosen: str
     rejected: str
 
 
 @dataclass(frozen=True)
 class RatedAnswer(PromptLine):
-    """A prompt with an answer and its rating of each attribute, in the order asked for; NaN where there is none."""
-
     response: str
-    ratings: tuple[float, ...]
+    ratings: tuple[float, ...]  # one per requested attribute; NaN if missing
 
 
 @dataclass(frozen=True)
 class EncodedPair:
-    """A pair as tokens. Its repr is part of a checkpoint's `data_digest`.
+    """A tokenised pair. Its repr is part of a checkpoint's `data_digest`."""
 
-    Attributes:
-        prompt_key: see `prompt_key`.
-        prompt: tokens up to where the answer begins.
-        chosen, rejected: the answers' tokens, the end-of-turn token included where the answer was not cut.
-    """
-
-    prompt_key: str
-    prompt: tuple[int, ...]
-    chosen: tuple[int, ...]
+    prompt_key: str  # see `prompt_key()`
+    prompt: tuple[int, ...]  # up to where the answer begins
+    chosen: tuple[int, ...]  # includes the end-of-turn token unless the answer was cut; so does `rejected`
     rejected: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt and the longer answer."""
+        """Length of the prompt and the longer answer."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
 @dataclass(frozen=True)
 class EncodedRating:
-    """A rated answer as tokens: prompt and answer together. Its repr is part of a checkpoint's `data_digest`."""
+    """A tokenised rated answer. Its repr is part of a checkpoint's `data_digest`."""
 
     prompt_key: str
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # prompt and answer
     ratings: tuple[float, ...]
 
     @property
@@ -109,20 +99,13 @@ Encoded = TypeVar("Encoded", EncodedPair, EncodedRating)
 
 @dataclass(frozen=True)
 class Examples(Generic[Encoded]):
-    """The data of a run.
+    """Encoded examples and their train/held-out split."""
 
-    Attributes:
-        used: in the order of the file.
-        train_rows, held_out_rows: indices into `used`; no prompt is on both sides.
-        num_lines: of the file.
-        skipped: reason to number of lines that are left out.
-    """
-
-    used: list[Encoded]
-    train_rows: list[int]
+    used: list[Encoded]  # in file order
+    train_rows: list[int]  # indices into `used`; no prompt is on both sides
     held_out_rows: list[int]
-    num_lines: int
-    skipped: dict[str, int]
+    num_lines: int  # lines in the file
+    skipped: dict[str, int]  # reason to number of lines
 
     @property
     def train(self) -> list[Encoded]:
@@ -134,21 +117,20 @@ class Examples(Generic[Encoded]):
 
     @property
     def skipped_lines(self) -> list[str]:
-        """See `describe_skipped`."""
         return describe_skipped(self.skipped, self.num_lines)
 
 
 def longest_example(cfg: TrainRewardModelConfig) -> int:
-    """`data.max_length`, or the trunk's longest sequence."""
+    """Return `data.max_length`, or the trunk's maximum sequence length."""
     return cfg.data.max_length or Architecture.from_folder(cfg.model.restore_from_path).max_positions
 
 
 def load_examples(cfg: TrainRewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[Any]:
-    """Read pairs, or ratings where the run regresses on them; tokenise and split.
+    """Read, tokenise and split pairs, or ratings if the objective is regression.
 
     Raises:
         ConfigError: the file cannot be read, or the tokenizer has no chat template or no end-of-sequence token.
-        DataError: lines cannot be understood, or too few are left.
+        DataError: lines are malformed, or too few are left.
     """
     data, limits = cfg.data, {"max_length": longest_example(cfg), "seed": cfg.seed}
     lines: Sequence[PromptLine]
@@ -168,12 +150,12 @@ def load_examples(cfg: TrainRewardModelConfig, tokenizer: PreTrainedTokenizerBas
 def read_pairs(path: str | Path) -> list[PreferencePair]:
     """Read `{"prompt", "chosen", "rejected"}` lines.
 
-    `prompt` is a list of messages, or a text of the HH form ("\\n\\nHuman: ...\\n\\nAssistant:"), or any other text,
-    which is then one user message. The key `messages` is taken for `prompt` too. Other keys are ignored.
+    `prompt` is a list of messages, a text in HH form ("\\n\\nHuman: ...\\n\\nAssistant:"), or any other text, which
+    becomes one user message. `messages` is an alias of `prompt`. Other keys are ignored.
 
     Raises:
         ConfigError: the file cannot be read.
-        DataError: lines that cannot be understood (all counted, the first ten listed), or no line at all.
+        DataError: lines are malformed (all counted, the first ten listed), or there are none.
     """
 
     def parse(path: Path, number: int, value: dict[str, Any]) -> PreferencePair:
@@ -187,12 +169,11 @@ def read_pairs(path: str | Path) -> list[PreferencePair]:
 
 
 def read_ratings(path: str | Path, names: Sequence[str]) -> list[RatedAnswer]:
-    """Read `{"prompt", "response", "attributes": {...}}` lines, or lines with the names as keys of their own.
+    """Read `{"prompt", "response", "attributes": {...}}` lines; attributes may also be top-level keys.
 
     Raises:
         ConfigError: the file cannot be read.
-        DataError: lines that cannot be understood (all counted, the first ten listed), no line, or an attribute that
-            no line rates.
+        DataError: lines are malformed (all counted, the first ten listed) or absent, or an attribute is never rated.
     """
 
     def parse(path: Path, number: int, value: dict[str, Any]) -> RatedAnswer:
@@ -214,21 +195,15 @@ def encode_pairs(
     max_length: int,
     seed: int = 0,
 ) -> tuple[list[EncodedPair], dict[str, int]]:
-    """Tokenise pairs and leave out those that do not fit.
+    """Tokenise pairs; return those that fit, and the number of skipped ones by reason.
 
     Args:
-        pairs: as read.
-        tokenizer: the trunk's.
-        data: `max_answer_tokens` cuts answers first; `max_pairs` are drawn by the seed.
-        max_length: tokens of prompt and answer; a pair with a longer answer is left out.
-        seed: of the draw.
-
-    Returns:
-        the pairs that are used, and the number of others by reason.
+        data: `max_answer_tokens` cuts answers first; `max_pairs` are drawn with the seed.
+        max_length: tokens of the prompt and the longer answer; pairs above it are skipped.
 
     Raises:
         ConfigError: the tokenizer has no chat template or no end-of-sequence token.
-        DataError: the chat template refuses prompts, or nothing is left.
+        DataError: the chat template rejects prompts, or nothing is left.
     """
 
     def encode(pair: PreferencePair) -> EncodedPair | str:
@@ -250,7 +225,7 @@ def encode_ratings(
     max_length: int,
     seed: int = 0,
 ) -> tuple[list[EncodedRating], dict[str, int]]:
-    """Tokenise, and leave out what does not fit or has no rating; see `encode_pairs`."""
+    """Tokenise rated answers; skip those without a rating or above `max_length`. See `encode_pairs`."""
 
     def encode(answer: RatedAnswer) -> EncodedRating | str:
         if all(math.isnan(rating) for rating in answer.ratings):
@@ -266,7 +241,7 @@ def encode_ratings(
 
 
 def describe_skipped(skipped: Mapping[str, int], total: int) -> list[str]:
-    """A line for each reason; a warning where much is lost that no key asks to leave out."""
+    """Return one line per reason; a warning if many lines are skipped for a reason that no config key asks for."""
     lines = []
     for reason, count in skipped.items():
         much = count > _WARN_ABOVE * total and reason not in (SKIP_LIMIT, SKIP_MULTI_TURN)
@@ -275,15 +250,12 @@ def describe_skipped(skipped: Mapping[str, int], total: int) -> list[str]:
 
 
 def split_by_prompt(keys: Sequence[str], fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Indices of the training and of the held-out examples; equal keys are always on one side.
+    """Return the indices of the training and of the held-out examples; equal keys stay on one side.
 
-    A prompt's side follows from a hash of its key and the seed. So it does not depend on which other examples are in
-    the file: one held out today is not trained on tomorrow, when lines were added.
+    The side is a hash of key and seed, so adding lines to the file never moves a held-out prompt into training.
 
     Args:
-        keys: the prompt key of each example.
-        fraction: share of the prompts to hold out, above 0 and below 1.
-        seed: draws them.
+        fraction: share of the prompts to hold out, in (0, 1).
 
     Raises:
         ConfigError: the fraction is out of range.
@@ -303,12 +275,12 @@ def split_by_prompt(keys: Sequence[str], fraction: float, seed: int) -> tuple[li
 
 
 def prompt_key(messages: Sequence[Message]) -> str:
-    """Equal for prompts that differ in case and white space alone."""
+    """Return a key that ignores case and white space."""
     return json.dumps([(m["role"], " ".join(m["content"].casefold().split())) for m in messages])
 
 
 def prompt_position(key: str, seed: int) -> float:
-    """A number in [0, 1), even over prompts, that follows from the key and the seed alone."""
+    """Hash key and seed to a number in [0, 1), uniform over prompts."""
     digest = hashlib.sha256(f"{seed}\n{key}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 

@@ -1,7 +1,6 @@
-"""The data of a reward head: pooled hidden states of a frozen trunk, over whole, cut and synthetic answers.
+"""Training data of a reward head: pooled hidden states of a frozen trunk, over whole, cut and synthetic answers.
 
-A decoder is causal, so one pass over a sequence gives the states of each of its beginnings too. An answer that was cut
-after k tokens costs nothing more than the whole answer.
+A decoder is causal: one pass over the whole answer also gives the states of each of its prefixes.
 
 Notation: N sequences, C cuts of all sequences together, S tokens, P pairs, h hidden.
 """
@@ -34,14 +33,12 @@ WHOLE, CUT = 0, 1  # views of an answer: whole, and cut for evaluation; then tho
 
 @dataclass(frozen=True)
 class CutSequence:
-    """A sequence, and the numbers of leading tokens at which it is to be pooled."""
-
     tokens: tuple[int, ...]
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...]  # prefix lengths to pool at
 
 
 def cut_sequences(pairs: Sequence[EncodedPair], cuts: CutsConfig, seed: int) -> list[CutSequence]:
-    """Chosen and rejected of each pair, pair-major, both with the same `2 + cuts.per_pair` cuts of the answer."""
+    """Cut chosen and rejected of each pair, pair-major, both at the same `2 + cuts.per_pair` lengths."""
     rng = random.Random(seed)
     sequences = []
     for pair in pairs:
@@ -54,34 +51,26 @@ def cut_sequences(pairs: Sequence[EncodedPair], cuts: CutsConfig, seed: int) -> 
 
 @dataclass(frozen=True)
 class SyntheticNegative:
-    """A made answer that is worse than a real one.
+    """A synthetic answer that is worse than a real one."""
 
-    Attributes:
-        pair: index of the pair it was made from.
-        tokens: the made answer.
-        better: 0 where the pair's chosen answer is the better one, 1 for the rejected one.
-    """
-
-    pair: int
-    tokens: tuple[int, ...]
-    better: int
+    pair: int  # index of the source pair
+    tokens: tuple[int, ...]  # of the answer
+    better: int  # 0: compared with the pair's chosen answer, 1: with the rejected one
 
 
 def synthetic_negatives(
     pairs: Sequence[EncodedPair], fraction: float, *, end_id: int, min_tokens: int, max_tokens: int, seed: int
 ) -> list[SyntheticNegative]:
-    """Two made answers for each of a share of the pairs: one that ends early, and one that repeats itself.
+    """Make two negatives for a share of the pairs: one that ends early and one that repeats a phrase.
 
-    Preference data has no such answers, and a policy in search of reward finds them: a head trained on the data alone
-    may score them above every sensible answer. So they are made from the pair's own words and taught as worse than
-    the pair's answers. Chosen and rejected serve as the better one by turns, so these two are not compared.
+    Preference data lacks such answers, and a policy that optimises the reward finds them: a head trained on the data
+    alone may score them above sensible answers. Chosen and rejected alternate as the better answer, which keeps
+    their order unaffected.
 
     Args:
-        pairs: to draw from.
-        fraction: share of the pairs, from 0 to 1, rounded.
+        fraction: share of the pairs, 0 to 1, rounded.
         end_id: the end-of-turn token.
-        min_tokens, max_tokens: length of a repetition, drawn evenly. It has no end-of-turn token.
-        seed: draws the pairs and the answers.
+        min_tokens, max_tokens: length of a repetition, drawn uniformly. It has no end-of-turn token.
     """
     rng = random.Random(seed)
     drawn = sorted(rng.sample(range(len(pairs)), round(fraction * len(pairs))))
@@ -111,15 +100,13 @@ def pooled_features(
     device: torch.device | str = "cpu",
     on_progress: Callable[[int], None] = lambda tokens: None,
 ) -> dict[str, Tensor]:
-    """Pool every cut of every sequence in every way, with one pass of the trunk over each sequence.
+    """Pool every cut of every sequence, with one pass of the trunk per sequence.
 
     Args:
         trunk: in eval mode.
-        sequences: N of them.
-        poolings: of `reward_head.POOLINGS`.
-        micro_batch_size: sequences a pass; sequences of similar length go together.
-        device: the trunk's.
-        on_progress: called after each pass with the tokens it covered.
+        poolings: from `reward_head.POOLINGS`.
+        micro_batch_size: sequences per pass; sequences of similar length are batched.
+        on_progress: called after each pass with its number of tokens.
 
     Returns:
         pooling to float32 [C, h] on the CPU, in the order of the sequences and of their cuts.
@@ -148,7 +135,7 @@ def pooled_features(
 
 
 def features_fingerprint(trunk_sha256: str, sequences: Sequence[CutSequence], poolings: Sequence[str]) -> str:
-    """sha256 (hex) over all that the features follow from, by which a file of features is recognised."""
+    """Return the sha256 (hex) over all inputs of the features, to validate a cached file."""
     digest = hashlib.sha256(json.dumps([trunk_sha256, list(poolings)]).encode())
     for sequence in sequences:
         digest.update(json.dumps([sequence.tokens, sequence.cuts]).encode())
@@ -176,7 +163,7 @@ def save_features(path: str | Path, features: dict[str, Tensor], fingerprint: st
 
 
 def load_features(path: str | Path, fingerprint: str) -> dict[str, Tensor] | None:
-    """Features that `save_features` wrote; None where there is no such file or it was made from other data.
+    """Read a file of `save_features`; None if it is absent or its fingerprint differs.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -196,16 +183,11 @@ def load_features(path: str | Path, fingerprint: str) -> dict[str, Tensor] | Non
 
 @dataclass(frozen=True)
 class PairFeatures:
-    """Pooled features of P pairs.
+    """Pooled features of P pairs."""
 
-    Attributes:
-        chosen, rejected: [P, h].
-        keys: the prompt key of each pair; pairs of one prompt stay together in every split.
-    """
-
-    chosen: Tensor
-    rejected: Tensor
-    keys: tuple[str, ...]
+    chosen: Tensor  # [P, h]
+    rejected: Tensor  # [P, h]
+    keys: tuple[str, ...]  # prompt keys; pairs of one prompt stay together in every split
 
     def __post_init__(self) -> None:
         if self.chosen.shape != self.rejected.shape or len(self.keys) != len(self.chosen):
@@ -220,12 +202,11 @@ class PairFeatures:
 
 
 class HeadData:
-    """One pooling's features of all pairs in all views of their answers, and of the synthetic negatives.
+    """Features of one pooling: all pairs in all views of their answers, and the synthetic negatives.
 
     Args:
-        features: [C, h] of `cut_sequences`, then of one cut for each synthetic negative.
+        features: [C, h] of `cut_sequences`, then one row per synthetic negative.
         keys: the prompt key of each pair.
-        made: the synthetic negatives.
     """
 
     def __init__(self, features: Tensor, keys: Sequence[str], made: Sequence[SyntheticNegative]):
@@ -236,13 +217,13 @@ class HeadData:
         self.trained_views = [WHOLE, *range(CUT + 1, self._pairs.shape[2])]
 
     def pairs(self, rows: Sequence[int], views: Sequence[int]) -> PairFeatures:
-        """Features of these pairs in these views of their answers, pair-major."""
+        """Return the features of pairs in the given views, pair-major."""
         table = self._pairs[list(rows)][:, :, list(views)]
         keys = tuple(self._keys[row] for row in rows for _ in views)
         return PairFeatures(table[:, 0].flatten(0, 1), table[:, 1].flatten(0, 1), keys)
 
     def against_made(self, rows: Sequence[int]) -> PairFeatures | None:
-        """Cut real answers of these pairs as chosen, and the answers made from them as rejected; None without any."""
+        """Return cut real answers as chosen and their synthetic negatives as rejected; None without negatives."""
         wanted = set(rows)
         numbers = [number for number, item in enumerate(self._made) if item.pair in wanted]
         if not numbers:

@@ -1,9 +1,9 @@
-"""The job of `examples/train_reward_model.py`: data and a folder in, a trained reward model and its card out.
+"""The job of `examples/train_reward_model.py`: data and a model folder in, a trained reward model and its card out.
 
 output_dir/ of mode=head                of mode=full
   head.safetensors                        model/           the best so far, a ...ForSequenceClassification folder
   README.md    its card                   evaluation.json  its held-out evaluation
-                                          checkpoints/     as of the actor's runs
+                                          checkpoints/     as in the actor's runs
                                           metrics.jsonl  report.html  config.yaml
 """
 
@@ -79,15 +79,15 @@ MEANING = re.compile(r"model\.restore_from_path$|data\.|full\.(objective|attribu
 def train_reward_model(
     cfg: TrainRewardModelConfig, *, command: str, console: Console | None = None
 ) -> HeadReport | FullTrainer[Any]:
-    """Run the job on this rank, by `cfg.mode`.
+    """Run the job of `cfg.mode` on this rank.
 
     Args:
-        cfg: checked already.
+        cfg: validated.
         command: how the run was started, for the card.
-        console: where a head's run prints; None is standard output.
+        console: output of mode=head; None is standard output.
 
     Raises:
-        ReinforceError: the data, the model, a file or a checkpoint cannot be used; the text says which and why.
+        ReinforceError: the data, the model, a file or a checkpoint cannot be used.
     """
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
@@ -201,7 +201,7 @@ def _features(
 
 @contextmanager
 def _progress(console: Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar with the time left on a terminal; elsewhere a line now and then, so that a log file stays readable."""
+    """Show a bar on a terminal, else print a line every `LINE_EVERY_SECONDS`."""
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
         times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
@@ -278,7 +278,7 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh, command: str) -> FullTrai
 
 
 def refuse_changes(folder: Path, settings: str) -> None:
-    """Raises ConfigError where the run to resume had settings that make it another run."""
+    """Raise ConfigError if the run to resume had other values of the keys in `MEANING`."""
     file = folder / CONFIG_FILE
     changes = compare(file.read_text("utf-8"), settings, TrainRewardModelConfig) if file.is_file() else {}
     refused = "; ".join(f"{key}: {values}" for key, values in changes.items() if MEANING.match(key))

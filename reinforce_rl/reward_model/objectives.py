@@ -1,6 +1,6 @@
-"""What a reward model is trained for, to rank pairs or to predict ratings, and how good it is on held-out data.
+"""Reward-model objectives, ranking pairs or predicting ratings, and their held-out metrics.
 
-Losses are sums: divided by counts over a whole global batch, they add up over any cut of it.
+Losses are sums, to be divided by counts over the global batch: they then add up over ranks and micro-batches.
 
 Notation: P pairs, N sequences, E examples of a micro-batch, G sequences of an example, K scores of a sequence.
 """
@@ -27,40 +27,27 @@ NUM_BINS = 10
 
 @dataclass(frozen=True)
 class ReliabilityBin:
-    """Pairs whose predictions are alike.
+    """Pairs with similar predicted probabilities."""
 
-    Attributes:
-        low, high: of the predicted probability.
-        count: pairs.
-        predicted: their mean predicted probability that the answer with the higher score is the preferred one.
-        observed: how often it is.
-    """
-
-    low: float
+    low: float  # of the predicted probability
     high: float
-    count: int
-    predicted: float
-    observed: float
+    count: int  # pairs
+    predicted: float  # mean predicted probability that the higher-scored answer is preferred
+    observed: float  # share of pairs where it is
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of held-out examples.
+    """Held-out metrics."""
 
-    Attributes:
-        loss: the mean that training minimises; early stopping goes by it.
-        metrics: everything else, by name.
-        reliability: of pairs.
-    """
-
-    loss: float
+    loss: float  # mean training loss; used for early stopping
     metrics: dict[str, float]
-    reliability: tuple[ReliabilityBin, ...] = ()
+    reliability: tuple[ReliabilityBin, ...] = ()  # pairs only
 
 
 @dataclass(frozen=True)
 class Best:
-    """The evaluation with the lowest loss so far, and its step."""
+    """The evaluation with the lowest loss so far."""
 
     step: int
     evaluation: Evaluation
@@ -74,33 +61,29 @@ class Best:
 
 
 class Objective(Protocol[Example]):
-    """What differs between ranking and regression.
-
-    Attributes:
-        names: of the K scores; none where there is a single one.
-    """
+    """Interface of `Ranking` and `Regression`."""
 
     names: tuple[str, ...]
 
     def sequences_of(self, example: Example) -> tuple[Tokens, ...]:
-        """The G sequences that are scored."""
+        """Return the G sequences to score."""
         ...
 
     def count(self, examples: Sequence[Example]) -> int:
-        """The denominator of the mean loss."""
+        """Return the denominator of the mean loss."""
         ...
 
     def loss(self, scores: Tensor, examples: Sequence[Example]) -> tuple[Tensor, dict[str, float]]:
-        """The sum of the losses of E examples with scores [E, G, K], with gradient, and sums of metrics."""
+        """Return the summed loss of E examples with scores [E, G, K], with gradient, and sums of metrics."""
         ...
 
     def evaluate(self, scores: Tensor, examples: Sequence[Example]) -> Evaluation:
-        """Of all held-out examples, scores [E, G, K]."""
+        """Evaluate all held-out examples, scores [E, G, K]."""
         ...
 
 
 class Ranking:
-    """Bradley-Terry on pairs: the chosen answer's score should be above the rejected one's."""
+    """Bradley-Terry loss on pairs."""
 
     names: tuple[str, ...] = ()
 
@@ -132,7 +115,7 @@ class Ranking:
 
 
 class Regression:
-    """Mean squared error over the ratings that are given.
+    """Mean squared error over the ratings that are present.
 
     Args:
         names: of the attributes, in the order of the examples' ratings.
@@ -161,12 +144,12 @@ class Regression:
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """The sum over pairs of -log sigmoid(s_chosen - s_rejected), in nats (Bradley and Terry, 1952); scores are [P]."""
+    """Return the sum of -log sigmoid(s_chosen - s_rejected), in nats (Bradley and Terry, 1952); scores are [P]."""
     return F.softplus(rejected - chosen).sum()
 
 
 def squared_error(predicted: Tensor, targets: Tensor) -> Tensor:
-    """The sum of (predicted - target)^2, [N, K], over the targets that are not NaN; the others give no gradient."""
+    """Return the sum of (predicted - target)^2, [N, K]; NaN targets are ignored and give no gradient."""
     given = ~targets.isnan()
     difference = torch.where(given, predicted - targets.nan_to_num(), 0.0)
     return difference.square().sum()
@@ -174,7 +157,7 @@ def squared_error(predicted: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Share of pairs that are ordered rightly, a tie counting half, and its standard error over pairs."""
+    """Share of correctly ordered pairs, ties counting half, with its standard error."""
 
     value: float
     standard_error: float
@@ -184,7 +167,7 @@ class Accuracy:
 
 
 def pair_accuracy(chosen: Tensor, rejected: Tensor) -> Accuracy:
-    """How often the chosen answer's score, [P], is above the rejected one's."""
+    """Compute the accuracy of scores [P]."""
     if not len(chosen):
         raise DataError("no pair to measure accuracy on")
     hits = _hits(chosen, rejected)
@@ -195,15 +178,15 @@ def pair_accuracy(chosen: Tensor, rejected: Tensor) -> Accuracy:
 def calibration(
     chosen: Tensor, rejected: Tensor, num_bins: int = NUM_BINS
 ) -> tuple[float, tuple[ReliabilityBin, ...]]:
-    """Predicted against observed preferences, in bins of equal width from 0.5 to 1.
+    """Compare predicted and observed preferences in equal-width bins from 0.5 to 1.
 
     Args:
-        chosen, rejected: scores [P]; sigmoid of their distance is the prediction.
+        chosen, rejected: scores [P]; sigmoid of their absolute difference is the prediction.
         num_bins: at least 1.
 
     Returns:
-        The expected calibration error (arXiv:1706.04599): the mean of |predicted - observed| over the bins, weighted
-        by their pairs. And the bins that hold a pair.
+        the expected calibration error (arXiv:1706.04599): mean |predicted - observed| over the bins, weighted by their
+        number of pairs; and the bins that are not empty.
     """
     predicted = torch.sigmoid((chosen.double() - rejected.double()).abs())
     hits = _hits(chosen, rejected)
@@ -220,14 +203,13 @@ def calibration(
 
 
 def attribute_fit(predicted: Tensor, targets: Tensor) -> dict[str, float]:
-    """Mean squared error, and the correlations of values (Pearson) and of ranks (Spearman), of one attribute.
+    """Return `mse`, `pearson` and `spearman` of one attribute.
+
+    `mse` is NaN without a rating; the correlations are NaN if one side is constant.
 
     Args:
         predicted: [N].
-        targets: [N]; NaN where none is given.
-
-    Returns:
-        `mse`, NaN without a rating; `pearson` and `spearman`, NaN where one side does not vary.
+        targets: [N]; NaN if not rated.
     """
     given = ~targets.isnan()
     x, y = predicted[given].double(), targets[given].double()
@@ -236,7 +218,7 @@ def attribute_fit(predicted: Tensor, targets: Tensor) -> dict[str, float]:
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's, of float64 [N] twice."""
+    """Return Pearson's correlation of float64 [N]; NaN if one side is constant."""
     if len(x) < 2 or (x == x[0]).all() or (y == y[0]).all():
         return math.nan
     x, y = x - x.mean(), y - y.mean()
@@ -244,7 +226,7 @@ def correlation(x: Tensor, y: Tensor) -> float:
 
 
 def ranks(values: Tensor) -> Tensor:
-    """float64 [N], from 1; equal values share the mean of their ranks."""
+    """Return ranks as float64 [N], from 1; ties share their mean rank."""
     _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts.double() - 1) / 2)[inverse]

@@ -1,6 +1,6 @@
-"""What the training of all weights shows and writes: display, `metrics.jsonl`, and `report.html` from these files.
+"""Monitor and `report.html` of full reward-model training.
 
-`python -m reinforce_rl.reward_model.report FOLDER` writes the page, also while the run goes on.
+`python -m reinforce_rl.reward_model.report FOLDER` writes the page, also during the run.
 """
 
 from __future__ import annotations
@@ -96,15 +96,13 @@ of the difference of their scores; and how often it is. A calibrated model has b
 
 
 class RewardModelMonitor(RunMonitor):
-    """The terminal and `metrics.jsonl`, on the first rank; nothing on the others.
+    """Writes the terminal display and `metrics.jsonl` on the first rank; does nothing on the others.
 
     Args:
-        folder: of the run.
-        total_steps: of the whole run.
-        start_step: of the checkpoint that it resumes from; 0 for none.
+        start_step: of the checkpoint to resume from; 0 for none.
         enabled: False on every rank but the first.
-        regression: there are no pairs, so no accuracy.
-        console: where to; None is standard output.
+        regression: hide the metrics of pairs.
+        console: None is standard output.
     """
 
     def __init__(
@@ -131,21 +129,21 @@ class RewardModelMonitor(RunMonitor):
         super().__init__(folder, Loggers(metrics), RolloutWriter(folder), progress)
 
     def log_update(self, step: int, metrics: dict[str, float], update: OptimizerUpdate, seconds: float) -> None:
-        """A training step; stored by `commit`."""
+        """Log a training step; stored by `commit`."""
         values = {**metrics, "grad_norm": update.grad_norm, "lr": update.lr, "skipped_step": float(update.skipped)}
         self._metrics.log_metrics(values, step, "train/")
         self._metrics.log_metrics({"train_time": seconds}, step, "timers/")
         self._progress.update(step, values, {"train_time": seconds, "step_time": seconds})
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """An evaluation after `step`; stored by `commit`."""
+        """Log an evaluation after `step`; stored by `commit`."""
         values = {"loss": evaluation.loss, **evaluation.metrics}
         self._metrics.log_metrics(values, step, "val/")
         self._progress.validation(step, values)
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write the page from `metrics.jsonl`, `evaluation.json` and `config.yaml`; the last two may be missing.
+    """Write the page from `metrics.jsonl`, `evaluation.json` and `config.yaml`; the last two are optional.
 
     Raises:
         DataError: there is no such folder, or a file cannot be read.
@@ -175,7 +173,7 @@ def write_report(folder: str | Path) -> Path:
 
 
 def read_best(path: Path) -> Best | None:
-    """The evaluation of the best model so far; None where there is none yet.
+    """Read the evaluation of the best model so far; None if there is none.
 
     Raises:
         DataError: the file is damaged.
@@ -189,7 +187,7 @@ def read_best(path: Path) -> Best | None:
 
 
 def verdict(metrics: Sequence[Mapping[str, Any]], best: Best | None) -> str:
-    """The run in a sentence."""
+    """Summarise the run in one sentence."""
     before = next((line["val/loss"] for line in metrics if line.get("val/loss") is not None), math.nan)
     if best is None:
         return "No evaluation has been made since the first step."
@@ -204,7 +202,7 @@ def verdict(metrics: Sequence[Mapping[str, Any]], best: Best | None) -> str:
 
 
 def reliability_series(best: Best) -> list[Series]:
-    """Observed against predicted, and the line on which they are equal; predictions in percent."""
+    """Return observed against predicted (in percent), and the diagonal."""
     bins = best.evaluation.reliability
     if not bins:
         return []
@@ -216,7 +214,7 @@ def reliability_series(best: Best) -> list[Series]:
 
 
 def charts(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Series]]]:
-    """Titles and lines of every chart that has data."""
+    """Return title and lines of every chart that has data."""
 
     def series(name: str, key: str, colour: int, *, held_out: bool) -> Series:
         points = [(line["step"], math.nan if line[key] is None else line[key]) for line in metrics if key in line]

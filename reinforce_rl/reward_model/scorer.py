@@ -1,6 +1,6 @@
-"""Scoring sequences with a reward model: the actor's model class as trunk, a linear head on a pooled hidden state.
+"""Score sequences with a reward model: the actor's model class as trunk, a linear head on a pooled hidden state.
 
-A call is divided into micro-batches, which copies of the model share; a head's scores are merged into one reward.
+A call is split into micro-batches over the copies of the model; a head's scores are merged into one reward.
 
 Notation: N sequences, S tokens, h hidden, K attributes.
 """
@@ -31,14 +31,9 @@ from reinforce_rl.rewards.base import AttributeScores
 
 @dataclass(frozen=True)
 class Merging:
-    """reward = (sum over attributes of weight * score - mean) / deviation.
+    """reward = (sum over attributes of weight * score - mean) / deviation."""
 
-    Attributes:
-        weights: of each of the K attributes; one of 1.0 for a head with one score.
-        mean, deviation: of merged scores; 0 and 1 leave them as they are.
-    """
-
-    weights: tuple[float, ...] = (1.0,)
+    weights: tuple[float, ...] = (1.0,)  # [K]; 1.0 for a head with one score
     mean: float = 0.0
     deviation: float = 1.0
 
@@ -50,15 +45,14 @@ class Merging:
         mean: float = 0.0,
         deviation: float = 1.0,
     ) -> Merging:
-        """From what a user gave; all faults in one error.
+        """Build from user settings; all errors are raised together.
 
         Args:
-            names: of the head's attributes; none for a head with one score.
-            weights: by name; an attribute that is not named has weight 0. None gives each 1 / K, the mean.
-            mean, deviation: as above.
+            names: the head's attributes; empty for a single score.
+            weights: by name, 0 if missing. None weights each attribute 1 / K.
 
         Raises:
-            ConfigError: unknown names, weights that are all 0, or a deviation that is not above 0.
+            ConfigError: unknown names, weights that are all 0, values that are not finite, or a deviation not above 0.
         """
         faults = []
         unknown = sorted(set(weights or {}) - set(names))
@@ -82,42 +76,30 @@ class Merging:
         return cls(tuple(float(weights.get(name, 0.0)) for name in names), mean, deviation)
 
     def __call__(self, scores: Tensor) -> Tensor:
-        """Scores [N, K] to rewards float64 [N]."""
+        """Merge scores [N, K] into rewards, float64 [N]."""
         merged = scores.double() @ torch.tensor(self.weights, dtype=torch.float64, device=scores.device)
         return (merged - self.mean) / self.deviation
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass.
+    """One forward pass of n sequences."""
 
-    Attributes:
-        rows: int64 [n], where its sequences stand in the call.
-        tokens: int64 [n, s], right-padded with 0.
-        lengths: int64 [n], tokens of each sequence.
-    """
-
-    rows: np.ndarray
-    tokens: np.ndarray
-    lengths: np.ndarray
+    rows: np.ndarray  # int64 [n], indices into the call's sequences
+    tokens: np.ndarray  # int64 [n, s], right-padded with 0
+    lengths: np.ndarray  # int64 [n]
 
 
 @dataclass(frozen=True)
 class Batching:
-    """What bounds a forward pass.
+    """Bounds of a forward pass."""
 
-    Attributes:
-        micro_batch_size: sequences, where `tokens_per_micro_batch` is None.
-        tokens_per_micro_batch: tokens, padding included, instead of a number of sequences.
-        pad_to_multiple: sequences are padded to a multiple of this many tokens, so that passes have few shapes.
-    """
-
-    micro_batch_size: int = 8
-    tokens_per_micro_batch: int | None = None
-    pad_to_multiple: int = 1
+    micro_batch_size: int = 8  # sequences; used if `tokens_per_micro_batch` is None
+    tokens_per_micro_batch: int | None = None  # padding included
+    pad_to_multiple: int = 1  # in tokens, to limit the number of shapes
 
     def faults(self, section: str = "inference") -> list[str]:
-        """One sentence for each value that cannot work; keys are named below `section`."""
+        """Return one message per invalid value; keys are prefixed with `section`."""
         return [
             f"{section}.{key} is {value}; expected at least 1"
             for key, value in vars(self).items()
@@ -125,11 +107,7 @@ class Batching:
         ]
 
     def plan(self, sequences: Sequence[Sequence[int]]) -> list[MicroBatch]:
-        """Passes over sequences of like length, longest first. They follow from the list's content alone.
-
-        Args:
-            sequences: N lists of token ids, none empty.
-        """
+        """Group sequences (none empty) of similar length, longest first. Depends only on the list's content."""
         lengths = np.array([len(sequence) for sequence in sequences], np.int64)
         padded = -(-lengths // self.pad_to_multiple) * self.pad_to_multiple
         groups = micro_batches(torch.from_numpy(padded), self.micro_batch_size, self.tokens_per_micro_batch)
@@ -137,13 +115,10 @@ class Batching:
 
 
 def share(passes: Sequence[MicroBatch], blocks: int) -> list[list[int]]:
-    """Deal the passes to `blocks` copies of the model so that their tokens are about even.
+    """Distribute passes over `blocks` copies of the model, balanced by tokens; return each block's pass indices.
 
-    The largest first, each to the block with the least so far: at most 4/3 of the best split's time (Graham, "Bounds
-    on Multiprocessing Timing Anomalies", 1969). A pass is never cut, so the scores do not depend on `blocks`.
-
-    Returns:
-        for each block the indices of its passes.
+    Greedy, largest first: at most 4/3 of the optimal makespan (Graham, "Bounds on Multiprocessing Timing Anomalies",
+    1969). A pass is never split, so that scores do not depend on `blocks`.
     """
     dealt: list[list[int]] = [[] for _ in range(blocks)]
     load = [0] * blocks
@@ -162,16 +137,15 @@ def _fill(sequences: Sequence[Sequence[int]], rows: np.ndarray, lengths: np.ndar
 
 
 class MegatronRewardModel:
-    """This rank's part of a reward model: an `AttributeScorer` that every rank must call with the same sequences.
+    """This rank's part of a reward model: an `AttributeScorer` to be called by every rank with the same sequences.
 
-    A server on several ranks hands it its share instead: it is a `BlockModel`.
+    It is also a `BlockModel`: a server on several ranks calls `score_micro_batches` with this rank's share.
 
     Args:
         lm: the trunk, weights loaded.
-        head: the head; its width must be the trunk's.
-        batching: how a call is cut.
-        max_length: tokens a sequence may have; None for what the trunk was made for.
-        merging: of the head's scores; None for equal weights and the head's own mean and deviation.
+        head: its width must be the trunk's.
+        max_length: maximum tokens of a sequence; None for the trunk's maximum.
+        merging: None for equal weights and the head's own mean and deviation.
     """
 
     def __init__(
@@ -200,20 +174,19 @@ class MegatronRewardModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the trunk's weights."""
         return self._lm.config.params_dtype
 
     def score(self, sequences: list[list[int]]) -> list[float]:
-        """One reward a sequence, in order. Micro-batches follow from the list's content alone."""
+        """Return one reward per sequence, in order. Micro-batches depend only on the list's content."""
         return self.merging(self._scores(sequences)).tolist()
 
     def score_attributes(self, sequences: list[list[int]]) -> AttributeScores:
-        """The same, and what each was merged from."""
+        """Return the rewards and the scores they are merged from."""
         scores = self._scores(sequences)
         return AttributeScores(self.merging(scores).tolist(), scores.tolist())
 
     def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
-        """The head's scores, float64 [n, K], of all n sequences in order; [0, K] before the last stage."""
+        """Return the head's scores of all n sequences in order, float64 [n, K]; [0, K] before the last stage."""
         device = self._lm.mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # the server calls from a thread of its own, which starts on device 0
@@ -232,7 +205,7 @@ class MegatronRewardModel:
                 torch.cuda.synchronize(device)
 
     def _scores(self, sequences: list[list[int]]) -> Tensor:
-        """float64 [N, K]."""
+        """Return float64 [N, K]."""
         out = torch.zeros((len(sequences), len(self._weight)), dtype=torch.float64)
         passes = self.batching.plan(sequences)
         if passes:
@@ -249,12 +222,12 @@ class MegatronRewardModel:
 
 
 def load_trunk(folder: str | Path, mesh: Mesh) -> CausalLM:
-    """The model of a Hugging Face folder, weights loaded."""
+    """Load the model of a Hugging Face folder."""
     return _loaded(Architecture.from_folder(folder), HFFolder(folder), mesh)
 
 
 def load_head(trunk_folder: str | Path, head_file: str | Path | None) -> RewardHead:
-    """The head of a file, or that of a `...ForSequenceClassification` folder where no file is named.
+    """Load the head of a file, or of a `...ForSequenceClassification` folder if no file is given.
 
     Raises:
         CheckpointError: there is none.
@@ -272,12 +245,10 @@ def load_reward_model(
     merging: Merging | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> MegatronRewardModel:
-    """This rank's part of a reward model from a Hugging Face trunk and a head file; see `load_head`.
+    """Load this rank's part of a reward model; see `load_head` and `MegatronRewardModel`.
 
     Args:
-        trunk_folder, head_file, mesh: of it.
-        batching, max_length, merging: see `MegatronRewardModel`.
-        dtype: of the trunk. Pooling, head and merging are fp32 or better in any case.
+        dtype: of the trunk. Pooling, head and merging always run in fp32 or better.
     """
     head = load_head(trunk_folder, head_file)  # first: a missing file should not cost the time of loading a trunk
     architecture, weights = Architecture.from_folder(trunk_folder), HFFolder(trunk_folder)
@@ -290,9 +261,9 @@ def load_reward_model(
 def reward_model_identity(
     trunk_folder: str | Path, head_file: str | Path | None, scorer: MegatronRewardModel
 ) -> dict[str, Any]:
-    """What tells one reward model from another, for the server's description.
+    """Return the model's identity for the server's description.
 
-    By content, so that a restart from another path or node is the same server to its clients.
+    Content-based, so that clients accept a server restarted from another path or node.
     """
     if head_file is None:
         head = {"weights": HFFolder(trunk_folder).fingerprint()}

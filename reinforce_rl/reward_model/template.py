@@ -1,16 +1,16 @@
-"""The one form in which a reward model sees a conversation, in training and in serving.
+"""The token format of a conversation for a reward model, in training and in serving.
 
-While the actor trains, the reward server is sent the actor's own tokens and never renders text. They have this form:
+During actor training the reward server gets the actor's own tokens and never renders text. Their format:
 
-    the prompt, rendered by the chat template with its generation prompt  (as `reinforce_rl.data.prompts` does it)
+    the prompt, rendered by the chat template with its generation prompt  (see `reinforce_rl.data.prompts`)
     the answer's tokens
-    the end-of-turn token (`<|im_end|>` for SmolLM2), where the answer came to its end; nothing after it
+    the end-of-turn token (`<|im_end|>` for SmolLM2) if the answer is complete; nothing after it
 
-The template itself would put a newline behind the end of a turn. The actor stops at the end-of-turn token, so there is
-none here. An answer that was cut at the actor's `max_length` has no end-of-turn token.
+The template would add a newline after the turn; the actor stops at the end-of-turn token, so it is left out. An answer
+cut at the actor's `max_length` has no end-of-turn token.
 
-Where the reward model has another tokenizer than the actor, the server is sent texts, and `encode_sample` renders them
-into the same form, by the reward model's own template.
+If the reward model's tokenizer differs from the actor's, the server gets text, and `encode_sample` renders it to the
+same format with the reward model's template.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that ends an answer: the tokenizer's end-of-sequence token, at which the actor stops.
+    """Return the end-of-sequence token, at which the actor stops.
 
     Raises:
         ConfigError: the tokenizer has none.
@@ -38,15 +38,14 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Tokens of a conversation up to where the assistant's answer begins.
+    """Tokenise a conversation up to where the assistant's answer begins.
 
     Args:
-        tokenizer: with a chat template.
         messages: each with `role` and `content`.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
-        DataError: the template refuses these messages.
+        DataError: the template rejects these messages.
     """
     if not tokenizer.chat_template:
         raise ConfigError(["the tokenizer has no chat template; use the folder of a chat model"])
@@ -58,9 +57,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: str, max_tokens: int | None = None) -> list[int]:
-    """Tokens of an answer with the end-of-turn token, or its first `max_tokens` tokens where it has more.
+    """Tokenise an answer and its end-of-turn token; keep the first `max_tokens` tokens.
 
-    White space around the answer is dropped: an actor begins its answer right behind the generation prompt.
+    Surrounding white space is dropped: an actor's answer begins directly after the generation prompt.
     """
     ids = [*_ids(tokenizer, answer.strip()), end_of_turn_id(tokenizer)]
     return ids if max_tokens is None else ids[:max_tokens]
@@ -73,29 +72,27 @@ def encode_conversation(
     *,
     max_answer_tokens: int | None = None,
 ) -> list[int]:
-    """Tokens of a prompt and its answer, as the reward server gets them from an actor that gave this answer.
+    """Tokenise a prompt and its answer exactly as an actor would send them.
 
     Args:
-        tokenizer: with a chat template.
         messages: the prompt, each message with `role` and `content`.
-        answer: the assistant's answer, as text.
-        max_answer_tokens: cut the answer there, as an actor's `max_length` does; the end-of-turn token counts.
+        max_answer_tokens: cut the answer there; the end-of-turn token counts.
 
     Raises:
         ConfigError: the tokenizer has no chat template or no end-of-sequence token.
-        DataError: the template refuses these messages.
+        DataError: the template rejects these messages.
     """
     return encode_prompt(tokenizer, messages) + encode_answer(tokenizer, answer, max_answer_tokens)
 
 
 def encode_sample(tokenizer: PreTrainedTokenizerBase, sample: TextSample) -> list[int]:
-    """Tokens of a sample by the tokenizer's own chat template. A plain prompt is one user message.
+    """Tokenise a sample with the chat template. A plain prompt becomes one user message.
 
-    An answer that was cut has no end-of-turn token, so that it does not look finished.
+    A cut answer gets no end-of-turn token, so that it does not look finished.
 
     Raises:
         ConfigError: the tokenizer has no chat template or no end-of-sequence token.
-        DataError: the template refuses these messages.
+        DataError: the template rejects these messages.
     """
     messages = sample.messages or ({"role": "user", "content": sample.prompt},)
     answer = encode_answer(tokenizer, sample.response)

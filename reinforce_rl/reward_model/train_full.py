@@ -1,8 +1,7 @@
-"""Training all weights of a reward model, on any layout of ranks: the model, and `fit` on one screen.
+"""Full-parameter reward-model training on any parallel layout.
 
-The loss of a batch is a mean over the whole of it, however ranks and micro-batches divide it. A held-out part is
-evaluated now and then; the model is exported whenever its loss there is the lowest so far, and the run ends early
-where it has not fallen for long enough.
+The loss is a mean over the global batch, independent of ranks and micro-batches. The model is evaluated on a held-out
+part at intervals, exported at each new lowest loss, and training stops early when patience runs out.
 
 Notation: E examples of G sequences each, S tokens, K scores of a sequence.
 """
@@ -52,19 +51,14 @@ _NOTHING: Group = [[0]]  # a rank with nothing to train on still runs one pass, 
 
 
 class FullTrainer(Generic[Example]):
-    """Coordinates passes, optimizer steps, evaluations and checkpoints. Every rank runs the same code.
+    """Runs passes, optimizer steps, evaluations and checkpoints, on every rank alike.
 
     Args:
-        model: trained.
-        optimizer: applies the gradient.
-        objective: ranking or regression.
         train, held_out: all examples, the same on every rank.
-        sampler: the order of the training examples; its batches are global.
-        checkpointer: saves and restores.
-        monitor: shows the run and writes its metrics.
-        export: writes the model, for the best evaluation so far; a collective call.
-        total_steps: at most.
-        settings: interval of evaluations and patience.
+        sampler: order of the training examples; its batches are global.
+        export: writes the model at each new best evaluation; a collective call.
+        total_steps: upper bound.
+        settings: evaluation interval and patience.
     """
 
     def __init__(
@@ -113,7 +107,7 @@ class FullTrainer(Generic[Example]):
 
     @property
     def stopped_early(self) -> bool:
-        """True once `patience` evaluations in a row did not find a lower loss."""
+        """True after `patience` evaluations in a row without a lower loss."""
         patience = self._settings.patience
         return patience is not None and self._evaluations_since_best >= patience
 
@@ -152,7 +146,7 @@ class FullTrainer(Generic[Example]):
         self._export(self.best)
 
     def state_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the state as JSON values."""
         return {
             "version": STATE_VERSION,
             "step": self.step,
@@ -166,7 +160,7 @@ class FullTrainer(Generic[Example]):
         """Resume from a checkpoint of this run; a collective call.
 
         Raises:
-            CheckpointError: it is of other data or another program, or damaged.
+            CheckpointError: it has other data or another version, or is damaged.
         """
         state = checkpoint.trainer_state
         if state.get("version") != STATE_VERSION or "evaluations_since_best" not in state:
@@ -184,7 +178,7 @@ class FullTrainer(Generic[Example]):
 
 
 def data_digest(names: Sequence[str], train: Sequence[object], held_out: Sequence[object]) -> str:
-    """sha256 (hex) over the data that a run learns from and is measured on."""
+    """Return the sha256 (hex) over the training and held-out data."""
     digest = hashlib.sha256(json.dumps(names).encode())
     for example in (*train, None, *held_out):
         digest.update(repr(example).encode())
@@ -192,14 +186,14 @@ def data_digest(names: Sequence[str], train: Sequence[object], held_out: Sequenc
 
 
 class TrainableRewardModel:
-    """A trunk and a linear head without bias, as transformers' classifiers have it.
+    """A trunk and a linear head without bias, as in transformers' classifiers.
 
     Args:
         lm: a classifier, weights loaded.
-        pooling: of `POOLINGS`.
-        pad_id: with pooling `last`, trailing tokens of this id do not count; see `counted_lengths`.
-        micro_batch_size: sequences in one pass; an example's sequences are always in one.
-        optim: says how data-parallel ranks share their work.
+        pooling: from `POOLINGS`.
+        pad_id: with pooling `last`, trailing tokens of this id are ignored; see `counted_lengths`.
+        micro_batch_size: sequences per pass; an example's sequences are never split.
+        optim: of the data-parallel wrapper.
     """
 
     def __init__(
@@ -222,15 +216,15 @@ class TrainableRewardModel:
         return self.lm.mesh
 
     def accumulate(self, groups: Sequence[Group], loss_of: Callable[[Tensor, list[int]], tuple[Tensor, T]]) -> list[T]:
-        """Accumulate the gradient of a loss into the gradient buffers, which are zeroed first; a collective call.
+        """Zero the gradient buffers and accumulate a loss's gradient into them; a collective call.
 
         Args:
-            groups: this data-parallel rank's examples; there may be none.
-            loss_of: of scores [E', G, K] and the indices of the E' examples of a micro-batch, their share of the
-                global loss, with gradient, and whatever is wanted besides.
+            groups: this data-parallel rank's examples; may be empty.
+            loss_of: maps scores [E', G, K] and the indices of a micro-batch's E' examples to their share of the global
+                loss, with gradient, and an extra result.
 
         Returns:
-            what `loss_of` gave besides.
+            the extra results of `loss_of`.
         """
 
         def loss(hidden: Tensor, part: tuple[list[int], list[Group]]) -> tuple[Tensor, list[T]]:
@@ -251,7 +245,7 @@ class TrainableRewardModel:
         return [result for results in self.mesh.from_last_stage(found) for result in results]
 
     def scores(self, groups: Sequence[Group]) -> Tensor:
-        """float32 [E, G, K] on the CPU of every rank of the block, without gradient; a collective call."""
+        """Return float32 [E, G, K] on the CPU of every rank of the block, without gradient; a collective call."""
         if not groups:
             return torch.zeros((0, 1, 1))
         parts = self._micro_batches(groups)
@@ -270,19 +264,19 @@ class TrainableRewardModel:
         return out
 
     def export(self, source: str | Path, out: str | Path, names: Sequence[str], pad_id: int | None) -> Path:
-        """Write it as a Hugging Face `...ForSequenceClassification` folder; a collective call.
+        """Write a Hugging Face `...ForSequenceClassification` folder; a collective call.
 
         Args:
-            source: the folder that the run began with.
-            out: the folder to write; replaced where it exists.
-            names: of the K scores; none where there is a single one.
-            pad_id: the tokenizer's padding token, which transformers asks for to tell padding from text.
+            source: the folder that the run started from.
+            out: replaced if it exists.
+            names: of the K scores; empty for a single one.
+            pad_id: the tokenizer's padding token, which transformers needs.
         """
         values = classifier_config(self.lm.architecture, names or (SCORE_NAME,), self._pooling, pad_id)
         return export_hf_folder(self.lm, source, out, config_values=values)
 
     def _micro_batches(self, groups: Sequence[Group]) -> list[tuple[list[int], list[Group]]]:
-        """Indices and examples of each pass."""
+        """Return indices and examples of each pass."""
         if not groups:
             return []
         lengths = torch.tensor([max(map(len, group)) for group in groups])
@@ -297,14 +291,14 @@ class TrainableRewardModel:
         return self.lm.stage_shape(len(lengths), max(lengths))
 
     def _score(self, hidden: Tensor, groups: Sequence[Group]) -> Tensor:
-        """[E, G, K], on the last stage."""
+        """Return [E, G, K], on the last stage."""
         tokens, lengths = self._tokens(groups)
         counted = counted_lengths(tokens, lengths, self._pad_id)
         scores = head_scores(hidden, self.lm, self.lm.score.weight, counted, tokens.shape[1], self._pooling)
         return scores.view(len(groups), len(groups[0]), -1)
 
     def _tokens(self, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
-        """int64 [E G, S], right-padded, and lengths int64 [E G]."""
+        """Return tokens int64 [E G, S], right-padded, and lengths int64 [E G]."""
         sequences = [torch.tensor(sequence) for group in groups for sequence in group]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         tokens = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
@@ -320,15 +314,11 @@ def load_trainable(
     dtype: torch.dtype = torch.float32,
     options: ModelOptions = DEFAULT_OPTIONS,
 ) -> CausalLM:
-    """A classifier with the weights of a Hugging Face folder; a language model gets a new head.
+    """Load a Hugging Face folder as a classifier; a language model gets a new head.
 
     Args:
-        folder: a language model, or a classifier with the same scores.
-        mesh: this rank's place.
-        names: of the scores; none for a single one.
-        seed: of a new head's weights, normal with variance 1 / (hidden size + 1) (arXiv:2203.02155's choice).
-        dtype: of the parameters.
-        options: how it computes.
+        names: of the scores; empty for a single one.
+        seed: of a new head's weights, normal with variance 1 / (hidden size + 1) (as in arXiv:2203.02155).
 
     Raises:
         ConfigError: the folder's head has other scores, or the model is not supported.
@@ -358,7 +348,7 @@ def load_trainable(
 def classifier_config(
     architecture: Architecture, names: Sequence[str], pooling: str, pad_id: int | None
 ) -> dict[str, Any]:
-    """What config.json of a classifier has besides the trunk's."""
+    """Return the config.json values that a classifier adds to the trunk's."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     return {

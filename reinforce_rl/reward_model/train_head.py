@@ -1,7 +1,7 @@
 """Bradley-Terry training of a linear reward head on pooled features of a frozen trunk.
 
 The loss of P pairs is the mean of -log sigmoid(s_chosen - s_rejected), plus l2 / 2 * |w|^2. It is convex and the data
-are in memory, so it is minimised to the end, in float64, and the result depends on neither seed nor batch order.
+fit in memory, so it is minimised to convergence in float64: the result depends on neither seed nor batch order.
 
 Notation: P pairs, h hidden.
 """
@@ -25,55 +25,43 @@ from reinforce_rl.reward_model.objectives import Accuracy, pair_accuracy
 
 @dataclass(frozen=True)
 class FoldScore:
-    """Cross-validation of one L2 strength: a pair's mean loss in nats, and the share of pairs ordered rightly."""
+    """Cross-validation of one L2 strength."""
 
-    loss: float
+    loss: float  # mean per pair, in nats
     accuracy: float
 
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """A trained head and how it came about.
+    """A trained head and its statistics."""
 
-    Attributes:
-        head: standardised: its scores over the training answers have mean 0 and standard deviation 1.
-        l2: the strength that was used.
-        raw_mean, raw_std: mean and standard deviation of those scores before they were standardised, when a difference
-            of two scores was the log-odds of being preferred.
-        validation: strength to its cross-validation; empty where none was made.
-    """
-
-    head: RewardHead
+    head: RewardHead  # standardised: training scores have mean 0 and deviation 1
     l2: float
-    raw_mean: float
+    raw_mean: float  # of the scores before standardisation, in log-odds
     raw_std: float
-    validation: dict[float, FoldScore]
+    validation: dict[float, FoldScore]  # L2 strength to its cross-validation; may be empty
 
     @property
     def chosen_validation(self) -> FoldScore:
-        """Cross-validation at `l2`; NaN where none was made."""
+        """Cross-validation at `l2`; NaN if not run."""
         return self.validation.get(self.l2, FoldScore(math.nan, math.nan))
 
 
 def scores(head: RewardHead, features: Tensor) -> Tensor:
-    """Scores float64 [n] of features [n, h]."""
+    """Score features [n, h]; return float64 [n]."""
     return features.double() @ head.weight.double() + head.bias.double()
 
 
 def head_accuracy(head: RewardHead, features: PairFeatures) -> Accuracy:
-    """The head's accuracy on pairs."""
     return pair_accuracy(scores(head, features.chosen), scores(head, features.rejected))
 
 
 def fit_direction(differences: Tensor, l2: float) -> Tensor:
-    """The w that minimises mean(softplus(-differences @ w)) + l2 / 2 * |w|^2.
+    """Return the w, float64 [h], that minimises mean(softplus(-differences @ w)) + l2 / 2 * |w|^2.
 
     Args:
         differences: chosen minus rejected features, [P, h].
-        l2: above 0, so that there is one minimum.
-
-    Returns:
-        float64 [h].
+        l2: above 0, so that the minimum is unique.
     """
     if not l2 > 0:
         raise ConfigError([f"the L2 strength is {l2}; expected above 0"])
@@ -101,14 +89,11 @@ def cross_validate(
     seed: int,
     extra: PairFeatures | None = None,
 ) -> dict[float, FoldScore]:
-    """Loss and accuracy on pairs that were not fitted on, for each strength. Prompts are not shared between folds.
+    """Return held-out loss and accuracy of each L2 strength. Folds share no prompt.
 
     Args:
-        features: P pairs, fitted on and measured.
-        l2_grid: strengths.
-        folds: number of parts the prompts are dealt into.
-        seed: deals them.
-        extra: pairs that are fitted on and not measured.
+        seed: assigns prompts to folds.
+        extra: pairs to fit on only.
 
     Raises:
         DataError: a fold would have no prompt.
@@ -148,19 +133,18 @@ def train_head(
     extra: PairFeatures | None = None,
     cross_validate_always: bool = False,
 ) -> TrainedHead:
-    """Choose the L2 strength by cross-validation inside the training pairs, fit on all of them, standardise.
+    """Choose the L2 strength by cross-validation, fit on all training pairs, standardise.
 
-    Strengths are for features scaled so that chosen minus rejected has mean squared length 1, which makes them
-    comparable between trunks and poolings.
+    Features are scaled so that chosen minus rejected has mean squared length 1: strengths are then comparable between
+    trunks and poolings.
 
     Args:
-        features: of the training pairs alone.
-        pooling: how the features were made, kept in the head.
-        l2_grid: strengths to choose from; with one, nothing is chosen.
-        folds: of the cross-validation.
-        seed: deals prompts to folds. Not the seed that held prompts out: the same hash would leave folds empty.
-        extra: pairs that are fitted on too, and count neither in cross-validation nor in the standardisation.
-        cross_validate_always: measure the loss of a single strength too, for comparing poolings.
+        features: of the training pairs only.
+        pooling: of the features, recorded in the head.
+        l2_grid: a single strength is used as it is.
+        seed: assigns prompts to folds. Not the seed of the held-out split: the same hash would leave folds empty.
+        extra: pairs to fit on only, not used in measuring or standardising.
+        cross_validate_always: also with a single strength, to compare poolings.
 
     Raises:
         DataError: too few prompts, or chosen and rejected have the same features throughout.

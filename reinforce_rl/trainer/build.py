@@ -1,4 +1,4 @@
-"""From a checked configuration to the prompts and the actor: model, reference, and what generates."""
+"""Build data sets, actor and generator from a checked config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 def build_datasets(cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> RLHFDatasets:
-    """The prompts of `model.data.data_prefix`."""
     data = cfg.model.data
     datasets = build_train_valid_test_rlhf_datasets(
         tokenizer,
@@ -40,12 +39,11 @@ def build_datasets(cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> RLHF
         add_bos=data.add_bos,
     )
     if datasets.validation is not None:
-        FixedPrompts(datasets.validation, cfg.model.reinforce.num_val_samples)  # refuses a size that it has not
+        FixedPrompts(datasets.validation, cfg.model.reinforce.num_val_samples)  # raises if the set is smaller
     return datasets
 
 
 def build_sampler(cfg: TrainConfig, train_set: PromptDataset) -> PromptSampler:
-    """The order of the training prompts."""
     return PromptSampler(
         len(train_set),
         cfg.model.reinforce.num_rollout_samples,
@@ -62,13 +60,13 @@ DTYPES = {"32": "float32", "bf16": "bfloat16"}
 def build_actor(
     cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, *, architecture: Architecture | None = None
 ) -> MegatronGPTReinforceActorModel:
-    """The policy of `pretrained_checkpoint.restore_from_path`, and the reference where beta asks for one.
+    """Build the policy from `pretrained_checkpoint.restore_from_path`, and the reference if beta is above 0.
 
     Args:
-        architecture: in place of the folder's; no weights are loaded then.
+        architecture: overrides the folder's; no weights are loaded then.
 
     Raises:
-        ConfigError: this machine cannot compute so, or the model cannot be shared so.
+        ConfigError: this machine or layout cannot run the model.
     """
     import torch
 
@@ -116,7 +114,7 @@ def build_actor(
 
 
 def logits_chunk_tokens(model: ModelConfig, *, gpu: bool) -> int:
-    """Response tokens whose logits exist at a time."""
+    """Return the number of response tokens whose logits exist at a time."""
     if model.logits_chunk_tokens is not None:
         return model.logits_chunk_tokens
     # glibc gives blocks above 32 MiB back at once, and fresh ones have to be cleared page by page.
@@ -131,7 +129,7 @@ def _shares_prefix(cfg: TrainConfig, lm: CausalLM) -> bool:
 
 
 def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Generator:
-    """The generator that `generation` names: "native", "tensorrt_llm", or a dotted name, called as this function is.
+    """Build the generator of `generation`: "native", "tensorrt_llm", or a dotted name with this function's signature.
 
     Raises:
         ConfigError: no such name, or this machine cannot run it.
@@ -163,7 +161,6 @@ def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokeniz
 
 
 def model_options(cfg: TrainConfig) -> ModelOptions:
-    """How the model computes, from `model`."""
     return ModelOptions(
         recompute_granularity=cfg.model.activations_checkpoint_granularity,
         recompute_method=cfg.model.activations_checkpoint_method,
@@ -174,7 +171,7 @@ def model_options(cfg: TrainConfig) -> ModelOptions:
 
 
 def stop_token_ids(architecture: Architecture, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends a response: the tokenizer's, and all of the model's config, which may have several."""
+    """Return every id that ends a response: the tokenizer's and all of the model config's."""
     configured = architecture.raw.get("eos_token_id")
     several = configured if isinstance(configured, list) else [configured]
     return tuple(sorted({i for i in (*several, tokenizer.eos_token_id) if isinstance(i, int)}))
@@ -196,7 +193,7 @@ def _sampling_params(cfg: TrainConfig, sampling: SamplingConfig, stop_ids: tuple
 
 
 def lora_settings(cfg: TrainConfig) -> LoraSettings | None:
-    """Of `model.peft`; None where the whole model is trained."""
+    """Read `model.peft`; None if the whole model is trained."""
     if cfg.model.peft.peft_scheme is None:
         return None
     tuning = cfg.model.peft.lora_tuning
@@ -204,7 +201,6 @@ def lora_settings(cfg: TrainConfig) -> LoraSettings | None:
 
 
 def loss_settings(cfg: ReinforceConfig) -> LossSettings:
-    """What the loss is made of, from `trainer.reinforce`."""
     return LossSettings(
         aggregation=cfg.loss_aggregation,
         ratio=cfg.importance_ratio,

@@ -1,7 +1,6 @@
-"""The trainer: `fit` shows one iteration on one screen.
+"""The REINFORCE trainer; `fit` is the training loop.
 
-What this is not: there is no critic. With the default settings there is no ratio and no clipping of one either: each
-rollout batch takes one optimizer step.
+There is no critic, and by default one optimizer step per rollout batch, hence no ratio and no clipping.
 
 Notation: P prompts on this data-parallel rank, G samples a prompt, N = P * G sequences, T response tokens.
 """
@@ -49,26 +48,21 @@ Timings = dict[str, float]
 
 
 class ReinforceTrainer:
-    """Coordinates generation, scoring and updates. Every rank runs the same code.
+    """Runs generation, scoring and updates, on every rank alike.
 
     Args:
-        cfg: `trainer.reinforce` of the configuration.
+        cfg: `trainer.reinforce`.
         model: policy and reference.
-        optimizer: `.step()` applies the gradient that `model.get_loss_and_metrics` left; see `ActorOptimizer`.
-        scheduler: of the learning rate; kept for its users, stepped by the optimizer.
-        train_dataloader_builder: called with `collate_fn`, gives a `PromptLoader`.
-        val_dataloader_builder: called with `collate_fn`, gives a `FixedPrompts`; None for no validation.
-        collate_fn: makes a batch of a list of prompts.
-        rm: where rewards come from.
-        batch_iterator_cls: called with (prompts, validation), iterates over the batches that are generated together.
-        logger: what people see and what is written down; it does nothing on every rank but the first.
-        ckpt_callback: saves and restores.
-        run_timer: says whether there is time for another step.
-        prompts_per_update: prompts, over all ranks, that one optimizer step takes; None for the whole rollout batch.
-        best: which validations' checkpoints are kept; None keeps none.
-        test_dataloader_builder: as `val_dataloader_builder`, for prompts that the trained policy answers at the end.
-        activity: is told what this rank does.
-        stop: whether the run is to end early.
+        optimizer: `.step()` applies the gradient of `model.get_loss_and_metrics`; see `ActorOptimizer`.
+        scheduler: learning rate; exposed only, the optimizer steps it.
+        train_dataloader_builder: called with `collate_fn`.
+        val_dataloader_builder: called with `collate_fn`; None for no validation.
+        batch_iterator_cls: called with (prompts, validation); yields the batches to generate together.
+        logger: does nothing on every rank but the first.
+        run_timer: decides if there is time for another step.
+        prompts_per_update: prompts per optimizer step, over all ranks; None for the whole rollout batch.
+        best: which validations' checkpoints to keep; None keeps none.
+        test_dataloader_builder: called with `collate_fn`; evaluated at the end of training.
     """
 
     def __init__(
@@ -138,14 +132,14 @@ class ReinforceTrainer:
         )
 
     def fit(self) -> None:
-        """Train until the steps, the epochs or the time are used up, validating and saving on the way.
+        """Train until steps, epochs or time run out, validating and saving at intervals.
 
         Raises:
-            StoppedEarly: the time is used up, or a signal came.
-            RewardServerError: the reward server did not answer within its deadline, or failed too many samples.
+            StoppedEarly: out of time, or a signal came.
+            RewardServerError: the reward server missed its deadline, or failed too many samples.
             GenerationError: the generation engine cannot go on.
-                The state after the last complete step is saved before any of them.
-            DivergedError: the policy cannot be trained any more; nothing is saved.
+                The state after the last complete step is saved before any of these.
+            DivergedError: training has diverged; nothing is saved.
         """
         self._stop.wait_for_checks()
         try:
@@ -196,12 +190,9 @@ class ReinforceTrainer:
         return made.batch, made.metrics, self._clock.seconds
 
     def generate_reinforce_data(self, rollout_batch: RolloutBatch) -> tuple[ReinforceBatch, Metrics]:
-        """Shape the rewards, fold the KL into them and take advantages.
+        """Shape rewards, apply the KL and compute advantages; return this rank's batch and means over all ranks.
 
-        Advantages are taken of the global batch, so that no estimator depends on how it lies on the ranks.
-
-        Returns:
-            what the loss needs; means over all ranks.
+        Advantages use the global batch, so that they do not depend on its distribution over ranks.
         """
         batch, cfg, mesh = rollout_batch, self.cfg, self.model.mesh
         mask = batch.response_mask
@@ -241,7 +232,7 @@ class ReinforceTrainer:
         return data, take_means(reinforce_means(data), mesh.gather_over_dp)
 
     def run_training(self, batch: ReinforceBatch) -> Metrics:
-        """Update the policy: one optimizer step on the whole rollout batch, or as many as the configuration says."""
+        """Update the policy with one or more optimizer steps on the rollout batch."""
         mesh, updates, sums = self.model.mesh, [], Counter[str]()
         in_loss = self._past.beta.value if self.cfg.kl_placement == "loss" else 0.0
         for rows in self._mini_batches(batch):
@@ -261,7 +252,7 @@ class ReinforceTrainer:
         return metrics
 
     def validate(self) -> None:
-        """Score one response to each prompt of the fixed validation set, with validation's own sampling."""
+        """Score one response to each prompt of the validation set, with validation's own sampling."""
         if self.val_dataloader is None or self.cfg.val_check_interval == 0:
             return
         with self.run_timer.validating():
@@ -272,19 +263,17 @@ class ReinforceTrainer:
             self._best.add(self.step, metrics)
 
     def test(self) -> None:
-        """Score one response to each prompt of the test set, as `validate` does."""
+        """Score one response to each prompt of the test set, like `validate`."""
         if self.test_dataloader is None:
             return
         self.logger.log_test(self.step, *self._evaluate("test", self.test_dataloader))
         self.logger.commit(self.step)
 
     def save(self, *, wait: bool = False) -> None:
-        """Write a checkpoint of the state after the last complete step, unless that was done already.
-
-        Before the first step there is nothing to go on from, and while the loss is not finite nothing worth keeping.
+        """Save the last complete step, unless saved already, at step 0, or while the loss is not finite.
 
         Args:
-            wait: for what is written in the background.
+            wait: wait for background writes too.
         """
         if self.step not in (0, self._saved_step) and self._divergence.is_sound:
             self._activity.begin("checkpoint")
@@ -295,12 +284,12 @@ class ReinforceTrainer:
             self.ckpt_callback.finish()
 
     def _save_last_step(self) -> None:
-        """A step whose validation was broken off is complete too; the validation is made up for."""
+        # The step is complete even if its validation was aborted; the resumed run makes up for it.
         self.logger.commit(self.step)
         self.save(wait=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides weights, optimizer and random state."""
+        """Return what a resumed run needs besides weights, optimizer and random state."""
         return {
             "version": STATE_VERSION,
             "step": self.step,
@@ -317,7 +306,7 @@ class ReinforceTrainer:
         """Inverse of `state_dict`.
 
         Raises:
-            CheckpointError: another version of this class made the state, or it is of other data.
+            CheckpointError: the state has another version or other data.
         """
         if state.get("version") != STATE_VERSION:
             raise CheckpointError(
@@ -336,7 +325,7 @@ class ReinforceTrainer:
         return evaluate(name, self.step, prompts, self.model, self._rollouts, self._activity)
 
     def _mini_batches(self, batch: ReinforceBatch) -> Iterator[Tensor]:
-        """This rank's rows of each optimizer step."""
+        """Yield this rank's rows of each optimizer step."""
         mesh, seed = self.model.mesh, self.model.settings.seed * 1_000_003 + self.step
         group_ids = mesh.gather_over_dp(batch.rollouts.group_ids)
         return mini_batches(group_ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed)
@@ -358,7 +347,7 @@ class ReinforceTrainer:
         return self.step >= self.max_steps or self.train_dataloader.finished
 
     def _look_at_the_clock(self) -> None:
-        """The first rank's clock counts, since all must stop at the same step."""
+        # Rank 0's clock decides: all ranks must stop at the same step.
         interval, step = self.cfg.val_check_interval, self.step
         validates = self.val_dataloader is not None and interval > 0
         due = Due(
@@ -370,13 +359,13 @@ class ReinforceTrainer:
         self._outlook = self.model.mesh.from_main(self.run_timer.outlook(due))
 
     def _validates(self) -> bool:
-        """After a step: where it is due, and at the end of this run, if there is time."""
         if self._is_over():
             return self._validation_is_due
+        # Short of time, this run ends here: validate its last step although the interval is not over.
         return self._outlook.validates and (self._validation_is_due or self._outlook.shortage is not None)
 
     def _goes_on(self) -> bool:
-        """Whether there is another step.
+        """Return True if there is another step.
 
         Raises:
             StoppedEarly: there is, and it is left to another run.
@@ -392,5 +381,5 @@ class ReinforceTrainer:
         return True
 
     def _optimizer_states_away(self) -> contextlib.AbstractContextManager[None]:
-        """Room for the generator, where the optimizer's states are on a GPU and the configuration asks for it."""
+        # Frees GPU memory for the generator.
         return self.optimizer.offloaded() if self.model.settings.offload_optimizer else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Rollouts: responses sampled from the policy and scored by the reward source, batch by batch."""
+"""Rollouts: sample responses from the policy and score them, batch by batch."""
 
 from __future__ import annotations
 
@@ -48,31 +48,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PendingRollouts:
-    """Samples whose scores are being computed.
+    """Samples whose scores are being computed."""
 
-    Attributes:
-        batch: without rewards, and nothing valid in it yet.
-        futures: of the scores, one for each micro-batch that this rank asked about, and how many samples it has; none
-            on a rank that did not ask.
-        work: brings the scores into the batch's order.
-    """
-
-    batch: RolloutBatch
-    futures: tuple[tuple[RewardFuture, int], ...]
-    work: Work
+    batch: RolloutBatch  # without rewards; all samples invalid
+    futures: tuple[tuple[RewardFuture, int], ...]  # (future, samples) per micro-batch that this rank asked about
+    work: Work  # restores the batch's order
 
 
 class RolloutMaker:
-    """Samples and scores.
+    """Samples and scores responses.
 
     Args:
-        model: draws the responses.
-        rm: scores them.
-        batch_iterator_cls: called with (prompts, validation), iterates over the batches that are generated together.
-        drop_truncated: a response that was cut at max_length is not valid.
-        max_failed_fraction: of samples that may lack a score, over all ranks.
-        stop: whether to leave off.
-        work_queue: a block of ranks that is free generates what is left, whosever it is; see `WorkQueue`.
+        batch_iterator_cls: called with (prompts, validation); yields the batches to generate together.
+        drop_truncated: mark responses cut at max_length as invalid.
+        max_failed_fraction: tolerated share of unscored samples, over all ranks.
+        work_queue: let idle blocks generate other ranks' batches; see `WorkQueue`.
     """
 
     def __init__(
@@ -100,8 +90,8 @@ class RolloutMaker:
         """Generate batch by batch; each is scored while the next one is generated.
 
         Raises:
-            StoppedEarly: on all ranks, once one was asked to stop.
-            GenerationError: on all ranks, once an engine of some rank cannot go on.
+            StoppedEarly: on all ranks, if one was asked to stop.
+            GenerationError: on all ranks, if an engine of some rank cannot go on.
         """
         mesh = self._model.mesh
         share = list(self._batch_iterator_cls(prompts, validation))
@@ -127,11 +117,10 @@ class RolloutMaker:
         return PendingRollouts(self._unscored(prompts, completions), tuple(futures), work)
 
     def score(self, pending: PendingRollouts, name: str) -> RolloutBatch:
-        """Wait for this rank's scores, and say which samples count. All ranks fail together.
+        """Wait for this rank's scores and set which samples are valid. All ranks fail together.
 
         Args:
-            pending: of `sample`.
-            name: of what the samples are for, such as step 3.
+            name: of the samples in error messages, such as step 3.
 
         Raises:
             RewardServerError: a request failed on some rank, or too many samples did.
@@ -147,7 +136,7 @@ class RolloutMaker:
                 answers = self._stop.unless_asked(lambda: [_scores(*asked) for asked in pending.futures])
                 if answers is None:
                     raise StoppedEarly(f"stopped by {self._stop.reason}")
-        except Exception as error:  # whatever a source raises, the other ranks must hear of it
+        except Exception as error:  # any source error must reach the other ranks
             failure = error
         mesh.check_together(failure)
         if mesh.is_block_leader and (own := pending.work.to_owners(answers or [])):
@@ -189,7 +178,7 @@ class RolloutMaker:
         )
 
     def _text_lengths(self, completions: Completions) -> torch.Tensor:
-        """[N], tokens of each response less the one that ended it, which a tokenizer need not call special."""
+        """Return response lengths [N] without the stop token, which a tokenizer may not treat as special."""
         tokens = torch.nn.functional.pad(completions.tokens, (0, 1))  # a column even where all responses are empty
         last = tokens.gather(1, (completions.lengths - 1).clamp(min=0)[:, None])[:, 0]
         stop_ids = torch.tensor(self._model.settings.sampling.stop_token_ids, dtype=torch.long)
@@ -213,7 +202,7 @@ class RolloutMaker:
 
 
 def _scores(future: RewardFuture, count: int) -> Rewards:
-    """What a source promises, also one of the user's own: no value without STATUS_OK, nor the other way round."""
+    """Validate a source's result: finite values exactly where the status is STATUS_OK."""
     found = future.result()
     values, status = found.values.float(), found.status.int()
     for name, tensor in {"values": values, "status": status}.items():
@@ -225,38 +214,26 @@ def _scores(future: RewardFuture, count: int) -> Rewards:
 
 
 def _reasons(answer: Rewards) -> list[str]:
-    """Say why each failed sample failed, in the order of the samples."""
+    """Return the reason of each failed sample, in sample order."""
     failed = [(row, code) for row, code in enumerate(answer.status.tolist()) if code != STATUS_OK]
     return [answer.faults.get(row, STATUS_TEXT.get(code, f"status {code}")) for row, code in failed]
 
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """What a step trains on.
+    """Rollouts to train on in one step."""
 
-    Attributes:
-        prompts: of this rank, all that were drawn.
-        batch: this rank's samples; of dynamic filtering those of the groups that are trained on.
-        metrics: means over all ranks and all that were drawn.
-    """
-
-    prompts: list[Prompt]
-    batch: RolloutBatch
-    metrics: dict[str, float]
+    prompts: list[Prompt]  # all that this rank drew
+    batch: RolloutBatch  # this rank's samples; with dynamic filtering, only of groups to train on
+    metrics: dict[str, float]  # means over all ranks and all samples drawn
 
 
 class StepRolloutMaker:
     """Makes the rollouts of a step.
 
     Args:
-        cfg: `trainer.reinforce` of the configuration.
-        model: gives log-probs.
-        rollouts: samples and scores.
-        loader: gives the prompts.
-        clock: times the phases.
-        with_old_log_probs: more than one optimizer step is taken on a batch, and so its ratios need them.
-        while_generating: entered while responses are drawn.
-        stop: whether to leave off.
+        with_old_log_probs: needed for ratios, if a batch takes more than one optimizer step.
+        while_generating: context of the generation phase.
     """
 
     def __init__(
@@ -281,10 +258,10 @@ class StepRolloutMaker:
         self._stop = stop
 
     def make(self, step: int) -> StepRollouts:
-        """Of the prompts that come next.
+        """Make rollouts of the next prompts.
 
         Args:
-            step: 1 for the first; it keys the sampling noise.
+            step: from 1; keys the sampling noise.
 
         Raises:
             StoppedEarly: some rank was asked to stop. The same step can be made again.
@@ -301,7 +278,7 @@ class StepRolloutMaker:
         return StepRollouts(prompts, batch, take_means(rollout_means(batch), self._model.mesh.gather_over_dp))
 
     def _sample(self, prompts: Sequence[Prompt], step: int) -> PendingRollouts:
-        seed = self._model.settings.seed * 1_000_003 + step  # validation has the one of step 0
+        seed = self._model.settings.seed * 1_000_003 + step  # step 0 is validation's seed
         with self._clock.phase("generate"), self._while_generating():
             return self._rollouts.sample(prompts, self._cfg.num_rollouts_per_prompt, seed)
 
@@ -310,7 +287,7 @@ class StepRolloutMaker:
             return self._rollouts.score(pending, f"step {step}")
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
-        """The policy's and the reference's, where somebody reads them: without a KL only a second update does."""
+        """Add policy and reference log-probs if needed: without a KL only a second update reads them."""
         where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
         with_kl = self._cfg.initial_policy_kl_penalty > 0
         if with_kl or self._with_old_log_probs:
@@ -323,14 +300,14 @@ class StepRolloutMaker:
         return batch
 
     def _policy_log_probs(self, batch: RolloutBatch, where: tuple[Tensor, ...]) -> Tensor | None:
-        # A second update's ratios would not start from the trainer's own numbers.
+        # Ratios of a second update must start from the trainer's own log-probs.
         is_known = self._cfg.generator_log_probs and self._model.generator.is_exact and not self._with_old_log_probs
         return batch.generator_log_probs if is_known else self._model.get_inference_log_probs(*where)
 
     def _draw_until_rewards_differ(self, step: int) -> StepRollouts:
-        """Draw batches of prompts until as many groups as a step takes have unequal rewards, or the bound is reached.
+        """Draw prompts until enough groups have unequal rewards, or the bound or the epoch's end is reached.
 
-        An epoch's end is a bound too: a prompt must not come twice in a step.
+        It stops at the epoch's end because a prompt must not occur twice in a step.
         """
         mesh, wanted = self._model.mesh, self._loader.prompts_per_step
         epoch = self._loader.state_dict()["epoch"]
@@ -366,26 +343,20 @@ def evaluate(
     rollouts: RolloutMaker,
     activity: Activity,
 ) -> tuple[dict[str, float], list[RolloutRow]]:
-    """Draw with validation's own sampling, and score.
+    """Sample with validation's settings and score; return means over all ranks and the samples of all ranks.
 
     Args:
         name: of the phase.
-        step: after which it is done.
+        step: evaluated after this step.
         parts: this rank's prompts.
-        model: the policy.
-        rollouts: samples and scores.
-        activity: is told what this rank does.
-
-    Returns:
-        means over all ranks; the samples of all ranks.
 
     Raises:
         StoppedEarly: some rank was asked to stop.
-        RewardServerError: no answer within the deadline, or too many samples that were not scored.
+        RewardServerError: no answer within the deadline, or too many failed samples.
     """
     activity.begin(name)
     prompts = [prompt for part in parts for prompt in part]
-    # One seed for all of validation, so that only the weights make a difference.
+    # A fixed seed: only the weights differ between validations.
     seed = model.settings.seed * 1_000_003
     pending = rollouts.sample(prompts, 1, seed, validation=True)
     activity.begin(f"{name}: reward_wait", has_deadline=True)

@@ -1,4 +1,4 @@
-"""What a step inherits from those before it: reward moments, beta, the best checkpoints, signs of divergence."""
+"""Trainer state carried across steps: reward moments, beta, best checkpoints, divergence."""
 
 from __future__ import annotations
 
@@ -22,37 +22,28 @@ if TYPE_CHECKING:
 
 
 class PastSteps:
-    """Over the valid samples of all steps before the present one.
+    """Running statistics over the valid samples of all earlier steps, and the current beta.
 
     Args:
-        beta: of the first step.
-        window: steps that `moving_average` looks back on.
-        decay: of a sample's weight in `exponential_moving_average`, from a step to the next.
-
-    Attributes:
-        scores: as they came.
-        rewards: less their KL.
-        last_rewards: those of each of the last `window` steps.
-        decayed_rewards: those of all steps, the older the less.
-        beta: of the present step.
+        window: number of steps in `moving_average`.
+        decay: per-step factor of a sample's weight in `exponential_moving_average`.
     """
 
     def __init__(self, beta: KLCoefficient, window: int, decay: float):
-        self.scores = RunningMoments()
-        self.rewards = RunningMoments()
-        self.last_rewards = deque[RunningMoments](maxlen=window)
+        self.scores = RunningMoments()  # raw rewards
+        self.rewards = RunningMoments()  # less their KL
+        self.last_rewards = deque[RunningMoments](maxlen=window)  # one per step
         self.decayed_rewards = RunningMoments()
         self.beta = beta
         self._decay = decay
 
     @classmethod
     def of(cls, cfg: ReinforceConfig) -> PastSteps:
-        """Begin a run with the settings of `trainer.reinforce`."""
         beta = KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon)
         return cls(beta, cfg.baseline_window, cfg.baseline_decay)
 
     def reward_mean(self, estimator: str) -> float:
-        """The baseline of an estimator that looks back: samples have the weight of their step. 0 before the first."""
+        """Return the baseline of a history-based estimator; 0 before the first step."""
         if estimator == "moving_average":
             last = RunningMoments()
             for step in self.last_rewards:
@@ -61,12 +52,7 @@ class PastSteps:
         return (self.decayed_rewards if estimator == "exponential_moving_average" else self.rewards).mean
 
     def add(self, batch: ReinforceBatch, gather_over_ranks: Callable[[Any], list[Any]]) -> None:
-        """Take in a step, once it is done with.
-
-        Args:
-            batch: of this rank.
-            gather_over_ranks: gives every data-parallel rank's object.
-        """
+        """Add a finished step; a collective call."""
         valid = batch.rollouts.valid
         parts = gather_over_ranks((batch.rollouts.rewards[valid], batch.rewards_with_kl[valid], batch.kl[valid]))
         scores, rewards, kl = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -78,7 +64,7 @@ class PastSteps:
         self.beta.update(float(kl.double().mean()), len(kl))
 
     def state_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the state as JSON values."""
         return {
             "past_scores": dataclasses.asdict(self.scores),
             "past_rewards": dataclasses.asdict(self.rewards),
@@ -88,10 +74,10 @@ class PastSteps:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`. A beta that is not steered is the configuration's, so that it can be changed."""
+        """Inverse of `state_dict`. A fixed beta comes from the config, so that it can be changed."""
         self.scores = RunningMoments(**state["past_scores"])
         self.rewards = RunningMoments(**state["past_rewards"])
-        # A checkpoint of an earlier release has neither of these.
+        # Absent in checkpoints of earlier releases.
         last = (RunningMoments(**step) for step in state.get("last_rewards", ()))
         self.last_rewards = deque(last, self.last_rewards.maxlen)
         self.decayed_rewards = RunningMoments(**state.get("decayed_rewards", {}))
@@ -100,37 +86,33 @@ class PastSteps:
 
 
 class BestCheckpoints:
-    """The steps of the best validations so far, at most `keep`.
+    """The steps of the best validations so far, at most `keep` (0 for none).
 
     Args:
-        keep: how many; 0 for none.
-        metric: its name, with `val/`.
-        mode: `max` or `min`, which values are the better ones.
+        metric: with the prefix `val/`.
+        mode: `max` or `min`.
     """
 
     def __init__(self, keep: int = 0, metric: str = "val/rewards", mode: str = "max"):
         self._keep, self._metric, self._mode = keep, metric, mode
-        self._found: list[tuple[int, float]] = []  # (step, value), the best first
+        self._found: list[tuple[int, float]] = []  # (step, value), best first
 
     @property
     def keeps_some(self) -> bool:
-        """False where validations leave no checkpoint behind."""
         return self._keep > 0
 
     @property
     def steps(self) -> list[int]:
-        """The best first."""
+        """The kept steps, best first."""
         return [step for step, _ in self._found]
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a validation. One that is only as good as the worst of those kept is not among them; NaN never is.
+        """Add a validation after `step`; ties with the worst kept one and NaN are not kept.
 
-        Args:
-            step: after which it was.
-            metrics: its means, by their names without `val/`.
+        `metrics` has names without `val/`.
 
         Raises:
-            ConfigError: the metric is not among them.
+            ConfigError: the metric is missing.
         """
         if self._keep == 0:
             return
@@ -149,33 +131,27 @@ class BestCheckpoints:
 
     def _cut(self) -> None:
         sign = -1 if self._mode == "max" else 1
-        self._found.sort(key=lambda found: sign * found[1])  # stable: of equal ones the earlier stays
+        self._found.sort(key=lambda found: sign * found[1])  # stable: of ties the earlier stays
         del self._found[self._keep :]
 
     def state_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the state as JSON values."""
         return {"metric": self._metric, "mode": self._mode, "found": [list(found) for found in self._found]}
 
     def load_state_dict(self, state: Mapping[str, Any], is_there: Callable[[int], bool]) -> None:
-        """Inverse of `state_dict`. Values of another metric or mode mean nothing, and are left out.
-
-        Args:
-            state: as saved.
-            is_there: whether there is still a checkpoint of a step.
-        """
+        """Inverse of `state_dict`. Drops values of another metric or mode, and steps whose checkpoint is gone."""
         same = (state["metric"], state["mode"]) == (self._metric, self._mode)
         self._found = [(step, value) for step, value in state["found"] if same and is_there(step)]
         self._cut()
 
 
 class Divergence:
-    """Ends a run that has diverged.
+    """Ends a diverged run.
+
+    `is_sound` is False while the loss is not finite, which can happen with finite weights.
 
     Args:
-        most: optimizer steps in a row that may lack a finite gradient, less one.
-
-    Attributes:
-        is_sound: False while the loss is not finite. Weights that are finite may have a forward pass that is not.
+        most: raise after this many consecutive optimizer steps without a finite gradient.
     """
 
     def __init__(self, most: int):
@@ -184,7 +160,7 @@ class Divergence:
     def check(
         self, step: int, updates: Sequence[OptimizerUpdate], loss: float, mesh: Mesh, note: Callable[[str], None]
     ) -> None:
-        """Take in the optimizer steps on one rollout batch; a collective call.
+        """Check the optimizer steps on one rollout batch; a collective call.
 
         Raises:
             DivergedError: on all ranks.
@@ -200,6 +176,6 @@ class Divergence:
             note(f"step {step}: a gradient is not finite, skipped ({self._skipped} of at most {self._most} in a row)")
 
     def check_end(self, step: int) -> None:
-        """Raise DivergedError where nobody knows what the weights after the last step are worth."""
+        """Raise DivergedError if the weights after the last step are not known to be sound."""
         if not self.is_sound:
             raise DivergedError(f"the loss of step {step}, the last one, is not finite")

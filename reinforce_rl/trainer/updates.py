@@ -1,4 +1,4 @@
-"""How a rollout batch is cut into optimizer steps, and how many steps a run has.
+"""Split a rollout batch into optimizer steps, and count a run's steps.
 
 Notation: N sequences on this data-parallel rank.
 """
@@ -20,19 +20,16 @@ if TYPE_CHECKING:
 def mini_batches(
     group_ids_of_ranks: Sequence[Tensor], dp_rank: int, prompts_per_update: int | None, epochs: int, seed: int
 ) -> Iterator[Tensor]:
-    """This rank's rows of each optimizer step on one rollout batch. Every sequence comes once an epoch.
+    """Yield this rank's rows (int64, maybe empty) of each optimizer step, equally often on every rank.
 
-    Which groups make up a step depends on their order over all ranks alone, never on how many ranks hold them.
+    Every sequence occurs once per epoch. The groups of a step depend only on their order over all ranks, not on the
+    number of ranks.
 
     Args:
         group_ids_of_ranks: int64 [N] of each data-parallel rank, in rank order; a group lies on one rank.
-        dp_rank: this rank.
-        prompts_per_update: groups of one optimizer step, over all ranks; None for all of them.
+        prompts_per_update: groups per optimizer step, over all ranks; None for all.
         epochs: passes over the rollout batch.
-        seed: of the order, another one each epoch.
-
-    Yields:
-        int64 row indices, maybe none; equally many times on every rank.
+        seed: of the order, which changes each epoch.
     """
     own = group_ids_of_ranks[dp_rank]
     if prompts_per_update is None:
@@ -47,16 +44,15 @@ def mini_batches(
 
 
 def total_steps(cfg: ReinforceConfig, steps_per_epoch: int) -> int:
-    """Rollout batches of the whole run, resumes included; dynamic filtering may end it sooner."""
+    """Return the run's rollout batches, resumes included; dynamic filtering may end it sooner."""
     by_epochs = cfg.max_epochs * steps_per_epoch
     return by_epochs if cfg.max_steps == -1 else min(cfg.max_steps, by_epochs)
 
 
 def total_updates(cfg: ReinforceConfig, prompts_per_update: int | None, batch_sizes: Sequence[int]) -> int:
-    """Optimizer steps of the whole run, which learning-rate schedules are counted in.
+    """Return the run's optimizer steps, the unit of learning-rate schedules.
 
     Args:
-        cfg: of the run.
         prompts_per_update: see `mini_batches`.
         batch_sizes: prompts of each rollout batch of an epoch.
     """
@@ -66,7 +62,7 @@ def total_updates(cfg: ReinforceConfig, prompts_per_update: int | None, batch_si
 
 
 def reward_shaping(cfg: ReinforceConfig, max_length: int) -> RewardShaping:
-    """Read how rewards are shaped; `max_length` is that of a response, in tokens."""
+    """Read the reward shaping; `max_length` is a response's maximum tokens."""
     penalise = cfg.truncated_samples == "penalise"
     return RewardShaping(
         **vars(cfg.reward_shaping),

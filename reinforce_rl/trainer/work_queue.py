@@ -1,4 +1,4 @@
-"""Which block of ranks generates which micro-batch: each block its own, or whichever is free the next one."""
+"""Assign micro-batches to blocks of ranks: a fixed split, or a shared queue."""
 
 from __future__ import annotations
 
@@ -17,31 +17,27 @@ COUNTER = "reinforce_rl/micro_batches_taken"
 
 
 class Work(Protocol):
-    """The micro-batches of one generation phase. All ranks make one together; iterating gives those of this block."""
+    """Micro-batches of one generation phase, created by all ranks together; iterating yields this block's."""
 
     def __iter__(self) -> Iterator[MicroBatch]: ...
 
     def close(self) -> None:
-        """This block takes no more; a block that leaves before the end keeps the others from doing its work."""
+        """Stop taking micro-batches. Leaving early also keeps other blocks from taking this block's work."""
         ...
 
     def to_owners(self, results: Sequence[T]) -> list[T]:
-        """One result for each micro-batch of this rank's own share, in order, wherever it was generated.
+        """Return the results of this rank's own share, in order, wherever they were generated.
 
-        A collective call over the data-parallel ranks, once every micro-batch was taken.
+        A collective call over the data-parallel ranks, after every micro-batch was taken.
 
         Args:
-            results: picklable, one for each micro-batch that this block took, in order.
+            results: picklable, one per micro-batch that this block took, in order.
         """
         ...
 
 
 class FixedSplit:
-    """Each block takes its own share.
-
-    Args:
-        share: of this rank.
-    """
+    """Each block takes its own share."""
 
     def __init__(self, share: Sequence[MicroBatch]):
         self._share = share
@@ -50,30 +46,28 @@ class FixedSplit:
         return iter(self._share)
 
     def close(self) -> None:
-        """Nobody else takes them."""
+        """Do nothing: no other block takes this share."""
 
     def to_owners(self, results: Sequence[T]) -> list[T]:
-        """They are there."""
         return list(results)
 
 
 class WorkQueue:
-    """The next micro-batch goes to the block that asks first; a collective call.
+    """Work queue over all blocks, first come, first served; a collective call.
 
-    The shares are cut as they are without a queue, so that each micro-batch gives the same numbers wherever it is
-    generated.
+    Micro-batches are cut as without a queue, so that each gives the same numbers wherever it is generated.
 
     Args:
-        mesh: counts what was taken.
-        share: of this rank; all ranks of a block have the same one.
+        mesh: provides the shared counter.
+        share: this rank's; the same on all ranks of a block.
     """
 
     def __init__(self, mesh: Mesh, share: Sequence[MicroBatch]):
         self._mesh = mesh
         if mesh.is_main:
-            mesh.reset_count(COUNTER)  # nobody counts any more in an earlier phase, nor yet in this one
+            mesh.reset_count(COUNTER)  # safe: no rank still counts in the last phase or already in this one
         shares = mesh.gather_over_dp(list(share))
-        # The ends of shares, which may have fewer prompts, come last: then less is waited for.
+        # Ends of shares may be smaller; taking them last shortens the final wait.
         owners = chain.from_iterable(((i, owner) for i in range(len(part))) for owner, part in enumerate(shares))
         places = sorted(owners)
         self._micro_batches: list[MicroBatch] = [shares[owner][i] for i, owner in places]
@@ -86,12 +80,12 @@ class WorkQueue:
             yield self._micro_batches[number]
 
     def close(self) -> None:
-        """As if all of them were taken."""
+        """Advance the counter past the end."""
         if self._mesh.is_block_leader:
             self._mesh.count(COUNTER, len(self._micro_batches))
 
     def to_owners(self, results: Sequence[T]) -> list[T]:
-        """See `Work.to_owners`; only what another rank owns is sent."""
+        """See `Work.to_owners`; sends only results that another rank owns."""
         found = dict(zip(self._taken, results, strict=True))
         moved = {number: result for number, result in found.items() if number not in self._own}
         for part in self._mesh.gather_over_dp(moved):
