@@ -1,4 +1,4 @@
-"""Scoring as the trainer sees it: a request, a future, scores. And what a reward model in the server provides."""
+"""Types shared by reward sources: requests, futures, scores, and the scorer protocol of the server's reward models."""
 
 from __future__ import annotations
 
@@ -37,25 +37,15 @@ STATUS_TEXT = {
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """N sequences to score.
+    """N sequences to score."""
 
-    Attributes:
-        tokens: int64 [N, S], prompt then response, right-padded.
-        lengths: int64 [N], tokens per row, prompt included.
-        prompts: N prompt texts (for sources that read text).
-        responses: N response texts, without special tokens.
-        messages: N conversations, each empty if the prompt was plain text; () if all were.
-        metadata: the other fields of each prompt's JSON line; () if unknown.
-        finished: whether each response ended by itself rather than being cut; () if all did.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
+    tokens: Tensor  # int64 [N, S], prompt then response, right-padded
+    lengths: Tensor  # int64 [N], tokens per row, prompt included
     prompts: tuple[str, ...]
-    responses: tuple[str, ...]
-    messages: tuple[tuple[Mapping[str, Any], ...], ...] = ()
-    metadata: tuple[Mapping[str, Any], ...] = ()
-    finished: tuple[bool, ...] = ()
+    responses: tuple[str, ...]  # without special tokens
+    messages: tuple[tuple[Mapping[str, Any], ...], ...] = ()  # each empty for a plain-text prompt; () if all are
+    metadata: tuple[Mapping[str, Any], ...] = ()  # other fields of each prompt's JSON line; () if unknown
+    finished: tuple[bool, ...] = ()  # False for a truncated response; () if none is
 
     @property
     def samples(self) -> list[TextSample]:
@@ -76,38 +66,27 @@ class RewardRequest:
 
 @dataclass(frozen=True)
 class TextSample:
-    """One prompt and its response as texts.
+    """One prompt and its response as texts."""
 
-    Attributes:
-        prompt: as the policy read it.
-        response: without special tokens.
-        record: the other fields of the prompt's JSON line.
-        messages: the prompt before any chat template; empty if it was plain text.
-        finished: the response ended by itself rather than being cut.
-    """
-
-    prompt: str
-    response: str
-    record: Mapping[str, Any] = field(default_factory=dict)
-    messages: tuple[Mapping[str, Any], ...] = ()
-    finished: bool = True
+    prompt: str  # chat template applied
+    response: str  # without special tokens
+    record: Mapping[str, Any] = field(default_factory=dict)  # other fields of the prompt's JSON line
+    messages: tuple[Mapping[str, Any], ...] = ()  # the prompt before the chat template; empty for plain text
+    finished: bool = True  # False for a truncated response
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The answer to a `RewardRequest`.
+    """The answer to a `RewardRequest`."""
 
-    Attributes:
-        values: float32 [N]; NaN where a sample failed, never a made-up 0.
-        status: int32 [N], one of the STATUS_ constants.
-        by_source: float32 [N] by name: of each source in a weighted sum, of each attribute of a reward model.
-        faults: by row of a failed sample, what went wrong, for sources that know more than the status.
-    """
-
-    values: Tensor
-    status: Tensor
-    by_source: dict[str, Tensor] = field(default_factory=dict)
-    faults: Mapping[int, str] = field(default_factory=dict)
+    values: Tensor  # float32 [N]; NaN where a sample failed, never a made-up 0
+    status: Tensor  # int32 [N], STATUS_ constants
+    by_source: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # float32 [N] per source of a weighted sum, or per attribute
+    faults: Mapping[int, str] = field(
+        default_factory=dict
+    )  # what went wrong, by row, if the source knows more than the status
 
 
 class RewardFuture(Protocol):
@@ -123,7 +102,7 @@ class RewardFuture(Protocol):
 
 
 class RewardSource(Protocol):
-    """Scores samples. NeMo-Aligner's name for the call is kept."""
+    """Scores samples. The method's name is NeMo-Aligner's."""
 
     def infer_rm(self, request: RewardRequest) -> RewardFuture:
         """Start scoring and return at once, so that scoring overlaps with the log-prob passes."""
@@ -136,23 +115,18 @@ class RewardSource(Protocol):
 
 @dataclass(frozen=True)
 class WeightedSource:
-    """One of several sources: its name in metrics and messages, and its weight in the sum, of any sign."""
+    """One term of a weighted sum of sources."""
 
-    name: str
+    name: str  # in metrics and messages
     source: RewardSource
-    weight: float
+    weight: float  # may be negative
 
 
 class Scorer(Protocol):
-    """A reward model inside the server's process: token ids in, one score per sequence out.
+    """A reward model in the server's process: token ids in, one score per sequence out."""
 
-    Attributes:
-        max_length: the longest sequence it accepts, in tokens.
-        vocab_size: token ids are 0 .. vocab_size-1.
-    """
-
-    max_length: int
-    vocab_size: int
+    max_length: int  # tokens per sequence
+    vocab_size: int  # token ids are 0 .. vocab_size-1
 
     def score(self, sequences: list[list[int]]) -> list[float]:
         """Score each sequence, in order, independently of the others in the list."""
@@ -161,7 +135,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class AttributeScores:
-    """N rewards, and the N times K attributes that they were merged from."""
+    """N rewards, and the [N, K] attributes that they were merged from."""
 
     rewards: list[float]
     attributes: list[list[float]]
@@ -169,19 +143,15 @@ class AttributeScores:
 
 @runtime_checkable
 class AttributeScorer(Scorer, Protocol):
-    """A `Scorer` whose rewards are merged from K named scores.
+    """A `Scorer` whose rewards are merged from K named scores."""
 
-    Attributes:
-        attributes: K names; empty if only the reward is returned.
-    """
-
-    attributes: tuple[str, ...]
+    attributes: tuple[str, ...]  # K names; empty if only the reward is returned
 
     def score_attributes(self, sequences: list[list[int]]) -> AttributeScores:
-        """As `score`, with the attributes."""
+        """Score each sequence as `score` does, and return the attributes too."""
         ...
 
 
 def attributes_of(scorer: object) -> tuple[str, ...]:
-    """The names of the scores that a scorer returns besides rewards; none for most."""
+    """Return the names of a scorer's attributes; empty for one that returns only rewards."""
     return scorer.attributes if isinstance(scorer, AttributeScorer) else ()

@@ -1,7 +1,6 @@
-"""The trainer's side of the reward server: scores over HTTP as futures, through restarts and network faults.
+"""Client of the reward server: scores over HTTP as futures, with retries until a deadline.
 
-The public calls are synchronous; the work runs on the event loop of `transport.py`. A failed call never becomes a
-reward: it is retried until the request's deadline, at any server of the model that is up, and then it is an error.
+The public calls are synchronous; the work runs on the event loop of `transport.py`. A failure never becomes a reward.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ class RemoteRewardFuture:
         self._call = call
 
     def done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Return whether `result` would return at once."""
         return self._future.done()
 
     def result(self) -> Rewards:
-        """Wait for the scores; calls the client's `on_wait` now and then.
+        """Wait for the scores, calling the client's `on_wait` now and then.
 
         Raises:
             RewardServerError: no answer within the request's deadline, or a wrong one.
@@ -64,24 +63,22 @@ class RemoteRewardFuture:
 
 
 class RemoteGPTRMClient:
-    """A reward source that asks one `RewardServer`, or several of the same model, in the background.
+    """A reward source that asks one `RewardServer`, or several replicas, in the background.
 
     Args:
-        host, port: where the server listens.
-        name: the reward model's name there.
-        replicas: further servers of the same model. Each part of a request goes to the one with the fewest samples
-            outstanding; one that fails is set aside until it answers again.
+        host, port, name: the server's address, and the reward model's name there.
+        replicas: further servers of the same model. Each part of a request goes to the one with the fewest outstanding
+            samples; one that fails is set aside until it answers again.
         token: the access token, if the servers require one.
         caller: prefix of request ids, such as a run's name and a rank; letters, digits, '.', '_' and '-'.
-        deadline_seconds: for a whole request, from `infer_rm` on, every attempt included.
-        attempt_timeout_seconds: for one attempt, from the connection to the answer's last byte. It doubles after each
-            attempt that times out, so that a slow server finishes in the end.
-        pad_to_length: width in tokens that rows are padded to, since Triton merges only requests of equal width;
-            None: not padded.
-        pad_id: the token id for padding. The server never reads it.
+        deadline_seconds: for a whole request, from `infer_rm` on, including all attempts.
+        attempt_timeout_seconds: for one attempt, from connecting to the answer's last byte. Doubles after each attempt
+            that times out, so that a slow server finishes in the end.
+        pad_to_length: pad rows to this many tokens, since Triton merges only requests of equal width; None: no pad.
+        pad_id: token id for padding; the server ignores it.
         on_wait: called with a sentence while no server answers, from any thread.
-        wait_report_seconds: the least time between two such calls.
-        max_in_flight: parts of requests under way at the same time, per server; more are queued.
+        wait_report_seconds: minimum time between two such calls.
+        max_in_flight: parts of requests in flight per server; more are queued.
         first_backoff_seconds, max_backoff_seconds: the pause between attempts grows from one to the other.
     """
 
@@ -141,8 +138,7 @@ class RemoteGPTRMClient:
     def wait_until_ready(self, deadline_seconds: float | None = None) -> ServerInfo:
         """Probe every server, wait until one is up, and return its description.
 
-        Args:
-            deadline_seconds: default: the client's own.
+        `deadline_seconds` defaults to the client's own.
 
         Raises:
             RewardServerError: the deadline passed, another program is on a port, or another model is served.
@@ -154,15 +150,12 @@ class RemoteGPTRMClient:
         return [f"The reward server at {trouble}." for trouble in self._replicas.troubles()]
 
     def check_compatible(self, tokenizer_info: TokenizerInfo, vocab_size: int, form: str = AUTO_FORM) -> str:
-        """Choose what to send: tokens only if they mean the same here and there. Waits for a server if necessary.
+        """Choose and return the form to send, `tokens` or `text`. Waits for a server if necessary.
 
         Args:
-            tokenizer_info: of the actor's tokenizer.
+            tokenizer_info: the actor's.
             vocab_size: the actor can produce ids 0 .. vocab_size-1.
-            form: `tokens`, `text`, or `auto`: tokens if they mean the same, else text if the server reads it.
-
-        Returns:
-            the form that will be sent.
+            form: `tokens`, `text`, or `auto`: tokens if they mean the same on both sides, else text if it is read.
 
         Raises:
             ConfigError: the server does not read this form, or reads other tokens; names every difference.
@@ -172,7 +165,7 @@ class RemoteGPTRMClient:
         return self._form
 
     def close(self) -> None:
-        """Cancel what is under way; whoever waits for it gets an error. Safe to call twice."""
+        """Cancel what is in flight; its waiters get an error. Safe to call twice."""
         with self._lock:
             closed, self._closed = self._closed, True
             futures = list(self._futures)
@@ -202,7 +195,7 @@ class RemoteGPTRMClient:
             raise RewardServerError(f"the client of the {self._replicas.title} was closed") from None
 
     async def _score(self, request: RewardRequest, call: Call) -> Rewards:
-        """Split a request into parts, which share servers and slots, and join their scores."""
+        """Split a request into parts, score them concurrently, and join the scores."""
         if len(request.lengths) == 0:
             return Rewards(torch.zeros(0), torch.zeros(0, dtype=torch.int32))
         info, _ = await self._replicas.describe(call)
@@ -231,7 +224,7 @@ class RemoteGPTRMClient:
         return Rewards(values, status, columns)
 
     async def _attempts(self, arrays: dict[str, np.ndarray], attributes: int, call: Call) -> Scores:
-        """Ask one server after another until one has scored this part, which has K = `attributes`."""
+        """Ask one server after another until one has scored this part."""
         count = len(next(iter(arrays.values())))
         timeout = self._attempt_timeout_seconds
         bad_answers = 0

@@ -1,16 +1,8 @@
-"""The reward functions that come with the project. `docs/reward-functions.md` says how to write your own.
+"""Built-in reward functions; `docs/reward-functions.md` says how to write your own.
 
-A reward function scores one sample:
-
-    def reward(prompt: str, response: str, record: Mapping[str, Any], **kwargs) -> float
-
-    prompt      as the policy read it, chat template applied
-    response    without the policy's special tokens
-    record      every other field of the prompt's JSON line, such as `answer`
-    kwargs      from the configuration, keyword only
-
-It runs in a process without torch, so nothing here imports torch. `checked_by` attaches a check of the kwargs, which
-is called when a pool starts and raises ValueError if they cannot work.
+Signature: `reward(prompt, response, record, **kwargs) -> float`. `prompt` has the chat template applied, `response`
+has no special tokens, `record` holds the other fields of the prompt's JSON line, and the keyword-only kwargs come from
+the configuration. Functions run in processes without torch, so nothing here imports it.
 """
 
 from __future__ import annotations
@@ -54,15 +46,13 @@ def gsm8k(
 ) -> float:
     """Score whether the response ends in the right number, as in GSM8K (Cobbe et al. 2021, arXiv:2110.14168).
 
-    Numbers are compared exactly: 5, 5.00 and 10/2 are one number. `_final_answer` says what counts as the answer.
+    Numbers are compared exactly: 5, 5.00 and 10/2 are equal. The last `#### 72`, `\\boxed{72}` or "the answer is 72"
+    counts.
 
     Args:
-        prompt: not read.
-        response: holds `#### 72`, `\\boxed{72}` or "the answer is 72"; the last of these counts.
-        record: `answer_key` is the right answer, a number or a text of one.
-        answer_key: the record's field.
+        answer_key: field of `record` that holds the right answer, as a number or a text.
         correct, wrong: the rewards.
-        last_number: if nothing marks an answer, take the last number of the response.
+        last_number: if no answer is marked, take the last number of the response.
 
     Raises:
         KeyError: the record has no such field.
@@ -90,12 +80,8 @@ def _parse_number(text: str) -> Fraction | None:
 def _final_answer(text: str, *, last_number: bool = True) -> Fraction | None:
     """Return the number that a worked solution gives as its answer, or None.
 
-    It is the last of these that holds a number: `#### 72`, `\\boxed{72}`, "the answer is 72", "Answer: 72". In "the
-    answer is 5 + 3 = 8" the number after the last equals sign counts.
-
-    Args:
-        text: a worked solution.
-        last_number: if nothing marks an answer, take the last number of the text.
+    Takes the last marker with a number: `#### 72`, `\\boxed{72}`, "the answer is 72", "Answer: 72". In "the answer is
+    5 + 3 = 8" the number after the last equals sign counts. `last_number` falls back to the last number of the text.
     """
     for match in reversed(list(_MARKED.finditer(text))):
         number = _parse_number(_marked_part(text, match))
@@ -108,7 +94,7 @@ def _final_answer(text: str, *, last_number: bool = True) -> Fraction | None:
 
 
 def _marked_part(text: str, match: re.Match[str]) -> str:
-    """What a marker marks: the content of the braces, or the rest of the line or sentence."""
+    """Return the text after a marker: the content of the braces, or the rest of the line or sentence."""
     rest = text[match.end() :]
     if match.group("boxed"):
         part = _until_closed(rest)
@@ -168,14 +154,11 @@ def matches(
     matched: float = 1.0,
     unmatched: float = 0.0,
 ) -> float:
-    """Score whether the response matches a regular expression.
+    """Score whether the response matches a regular expression, white space around it included.
 
-    A pattern that backtracks for ever runs into the time limit, and its sample fails.
+    A pattern that backtracks for ever exceeds the time limit, and its sample fails.
 
     Args:
-        prompt: not read.
-        response: matched as it is, surrounding white space included.
-        record: not read.
         pattern: in Python's `re` syntax; `(?s)` at its beginning lets a dot match line breaks.
         whole: match the whole response rather than any part of it.
         matched, unmatched: the rewards.
@@ -212,10 +195,7 @@ def length(
     """Score how near the response's length is to a target: max(0, 1 - |length - target| / tolerance).
 
     Args:
-        prompt: not read.
-        record: not read.
-        target: the length with reward 1.
-        tolerance: the distance from the target at which the reward reaches 0.
+        tolerance: distance from the target at which the reward reaches 0.
         unit: `words`, separated by white space, or `characters`.
     """
     count = len(response.split()) if unit == "words" else len(response)
@@ -228,14 +208,9 @@ def _check_vader() -> None:
 
 @checked_by(_check_vader)
 def vader(prompt: str, response: str, record: Mapping[str, Any]) -> float:
-    """Score the sentiment of an English response, -1 (negative) to 1 (positive): VADER's compound score.
+    """Return VADER's compound sentiment of an English response, -1 (negative) to 1 (positive); 0 if it is empty.
 
     Hutto and Gilbert 2014, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text".
-
-    Args:
-        prompt: not read.
-        response: an empty one has 0.
-        record: not read.
     """
     return float(_analyzer().polarity_scores(response)["compound"])
 

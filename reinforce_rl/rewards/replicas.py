@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def unlike(first: Address, second: Address, differences: Sequence[str]) -> str:
-    """The error for two servers that should serve the same model."""
+    """Return the error for two servers that should serve the same model and do not."""
     return (
         f"the reward servers at {first} and {second} do not serve the same model with the same limits "
         f"({'; '.join(differences)}). Replicas must be alike: start one of them anew, or take it out of "
@@ -37,10 +37,10 @@ def unlike(first: Address, second: Address, differences: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """A request under way: its id in both sides' logs, and its deadline in seconds from now."""
+    """A request in flight: its id in both sides' logs, and its deadline."""
 
     id: str
-    seconds: float
+    seconds: float  # deadline, counted from `start`
     start: float = field(default_factory=time.monotonic)
 
     @property
@@ -54,46 +54,33 @@ class Call:
 
 @dataclass
 class _Replica:
-    """One server.
-
-    Attributes:
-        model: its address and the model's name.
-        pause: the next pause in seconds, before jitter.
-        turn: of the last request that it got.
-        info: its description, once it was up.
-        up: it may be asked for scores.
-        probes: how often it was found up.
-        outstanding: samples that it is scoring.
-        failing: it has given no scores since it failed.
-        trouble: the last problem; None once it gave scores.
-        fatal: why it cannot be used at all, as of the last probe.
-    """
+    """One server and its state."""
 
     model: ModelAddress
-    pause: float
-    turn: int
-    info: ServerInfo | None = None
-    up: bool = False
-    probes: int = 0
-    outstanding: int = 0
-    failing: bool = False
-    trouble: str | None = None
-    fatal: RewardServerError | None = None
+    pause: float  # next pause in seconds, before jitter
+    turn: int  # when it last got a request; breaks ties
+    info: ServerInfo | None = None  # once it was up
+    up: bool = False  # may be asked for scores
+    probes: int = 0  # how often it was found up
+    outstanding: int = 0  # samples
+    failing: bool = False  # no scores since its last failure
+    trouble: str | None = None  # last problem; None once it gave scores
+    fatal: RewardServerError | None = None  # why it cannot be used at all, as of the last probe
 
 
 class Replicas:
     """Probes each server in the background until it is up, and routes requests to those that are.
 
-    A request goes to the server with the fewest samples outstanding. One that fails is set aside for a growing pause
+    A request goes to the server with the fewest outstanding samples. One that fails is set aside for a growing pause
     and probed again; its description must equal its former one and those of the others.
 
-    Coroutines, and whatever changes the state, belong to one event loop.
+    Coroutines and state changes belong to one event loop.
 
     Args:
-        models: the same model at one server or several.
+        models: the same model at one or several servers.
         first_backoff_seconds, max_backoff_seconds: the pause grows from one to the other.
         on_wait: called with a sentence while no server answers, from any thread.
-        report_seconds: the least time between two such calls.
+        report_seconds: minimum time between two such calls.
     """
 
     def __init__(
@@ -128,7 +115,7 @@ class Replicas:
 
     @property
     def title(self) -> str:
-        """All of them, for messages."""
+        """All servers, for messages."""
         return f"reward server{'s' if self.several else ''} {self._places}"
 
     @property
@@ -136,7 +123,7 @@ class Replicas:
         return ", ".join(str(replica.model.place) for replica in self._replicas)
 
     def troubles(self) -> list[str]:
-        """What is wrong with each server that has trouble, after its address if there are several."""
+        """Return what is wrong with each failing server, prefixed by its address if there are several."""
         found = [(replica.model.place, replica.trouble) for replica in self._replicas]
         return [f"{place} {trouble}" if self.several else trouble for place, trouble in found if trouble is not None]
 
@@ -144,7 +131,6 @@ class Replicas:
         """Report what is wrong, at most every `report_seconds` over all threads.
 
         Args:
-            call: what waits.
             without_trouble: also report a long wait if nothing is wrong.
         """
         troubles = self.troubles()
@@ -169,7 +155,7 @@ class Replicas:
         logger.log(level, "%s (request %s)", sentence, call.id)
 
     def past_deadline(self, call: Call) -> RewardServerError:
-        """The error for a call whose deadline passed, with what to check."""
+        """Return the error for a call whose deadline passed, with what to check."""
         model = self._replicas[0].model
         last = "; ".join(self.troubles()) or "it has not answered"
         return RewardServerError(
@@ -184,7 +170,7 @@ class Replicas:
         """Wait until one server is up; return its description and address.
 
         Raises:
-            RewardServerError: the deadline passed, none can be used at all, or two serve different models.
+            RewardServerError: the deadline passed, no server can be used, or two serve different models.
         """
         return await self._wait(lambda: self._described, call)
 
@@ -203,12 +189,12 @@ class Replicas:
 
     @contextlib.asynccontextmanager
     async def lease(self, samples: int, call: Call) -> AsyncIterator[ModelAddress]:
-        """Wait for a server that is up, and lend the least busy one for a `with` block that asks it for scores.
+        """Wait for and lend the least busy server to a `with` block that asks it for scores.
 
-        A FailedAttempt that leaves the block sets the server aside; a normal end of the block marks it as healthy.
+        A FailedAttempt that leaves the block sets the server aside; a normal exit marks it as healthy.
 
         Raises:
-            RewardServerError: the deadline passed, none can be used at all, or two serve different models.
+            RewardServerError: the deadline passed, no server can be used, or two serve different models.
         """
 
         def choose() -> _Replica | None:
@@ -252,7 +238,6 @@ class Replicas:
         self._probe_in_background(replica, self._next_pause(replica, failure.retry_after))
 
     async def _wait(self, inspect: Callable[[], T | None], call: Call) -> T:
-        """Wait until `inspect` returns something."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
             for replica in self._replicas:
@@ -281,7 +266,7 @@ class Replicas:
         task.add_done_callback(self._probing.discard)
 
     def _next_pause(self, replica: _Replica, retry_after: float | None) -> float:
-        """Pauses double, with jitter; the server's own Retry-After takes precedence."""
+        """Double the pause, with jitter; the server's own Retry-After takes precedence."""
         pause = min(replica.pause * self._random.uniform(0.5, 1.5), self._max_pause)
         replica.pause = min(2 * replica.pause, self._max_pause)
         if retry_after is not None:
@@ -320,7 +305,7 @@ class Replicas:
             pause = self._next_pause(replica, retry_after)
 
     def _accept(self, replica: _Replica, info: ServerInfo) -> None:
-        """Mark a server as up, if its description is the expected one."""
+        """Mark a server as up if its description is the expected one."""
         self._described = self._described or (info, replica.model)
         known, by = self._described
         if replica.info is not None and (differences := replica.info.differences(info, "before", "now")):

@@ -1,4 +1,4 @@
-"""Reward sources named by a configuration, servers and functions, and their weighted sum."""
+"""Builds the configured reward sources, servers and functions, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _CombinedFuture:
     futures: tuple[RewardFuture, ...]
 
     def result(self) -> Rewards:
-        """Return the weighted sum; a sample fails with the status of the first source that could not score it."""
+        """Return the weighted sum; a failed sample has the status of the first source that failed it."""
         answers = [future.result() for future in self.futures]
         values = torch.zeros_like(answers[0].values)
         status = torch.full_like(answers[0].status, STATUS_OK)
@@ -50,13 +50,13 @@ class _CombinedFuture:
 
 
 class CombinedRewards:
-    """A reward source that asks several at once and returns the weighted sum of their scores.
+    """A reward source that returns the weighted sum of several.
 
     Args:
-        sources: at least one, of different names.
+        sources: at least one.
 
     Raises:
-        ConfigError: two of one name.
+        ConfigError: two sources have the same name.
     """
 
     def __init__(self, sources: Sequence[WeightedSource]):
@@ -66,11 +66,11 @@ class CombinedRewards:
         self._sources = tuple(sources)
 
     def infer_rm(self, request: RewardRequest) -> RewardFuture:
-        """Start scoring at all of them."""
+        """Start scoring at all sources."""
         return _CombinedFuture(self._sources, tuple(source.source.infer_rm(request) for source in self._sources))
 
     def close(self) -> None:
-        """Close every source, even if one fails to close; its exception is raised at the end."""
+        """Close every source, even if one raises; its exception is raised at the end."""
         with ExitStack() as stack:
             for source in reversed(self._sources):
                 stack.callback(source.source.close)
@@ -79,11 +79,11 @@ class CombinedRewards:
 def connect_to_reward_servers(
     cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
 ) -> RewardSource:
-    """Start the reward functions, wait for every server and check what it reads, before a model is loaded.
+    """Start the reward functions, wait for every server and check compatibility, before a model is loaded.
 
     Raises:
         RewardServerError: not ready within `remote_rm.ready_timeout_seconds`.
-        ConfigError: another tokenizer or vocabulary, and the server reads no texts; a function that cannot be used.
+        ConfigError: tokenizer or vocabulary differ and the server reads no texts, or a function cannot be used.
     """
     remote = cfg.remote_rm
     servers = dict(remote.more_reward_models)
@@ -111,7 +111,7 @@ def connect_to_reward_server(
     failure: Exception | None = None
     try:
         token = read_token(server.token_file, f"remote_rm: token_file of '{server.name}'")
-    except ConfigError as error:  # on this node only, perhaps
+    except ConfigError as error:  # perhaps on this node only, so raise below on all ranks
         failure = error
     mesh.check_together(failure)
     run = re.sub(r"[^\w.-]", "_", Path(cfg.exp_manager.explicit_log_dir).name, flags=re.ASCII)[-40:]
@@ -136,7 +136,7 @@ def connect_to_reward_server(
         form = client.check_compatible(TokenizerInfo.from_tokenizer(tokenizer), vocab_size, server.input)
         if form == TEXT_FORM:
             monitor.note(f"The reward model '{server.name}' is sent texts.")
-    except Exception as error:  # of any kind: all ranks must raise together
+    except Exception as error:  # any kind: all ranks must raise together
         client.close()
         failure = error
     mesh.check_together(failure)

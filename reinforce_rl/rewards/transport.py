@@ -1,6 +1,6 @@
-"""Requests to one reward server over HTTP, each with a deadline for the whole answer: its description, and scores.
+"""HTTP requests to one reward server, each with a deadline for the whole answer.
 
-They run on one event loop, in a thread that all clients of the process share.
+They run on one event loop, in a thread shared by all clients of the process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the shared event loop and wait for its result; a signal that ends the wait cancels it."""
+    """Run a coroutine on the shared event loop and return its result; a signal during the wait cancels it."""
     future = submit(work)
     try:
         return future.result()
@@ -59,30 +59,21 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(eq=False)
 class FailedAttempt(Exception):
-    """An attempt failed in a way that another one, perhaps at another server, may not.
+    """An attempt failed, but another one, perhaps at another server, may succeed."""
 
-    Attributes:
-        text: what the server does, as a predicate for messages.
-        timed_out: the deadline passed.
-        bad_answer: the answer breaks the protocol, or belongs to another request.
-        unknown: a Triton server without our description: normal while a server starts, a mistake if it lasts.
-        retry_after: seconds until the server wants to be asked again, if it sent them.
-        fatal: why this server cannot be used at all; None if it may recover.
-    """
-
-    text: str
+    text: str  # the failure as a predicate, for messages
     timed_out: bool = False
-    bad_answer: bool = False
-    unknown: bool = False
-    retry_after: float | None = None
-    fatal: RewardServerError | None = None
+    bad_answer: bool = False  # it breaks the protocol, or belongs to another request
+    unknown: bool = False  # a Triton server without our description: normal during a start, a mistake if it lasts
+    retry_after: float | None = None  # seconds, if the server sent them
+    fatal: RewardServerError | None = None  # why this server cannot be used at all; None if it may recover
 
     def __str__(self) -> str:
         return self.text
 
 
 class NoHttp(FailedAttempt):
-    """What came is no HTTP."""
+    """The peer does not speak HTTP."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +86,12 @@ class HttpAnswer:
 
     @property
     def delimited(self) -> bool:
-        """Whether the answer gives its length; otherwise a truncated one looks complete."""
+        """Whether the answer states its length; otherwise a truncated one looks complete."""
         return "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
 
     @property
     def retry_after(self) -> float | None:
-        """Seconds until the server wants to be asked again; None if it sends no number, or an absurd one."""
+        """The Retry-After header in seconds; None if it is no number or out of range."""
         with contextlib.suppress(ValueError):
             seconds = float(self.headers.get("Retry-After", "nan"))
             if 0 <= seconds <= wire.MAX_RETRY_SECONDS:
@@ -131,10 +122,10 @@ class HttpAnswer:
 async def exchange(
     place: Address, path: str, seconds: float, *, body: bytes | None = None, headers: Mapping[str, str] | None = None
 ) -> HttpAnswer:
-    """GET, or POST if there is a body, over a new connection, following no proxy and no redirect.
+    """Send a GET, or a POST if there is a body, over a new connection, without proxies or redirects.
 
     Args:
-        seconds: from the connection to the answer's last byte.
+        seconds: limit from connecting to the answer's last byte.
 
     Raises:
         FailedAttempt: no complete answer came.
@@ -182,12 +173,12 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
     """Ask a server once for its description, and whether the reward model is ready.
 
     Args:
-        timeout: seconds for each answer.
+        timeout: seconds for each of the requests.
 
     Raises:
-        FailedAttempt: it may be worth asking again.
-        RewardServerError: it is not: another program is on the port, it serves another model or another version of
-            the protocol, or it wants another token.
+        FailedAttempt: a retry may succeed.
+        RewardServerError: a retry cannot: another program is on the port, it serves another model or protocol version,
+            or it wants another token.
     """
     place = model.place
     question = json.dumps({"id": uuid.uuid4().hex, "inputs": []}).encode()
@@ -222,7 +213,7 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
 def infer_json(
     host: str, port: int, name: str, inputs: list[dict[str, Any]], timeout: float, *, token: str | None = None
 ) -> dict[str, list[Any]]:
-    """Make one KServe v2 inference in JSON, as `curl` would; returns each output's flat data by name.
+    """Make one KServe v2 inference in JSON, as `curl` would; return each output's flat data by name.
 
     Raises:
         RewardServerError: anything but a proper answer.
@@ -241,11 +232,11 @@ def infer_json(
 
 
 class Scores(NamedTuple):
-    """An answer: values float32 [N], NaN where a sample failed; status int32 [N]; attributes float32 [N, K]."""
+    """Scores of N samples."""
 
-    values: np.ndarray
-    status: np.ndarray
-    attributes: np.ndarray
+    values: np.ndarray  # float32 [N], NaN where a sample failed
+    status: np.ndarray  # int32 [N]
+    attributes: np.ndarray  # float32 [N, K]
 
 
 async def infer(
@@ -254,14 +245,13 @@ async def infer(
     """Ask once for the scores of N samples.
 
     Args:
-        model: the reward model and its server.
-        arrays: the inputs, each [N, ...].
+        arrays: the inputs by name, each [N, ...].
         attributes: K, from the server's description.
         timeout: seconds until the answer must be complete.
-        request_id: in the request, in the server's log and in messages.
+        request_id: appears in the request, the server's log and messages.
 
     Raises:
-        FailedAttempt: it may be worth asking again, or another server.
+        FailedAttempt: a retry, perhaps at another server, may succeed.
         RewardServerError: the server refuses this request, as any other of the same model would.
     """
     # tritonclient encodes and decodes the bodies. It has no deadline for a whole answer, so `exchange` sends them.
@@ -305,7 +295,7 @@ async def infer(
 
 
 async def _error_of(model: ModelAddress, answer: HttpAnswer, request_id: str) -> Exception:
-    """Turn an HTTP error into a FailedAttempt, or into a RewardServerError if no other attempt can succeed."""
+    """Turn an HTTP error into a FailedAttempt, or a RewardServerError if no retry can succeed."""
     code, text = answer.code, answer.error_text
     failed = FailedAttempt(f"answers HTTP {code}{text}")
     if code in (401, 403):

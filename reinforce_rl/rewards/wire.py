@@ -1,25 +1,23 @@
-"""What travels between reward server and client: inputs, outputs, the server's description, the access token.
+"""Wire format shared by reward server and client: inputs, outputs, server description, access token.
 
-Both sides import this file, and it imports neither. The transport is KServe v2 over HTTP, so any such client works.
+The transport is KServe v2 over HTTP, so any such client works. Neither side's code is imported here.
 
 Inputs, in one of three forms:
     tokens            INT64 [N, S], right-padded, with sequence_lengths INT64 [N, 1]
     sentences         BYTES [N, 1], UTF-8
-    prompts           BYTES [N, 1], UTF-8, with responses BYTES [N, 1], and these where they are known:
+    prompts           BYTES [N, 1], UTF-8, with responses BYTES [N, 1], and optionally:
                       messages BYTES [N, 1], JSON, a list of {role, content}, or empty for a plain prompt
                       metadata BYTES [N, 1], JSON, the other fields of the prompt's line
-                      finished INT64 [N, 1], 0 for a response that was cut, else 1
+                      finished INT64 [N, 1], 0 for a truncated response, else 1
 Outputs:
     rewards           FP32 [N, 1], NaN where a sample failed
     status            INT32 [N, 1], the STATUS_ constants of `rewards/base.py`
     attributes        FP32 [N, K], NaN where a sample failed; only if the server's description names attributes
 
-The request's JSON has an `id`, which the answer repeats, and the answer's header REQUEST_DIGEST holds the digest of
-the request's body. So an answer to another request, or to one that was changed on its way, is never accepted.
-
-The description is the answer of a second model, always called `reward_server_info`, to a request without inputs: one
-BYTES [1], a JSON object. The fixed name lets the server correct a client that asks for a wrong reward model. It has
-its own process and thread, so it answers while the reward model is busy.
+The answer repeats the request's `id` and carries the digest of its body in REQUEST_DIGEST, so that an answer to
+another or a corrupted request is never accepted. The description (BYTES [1], a JSON object) is the answer of a second
+model, `reward_server_info`, to a request without inputs. Its fixed name lets the server correct a client that asks for
+a wrong reward model, and its own process answers while the reward model is busy.
 """
 
 from __future__ import annotations
@@ -81,48 +79,34 @@ TEXT_LENGTH_BYTES = 4  # before each text
 
 
 class OtherVersion(ValueError):
-    """The other side speaks another version of the protocol."""
+    """The peer speaks another version of the protocol."""
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """A reward server's description of itself.
+    """A reward server's description of itself."""
 
-    Attributes:
-        name: the reward model's name in URLs.
-        max_batch_size: samples per request.
-        max_length: tokens per sample; None, as the next two, if it serves a function.
-        vocab_size: token ids are 0 .. vocab_size-1.
-        tokenizer: fingerprint of the model's tokenizer.
-        deterministic: each request is scored apart from those of other clients.
-        add_special_tokens: special tokens are added to `sentences`.
-        details: whatever else distinguishes reward models (trunk, head, pooling ...).
-        attributes: names of the K scores that the reward is merged from, in the order of the output `attributes`.
-        protocol: version of this file's contract.
-        input_forms: TOKENS_FORM, TEXT_FORM or both, the server's preference first.
-        max_request_bytes: of one request's body; None if the server sends none.
-    """
-
-    name: str
-    max_batch_size: int
-    max_length: int | None
-    vocab_size: int | None
+    name: str  # the reward model's name in URLs
+    max_batch_size: int  # samples per request
+    max_length: int | None  # tokens per sample; None, like the next two, for a reward function
+    vocab_size: int | None  # token ids are 0 .. vocab_size-1
     tokenizer: TokenizerInfo | None
-    deterministic: bool
-    add_special_tokens: bool
-    details: dict[str, Any] = field(default_factory=dict)
-    attributes: list[str] = field(default_factory=list)
+    deterministic: bool  # each request is scored apart from those of other clients
+    add_special_tokens: bool  # to `sentences`
+    details: dict[str, Any] = field(
+        default_factory=dict
+    )  # what else distinguishes reward models (trunk, head, pooling ...)
+    attributes: list[str] = field(default_factory=list)  # K names, in the order of the output `attributes`
     protocol: int = PROTOCOL_VERSION
-    input_forms: tuple[str, ...] = (TOKENS_FORM,)
-    max_request_bytes: int | None = None
+    input_forms: tuple[str, ...] = (TOKENS_FORM,)  # the server's preference first
+    max_request_bytes: int | None = None  # per request body; None if the server sends none
 
     def to_json(self) -> str:
-        """Serialize for the wire."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ServerInfo:
-        """Inverse of `to_json`; unknown keys, of a later release, are ignored.
+        """Inverse of `to_json`; ignores unknown keys, which a later release may send.
 
         Raises:
             ValueError: not a description.
@@ -146,7 +130,7 @@ class ServerInfo:
             raise ValueError(f"an incomplete description: {error}") from error
 
     def differences(self, other: ServerInfo, here: str, there: str) -> list[str]:
-        """One sentence per differing field; `here` and `there` say where or when each was seen."""
+        """Return one sentence per differing field; `here` and `there` say where or when each was seen."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{key}: {mine[key]} {here}, {theirs[key]} {there}" for key in mine if mine[key] != theirs[key]]
 
@@ -155,7 +139,6 @@ def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_si
     """Choose TOKENS_FORM or TEXT_FORM for a server.
 
     Args:
-        info: the server's description.
         place: HOST:PORT, for messages.
         tokenizer: the actor's.
         vocab_size: the actor can produce ids 0 .. vocab_size-1.
@@ -228,11 +211,10 @@ def text_arrays(samples: Sequence[TextSample]) -> dict[str, np.ndarray]:
 
 
 def split(arrays: Mapping[str, np.ndarray], info: ServerInfo) -> list[dict[str, np.ndarray]]:
-    """Split inputs [N, ...] into parts of consecutive samples within the server's limits, in order.
+    """Split inputs [N, ...] in order into parts within the server's limits.
 
-    The parts depend on the samples and the limits alone, never on which servers are up: scores may depend, in the
-    last bit, on which samples share a request. A sample above the limit is a part of its own, which the server
-    refuses.
+    The parts depend on samples and limits only, not on which servers are up: the last bit of a score may depend on
+    which samples share a request. A sample above the limit is sent alone, and the server refuses it.
     """
     sizes = sum(_sample_bytes(array) for array in arrays.values())
     room = None if info.max_request_bytes is None else info.max_request_bytes - ENVELOPE_BYTES
@@ -250,7 +232,7 @@ def split(arrays: Mapping[str, np.ndarray], info: ServerInfo) -> list[dict[str, 
 
 
 def _sample_bytes(array: np.ndarray) -> np.ndarray:
-    """Bytes of each sample on the wire, int64 [N]."""
+    """Return the bytes of each sample on the wire, int64 [N]."""
     if array.dtype == object:
         return np.array([sum(len(text) + TEXT_LENGTH_BYTES for text in row) for row in array.tolist()], np.int64)
     return np.full(len(array), array.itemsize * int(np.prod(array.shape[1:])), np.int64)
@@ -267,7 +249,7 @@ def check_inputs(names: set[str], input_forms: Sequence[str]) -> None:
 
 
 def read_samples(request: Mapping[str, np.ndarray]) -> tuple[list[TextSample | None], np.ndarray]:
-    """Inverse of `text_arrays`: N samples, None where one cannot be read, and their statuses, int32 [N]."""
+    """Inverse of `text_arrays`: N samples, None where unreadable, and their statuses, int32 [N]."""
     count = request[PROMPTS].shape[0]
     columns = {name: array.reshape(count).tolist() for name, array in request.items()}
     samples: list[TextSample | None] = []
@@ -304,7 +286,7 @@ def _text(raw: Any) -> str:
 
 
 def _json(raw: Any, kind: type) -> Any:
-    """A JSON list or object; an empty one for an empty text."""
+    """Parse a JSON list or object; an empty text gives an empty one."""
     text = "" if raw is None else _text(raw)
     value = json.loads(text) if text else kind()
     if not isinstance(value, kind):
@@ -345,7 +327,7 @@ def check_answer(rewards: Any, status: Any, count: int) -> tuple[np.ndarray, np.
 
 
 def check_attributes(attributes: Any, status: np.ndarray, count: int) -> np.ndarray:
-    """Return an answer's K = `count` attributes, float32 [N, K], NaN where `status`, int32 [N], is not ok.
+    """Return an answer's attributes, float32 [N, K = `count`], NaN where `status`, int32 [N], is not ok.
 
     Raises:
         ValueError: the answer breaks the protocol.
@@ -364,8 +346,8 @@ def read_token(token_file: str | Path | None, key: str, environment: Mapping[str
     """Read the token from a file, or else from the environment variable REINFORCE_REWARD_TOKEN.
 
     Args:
-        token_file: a text file that only its owner may read; None: use the environment.
-        key: of the configuration, for messages.
+        token_file: readable by its owner only; None: use the environment.
+        key: configuration key, for messages.
         environment: default: this process's.
 
     Raises:

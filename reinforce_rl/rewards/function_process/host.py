@@ -1,13 +1,10 @@
-"""The process that forks one for each sample: `python -m reinforce_rl.rewards.function_process.host`.
+"""Host process that forks for each sample: `python -m reinforce_rl.rewards.function_process.host`.
 
-The trainer and the reward server have threads, torch and CUDA, and cannot fork. So this small process, which has none
-of that, imports the functions and forks itself for each sample. Whatever a sample does to its process (it replaces the
-function, raises, exits, never returns), the next sample finds the state that the import left. Once the connection
-ends, the owner is gone, however it went; then this process ends with all of its samples.
+The trainer and the server have threads, torch and CUDA and cannot fork, so this process imports the functions instead.
+A fork per sample isolates its side effects from the others. When the owner's connection ends, so do all processes.
 
-To it:    first `FunctionPool`'s settings, then (ID, JSON of {"function", "prompt", "response", "record"}) for each
-          sample; {} is a ping
-From it:  JSON: first {"faults": [...], "sources": {NAME: sha256}}, then {"id", "status", "value", "fault", "message"}
+Receives: `FunctionPool`'s settings, then (ID, JSON {"function", "prompt", "response", "record"}) per sample; {} pings
+Sends:    JSON: {"faults": [...], "sources": {NAME: sha256}}, then {"id", "status", "value", "fault", "message"}
 """
 
 from __future__ import annotations
@@ -35,10 +32,10 @@ from reinforce_rl.rewards import base
 from reinforce_rl.rewards.function_process.loading import LoadFault, load_function, source_sha256
 from reinforce_rl.utils.process import connect_to_parent, die_with_parent, send
 
-ANSWER_BYTES = 1 << 16  # at most
+ANSWER_BYTES = 1 << 16  # maximum
 MESSAGE_LETTERS = 500  # an answer must fit into a pipe that nobody reads yet
 MEBIBYTE = 1 << 20
-FILE_MEBIBYTES = 64  # of each file that a function writes
+FILE_MEBIBYTES = 64  # limit of each file that a function writes
 MAX_WAIT_SECONDS = 3600.0  # poll(2) takes no more than 24 days
 STATUSES = (base.STATUS_OK, base.STATUS_NOT_FINITE, base.STATUS_INTERNAL)
 
@@ -47,34 +44,27 @@ Functions = Mapping[str, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one sample.
+    """Result of one sample."""
 
-    Attributes:
-        status: STATUS_OK, STATUS_NOT_FINITE, STATUS_INTERNAL or STATUS_TIMED_OUT.
-        value: NaN unless the status is STATUS_OK.
-        fault: what went wrong and where, without any text of the sample.
-        message: the error's own text, which may hold the sample's.
-    """
-
-    status: int
-    value: float = math.nan
-    fault: str = ""
-    message: str = ""
+    status: int  # STATUS_OK, STATUS_NOT_FINITE, STATUS_INTERNAL or STATUS_TIMED_OUT
+    value: float = math.nan  # NaN unless STATUS_OK
+    fault: str = ""  # what failed and where, without any text of the sample
+    message: str = ""  # the error's own text, which may quote the sample
 
 
 @dataclass
 class _Sample:
-    """One that is being scored."""
+    """A sample being scored."""
 
     id: int
     pid: int
     answer_fd: int
-    deadline: float  # of time.monotonic
+    deadline: float  # in time.monotonic
     answer: bytearray = field(default_factory=bytearray)
 
 
 class _Host:
-    """Forks for the samples that come on the connection. It has one thread, since it forks."""
+    """Forks for each sample. Single-threaded, since it forks."""
 
     def __init__(self, functions: Functions, settings: dict[str, Any], connection: Connection):
         self._functions = functions
@@ -84,7 +74,7 @@ class _Host:
         self._running: dict[int, _Sample] = {}  # by answer_fd
 
     def run(self) -> None:
-        """Until the owner's end of the connection is closed."""
+        """Score samples until the owner's end of the connection is closed."""
         owner = self._connection.fileno()
         while True:
             poller = poll()
@@ -134,14 +124,14 @@ class _Host:
             self._finish(sample)
 
     def _reap_orphans(self) -> None:
-        """In a sandbox this is process 1, which inherits what samples have started."""
+        """Reap what samples left behind; in a sandbox this is process 1, which inherits it."""
         own = {sample.pid for sample in self._running.values()}
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
                 os.waitpid(ended.si_pid, 0)
 
     def _finish(self, sample: _Sample, outcome: Outcome | None = None) -> None:
-        """End a sample's process and answer for it: its own answer, where that is one."""
+        """End a sample's process and send `outcome`, or else the answer that the process wrote."""
         code = _end(sample.pid)
         del self._running[sample.answer_fd]
         os.close(sample.answer_fd)
@@ -160,7 +150,7 @@ class _Host:
 
 
 def _end(pid: int) -> int:
-    """Kill a process that may have ended by itself, and what it started; its exit code."""
+    """Kill a process, which may have ended already, and its group; return its exit code."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
@@ -168,12 +158,12 @@ def _end(pid: int) -> int:
 
 
 def _work(functions: Functions, request: bytes, answer_fd: int, parent: int) -> None:
-    """In a sample's process: score it, write its `Outcome` as a line of JSON and end the process."""
+    """Score one sample in the forked process, write its `Outcome` as a line of JSON, and exit."""
     code = 1
     try:
-        os.setpgid(0, 0)  # what the function starts is ended with it
+        os.setpgid(0, 0)  # so that killpg also ends what the function starts
         die_with_parent(parent)
-        with contextlib.suppress(OSError):  # opened anew: flags such as O_NONBLOCK are not other samples' too
+        with contextlib.suppress(OSError):  # reopened, so that flags such as O_NONBLOCK are not shared
             output = os.open("/proc/self/fd/1", os.O_WRONLY)
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -196,7 +186,7 @@ def _score(functions: Functions, request: bytes) -> Outcome:
         if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
             return Outcome(base.STATUS_INTERNAL, fault=f"returned a {type(value).__name__}; expected a number")
         number = float(value)
-    except BaseException as error:  # whatever a user's function raises, KeyboardInterrupt and SystemExit too
+    except BaseException as error:  # KeyboardInterrupt and SystemExit too
         fault = f"{type(error).__name__}{_place(error)}"
         return Outcome(base.STATUS_INTERNAL, fault=fault, message=str(error)[:MESSAGE_LETTERS])
     if not math.isfinite(number):
@@ -205,7 +195,7 @@ def _score(functions: Functions, request: bytes) -> Outcome:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of the function's own file that the error went through, where it went through any."""
+    """Return the last line of the function's own file in the error's traceback, if any."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
@@ -227,8 +217,8 @@ def main() -> None:
                 f"{spec.key}.name is {spec.name!r}, whose module keeps {path} open. All samples would share the place "
                 "where it is read next: read it whole at the module's level, or open it in the function"
             )
-    sys.stdout.flush()  # else each sample would print it once more
-    gc.freeze()  # a collection in a sample's process would copy every page
+    sys.stdout.flush()  # else each fork would print the buffer again
+    gc.freeze()  # else a collection in a fork copies every page (copy-on-write)
     _limit(settings["sample_memory_mb"] * MEBIBYTE)
     sources = {name: source_sha256(function) for name, function in functions.items()}
     send(connection, {"faults": faults, "sources": sources})
@@ -238,7 +228,7 @@ def main() -> None:
 
 
 def _open_files() -> set[str]:
-    """The regular files that this process may read on."""
+    """Return the regular files that this process has open for reading."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -249,7 +239,7 @@ def _open_files() -> set[str]:
 
 
 def _limit(memory: int) -> None:
-    """Bound what each sample's process may use; this process, whose limits they inherit, needs little."""
+    """Set the resource limits that samples' processes inherit; this process needs little itself."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = {
         resource.RLIMIT_AS: used + memory,

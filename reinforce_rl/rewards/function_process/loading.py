@@ -1,4 +1,4 @@
-"""A reward function by its dotted name: found, and its arguments checked, with messages for people."""
+"""Loads a reward function by its dotted name and checks its kwargs, with helpful messages."""
 
 from __future__ import annotations
 
@@ -21,25 +21,15 @@ F = TypeVar("F", bound=Callable[..., float])
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """Which function, with which arguments.
+    """A reward function and its kwargs."""
 
-    Attributes:
-        key: the configuration key that it came from, for messages.
-        name: dotted name, `package.module.function`.
-        kwargs: keyword arguments of each call, besides the sample.
-    """
-
-    key: str
-    name: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    key: str  # configuration key, for messages
+    name: str  # dotted, `package.module.function`
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # of each call, besides the sample
 
 
 def checked_by(check: Callable[..., None]) -> Callable[[F], F]:
-    """Have a function's kwargs checked when a run starts, rather than at its first sample.
-
-    Args:
-        check: called with the kwargs of the configuration; raises ValueError where they cannot work.
-    """
+    """Attach a check of a function's kwargs, run when a pool starts; it raises ValueError if they cannot work."""
 
     def mark(function: F) -> F:
         function.check = check  # type: ignore[attr-defined]
@@ -49,11 +39,11 @@ def checked_by(check: Callable[..., None]) -> Callable[[F], F]:
 
 
 class LoadFault(Exception):
-    """Why a function cannot be used, in a sentence."""
+    """A function cannot be used; the message is one sentence."""
 
 
 def load_function(spec: FunctionSpec) -> Callable[..., Any]:
-    """The function, its kwargs bound.
+    """Return the function with its kwargs bound.
 
     Raises:
         LoadFault: there is no such function, its module raises, or the kwargs do not fit.
@@ -64,7 +54,7 @@ def load_function(spec: FunctionSpec) -> Callable[..., Any]:
 
 
 def source_sha256(function: Callable[..., Any]) -> str | None:
-    """Hash of the file that a function stands in; None where there is none."""
+    """Return the SHA-256 of the file that defines a function; None if there is none."""
     target = function.func if isinstance(function, partial) else function
     try:
         file = inspect.getsourcefile(target)
@@ -105,7 +95,7 @@ def _import(spec: FunctionSpec, module_name: str) -> ModuleType:
         raise LoadFault(
             f"{spec.key}.name is {spec.name!r}, but there is no module '{missing}'; {_module_advice(missing, spec)}"
         ) from error
-    except BaseException as error:  # whatever a user's file does when it is imported
+    except BaseException as error:  # a user's file may raise anything, SystemExit included
         raise LoadFault(
             f"{spec.key}.name is {spec.name!r}, but the import of {module_name} raised {type(error).__name__}: {error}"
         ) from error

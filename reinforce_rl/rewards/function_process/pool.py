@@ -1,7 +1,4 @@
-"""Reward functions, each sample in a process of its own and within limits: the owner's side.
-
-`host.py` is the process that this one talks to, and says why there is one.
-"""
+"""Pool that scores each sample with a reward function in a process of its own; `host.py` is the other side."""
 
 from __future__ import annotations
 
@@ -34,13 +31,13 @@ from reinforce_rl.utils.process import PACKAGE_PARENT, Message, ModuleChild, rec
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # a function's module may import much, on a busy machine
-SLACK_SECONDS = 30.0  # of a busy machine, beyond the time limits of all samples
-FORK_SECONDS = 1.0  # the same for each sample
+SLACK_SECONDS = 30.0  # for a busy machine, beyond the time limits of all samples
+FORK_SECONDS = 1.0  # slack per sample
 STOP_SECONDS = 10.0
-PING = ""  # stands for no function
-# One thread a sample: each of them would take every core, and the trainer has its own.
+PING = ""  # name that calls no function
+# One thread per sample, or each would use every core.
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-# What a function may read of this process's environment, which has tokens and keys too.
+# Environment passed to functions; the rest may hold tokens and keys.
 VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
 VARIABLE_PREFIXES = ("LC_", "PYTHON")
 SANDBOX = "reward_function.sandbox"
@@ -62,34 +59,30 @@ OPTIONS = ("num_workers", "sample_timeout_seconds", "sample_memory_mb", "environ
 
 @dataclass(frozen=True)
 class Scores:
-    """Of N samples.
+    """Scores of N samples."""
 
-    Attributes:
-        values: float32 [N], NaN where a sample failed.
-        status: int32 [N].
-        faults: what went wrong and where, of failed samples by their row, without any text of theirs.
-    """
-
-    values: np.ndarray
-    status: np.ndarray
-    faults: dict[int, str] = field(default_factory=dict)
+    values: np.ndarray  # float32 [N], NaN where a sample failed
+    status: np.ndarray  # int32 [N]
+    faults: dict[int, str] = field(
+        default_factory=dict
+    )  # what failed and where, by row, without any text of the sample
 
 
 @dataclass
 class _Batch:
-    """Samples that were submitted together; once they are with a host, only the thread that reads from it is here."""
+    """Samples submitted together. Once they are with a host, only its reader thread touches this."""
 
     function: str
     scores: Scores
-    left: int
+    left: int  # samples without an outcome
     on_sample: Callable[[], object]
     future: Future[Scores] = field(default_factory=Future)
 
     def take(self, row: int, status: int, value: float, fault: str) -> None:
-        """The outcome of one sample."""
+        """Record the outcome of one sample; after the last one, complete the future."""
         scores = self.scores
         if status == base.STATUS_OK:
-            with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused
+            with np.errstate(over="ignore"):  # overflow becomes inf, which is rejected below
                 scores.values[row] = value
             if not np.isfinite(scores.values[row]):
                 scores.values[row], status, fault = np.nan, base.STATUS_NOT_FINITE, "does not fit float32"
@@ -110,14 +103,14 @@ class PendingScores:
     """Scores that are being computed."""
 
     future: Future[Scores]
-    deadline: float  # of time.monotonic
-    give_up: Callable[[], object] = lambda: None  # ends a host that hangs, so that the next request has another
+    deadline: float  # in time.monotonic
+    give_up: Callable[[], object] = lambda: None  # ends a hung host, so that the next request gets a new one
 
     def result(self) -> Scores:
-        """Wait for them.
+        """Wait for the scores.
 
         Raises:
-            RewardServerError: the processes ended, or they took longer than all samples may together.
+            RewardServerError: the processes ended, or exceeded the time limit of all samples together.
         """
         try:
             return self.future.result(max(0.0, self.deadline - time.monotonic()))
@@ -130,7 +123,7 @@ class PendingScores:
 
 
 class _Host(ModuleChild):
-    """A host process and the samples that it has."""
+    """A host process and its samples in flight."""
 
     def __init__(self, folders: Sequence[str], variables: Mapping[str, str], *, in_sandbox: bool):
         super().__init__(
@@ -147,7 +140,7 @@ class _Host(ModuleChild):
         self._waiting: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
 
     def load(self, settings: Mapping[str, Any]) -> Message | None:
-        """Have it load the functions; return the faults and sources, None where it has ended."""
+        """Load the functions in the process; return faults and sources, or None if it ended."""
         output = threading.Thread(target=self._show_output, daemon=True)
         output.start()
         with contextlib.suppress(OSError):
@@ -164,7 +157,7 @@ class _Host(ModuleChild):
         return found
 
     def add(self, batch: _Batch, requests: Sequence[tuple[int, bytes]]) -> int:
-        """Send the samples of these rows; return the number of samples under way.
+        """Queue these rows' samples; return the number of samples in flight.
 
         Raises:
             RewardServerError: the host has ended.
@@ -179,7 +172,6 @@ class _Host(ModuleChild):
             return len(self._samples)
 
     def _write(self) -> None:
-        """Thread: to the host, which takes a sample when it has room for it."""
         with contextlib.suppress(OSError):
             while (sample := self._waiting.get()) is not None:
                 self.connection.send(sample)
@@ -194,7 +186,7 @@ class _Host(ModuleChild):
             if message["fault"]:
                 logger.debug("event=function_failed fault=%s message=%s", message["fault"], message["message"])
             batch.take(row, message["status"], message["value"], message["fault"])
-        except Exception:  # nobody else reads: a host whose answers cannot be taken is of no use
+        except Exception:  # the only reader: without it the host is useless
             logger.exception("event=function_host_fault")
             self.kill()
 
@@ -213,23 +205,23 @@ class _Host(ModuleChild):
             )
 
     def _show_output(self) -> None:
-        """Thread: what the functions print. On a pipe their limit of a file's size does not count the log's."""
         assert self.process.stdout is not None
+        # Through a pipe, since RLIMIT_FSIZE would otherwise count the size of the log file.
         while chunk := os.read(self.process.stdout.fileno(), 1 << 16):
-            with contextlib.suppress(OSError):  # a full log must not hold up who prints
+            with contextlib.suppress(OSError):  # a full log must not block the functions
                 os.write(2, chunk)
 
 
 class FunctionPool:
-    """Scores samples by one or several functions, each sample in a process of its own.
+    """Scores samples with one or several functions, each sample in a process of its own.
 
     Args:
         functions: by names of the caller's choice.
-        num_workers: processes at a time.
+        num_workers: concurrent processes.
         sample_timeout_seconds: a sample that takes longer fails with STATUS_TIMED_OUT, and its process is killed.
-        sample_memory_mb: MiB of address space for each process, besides what the functions' modules take.
+        sample_memory_mb: MiB of address space per process, in addition to what the functions' modules use.
         environment: names of variables that the functions may read besides `VARIABLES`.
-        sandbox: in bubblewrap, without a network, other processes or files besides Python's.
+        sandbox: run in bubblewrap, without network, other processes, or files other than Python's.
     """
 
     def __init__(
@@ -257,7 +249,7 @@ class FunctionPool:
         self.sources: dict[str, str | None] = {}
 
     def start(self) -> None:
-        """Start the processes and load the functions in them. `sources` then has the hash of each one's file.
+        """Start the processes and load the functions; fills `sources` with the SHA-256 of each function's file.
 
         Raises:
             ConfigError: a function cannot be loaded or its kwargs do not fit.
@@ -270,15 +262,13 @@ class FunctionPool:
     def submit(
         self, function: str, samples: Sequence[TextSample], on_sample: Callable[[], object] = lambda: None
     ) -> PendingScores:
-        """Start scoring and return at once. Where the processes have ended, others are started.
+        """Start scoring and return at once; restarts the processes if they ended.
+
+        A failed restart raises when the scores are waited for, not here.
 
         Args:
-            function: one of the names; `PING` asks for nothing but an answer.
-            samples: to be scored, each by itself.
-            on_sample: called after each of them, on some thread.
-
-        Returns:
-            the scores to come; waiting for them raises where the processes could not be started again.
+            function: a name in the pool, or `PING`, which only asks for an answer.
+            on_sample: called after each sample, on any thread.
         """
         count = len(samples)
         scores = Scores(np.full(count, np.nan, np.float32), np.zeros(count, np.int32))
@@ -297,7 +287,7 @@ class FunctionPool:
             try:
                 host = self._running_host()
                 under_way = host.add(batch, requests)
-            except ReinforceError as error:  # one rank that raised here would leave the others waiting for it
+            except ReinforceError as error:  # raising on one rank would leave the others waiting
                 batch.future.set_exception(RewardServerError(str(error)))
                 return PendingScores(batch.future, time.monotonic())
         rounds = math.ceil(under_way / self._settings["num_workers"])
@@ -305,7 +295,7 @@ class FunctionPool:
         return PendingScores(batch.future, time.monotonic() + seconds, host.kill)
 
     def close(self) -> None:
-        """End the processes; samples under way fail. Safe to call twice."""
+        """End the processes; samples in flight fail. Safe to call twice."""
         with self._lock:
             host, self._host, self._closed = self._host, None, True
         if host is not None:
@@ -346,9 +336,9 @@ def _request(function: str, sample: TextSample) -> bytes:
 
 
 def bubblewrap(folders: Sequence[str]) -> list[str]:
-    """The beginning of a command that has no network, sees no other processes and cannot change a file.
+    """Return the prefix of a command without network, other processes or write access to files.
 
-    It reads Python's own folders, the current one and `folders`. /tmp and /dev/shm are empty, writable and its own.
+    It can read Python's own folders, the current one and `folders`; /tmp and /dev/shm are private tmpfs.
 
     Raises:
         ConfigError: bubblewrap is not installed or cannot work here.

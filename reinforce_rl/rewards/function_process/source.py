@@ -1,4 +1,4 @@
-"""Reward functions inside the trainer, with no server: reward sources over one pool of processes."""
+"""Reward sources that call reward functions from the trainer, without a server, in one pool of processes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class FunctionFuture:
 
 
 class FunctionRewards:
-    """A reward source that calls a function, in the processes of a pool.
+    """A reward source that calls one function of a pool.
 
     Args:
-        pool: started; it may serve several sources and is closed with the first of them.
+        pool: already started; sources may share it, and the first to close closes it.
         function: its name in the pool.
     """
 
@@ -49,12 +49,12 @@ class FunctionRewards:
         return FunctionFuture(self._pool.submit(self._function, request.samples))
 
     def close(self) -> None:
-        """End the pool's processes."""
+        """End the pool's processes, also for the other sources that share it."""
         self._pool.close()
 
 
 def configured_functions(cfg: TrainConfig) -> dict[str, tuple[FunctionSpec, float]]:
-    """Those of `reward_function` by the name that their scores are logged under, with their weights."""
+    """Return the configured functions and their weights, by the name used in logs."""
     own = cfg.reward_function
     functions: dict[str, tuple[FunctionSpec, float]] = {}
     if cfg.reward == "function" and own.name is not None:
@@ -66,7 +66,7 @@ def configured_functions(cfg: TrainConfig) -> dict[str, tuple[FunctionSpec, floa
 
 
 def start_reward_functions(cfg: TrainConfig, mesh: Mesh) -> list[WeightedSource]:
-    """Those of `reward_function`, in one pool of processes on each rank that asks for rewards.
+    """Start the configured functions, in one pool on each rank that asks for rewards.
 
     Raises:
         ConfigError: a function cannot be loaded or its kwargs do not fit.
@@ -83,7 +83,7 @@ def start_reward_functions(cfg: TrainConfig, mesh: Mesh) -> list[WeightedSource]
     if mesh.is_block_leader:
         try:
             pool.start()
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # any kind: all ranks must raise together
             failure = error
     try:
         mesh.check_together(failure)
