@@ -1,4 +1,4 @@
-"""The options of a reward server: who may ask it, and how much; what of them cannot work."""
+"""Options of a reward server, access control and limits, and their validation."""
 
 from __future__ import annotations
 
@@ -18,36 +18,23 @@ WIDER_THAN_CONTEXT = 4  # how much wider than the model's context a padded reque
 
 @dataclass(frozen=True)
 class FrontOptions:
-    """Who may ask a server, and how much.
+    """Access control and limits of a server."""
 
-    Attributes:
-        token: asked of every client; None: of none, and then only the loopback is listened on ...
-        allow_no_token: ... unless this is true.
-        max_request_bytes: of one request's body; None: what a full batch of the widest rows takes.
-        max_sequence_length: tokens that a row may claim, padding included; None: four times the model's context.
-        max_in_flight: requests that Triton has at the same time.
-        max_queue: requests that wait for that; more are answered 503.
-        request_seconds: for Triton's answer to one request.
-        stuck_seconds: health turns red, and the server ends, when one call of the model has lasted longer.
-        canary_seconds: for health's own sample while the scorer is idle.
-        idle_seconds: to a complete header, or between two pieces of a body; then the connection is closed.
-    """
-
-    token: str | None = None
-    allow_no_token: bool = False
-    max_request_bytes: int | None = None
-    max_sequence_length: int | None = None
-    max_in_flight: int = 64
-    max_queue: int = 256
-    request_seconds: float = 600.0
-    stuck_seconds: float = 300.0
-    canary_seconds: float = 10.0
-    idle_seconds: float = 60.0
+    token: str | None = None  # required of every client; None: no token, and only the loopback is listened on ...
+    allow_no_token: bool = False  # ... unless this is true
+    max_request_bytes: int | None = None  # per request body; None: a full batch of the widest rows
+    max_sequence_length: int | None = None  # tokens per row, padding included; None: four times the context
+    max_in_flight: int = 64  # concurrent requests at Triton
+    max_queue: int = 256  # requests that wait for Triton; more are answered 503
+    request_seconds: float = 600.0  # for Triton's answer to one request
+    stuck_seconds: float = 300.0  # if one call of the model lasts longer, health turns red and the server ends
+    canary_seconds: float = 10.0  # for health's own sample while the scorer is idle
+    idle_seconds: float = 60.0  # until a complete header, or between two pieces of a body; then the connection closes
 
     def for_model(self, max_samples: int, max_length: int) -> FrontLimits:
         """Return the limits for a model of this batch size and context length."""
         width = self.max_sequence_length or WIDER_THAN_CONTEXT * max_length
-        # A full batch of int64 tokens, and 1 MiB for whatever is around it.
+        # A full batch of int64 tokens, plus 1 MiB of overhead.
         own = {
             "max_request_bytes": self.max_request_bytes or 8 * max_samples * width + (1 << 20),
             "max_sequence_length": width,
@@ -58,15 +45,11 @@ class FrontOptions:
 
 @dataclass(frozen=True)
 class FrontLimits(FrontOptions):
-    """The options with all that follows from the model.
-
-    Attributes:
-        max_samples: in one request.
-    """
+    """The options with all defaults that follow from the model filled in."""
 
     max_request_bytes: int = 0
     max_sequence_length: int = 0
-    max_samples: int = 0
+    max_samples: int = 0  # per request
 
 
 def check_options(
@@ -77,7 +60,7 @@ def check_options(
     options: FrontOptions,
     preferred: Sequence[int] = (),
 ) -> None:
-    """Raises ConfigError naming every option that cannot work."""
+    """Raise ConfigError naming every option that cannot work."""
     faults = access_faults(host, options.token, options.allow_no_token)
     if not 1 <= port <= 65535:
         faults.append(f"inference.port is {port}; expected 1 to 65535")
@@ -118,7 +101,7 @@ def check_options(
 
 
 def access_faults(host: str, token: str | None, allow_no_token: bool) -> list[str]:
-    """A sentence where other machines could use the server without a token and nobody said that they may."""
+    """Return an error if other machines could use the server without a token and that was not allowed."""
     if token is not None or allow_no_token or is_loopback(host):
         return []
     return [

@@ -1,7 +1,7 @@
-"""PyTriton's server, out of other users' reach: a Unix socket in a private folder, and no model control.
+"""PyTriton's server on a Unix socket in a private folder, without model control.
 
-PyTriton by default listens on TCP and loads its models over HTTP, with a token on tritonserver's command line, which
-every local user can read. Whoever has it can load a model, and a model is Python code.
+By default PyTriton listens on TCP and loads models over HTTP, with a token on tritonserver's command line, which every
+local user can read; whoever has it can load a model, that is, run Python code.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from reinforce_rl.errors import RewardServerError
 START_SECONDS = 120.0
 ASK_SECONDS = 5.0
 POLL_SECONDS = 0.1
-# A healthy Triton says so of a machine without a GPU, and of each connection over a Unix socket.
+# Logged by a healthy Triton on a machine without a GPU, and for each connection over a Unix socket.
 NOISE = (b"CudaDriverHelper has not been initialized", b"NODELAY NOT SUPPORTED")
 
 
 class PrivateTriton:
-    """PyTriton's `Triton`, which only processes of this user reach; its `bind`, `stop` and `is_alive` are here too.
+    """PyTriton's `Triton`, reachable by this user's processes only; `bind`, `stop` and `is_alive` are passed through.
 
     Args:
-        socket_path: the Unix socket to listen on, in a folder that only this user may enter.
-        workspace: for PyTriton's files; it is made.
-        exit_timeout: seconds that calls in flight get at the end.
+        socket_path: Unix socket to listen on, in a folder that only this user may enter.
+        workspace: folder for PyTriton's files; it is created.
+        exit_timeout: seconds for calls in flight at the end.
 
     Raises:
         ImportError: PyTriton is not installed.
@@ -40,8 +40,7 @@ class PrivateTriton:
 
         self._socket_path = socket_path
         self._output = b""
-        # PyTriton's own client cannot speak over a Unix socket. What it still asks, once Triton has ended, finds
-        # nothing at this address, as it should.
+        # A dead address: PyTriton's own client, which cannot use Unix sockets, still asks here after Triton's end.
         config = {
             "http_address": "127.0.0.1",
             "http_port": 1,
@@ -69,10 +68,10 @@ class PrivateTriton:
         self.bind, self.stop, self.is_alive = self._triton.bind, self._triton.stop, self._triton.is_alive
 
     def run(self) -> None:
-        """Start tritonserver, and wait until it serves.
+        """Start tritonserver and wait until it is ready.
 
         Raises:
-            RewardServerError: it did not come to that.
+            RewardServerError: it did not become ready.
         """
         self._triton._initialize_server()
         assert self._triton._triton_server is not None
@@ -80,10 +79,10 @@ class PrivateTriton:
         self._triton.run()
 
     def ask(self, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
-        """Send a GET, or a POST where there is a body; return the answer's code and body.
+        """Send a GET, or a POST if there is a body; return the answer's code and body.
 
         Raises:
-            RewardServerError: there was no answer in time.
+            RewardServerError: no answer in time.
         """
         connection = http.client.HTTPConnection("localhost")
         try:
@@ -103,7 +102,7 @@ class PrivateTriton:
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while not self._is_ready():
-            self._hide_shared_memory()  # soon after it is made: who has it open stays in
+            self._hide_shared_memory()  # soon after creation: a reader that has it open keeps access
             if not self._triton._is_alive_impl():
                 raise RewardServerError("tritonserver ended while it started; its last lines are above")
             if time.monotonic() > deadline:
@@ -114,7 +113,7 @@ class PrivateTriton:
         self._hide_shared_memory()
 
     def _hide_shared_memory(self) -> None:
-        """Keep other users from the requests in /dev/shm, where Triton lets all read, whatever the umask is."""
+        """Make this user's segments in /dev/shm private; Triton creates them world-readable, whatever the umask."""
         for segment in Path("/dev/shm").glob(f"pytrtion{os.getpid()}-*"):
             with contextlib.suppress(OSError):
                 keep_private(segment)
@@ -126,7 +125,7 @@ class PrivateTriton:
             return False
 
     def _print_output(self, line: str | bytes) -> None:
-        # A byte at a time: text where it is one by itself, else bytes.
+        # Called per byte: with str if it decodes by itself, else with bytes.
         *lines, self._output = (self._output + (line.encode() if isinstance(line, str) else line)).split(b"\n")
         for whole in lines:
             if whole and not any(noise in whole for noise in NOISE):
@@ -134,7 +133,7 @@ class PrivateTriton:
 
 
 def keep_private(path: Path) -> None:
-    """Take a file's rights from all but its owner; not through a link, which anyone can put into /dev/shm."""
+    """Restrict a regular file to its owner; never follows links, which anyone can put into /dev/shm."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         if stat.S_ISREG(found.st_mode) and (found.st_uid, found.st_nlink) == (os.geteuid(), 1):

@@ -1,7 +1,6 @@
-"""What the scorer has done and is doing, for another process to read while the scorer is busy or stuck.
+"""Progress of the scorer in a shared file, which other processes can read while the scorer is busy or stuck.
 
-It is a small file of float64 numbers that both processes map. One process writes; each number is aligned, so that a
-reader sees it before or after a change, and never half of one. A float64 counts exactly up to 2^53.
+The file holds float64 numbers, mapped by one writer and any readers. Aligned, so that reads never see half a number.
 """
 
 from __future__ import annotations
@@ -24,25 +23,16 @@ _SIZE = _BUCKETS + len(SECONDS_BOUNDS) + 1
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Counts since the start, the server's own samples of one token included.
+    """Counts since the start, including the server's own one-token samples."""
 
-    Attributes:
-        busy: a batch is being scored.
-        quiet_seconds: since the scorer was last seen to begin or to end something.
-        batches, requests, tokens: scored.
-        seconds: in the scorer.
-        by_status: samples by STATUS_ constant.
-        seconds_buckets: batches by SECONDS_BOUNDS, and those above the last; not cumulative.
-    """
-
-    busy: bool
-    quiet_seconds: float
+    busy: bool  # a batch is being scored
+    quiet_seconds: float  # since the last begin, beat or end
     batches: int
     requests: int
     tokens: int
-    seconds: float
-    by_status: tuple[int, ...]
-    seconds_buckets: tuple[int, ...]
+    seconds: float  # spent in the scorer
+    by_status: tuple[int, ...]  # samples, indexed by STATUS_ constant
+    seconds_buckets: tuple[int, ...]  # batches per bin of SECONDS_BOUNDS, plus overflow; not cumulative
 
     @property
     def samples(self) -> int:
@@ -54,7 +44,7 @@ class Snapshot:
         return self.samples - self.by_status[base.STATUS_OK]
 
     def why_stuck(self, seconds: float) -> str | None:
-        """What to say where one call has lasted for longer than that; None where none has."""
+        """Return an error text if one call has lasted longer than `seconds`, else None."""
         if not self.busy or self.quiet_seconds <= seconds:
             return None
         return (
@@ -63,11 +53,11 @@ class Snapshot:
 
 
 class Progress:
-    """The counts, of one process that writes and any that read.
+    """The scorer's counters, with one writing process and any number of readers.
 
     Args:
-        path: of the file; None for counts of this process alone.
-        create: make the file and be its writer; else read it.
+        path: the shared file; None: counters of this process only.
+        create: create the file and write to it; else read it.
     """
 
     def __init__(self, path: Path | None = None, *, create: bool = False):
@@ -80,23 +70,21 @@ class Progress:
             self.beat()
 
     def begin(self) -> None:
-        """A batch begins."""
+        """Mark the begin of a batch."""
         self.beat()
         with self._writing:
             self._values[_BUSY] += 1
 
     def beat(self) -> None:
-        """Something of a batch was finished."""
+        """Mark that part of a batch was finished."""
         self._values[_BEAT] = time.monotonic()  # one clock for all processes of a machine
 
     def count(self, requests: int, by_status: Mapping[int, int], tokens: int, seconds: float) -> None:
-        """A batch has been scored.
+        """Count a scored batch.
 
         Args:
-            requests: in the batch.
             by_status: samples by STATUS_ constant.
-            tokens: of the samples that the model saw.
-            seconds: that it took.
+            tokens: in the samples that the model saw.
         """
         values = self._values
         with self._writing:
@@ -106,13 +94,12 @@ class Progress:
             values[_BUCKETS + int(np.searchsorted(SECONDS_BOUNDS, seconds))] += 1
 
     def end(self) -> None:
-        """A batch is over, in whatever way."""
+        """Mark the end of a batch, whether it succeeded or not."""
         self.beat()
         with self._writing:
             self._values[_BUSY] -= 1
 
     def read(self) -> Snapshot:
-        """As things are now."""
         values = self._values.tolist()
         return Snapshot(
             busy=values[_BUSY] > 0,

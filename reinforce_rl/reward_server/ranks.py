@@ -1,9 +1,7 @@
 """A reward model on several ranks: rank 0 deals out the micro-batches of a call and gathers the scores.
 
-Ranks that share one copy of the model are a block; there are as many blocks as data-parallel ranks. Rank 0 sends each
-block its micro-batches, and every rank of it runs its part of the model on them. One rank of each block, on the last
-stage of the pipeline, sends the scores back; the others report that they are done. Rank 0 sends the next call after
-the last of them, so no rank is ever ahead of another.
+The ranks that share one copy of the model are a block; there is one block per data-parallel rank. Per call, one rank
+of each block, on the last pipeline stage, returns the scores and the others report completion, so none runs ahead.
 """
 
 from __future__ import annotations
@@ -48,19 +46,11 @@ LOADED, SCORE, ANSWER, STOP = b"loaded", b"score", b"answer", b"stop"  # kinds o
 
 @dataclass(frozen=True)
 class Member:
-    """A rank, as the others know it.
+    """A rank, as the others know it."""
 
-    Attributes:
-        rank: in the whole job.
-        block: which copy of the model it holds a part of.
-        speaks: whether it is the one of its block that reports the scores.
-        host: where it runs.
-        pid: its process there.
-    """
-
-    rank: int
-    block: int
-    speaks: bool
+    rank: int  # in the whole job
+    block: int  # which copy of the model it holds a part of
+    speaks: bool  # returns the block's scores
     host: str = field(default_factory=gethostname)
     pid: int = field(default_factory=os.getpid)
 
@@ -69,53 +59,43 @@ class Member:
 
 
 class BlockModel(Protocol):
-    """This rank's part of a reward model.
+    """This rank's part of a reward model."""
 
-    Attributes:
-        max_length: the longest sequence, in tokens.
-        vocab_size: token ids are 0 .. vocab_size-1.
-        batching: how a call is cut.
-        attributes: names of the K scores; none where the only one is the reward.
-        merging: of the K scores into the reward.
-    """
-
-    max_length: int
-    vocab_size: int
-    batching: Batching
-    attributes: tuple[str, ...]
-    merging: Merging
+    max_length: int  # tokens per sequence
+    vocab_size: int  # token ids are 0 .. vocab_size-1
+    batching: Batching  # splits a call into micro-batches
+    attributes: tuple[str, ...]  # names of the K scores; empty if the reward is the only one
+    merging: Merging  # of the K scores into the reward
 
     def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
-        """Scores [n, K] of all n sequences, in order; empty where this rank is not on the last stage.
+        """Return scores [n, K] of all n sequences, in order; empty if this rank is not on the last stage.
 
-        A collective call over the block. Nothing of it is still going on when it returns or raises.
+        A collective call over the block. No work is pending when it returns or raises.
         """
         ...
 
 
 @dataclass
 class _Call:
-    """What rank 0 waits for."""
+    """A call in progress on rank 0."""
 
     number: int
-    due: dict[int, float]  # until when each rank that has not answered may do so, by time.monotonic
-    scores: dict[int, np.ndarray] = field(default_factory=dict)  # of each block
-    failures: dict[int, str] = field(default_factory=dict)  # of each rank
+    due: dict[int, float]  # deadline of each rank that has not answered, in time.monotonic
+    scores: dict[int, np.ndarray] = field(default_factory=dict)  # by block
+    failures: dict[int, str] = field(default_factory=dict)  # by rank
 
 
 class DistributedScorer:
     """An `AttributeScorer` on rank 0 that computes on all ranks. Leaving its `with` block ends the other ranks.
 
-    Where a rank was lost, leaving the block ends this process with exit code 76: its threads may wait in a collective
-    for the lost rank for ever.
+    If a rank was lost, leaving the block ends this process with exit code 76, since its threads may wait in a
+    collective for the lost rank for ever.
 
     Args:
-        me: this rank.
         links: to the other ranks.
-        others: the other ranks.
-        load: makes this rank's part of the model. The others are watched meanwhile.
+        load: builds this rank's part of the model; the others are watched meanwhile.
         rank_timeout: seconds of silence after which a rank counts as lost.
-        call_timeout: seconds that the ranks have for one call.
+        call_timeout: seconds for the ranks to finish one call.
 
     Raises:
         RankLostError: a rank died or hung before all were ready.
@@ -149,23 +129,23 @@ class DistributedScorer:
             self._changed.wait_for(lambda: not self._loading or self._lost is not None)
         self.check()
         self._jobs: queue.SimpleQueue[tuple[int, Sequence[MicroBatch]] | None] = queue.SimpleQueue()
-        # A thread of its own, because a caller must get an answer also while this rank waits for a lost one.
+        # In its own thread, so that a caller gets an error even while this rank waits for a lost one.
         self._worker = threading.Thread(target=self._work, args=(me,), daemon=True, name="rank-0-model")
         self._worker.start()
-        # Each copy of the model once, so that none is first tried by a client's request.
+        # Warm up each copy of the model once, before the first request.
         self._run({block: self.model.batching.plan([[0]]) for block in range(self._num_blocks)})
 
     def score(self, sequences: list[list[int]]) -> list[float]:
-        """One reward a sequence, in order. Micro-batches follow from the list's content alone, not from the ranks.
+        """Return one reward per sequence, in order. Micro-batches depend on the list's content only, not on the ranks.
 
         Raises:
-            RankLostError: a rank is gone; there will be no scores any more.
+            RankLostError: a rank is gone; no call can succeed any more.
             RewardServerError: the model raised on a rank; later calls may succeed.
         """
         return self.score_attributes(sequences).rewards
 
     def score_attributes(self, sequences: list[list[int]]) -> AttributeScores:
-        """As `score`, with the scores that each reward was merged from."""
+        """Score as `score` does, and return the attributes too."""
         micro_batches = self.model.batching.plan(sequences)
         with self._one_at_a_time:
             dealt = share(micro_batches, self._num_blocks)
@@ -176,13 +156,13 @@ class DistributedScorer:
         return AttributeScores(self.model.merging(torch.from_numpy(scores)).tolist(), scores.tolist())
 
     def check(self) -> None:
-        """Raises RankLostError where a rank is gone."""
+        """Raise RankLostError if a rank is gone."""
         with self._changed:
             if self._lost is not None:
                 raise self._lost
 
     def _run(self, jobs: dict[int, list[MicroBatch]]) -> np.ndarray:
-        """Scores [n, K] of the blocks' sequences, block after block."""
+        """Return scores [n, K] of the blocks' sequences, block after block."""
         self.check()
         with self._changed:
             self._number += 1
@@ -232,7 +212,7 @@ class DistributedScorer:
                 self._loading.discard(rank)
             else:
                 header, call = json.loads(bytes(parts[1])), self._call
-                # An answer after its call was given up comes too late for anybody.
+                # Drop answers to calls that were given up.
                 if call is not None and call.number == header["call"]:
                     self._take(call, self._members[rank], header, parts[2:])
             self._changed.notify_all()
@@ -241,7 +221,7 @@ class DistributedScorer:
         call.due.pop(member.rank, None)
         if "error" in header:
             call.failures[member.rank] = header["error"]
-            # Those that wait for this one in a collective will never answer.
+            # The rest of its block may hang in a collective with it: shorten their deadlines.
             soon = time.monotonic() + self._rank_timeout
             for rank, due in call.due.items():
                 if self._members[rank].block == member.block:
@@ -272,7 +252,7 @@ class DistributedScorer:
         self.close()
 
     def close(self) -> None:
-        """Have the other ranks end, and wait for that."""
+        """Stop the other ranks and wait for their end."""
         self._jobs.put(None)
         self._watch.stopping.set()
         self._links.send_all(STOP)
@@ -292,15 +272,14 @@ def follow(
     rank_timeout: float = 60.0,
     end: Callable[[str], object] | None = None,
 ) -> None:
-    """Compute for rank 0 until it says stop.
+    """Compute for rank 0 until it sends STOP.
 
     Args:
-        me: this rank.
         links: to rank 0.
         leader: rank 0.
-        load: makes this rank's part of the model.
+        load: builds this rank's part of the model.
         rank_timeout: seconds of silence after which rank 0 counts as lost.
-        end: ends the process when rank 0 is lost, on a thread that is not this one.
+        end: ends the process when rank 0 is lost; called on another thread.
     """
     inbox: queue.SimpleQueue[Sequence[Buffer]] = queue.SimpleQueue()
     watch = LinkThread(
@@ -319,14 +298,14 @@ def follow(
 def lead_ranks(
     mesh: Mesh, load: Callable[[], BlockModel], *, rank_timeout: float, call_timeout: float
 ) -> DistributedScorer:
-    """On rank 0 of a job of several: meet the others, which call `follow_rank_0`. A collective call."""
+    """Connect rank 0 to the others, which call `follow_rank_0`. A collective call."""
     _remove_folder_of_torchrun()
     me = _member_of(mesh)
     links, invitation = Links.listen(host_of_rank_0())
     mesh.from_main((invitation, me))
     others = accept(links, mesh.world_size - 1, CONNECT_SECONDS)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Else the server would go on as an orphan, with nobody to stop it, when torchrun is killed.
+        # Else the server would survive as an orphan when torchrun is killed.
         die_with_parent(os.getppid(), signal.SIGTERM)
     try:
         return DistributedScorer(me, links, others, load, rank_timeout=rank_timeout, call_timeout=call_timeout)
@@ -335,7 +314,7 @@ def lead_ranks(
 
 
 def follow_rank_0(mesh: Mesh, load: Callable[[], BlockModel], *, rank_timeout: float) -> None:
-    """On every other rank: compute until rank 0 says stop; the process ends where rank 0 is gone. A collective call.
+    """Compute on another rank until rank 0 sends STOP; the process ends if rank 0 is lost. A collective call.
 
     SIGTERM and SIGINT are ignored: torchrun and terminals send them to every rank, and rank 0 needs the others until
     the last call is answered.
@@ -349,10 +328,10 @@ def follow_rank_0(mesh: Mesh, load: Callable[[], BlockModel], *, rank_timeout: f
 
 
 def accept(links: Links, count: int, seconds: float) -> list[Member]:
-    """Wait for this many other ranks, on rank 0.
+    """Wait on rank 0 for `count` other ranks.
 
     Raises:
-        RewardServerError: not all came in time.
+        RewardServerError: not all connected in time.
     """
     hellos = links.accept(range(1, count + 1), seconds)
     if len(hellos) < count:
@@ -364,7 +343,7 @@ def accept(links: Links, count: int, seconds: float) -> list[Member]:
 
 
 def connect(invitation: Invitation, me: Member, seconds: float) -> Links:
-    """This rank's connection to rank 0.
+    """Connect this rank to rank 0.
 
     Raises:
         RewardServerError: it cannot be reached.
@@ -379,7 +358,7 @@ def connect(invitation: Invitation, me: Member, seconds: float) -> Links:
 
 
 def end_process(reason: str, code: int = EXIT_LOST_RANK) -> NoReturn:
-    """End this process at once with this exit code, whatever its threads wait for."""
+    """End this process at once with this exit code, even if its threads hang."""
     with contextlib.suppress(OSError, ValueError):
         print(f"error: {reason}", file=sys.stderr, flush=True)
         logging.shutdown()
@@ -387,7 +366,7 @@ def end_process(reason: str, code: int = EXIT_LOST_RANK) -> NoReturn:
 
 
 def _remove_folder_of_torchrun() -> None:
-    """torchrun makes a temporary folder for reports that nothing here writes, and never removes it."""
+    """Remove torchrun's temporary folder for error reports, which nothing writes here and torchrun never removes."""
     report = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if report and os.environ.get("LOCAL_RANK") == "0":
         for folder in Path(report).parents:
@@ -400,7 +379,7 @@ def _member_of(mesh: Mesh) -> Member:
 
 
 def _score(model: BlockModel, number: int, micro_batches: Sequence[MicroBatch], me: Member) -> list[Buffer]:
-    """This rank's part of a call, as the parts of a message."""
+    """Run this rank's part of a call; return the message for rank 0."""
     try:
         scores = np.asarray(model.score_micro_batches(micro_batches), np.float64)
     except Exception as error:
@@ -412,7 +391,7 @@ def _score(model: BlockModel, number: int, micro_batches: Sequence[MicroBatch], 
 
 
 def _pack(number: int, micro_batches: Sequence[MicroBatch]) -> list[Buffer]:
-    """A call as parts of a message: its number, then lengths and tokens of each micro-batch."""
+    """Encode a call as parts of a message: its number, then lengths and tokens of each micro-batch."""
     arrays = [array for one in micro_batches for array in (one.lengths, one.tokens)]
     return [json.dumps({"call": number}).encode(), *(np.ascontiguousarray(array, np.int64).data for array in arrays)]
 

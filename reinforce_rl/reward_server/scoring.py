@@ -1,7 +1,4 @@
-"""From the arrays of merged requests to rewards and statuses, by a model or a function.
-
-Every sample is checked by itself. Nothing here knows PyTriton: a request is a mapping from input name to array.
-"""
+"""Turns the arrays of merged requests into rewards and statuses. Independent of PyTriton."""
 
 from __future__ import annotations
 
@@ -28,12 +25,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Answer = dict[str, np.ndarray]  # by the names of the outputs
+Answer = dict[str, np.ndarray]  # by output name
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of one request: the token ids of the good ones, and a status for each."""
+    """The samples of one request."""
 
     sequences: list[list[int]]  # empty where status is not STATUS_OK
     status: np.ndarray  # int32 [N]
@@ -43,19 +40,17 @@ class Samples:
 class RequestScorer:
     """Scores the requests that were merged into one batch.
 
-    A bad sample gets a status and NaN, and its neighbours their scores, whatever it does: what fails together is tried
-    again in parts, down to single samples. An error is raised only where nothing of a batch could be answered.
+    A bad sample gets a status and NaN without affecting its neighbours: a failed call is retried in halves, down to
+    single samples. Raises only if no request of a batch could be answered.
 
     Args:
-        scorer: the reward model.
-        tokenizer: for `sentences`, and with its chat template for requests of texts.
-        deterministic: each request is scored in a call of its own, so that its scores do not depend, down to the last
-            bit, on what other clients sent at that moment. Else all requests of a batch share one call.
-        add_special_tokens: have the tokenizer add its special tokens to `sentences`. A text with the chat template
-            applied holds them already.
+        tokenizer: for `sentences`, and, with its chat template, for requests of texts.
+        deterministic: score each request in a call of its own, so that its scores do not depend, to the last bit, on
+            concurrent requests. Else all requests of a batch share one call.
+        add_special_tokens: to `sentences`; False for text with the chat template applied, which holds them already.
 
     Attributes:
-        progress: what is being done and was done; a server puts one here that other processes read.
+        progress: replaced by the server with one that other processes read.
     """
 
     def __init__(
@@ -75,25 +70,25 @@ class RequestScorer:
 
     @property
     def input_forms(self) -> tuple[str, ...]:
-        """What a trainer may send: tokens, and texts where there is a chat template to render them with."""
+        """Accepted forms: tokens, and texts if the tokenizer has a chat template."""
         with_template = bool(self._tokenizer.chat_template) and self._tokenizer.eos_token_id is not None
         return (wire.TOKENS_FORM, wire.TEXT_FORM) if with_template else (wire.TOKENS_FORM,)
 
     def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
-        """A sample of this many tokens, as JSON, by which a server proves that it can score."""
+        """Return one sample of `length` tokens as JSON inputs, for health checks and warm-up."""
         return [
             {"name": wire.TOKENS, "datatype": "INT64", "shape": [1, length], "data": [0] * length},
             {"name": wire.SEQUENCE_LENGTHS, "datatype": "INT64", "shape": [1, 1], "data": [length]},
         ]
 
     def __call__(self, requests: Sequence[Mapping[str, np.ndarray]]) -> list[Answer]:
-        """Outputs `rewards` float32 [N, 1] and `status` int32 [N, 1] for each request, in order.
+        """Return `rewards` float32 [N, 1] and `status` int32 [N, 1] for each request, in order.
 
-        Where the scorer has K attributes, `attributes` float32 [N, K] besides.
+        If the scorer has K attributes, also `attributes` float32 [N, K].
 
         Raises:
-            ValueError: the inputs of no request make a form; the front door lets none such in.
-            RankLostError: a rank of the server is gone, and there will be no scores any more.
+            ValueError: no request has inputs that make a form; the front door rejects these.
+            RankLostError: a rank of the server is gone; no call can succeed any more.
         """
         self.progress.begin()
         start = time.monotonic()
@@ -116,7 +111,7 @@ class RequestScorer:
         return samples, self._score_requests(samples)
 
     def _answer_apart(self, requests: Sequence[Mapping[str, np.ndarray]]) -> tuple[list[Samples], list[Answer]]:
-        """Each request by itself; raises where none can be answered, since another server may do better."""
+        """Score requests one by one; raise if none can be answered, so that clients try another server."""
         samples: list[Samples] = []
         answers: list[Answer] = []
         failures: list[Exception] = []
@@ -153,7 +148,7 @@ class RequestScorer:
         return Samples(samples.sequences, np.where(status == base.STATUS_OK, samples.status, status))
 
     def _read_each(self, rows: Iterable[Any], read: Callable[[Any], Any], fault: int) -> Samples:
-        """Whatever `read` raises of a row is the status of that row alone: `fault`, unless its text is no UTF-8."""
+        """Apply `read` per row; if it raises, the row gets status `fault`, or STATUS_BAD_TEXT for bad UTF-8."""
         sequences: list[list[int]] = []
         status: list[int] = []
         for row in rows:
@@ -162,7 +157,7 @@ class RequestScorer:
                 status.append(self._check(sequence))
             except UnicodeError:
                 status.append(base.STATUS_BAD_TEXT)
-            except Exception:  # a chat template and a tokenizer meet whatever a client wrote
+            except Exception:  # chat templates and tokenizers may raise anything on client input
                 status.append(fault)
             sequences.append(sequence.tolist() if status[-1] == base.STATUS_OK else [])
         return Samples(sequences, np.array(status, np.int32))
@@ -199,7 +194,7 @@ class RequestScorer:
         scores = np.full((len(status), 1 + len(self._attributes)), np.nan, np.float32)
         good = np.flatnonzero(status == base.STATUS_OK)
         if good.size:
-            with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
+            with np.errstate(over="ignore"):  # overflow becomes inf, which is rejected below
                 status[good], scores[good] = self._call_in_parts([samples.sequences[row] for row in good])
         bad = ~np.isfinite(scores).all(axis=1)
         status[bad & (status == base.STATUS_OK)] = base.STATUS_NOT_FINITE
@@ -210,15 +205,14 @@ class RequestScorer:
         return answer
 
     def _call_in_parts(self, sequences: list[list[int]], level: int = logging.ERROR) -> tuple[np.ndarray, np.ndarray]:
-        """Status [n] and scores [n, 1 + K]. Where the model raises, each half is scored by itself."""
+        """Return status [n] and scores [n, 1 + K]. If the model raises, retry each half by itself."""
         self.progress.beat()
         try:
             return np.zeros(len(sequences), np.int32), self._call_model(sequences)
         except RankLostError:
-            raise  # an error of HTTP, which clients retry: the server that is started again can score these
-        except BaseException as error:  # an exit, too, would end this thread, and no batch would be answered any more
-            # Whatever the model raised, the caller gets an answer that can never be mistaken for a reward.
-            # The error's own text may quote a sample.
+            raise  # becomes an HTTP error, which clients retry at the restarted server
+        except BaseException as error:  # SystemExit too: it would end this thread for good
+            # The error's own text may quote a sample, so only its traceback is logged.
             where = "".join(traceback.format_tb(error.__traceback__))
             kind, count = type(error).__name__, len(sequences)
             logger.log(level, "event=scoring_failed samples=%d error=%s\n%s", count, kind, where)
@@ -261,26 +255,16 @@ class RequestScorer:
 
 @dataclass(frozen=True)
 class FunctionScorer:
-    """What a `RewardServer` is given in place of a reward model.
+    """Takes the place of a reward model in a `RewardServer`."""
 
-    Attributes:
-        pool: started.
-        function: its name in the pool.
-        max_length, vocab_size: none; it reads no tokens.
-    """
-
-    pool: FunctionPool
-    function: str
-    max_length: None = None
-    vocab_size: None = None
+    pool: FunctionPool  # already started
+    function: str  # its name in the pool
+    max_length: None = None  # reads no tokens
+    vocab_size: None = None  # reads no tokens
 
 
 class FunctionRequestScorer(RequestScorer):
-    """Answers requests of texts by a reward function; all of a merged batch are under way at once.
-
-    Args:
-        scorer: the function.
-    """
+    """Scores requests of texts with a reward function, all requests of a merged batch concurrently."""
 
     def __init__(self, scorer: FunctionScorer):
         super().__init__(None, None)
@@ -289,11 +273,10 @@ class FunctionRequestScorer(RequestScorer):
 
     @property
     def input_forms(self) -> tuple[str, ...]:
-        """Texts alone."""
         return (wire.TEXT_FORM,)
 
     def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
-        """A sample that a worker process answers without calling the function, which need not like made-up ones."""
+        """Return a sample that a worker answers without calling the function, which may reject made-up ones."""
         return [
             {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]}
             for name, text in (

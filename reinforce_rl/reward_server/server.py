@@ -1,9 +1,7 @@
-"""The reward server: a reward model behind PyTriton, and a front door before it, as a program of its own.
+"""The reward server: a reward model behind PyTriton, with a front door before it, as a program of its own.
 
-PyTriton runs NVIDIA's tritonserver as a child, on a Unix socket, and calls the model back in this process. Clients
-talk to the front door, another child (`app.py`). What is here: the order of starting and stopping, a check of the
-model before anyone is let in, and an end that is bounded, leaves nothing behind and distinguishes a crash from a stop.
-`docs/reward-server.md` describes it for users.
+PyTriton runs tritonserver as a child on a Unix socket and calls the model back in this process; clients talk to the
+front door, another child (`app.py`). This file orders start and stop. See `docs/reward-server.md`.
 """
 
 from __future__ import annotations
@@ -43,36 +41,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WATCH_SECONDS = 0.5  # between two looks at the processes
+WATCH_SECONDS = 0.5  # between two checks of the processes
 SUMMARY_SECONDS = 60.0  # between two lines of totals in the log
-STUCK_GRACE_SECONDS = 2.0  # for a scorer on several ranks: it has the same limit, and can say which rank it is
-STOP_SECONDS = 60.0  # beyond the time of the calls in flight: then a server that stops hangs
+STUCK_GRACE_SECONDS = 2.0  # a scorer on several ranks has the same limit, and can name the stuck rank
+STOP_SECONDS = 60.0  # beyond the calls in flight; after that a stopping server counts as hung
 CANARY_SECONDS = 300.0  # the first forward pass of a large model may compile for minutes
-WIDTH_OF_TEXTS = 2048  # stands for the context where texts are read, whose model has none: 64 KiB of text a sample
+WIDTH_OF_TEXTS = 2048  # context assumed for a reward function: 64 KiB of text per sample
 
 
 class RewardServer:
     """Serves a scorer as a KServe v2 model over HTTP.
 
     Args:
-        scorer: the reward model. It is called on one thread, never the main one, so a CUDA device must be set inside.
-            Or a reward function.
-        tokenizer: the one whose ids the scorer reads. It also reads `sentences`, without any chat template, and
-            prompts with responses, with its own. None for a reward function.
+        scorer: the reward model, or a reward function. Called on one thread, never the main one, so it must set its
+            CUDA device itself.
+        tokenizer: the scorer's. Also reads `sentences`, without a chat template, and prompts with responses, with its
+            own. None for a reward function.
         name: the model's name in URLs.
-        host: the address to listen on.
-        port: the TCP port to listen on.
-        front: who may ask, and how much.
-        max_batch_size: samples in one request; also the most that Triton merges.
-        max_queue_delay: seconds that a request may wait for others to be merged with.
-        deterministic: see `RequestScorer`.
-        add_special_tokens: see `RequestScorer`.
-        warm_up_lengths: tokens of the samples that are scored before anyone is let in.
+        front: access control and limits.
+        max_batch_size: samples per request; also the most that Triton merges.
+        max_queue_delay: seconds that a request may wait to be merged with others.
+        deterministic, add_special_tokens: see `RequestScorer`.
+        warm_up_lengths: tokens of the samples that are scored before the server is ready.
         details: what else identifies the reward model; part of the handshake.
-        ready_file: a JSON file {host, port, pid}, written once the server is ready and removed at its end.
-        stop_timeout: seconds that calls in flight get to finish after SIGTERM or SIGINT.
-        preferred_batch_sizes: numbers of samples that Triton would rather merge to; a request is never cut for it.
-        check: called every now and then; it raises a `ReinforceError` once the scorer cannot score any more.
+        ready_file: JSON file {host, port, pid}, written once ready and removed at the end.
+        stop_timeout: seconds for calls in flight after SIGTERM or SIGINT.
+        preferred_batch_sizes: numbers of samples that Triton prefers to merge to; requests are never split.
+        check: called periodically; raises a `ReinforceError` once the scorer cannot score any more.
     """
 
     def __init__(
@@ -127,12 +122,12 @@ class RewardServer:
         )
 
     def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT, then stop and return. To be called from the main thread.
+        """Serve until SIGTERM or SIGINT, then stop and return. Call it from the main thread.
 
         Raises:
             ConfigError: the port is busy, or the options cannot work. Nothing was started.
-            RewardServerError: the server did not become ready, or a process of it died while serving.
-            ModelStuckError: the model was in one call for too long; its thread is still there.
+            RewardServerError: the server did not become ready, or one of its processes died.
+            ModelStuckError: the model was in one call for too long; its thread still exists.
         """
         check_options(
             self.info, self._host, self._port, self._max_queue_delay, self._options, self._preferred_batch_sizes
@@ -155,7 +150,7 @@ class RewardServer:
         home = make_home(self.info.name)
         guard.remove(home)
         guard.watch_process(os.getpid())
-        # PyTriton's segments bear this process's id. Those of an earlier process of the same id are gone by then.
+        # PyTriton names its shared-memory segments by process id.
         guard.remove_shared_memory(f"pytrtion{os.getpid()}-")
         if self._ready_file is not None:
             guard.remove(self._ready_file)
@@ -208,7 +203,7 @@ class RewardServer:
         finally:
             self._stopping = True
             guard.expect(self._stop_timeout + STOP_SECONDS, "it was stopping")
-            # After a failure no call in flight can end well, and each is tried again with the next server.
+            # After a failure no call in flight can succeed; clients retry at the next server.
             timeout = self._stop_timeout if in_order else 0.0
             logger.info("event=stopping timeout_seconds=%g", timeout)
             started = time.monotonic()
@@ -219,7 +214,7 @@ class RewardServer:
             stop_triton(triton, self._requests, max(0.0, timeout - (time.monotonic() - started)))
 
     def _report_loss(self, front: FrontProcess) -> bool:
-        """Return True if the scorer is gone, as one that lost a rank, and mark health as failed."""
+        """Return True if the scorer is gone, for example a lost rank, and mark health as failed."""
         try:
             self._check()
         except RewardServerError as lost:
@@ -232,7 +227,7 @@ class RewardServer:
         return "127.0.0.1" if self._host == "0.0.0.0" else self._host
 
     def _warm_up(self, triton: PrivateTriton) -> None:
-        """Samples go all the way, before the first client's do: the first passes of a model are its slowest."""
+        """Send samples end to end before clients do: a model's first passes are its slowest."""
         longest = self.info.max_length
         lengths = sorted({1, *(min(length, longest) for length in self._warm_up_lengths)}) if longest else [1]
         started = time.monotonic()
@@ -274,11 +269,11 @@ class RewardServer:
         next_summary = time.monotonic() + SUMMARY_SECONDS
         last_requests = 0
         while True:
-            if time.monotonic() >= next_sign:  # not more often, since a guard that hangs does not read them
+            if time.monotonic() >= next_sign:  # not more often, since a hung guard does not read them
                 guard.expect(stuck_seconds + STUCK_GRACE_SECONDS, setting)
                 next_sign = time.monotonic() + stuck_seconds / 10
             guard.check(stuck_seconds)
-            if self._stop_signal is not None:  # it came at the start, and a library swallowed the exception
+            if self._stop_signal is not None:  # a library swallowed the exception during the start
                 raise _StopRequested(self._stop_signal)
             time.sleep(WATCH_SECONDS)
             self._check()
@@ -316,7 +311,7 @@ class RewardServer:
 
     @contextlib.contextmanager
     def _signals_raise(self) -> Iterator[None]:
-        """SIGTERM and SIGINT raise `_StopRequested` in the main thread; while stopping they change nothing."""
+        """Raise `_StopRequested` in the main thread on SIGTERM and SIGINT; ignore them while stopping."""
 
         def request_stop(number: int, frame: FrameType | None) -> None:
             if self._stop_signal is None and not self._stopping:
@@ -332,7 +327,7 @@ class RewardServer:
 
 
 class _StopRequested(SystemExit):
-    """A signal asked for the end. As a SystemExit it passes through libraries, gevent's event loop among them."""
+    """A signal asked for the end. A SystemExit, so that it passes through libraries such as gevent's event loop."""
 
     def __init__(self, name: str):
         super().__init__(0)

@@ -1,4 +1,4 @@
-"""PyTriton behind the front door: what it serves, and how it is stopped. Only this user can reach it."""
+"""PyTriton behind the front door: its models, and how it is stopped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOME_PREFIX = "reward-server-"
 WORKSPACE = "workspace"
 TRITON_SOCKET = "triton.sock"
 SOCKET_PATH_LIMIT = 107  # bytes that Linux allows for a Unix socket's path
-QUIET_SECONDS = 6.0  # once stopping: idle so long means that the last answer has left; a plain stop takes about 4 s
+QUIET_SECONDS = 6.0  # idle time while stopping after which the last answer has left; a plain stop takes about 4 s
 
 
 def build_triton(
@@ -40,20 +40,18 @@ def build_triton(
     preferred_batch_sizes: Sequence[int],
     stop_timeout: float,
 ) -> PrivateTriton:
-    """A Triton with the reward model and the server's description; not yet running.
+    """Return a Triton, not yet running, with the reward model and the server's description.
 
     Args:
-        info: the description.
-        requests: scores what Triton has merged.
-        home: a folder of its own that only this user may enter; Triton's Unix socket is TRITON_SOCKET in it.
-        max_queue_delay: seconds that a request may wait for others to be merged with.
-        preferred_batch_sizes: numbers of samples that merged requests should come to; none for any number.
-        stop_timeout: seconds that calls in flight get at the end.
+        home: private folder of this user; holds Triton's Unix socket, TRITON_SOCKET.
+        max_queue_delay: seconds that a request may wait to be merged with others.
+        preferred_batch_sizes: samples that merged requests should add up to; empty: any number.
+        stop_timeout: seconds for calls in flight at the end.
 
     Raises:
         ConfigError: PyTriton is not installed.
     """
-    # The Python backend looks for libpython in the system's path alone; pyenv's and conda's are elsewhere.
+    # The Python backend finds only the system's libpython, not pyenv's or conda's.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
     os.environ["PYTRITON_HOME"] = str(home)
@@ -97,7 +95,7 @@ def build_triton(
     triton.bind(
         wire.INFO_MODEL,
         describe,
-        # Triton wants a model to have an input; this one is never read.
+        # Triton requires an input; this one is never read.
         inputs=[Tensor(name="unused", dtype=np.bytes_, shape=(1,), optional=True)],
         outputs=[Tensor(name=wire.INFO_OUTPUT, dtype=np.bytes_, shape=(1,))],
         config=ModelConfig(batching=False),
@@ -107,7 +105,7 @@ def build_triton(
 
 
 def stop_triton(triton: PrivateTriton, requests: RequestScorer, timeout: float) -> None:
-    """Let calls in flight finish, then end tritonserver; the server's guard removes whatever is left after it."""
+    """Let calls in flight finish, then end tritonserver; the server's guard removes what is left."""
     started = time.monotonic()
     children = psutil.Process().children(recursive=True)
 
@@ -122,7 +120,7 @@ def stop_triton(triton: PrivateTriton, requests: RequestScorer, timeout: float) 
     while stopper.is_alive():
         stopper.join(0.1)
         elapsed = time.monotonic() - started
-        # Triton waits out its whole limit for a client that only keeps its connection open.
+        # Triton waits its whole limit for a client that merely keeps its connection open.
         scored = requests.progress.read()
         quiet = not scored.busy and min(elapsed, scored.quiet_seconds) > QUIET_SECONDS
         if quiet or elapsed > timeout + QUIET_SECONDS:
@@ -135,9 +133,9 @@ def stop_triton(triton: PrivateTriton, requests: RequestScorer, timeout: float) 
 
 
 def make_home(name: str) -> Path:
-    """A fresh folder for PyTriton's files, with a path short enough for the Unix sockets in it.
+    """Create a folder for PyTriton's files, with a path short enough for the Unix sockets in it.
 
-    A batch system's TMPDIR is often too long; then the folder is made in /tmp.
+    Falls back to /tmp, since a batch system's TMPDIR is often too long.
 
     Raises:
         ConfigError: the model's name alone is too long.

@@ -12,30 +12,24 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from reinforce_rl.reward_server.options import FrontLimits
 from reinforce_rl.rewards.wire import MAX_RETRY_SECONDS
 
-FIRST_GUESS_SECONDS = 1.0  # of a request's time, before there was one
+FIRST_GUESS_SECONDS = 1.0  # assumed duration before the first request
 WEIGHT_OF_LAST = 0.1
 DRAIN_RETRY_SECONDS = 10  # a server that ends may be started again
 BUFFERED_REQUESTS = 8  # bodies of the largest size that may be in memory at the same time
 
 
 class Refusal(Exception):
-    """A request that is answered with an HTTP error.
-
-    Attributes:
-        code: the HTTP status.
-        text: for the client; it may quote the request, so it must not be logged.
-        retry_after: seconds after which the client may try again.
-    """
+    """A request that is answered with an HTTP error."""
 
     def __init__(self, code: int, text: str, *, retry_after: int | None = None):
         super().__init__(text)
         self.code = code
-        self.text = text
-        self.retry_after = retry_after
+        self.text = text  # may quote the request, so it must not be logged
+        self.retry_after = retry_after  # seconds
 
 
 def check_length(length: int | None, limits: FrontLimits) -> None:
-    """Raises Refusal (413) where a body is, or claims to be, too long."""
+    """Raise Refusal (413) if a body is, or claims to be, too long."""
     if length is not None and length > limits.max_request_bytes:
         raise Refusal(
             413,
@@ -45,7 +39,7 @@ def check_length(length: int | None, limits: FrontLimits) -> None:
 
 
 class Admission:
-    """Counts requests from the end of their bodies to their answers; for one event loop."""
+    """Counts requests from the end of their bodies to their answers. For one event loop."""
 
     def __init__(self, limits: FrontLimits):
         self._limits = limits
@@ -63,11 +57,11 @@ class Admission:
 
     @property
     def queued(self) -> int:
-        """Requests that wait for their turn."""
+        """Requests that wait for a slot."""
         return self._inside - self._in_flight
 
     def retry_after(self) -> int:
-        """Whole seconds after which the queue will probably have room."""
+        """Return the estimated whole seconds until the queue has room."""
         if self._draining:
             return DRAIN_RETRY_SECONDS
         mean = FIRST_GUESS_SECONDS if self._mean_seconds is None else self._mean_seconds
@@ -75,7 +69,7 @@ class Admission:
         return min(MAX_RETRY_SECONDS, max(1, math.ceil(rounds * mean)))
 
     def check_room(self) -> None:
-        """Raises Refusal (503) where there are too many already, or the server is stopping."""
+        """Raise Refusal (503) if the server is full or stopping."""
         self._refuse_while_draining()
         most = self._limits.max_in_flight + self._limits.max_queue
         if self._inside >= most:
@@ -83,10 +77,10 @@ class Admission:
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
-        """Be one of those that the server holds.
+        """Hold one of the server's places for a request.
 
         Raises:
-            Refusal: 503, there are too many, or the server is stopping.
+            Refusal: 503, the server is full or stopping.
         """
         self.check_room()
         self._inside += 1
@@ -97,9 +91,9 @@ class Admission:
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[Callable[[int], None]]:
-        """Room for a body, given back at the end. Yields a function that makes it hold this many bytes.
+        """Reserve memory for a body until exit. Yields a function that sets the reservation to `count` bytes.
 
-        It raises Refusal (503) where the bodies in memory would be too many with these.
+        It raises Refusal (503) if the bodies in memory would exceed the limit.
         """
         held = 0
 
@@ -117,10 +111,10 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait for a turn with Triton, in the order of coming.
+        """Wait for a slot at Triton, first come, first served.
 
         Raises:
-            Refusal: 503, the server began to stop before it was this one's turn.
+            Refusal: 503, the server began to stop while this waited.
         """
         self._refuse_while_draining()
         if self._in_flight < self._limits.max_in_flight and not self._waiting:
@@ -129,8 +123,9 @@ class Admission:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
             try:
-                await turn  # whoever lets it go has counted it as in flight
+                await turn  # `_release` has counted it as in flight
             except asyncio.CancelledError:
+                # The slot may have been granted just before the cancellation: hand it on.
                 if turn.done() and not turn.cancelled() and turn.exception() is None:
                     self._release()
                 with contextlib.suppress(ValueError):
@@ -144,12 +139,12 @@ class Admission:
             self._release()
 
     def note_seconds(self, seconds: float) -> None:
-        """Count what a request took towards the running mean."""
+        """Update the running mean of a request's duration."""
         old = seconds if self._mean_seconds is None else self._mean_seconds
         self._mean_seconds = (1 - WEIGHT_OF_LAST) * old + WEIGHT_OF_LAST * seconds
 
     def drain(self) -> None:
-        """Take no more requests, and send away those that wait."""
+        """Admit no more requests, and refuse those that wait."""
         self._draining = True
         while self._waiting:
             turn = self._waiting.popleft()

@@ -1,7 +1,7 @@
-"""The HTTP front door of the reward server: who may ask, how much and how often; then it passes on to Triton.
+"""HTTP front door of the reward server: authorization, admission and validation; then it forwards to Triton.
 
-It speaks KServe v2 as Triton does, for the few paths that are served, and adds /health and /metrics. It runs in a
-process of its own (`process.py`), so that a model that is busy or stuck cannot keep it from answering.
+Speaks KServe v2 for the few served paths, and adds /health and /metrics. Runs in a process of its own (`process.py`),
+so that it answers even while the model is busy or stuck.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
 
 BODY_SECONDS = 120.0  # for a client to send its request
-QUICK_JSON_BYTES = 1 << 18  # that are read at once
-QUESTION_SECONDS = 10.0  # for Triton's answer to what is no inference
+QUICK_JSON_BYTES = 1 << 18  # up to this size, parsed on the event loop
+QUESTION_SECONDS = 10.0  # for Triton's answer to anything but an inference
 QUESTION_BYTES = 1 << 16
 START_RETRY_SECONDS = 5
 PASSED_HEADERS = (HEADER_LENGTH, "Content-Type")
-CLIENT_GONE = 499  # of nginx: in logs and metrics, for there is nobody to be answered
+CLIENT_GONE = 499  # nginx's code, for logs and metrics only
 TRUSTED_ID = re.compile(r"[\w.:/+@-]{1,128}", re.ASCII)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -47,42 +47,31 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class FrontSettings:
-    """Attributes:
-    model: the reward model's name in URLs.
-    backend: Triton's Unix socket.
-    limits: on requests, and the token.
-    canary: the inputs of a sample that the model can always score, as JSON.
-    input_forms: that the model reads.
-    """
+    """Settings of the front door."""
 
-    model: str
-    backend: str
-    limits: FrontLimits
-    canary: str
+    model: str  # the reward model's name in URLs
+    backend: str  # Triton's Unix socket
+    limits: FrontLimits  # with the token
+    canary: str  # JSON inputs that the model can always score
     input_forms: Sequence[str] = (wire.TOKENS_FORM,)
 
 
 @dataclass
 class _Record:
-    """What the log and the metrics say of one request."""
+    """What is logged and measured of one request."""
 
     id: str
     samples: int = 0
     size: int = 0
-    scores: bool = False  # asked for
-    digest: hashlib._Hash = field(default_factory=hashlib.sha256)  # of the body, as it came
+    scores: bool = False  # asks for scores
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)  # SHA-256 of the body as received
 
 
 _RECORD: web.RequestKey[_Record] = web.RequestKey("record", _Record)
 
 
 class Front:
-    """The application and its state.
-
-    Args:
-        settings: what it serves.
-        progress: the scorer's.
-    """
+    """The aiohttp application and its state."""
 
     def __init__(self, settings: FrontSettings, progress: Progress):
         self._settings = settings
@@ -101,7 +90,7 @@ class Front:
         self._parser = ThreadPoolExecutor(1)
 
     def application(self) -> web.Application:
-        """What aiohttp serves."""
+        """Build the aiohttp application."""
         app = web.Application(middlewares=[self._around])
         app.cleanup_ctx.append(self._with_session)
         router, expect = app.router, self._expect
@@ -129,17 +118,17 @@ class Front:
         await self._session.close()
 
     def set_state(self, state: str, reason: str = "") -> None:
-        """Set by the server: STARTING, READY, DRAINING or FAILED."""
+        """Set STARTING, READY, DRAINING or FAILED."""
         self._state, self._reason = state, reason
         if state == DRAINING:
             self._admission.drain()
             self._note_if_empty()
 
     async def wait_until_empty(self) -> None:
-        """Once draining: until Triton has given its last answer. No connection to it is left then."""
+        """Wait, once draining, for Triton's last answer, and close the connections to it."""
         await self._empty.wait()
         if self._session is not None:
-            await self._session.close()  # an open one would hold up Triton's stop
+            await self._session.close()  # an open one would delay Triton's stop
 
     def _note_if_empty(self) -> None:
         if self._state == DRAINING and self._admission.in_flight == 0:
@@ -177,7 +166,7 @@ class Front:
             text = f"{error.reason}: {request.method} {request.path} is not served here"
             headers = {key: value for key, value in error.headers.items() if key == hdrs.ALLOW}
             return web.json_response({"error": text}, status=error.status, headers=headers)
-        except (ConnectionResetError, web.RequestPayloadError):  # of the client, while it sends
+        except (ConnectionResetError, web.RequestPayloadError):  # the client hung up while sending
             return _refused(Refusal(400, "the request ended before its body was complete"))
         except Exception as error:
             # Its text may quote the request.
@@ -254,14 +243,14 @@ class Front:
             wanted = await self._read(request, body, self._settings.input_forms)
             del body
             record.samples = wanted.samples
-            with self._admission.admitted():  # only now: a place is not for who sends slowly
+            with self._admission.admitted():  # only now, so that slow senders hold no place
                 async with self._admission.slot():
                     answer = await self._pass_on(request, wanted, self._limits.request_seconds)
                     self._answers += 1
                     return answer
 
     async def _read(self, request: web.Request, body: bytes, input_forms: Sequence[str]) -> TritonRequest:
-        """Long JSON in a thread, since it takes a while; one at a time, since it takes tens of times its memory."""
+        """Parse long JSON in a thread, one at a time, since it needs tens of times its size in memory."""
         header = request.headers.get(HEADER_LENGTH)
         read = partial(read_request, body, header, self._limits, input_forms)
         if json_length(header, len(body)) <= QUICK_JSON_BYTES:
@@ -269,7 +258,7 @@ class Front:
         return await asyncio.get_running_loop().run_in_executor(self._parser, read)
 
     async def _describe(self, request: web.Request) -> web.Response:
-        """The server's description, which is small and past the queue."""
+        """Answer with the server's description, bypassing the queue."""
         self._authorise(request)
         self._check_ready()
         self._check_body(request)
@@ -317,7 +306,7 @@ class Front:
         headers = {"Content-Type": "application/json"}
         try:
             code, _, answer = await self._ask(path, body, headers, 2 * self._limits.canary_seconds)
-            if code == 200:  # the description has a process of Triton's to itself, which may hang too
+            if code == 200:  # the description's own Triton process may hang too
                 path = f"/v2/models/{wire.INFO_MODEL}/infer"
                 code, _, _ = await self._ask(path, b'{"inputs": []}', headers, QUESTION_SECONDS)
         except ClientError as error:
@@ -334,7 +323,7 @@ class Front:
         return web.Response()
 
     async def check_health(self) -> Verdict:
-        """Whether requests are being scored, or would be."""
+        """Return whether requests are being scored, or would be."""
         if self._state != READY:
             return Verdict(False, self._reason or f"the server is {self._state}", None)
         return await self._health.check()
@@ -358,7 +347,7 @@ class Front:
 
 
 async def _parts_of(request: web.Request, seconds: float, pause: float):
-    """The body as it comes; Refusal 408 where it is not all there in time, or nothing comes during a pause."""
+    """Yield the body as it arrives; raise Refusal (408) if it is not complete in `seconds` or stalls for `pause`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     while True:

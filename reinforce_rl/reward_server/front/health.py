@@ -1,4 +1,4 @@
-"""Health and metrics of the reward server: from the scorer's progress, and by a sample of its own."""
+"""Health and metrics of the reward server, from the scorer's progress and a sample of its own."""
 
 from __future__ import annotations
 
@@ -28,26 +28,20 @@ STATUS_LABELS = {  # "ok", "empty", ...
 
 @dataclass(frozen=True)
 class Verdict:
-    """Attributes:
-    healthy: requests are being scored, or would be.
-    text: why, for people.
-    canary_seconds: what the last good sample took; None before the first.
-    """
+    """Result of a health check."""
 
-    healthy: bool
-    text: str
-    canary_seconds: float | None
+    healthy: bool  # requests are being scored, or would be
+    text: str  # the reason
+    canary_seconds: float | None  # duration of the last good sample; None before the first
 
 
 class Health:
-    """Asks the model by one small sample, where the scorer is idle; a busy scorer proves itself by its progress.
+    """Checks an idle model with one small sample, and a busy one by its progress.
 
     Args:
-        ask: sends a JSON body to the model, past the queue, and gives the HTTP status and the answer's body.
-        canary: the body that it sends.
-        answers: how many requests for scores have been answered so far.
-        progress: the scorer's.
-        limits: for `stuck_seconds` and `canary_seconds`.
+        ask: sends a JSON body to the model, past the queue; returns HTTP status and body.
+        canary: the body to send.
+        answers: returns the number of requests for scores answered so far.
     """
 
     def __init__(
@@ -69,12 +63,12 @@ class Health:
         self._checking: asyncio.Task[Verdict] | None = None
 
     async def check(self) -> Verdict:
-        """The verdict of the last second, or a new one. Any number of callers share one check."""
+        """Return a verdict at most one second old. Concurrent callers share one check."""
         if self._verdict is not None and time.monotonic() - self._at < CACHE_SECONDS:
             return self._verdict
         if self._checking is None or self._checking.done():
             self._checking = asyncio.create_task(self._check())
-        return await asyncio.shield(self._checking)  # one caller's disconnect must not end it for the others
+        return await asyncio.shield(self._checking)  # one caller's disconnect must not cancel it for the others
 
     async def _check(self) -> Verdict:
         fault, text = await self._look()
@@ -93,7 +87,7 @@ class Health:
             now = self._progress.read()
             if now.busy:
                 return self._judge_busy(now)
-            if self._answers() > answers:  # not `now.batches`: the sample itself may be scored and its answer lost
+            if self._answers() > answers:  # not `now.batches`, which also counts the canary itself
                 return False, "busy: it answered other requests meanwhile"
             return True, f"a small sample had no answer within {self._limits.canary_seconds:g} s"
         except OSError as error:
@@ -112,7 +106,7 @@ class Health:
 
 
 def fault_of(code: int, body: bytes, sample: str = "a small sample") -> str | None:
-    """What is wrong with the answer to a request of one sample; None where it has its score."""
+    """Return what is wrong with the answer to a request of one sample; None if it has its score."""
     if code != 200:
         return f"{sample} was answered by HTTP {code}"
     try:
@@ -126,12 +120,7 @@ def fault_of(code: int, body: bytes, sample: str = "a small sample") -> str | No
 
 
 class FrontMetrics:
-    """Metrics of a registry of its own.
-
-    Args:
-        admission: for the queue.
-        progress: the scorer's counts.
-    """
+    """Prometheus metrics in a registry of their own."""
 
     def __init__(self, admission: Admission, progress: Progress):
         self._registry = CollectorRegistry()
@@ -154,7 +143,7 @@ class FrontMetrics:
         self._registry.register(_ModelMetrics(progress))
 
     def count(self, code: int, samples: int, size: int, seconds: float) -> None:
-        """One answered request for scores."""
+        """Count one answered request for scores."""
         self._requests.labels(str(code)).inc()
         self._bytes.inc(size)
         if code == 200:
@@ -162,13 +151,13 @@ class FrontMetrics:
             self._seconds.observe(seconds)
 
     def text(self, *, ready: bool) -> bytes:
-        """What a scraper gets."""
+        """Return the metrics in Prometheus' text format."""
         self._ready.set(ready)
         return generate_latest(self._registry)
 
 
 class _ModelMetrics(Collector):
-    """The scorer's own counts; its samples of one token for health are among them."""
+    """The scorer's own counts, including health's one-token samples."""
 
     def __init__(self, progress: Progress):
         self._progress = progress

@@ -1,6 +1,6 @@
-"""The front door as a process: how the server starts it, and what it runs.
+"""The front door as a process: the server's handle, and the process's main function.
 
-One connection carries settings and states to it, and its reports, its own and the model's health, back.
+One connection carries settings and states to it, and reports of its own and the model's health back.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from reinforce_rl.utils.process import Message, ModuleChild, Silence, connect_to
 START_SECONDS = 60.0  # a busy machine imports slowly
 END_SECONDS = 3.0
 OPEN_FILES = 1 << 16
-ADDRESS_CONNECTIONS = 512  # of one address at the same time
+ADDRESS_CONNECTIONS = 512  # concurrent, per client address
 TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-READ_BYTES = 1 << 18  # of a body at a time; the default of 64 KiB costs four times the wake-ups
+READ_BYTES = 1 << 18  # body bytes per read; the default of 64 KiB costs four times the wake-ups
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class FrontProcess:
-    """The server's end.
+    """The server's handle of the front-door process.
 
     Args:
-        listener: the socket that clients connect to; it is handed over, and closed here.
-        settings: for the front door.
-        progress_path: the file of the scorer's progress.
+        listener: socket that clients connect to; handed over, and closed here.
+        progress_path: file of the scorer's `Progress`.
     """
 
     def __init__(self, listener: socket.socket, settings: FrontSettings, progress_path: Path):
@@ -70,7 +69,7 @@ class FrontProcess:
         return self._child.exit_code
 
     def wait_until_up(self) -> None:
-        """Until it answers; raises RewardServerError where it does not come to that."""
+        """Wait until it answers; raise RewardServerError if it does not start."""
         if not self._up.wait(START_SECONDS) or self.exit_code is not None:
             raise RewardServerError(
                 f"the server's front door (process {self.pid}) did not start within {START_SECONDS:.0f} s "
@@ -78,12 +77,11 @@ class FrontProcess:
             )
 
     def set_state(self, state: str, reason: str = "") -> None:
-        """Say what the server is doing."""
         self._unhealthy.reset()
         self._child.send({"state": state, "reason": reason})
 
     def fault(self, seconds: float) -> str | None:
-        """Say why the server must end: its front door died or hangs, or health was not green in time. None if not."""
+        """Return why the server must end: the front door died or hangs, or health was red for `seconds`; else None."""
         fault = self._child.fault(seconds)
         if fault is not None:
             self._child.kill()  # one that hangs would not end by itself
@@ -92,7 +90,7 @@ class FrontProcess:
         return f"/health has not been green for {unhealthy:.0f} s: {self._text}" if unhealthy > seconds else None
 
     def drain(self, seconds: float) -> bool:
-        """Refuse new requests, and wait until those that Triton has are answered. Whether all were in time."""
+        """Refuse new requests and wait for those in flight; return whether all finished in time."""
         if self.exit_code is not None:
             return False
         self.set_state(DRAINING)
@@ -105,7 +103,7 @@ class FrontProcess:
 
     def _on_message(self, message: Message | None) -> None:
         event = message["event"] if message else "ended"
-        if event in ("up", "ended"):  # nobody should wait any longer for one that has ended
+        if event in ("up", "ended"):  # "ended" must wake the waiters too
             self._up.set()
         if event in ("empty", "ended"):
             self._empty.set()
@@ -116,7 +114,7 @@ class FrontProcess:
 
 
 class _Connection(web.RequestHandler):
-    """A client's connection. An address that has many gets no further one, so that it cannot shut out the others."""
+    """A client's connection; bounded per address, so that one client cannot shut out the others."""
 
     __slots__ = ("_address",)
     _open: ClassVar[Counter[str]] = Counter()
@@ -143,7 +141,7 @@ async def _run(connection: Connection) -> None:
     if start is None:
         return
     logging.basicConfig(level=start["log_level"], format=LOG_FORMAT)
-    # What it logs of a request that is no HTTP quotes the request.
+    # Its log of a malformed request would quote the request.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     values = start["settings"]
     settings = FrontSettings(**{**values, "limits": FrontLimits(**values["limits"])})
@@ -156,7 +154,7 @@ async def _run(connection: Connection) -> None:
     }
     runner = web.AppRunner(
         front.application(),
-        handler_cancellation=True,  # whoever hangs up frees its place
+        handler_cancellation=True,  # a disconnect frees the request's slot
         shutdown_timeout=END_SECONDS / 3,
         **options,
     )
@@ -169,7 +167,7 @@ async def _run(connection: Connection) -> None:
     tasks = [asyncio.create_task(_report_health(connection, front, settings.limits.stuck_seconds / 10))]
     ended = asyncio.Event()
 
-    def read_message() -> None:  # on the loop: a state counts for every request that comes after it
+    def read_message() -> None:  # on the loop, so that a state applies to every later request
         message = receive(connection)
         if message is None:
             loop.remove_reader(connection.fileno())
@@ -180,7 +178,7 @@ async def _run(connection: Connection) -> None:
             tasks.append(asyncio.create_task(_report_empty(connection, front)))
 
     loop.add_reader(connection.fileno(), read_message)
-    await asyncio.sleep(0)  # the first report is that of a server that starts, without a sample for the model
+    await asyncio.sleep(0)  # let the first report precede READY, so that it sends the model no sample
     send(connection, {"event": "up"})
     await ended.wait()
     for task in tasks:
@@ -195,7 +193,7 @@ async def _report_empty(connection: Connection, front: Front) -> None:
 
 
 async def _report_health(connection: Connection, front: Front, seconds: float) -> None:
-    """A sign of life of the whole path to the model, or at least of this process, about as often as that."""
+    """Report the health of the whole path to the model, or at least of this process, about every `seconds`."""
     while True:
         event, text = "alive", ""
         with contextlib.suppress(asyncio.TimeoutError, TimeoutError):  # the check itself goes on
@@ -208,7 +206,7 @@ async def _report_health(connection: Connection, front: Front, seconds: float) -
 def main() -> None:
     """Run the front door until the server's end of the connection is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a batch system signals every process; the server says when it is time
+        signal.signal(number, signal.SIG_IGN)  # batch systems signal every process; the server ends this one
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # systemd's usual soft limit is 1,024; a hard one may be infinite, which is -1.
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, OPEN_FILES) if most >= 0 else OPEN_FILES, most))

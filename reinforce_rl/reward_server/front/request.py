@@ -1,7 +1,7 @@
-"""A client's request, read by the front door and written anew for Triton.
+"""Validates a client's request and rewrites it for Triton.
 
-Triton merges requests before it reads their tensors, and what it cannot read fails whoever was merged with it. It also
-allocates what a shape asks for. So nothing of a client's bytes is passed on but values that were understood here.
+Triton merges requests before it reads their tensors, so an unreadable one fails its neighbours, and it allocates what
+a shape claims. So only values that were parsed here are passed on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reinforce_rl.reward_server.front.admission import Refusal
 from reinforce_rl.reward_server.options import FrontLimits
 from reinforce_rl.rewards import wire
 
-MAX_JSON_BYTES = 1 << 24  # it is parsed in the process that answers for health; larger batches are sent in binary
+MAX_JSON_BYTES = 1 << 24  # parsed in the process that answers /health; send larger batches in binary
 MAX_TENSORS = 16
 BINARY_SIZE = "binary_data_size"
 OUTPUTS = (wire.REWARDS, wire.STATUS, wire.ATTRIBUTES, wire.INFO_OUTPUT)
@@ -28,17 +28,11 @@ LENGTH_BYTES = 4  # before each text
 
 @dataclass(frozen=True)
 class TritonRequest:
-    """A request for Triton.
+    """A rewritten request."""
 
-    Attributes:
-        samples: the number of rows in each tensor.
-        body: a JSON object, then the binary tensors that it describes.
-        json_length: bytes of that JSON object.
-    """
-
-    samples: int
-    body: bytes
-    json_length: int
+    samples: int  # rows of each tensor
+    body: bytes  # a JSON object, then the binary tensors that it describes
+    json_length: int  # bytes
 
 
 def read_request(
@@ -47,10 +41,9 @@ def read_request(
     """Read a KServe v2 inference request.
 
     Args:
-        body: a JSON object, and where `header_length` is given, binary tensors after it.
+        body: a JSON object, followed by binary tensors if `header_length` is given.
         header_length: the header Inference-Header-Content-Length.
-        limits: the server's.
-        input_forms: that the model takes; none for a model without inputs.
+        input_forms: accepted by the model; empty for a model without inputs.
 
     Raises:
         Refusal: code 400 or 413.
@@ -96,7 +89,7 @@ def read_request(
 
 
 def _wanted(request: dict[str, Any]) -> dict[str, Any]:
-    """What is asked of the answer: its id, its outputs and their form."""
+    """Return the validated id, outputs and output format of a request."""
     name = request.get("id", "")
     if not isinstance(name, str) or not name.isprintable():
         raise Refusal(400, "'id' is no printable text")
@@ -127,7 +120,7 @@ def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_length(header: str | None, body_length: int) -> int:
-    """Bytes of a request's JSON; Refusal where the header says none that can be, or they are too many."""
+    """Return the bytes of a request's JSON; raise Refusal if the header is invalid or they are too many."""
     if header is None:
         length = body_length
     elif header.isascii() and header.isdigit() and len(header) < 16 and int(header) <= body_length:
@@ -142,10 +135,10 @@ def json_length(header: str | None, body_length: int) -> int:
 
 
 def _parse(text: bytes) -> dict[str, Any]:
-    gc.disable()  # it would go through all of the lists of millions, again and again
+    gc.disable()  # else it would traverse the growing lists again and again
     try:
         request = json.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # of UTF-8, of JSON, of Python's limits on digits and on depth
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, or Python's limits on digits and depth
         raise Refusal(400, f"the request is no JSON object in UTF-8: {error}") from error
     finally:
         gc.enable()
@@ -199,7 +192,7 @@ def _check_binary(name: str, part: memoryview, size: int, shape: list[int]) -> N
 
 
 def _written(tensor: dict[str, Any], shape: list[int]) -> bytes:
-    """The elements of a tensor in JSON, flat or nested, as binary data."""
+    """Encode a tensor given in JSON, flat or nested, as binary data."""
     name, data = tensor["name"], tensor.get("data")
     values = _flat(data, len(shape))
     if len(values) != math.prod(shape):
