@@ -1,17 +1,14 @@
-"""Attention for megatron's layers on torch's kernels, and the cut of sequences over context-parallel ranks.
+"""Causal attention on torch's kernels for megatron's layers, and the context-parallel split of sequences.
 
-megatron hands whatever is given as `attention_mask` through to the core attention untouched. Here that is None for
-a plain causal pass over right-padded sequences (padding lies behind every real token, so causality alone hides it),
-or a `KVCache`. In `packed_seq_params` it hands through `PackedGroups`, which know how to attend.
+megatron passes `attention_mask` through to the core attention untouched: None for a causal pass over right-padded
+sequences, or a `KVCache`. Likewise `packed_seq_params`: None or `PackedGroups`.
 
-Which kernel runs is decided here, not left to torch, which prefers cuDNN on Hopper: that makes a plan for each new
-shape, and its masked backward pass gives NaN at some lengths (pytorch#196678). In bf16 on a GPU it is always flash
-attention, without a mask; in fp32, which flash attention does not do, the memory-efficient kernel; on a CPU torch's
-only fused one.
+The kernel is chosen here because torch prefers cuDNN on Hopper, which plans anew for each shape and whose masked
+backward gives NaN at some lengths (pytorch#196678). Used instead: flash attention without a mask for bf16 on a GPU,
+the memory-efficient kernel for fp32, the fused one on a CPU.
 
-With n context-parallel ranks a sequence is cut into 2n chunks, and rank r holds chunks r and 2n - 1 - r. Causal
-attention to a late position costs more than to an early one, and so each rank has the same work (Llama 3,
-arXiv:2407.21783, section 3.3.2). Keys and values are gathered whole; queries stay where they are.
+With n context-parallel ranks a sequence is cut into 2n chunks; rank r holds chunks r and 2n - 1 - r, which balances
+causal work (Llama 3, arXiv:2407.21783, section 3.3.2). Keys and values are gathered whole.
 
 Notation: s sequence, b batch, h query heads, g key-value groups, d head size, c = s / 2n positions of a chunk.
 """
@@ -31,27 +28,24 @@ from reinforce_rl.errors import ReinforceError
 
 
 def zigzag_positions(length: int, size: int, rank: int, device: Any = None) -> Tensor:
-    """int64 [s / n]: the positions that a rank holds, ascending."""
+    """Return the positions that a context-parallel rank holds: int64 [s / n], ascending."""
     chunks = torch.arange(length, device=device).view(2 * size, -1)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
 def chunk_ends(length: int, size: int, rank: int) -> tuple[int, int]:
-    """Where a rank's two chunks end, each of c positions; arguments as of `zigzag_positions`."""
+    """Return the ends of a rank's two chunks; arguments as `zigzag_positions`."""
     return (rank + 1) * length // (2 * size), (2 * size - rank) * length // (2 * size)
 
 
 def positions_below(bound: int, length: int, size: int, rank: int) -> int:
-    """How many of a rank's positions are below a bound; the other arguments as of `zigzag_positions`."""
+    """Count a rank's positions below `bound`; other arguments as `zigzag_positions`."""
     chunk = length // (2 * size)
     return sum(min(max(bound - end + chunk, 0), chunk) for end in chunk_ends(length, size, rank))
 
 
 def gather_positions(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All positions in order, from the ranks' shares: [k, s / n, ...] to [k, s, ...], with gradient.
-
-    A collective call, and so is its backward pass.
-    """
+    """Gather positions in order, [k, s / n, ...] to [k, s, ...]; a collective call, as is its backward pass."""
     shares: Tensor = _Gather.apply(values, group)  # type: ignore[assignment]
     early, late = shares.chunk(2, dim=2)  # [n, k, c, ...]
     in_order = torch.cat((early, late.flip(0)))
@@ -59,9 +53,9 @@ def gather_positions(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_of_shares(share: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks, each of which goes on to compute the same loss from it; a collective call.
+    """Sum over the ranks, with the identity as gradient; a collective call.
 
-    The gradient of a share is that of the sum: the ranks' losses are one, so it must not be added up.
+    All ranks compute the same loss from the sum, so summing their gradients would count it n times.
     """
     return _Sum.apply(share, group)  # type: ignore[return-value]
 
@@ -76,13 +70,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        # Every rank's queries look at these keys and values.
+        # Every rank's queries attend to these keys and values.
         gradient = gradient.contiguous()
         if gradient.is_cuda:
             own = torch.empty_like(gradient[0])
             dist.reduce_scatter_tensor(own, gradient.flatten(0, 1), group=ctx.group)
             return own, None
-        dist.all_reduce(gradient, group=ctx.group)  # gloo has no faster reduce-scatter
+        dist.all_reduce(gradient, group=ctx.group)  # gloo's reduce-scatter is no faster
         return gradient[ctx.group.rank()], None
 
 
@@ -99,33 +93,30 @@ class _Sum(torch.autograd.Function):
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens; `KVCache` is one."""
+    """Cache of earlier tokens' keys and values; `KVCache` is one."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Store this pass's keys and values and attend over all stored so far."""
-        ...
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor: ...
 
 
 class PackedRow(Protocol):
-    """Sequences in one row; `PackedGroups` is one."""
+    """Several sequences packed into one row; `PackedGroups` is one."""
 
     attend: Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Return True if flash attention's kernels support this device, dtype and head size."""
+    """Return True if flash attention supports this device, dtype and head size."""
     low_precision = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and low_precision and head_size <= 256 and head_size % 8 == 0
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
-    """Causal attention where the last query is at the position of the last key.
+    """Compute causal attention with the last query aligned to the last key.
 
-    query [b, h, s, d], key and value [b, g, t, d] with t at least s, to [b, h, s, d].
+    query [b, h, s, d], key and value [b, g, t, d] with t >= s, to [b, h, s, d].
     """
     if window is None or key.shape[2] <= window:
-        # SDPA's `is_causal` would align the first query with the first key. The kernel aligns the last ones, and
-        # `torch.nn.attention.bias.causal_lower_right` calls it like this too.
+        # `is_causal` aligns the first query and key; this aligns the last, as torch's `causal_lower_right` does.
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scale)[0]
     batch, lengths = len(query), [query.shape[2], key.shape[2]]
     starts = [
@@ -145,15 +136,14 @@ def flash_attention_of_sequences(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """`flash_attention` within each of n sequences that lie behind each other without padding.
+    """Apply `flash_attention` within each of n sequences packed without padding.
 
-    `torch.nn.attention.varlen.varlen_attn`, which torch 2.9 does not have, is a wrapper of the same operator.
-
-    query [all queries, h, d], key and value [all keys, g, d] to [all queries, h, d].
+    query [all queries, h, d], key and value [all keys, g, d] to [all queries, h, d]. Calls the operator that
+    `torch.nn.attention.varlen.varlen_attn` wraps, which torch 2.9 lacks.
 
     Args:
-        starts: int32 [n + 1], where the queries of each sequence begin, and their number at the end; the same of keys.
-        longest: the most queries of a sequence, and keys.
+        starts: cumulative lengths of queries and of keys, int32 [n + 1] each.
+        longest: maximum queries and keys of a sequence.
     """
     return torch.ops.aten._flash_attention_forward(
         query,
@@ -162,10 +152,10 @@ def flash_attention_of_sequences(
         *starts,
         *longest,
         0.0,
-        window is None,  # with a window of its own the kernel takes causality from (left, right)
+        window is None,  # with a window, causality comes from (left, right)
         False,
         scale=scale,
-        window_size_left=-1 if window is None else window - 1,  # tokens beside a position's own
+        window_size_left=-1 if window is None else window - 1,  # excludes the position itself
         window_size_right=0,
     )[0]
 
@@ -173,21 +163,18 @@ def flash_attention_of_sequences(
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None = None
 ) -> Tensor:
-    """Causal attention with grouped keys: query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d]."""
+    """Compute causal attention with grouped keys: query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d]."""
     if flash_takes(query.device, query.dtype, query.shape[3]):
         return flash_attention(query, key, value, scale, window)
     length = query.shape[2]
-    if window is None or length <= window:  # without a mask, torch has faster kernels
+    if window is None or length <= window:  # torch's kernels are faster without a mask
         return _attention(query, key, value, scale, is_causal=True)
     positions = torch.arange(length, device=query.device)
     return masked_attention(query, key, value, visible(positions[:, None], positions[None, :], window), scale)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Attention with grouped keys where `mask`, bool, [b, 1, s, t] or as it broadcasts to that, is True.
-
-    query [b, h, s, d], key and value [b, g, t, d] to [b, h, s, d].
-    """
+    """Compute grouped attention under a bool mask broadcastable to [b, 1, s, t]; shapes as `flash_attention`."""
     return _attention(query, key, value, scale, attn_mask=mask)
 
 
@@ -195,7 +182,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, *
     repeats = query.shape[1] // key.shape[1]
     if query.device.type == "cpu":
         return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=repeats > 1, **options)
-    # The memory-efficient kernel knows no groups. torch would go back to its unfused code, with all scores in memory.
+    # The memory-efficient kernel lacks grouped keys; enable_gqa would fall back to unfused code.
     key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         return F.scaled_dot_product_attention(query, key, value, scale=scale, **options)
@@ -204,10 +191,10 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, *
 def causal_attention_of_share(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, group: dist.ProcessGroup
 ) -> Tensor:
-    """`causal_attention` of whole sequences, at this context-parallel rank's `zigzag_positions`.
+    """Compute `causal_attention` at this context-parallel rank's `zigzag_positions` of whole sequences.
 
-    query [b, h, s / n, d], key and value [b, g, s / n, d] to [b, h, s / n, d]. A collective call, and so is its
-    backward pass.
+    query [b, h, s / n, d], key and value [b, g, s / n, d] to [b, h, s / n, d]. A collective call, also in the backward
+    pass.
     """
     shares = torch.stack((key, value)).permute(0, 3, 1, 2, 4)  # [2, s / n, b, g, d]
     keys, values = gather_positions(shares, group).permute(0, 2, 3, 1, 4)
@@ -225,13 +212,12 @@ def causal_attention_of_share(
 
 
 def visible(positions: Tensor, others: Tensor, window: int | None) -> Tensor:
-    """Whether each position attends to each other one; the two broadcast."""
     mask = others <= positions
     return mask if window is None else mask & (others > positions - window)
 
 
 class CoreAttention(torch.nn.Module):
-    """megatron's core-attention slot, filled with torch's own kernel. Arguments are megatron's."""
+    """Core attention for megatron's layer spec, on torch's kernels; arguments are megatron's."""
 
     def __init__(
         self, config: Any, layer_number: int, pg_collection: Any, softmax_scale: float | None = None, **_: Any
@@ -240,7 +226,7 @@ class CoreAttention(torch.nn.Module):
         if config.attention_dropout:
             raise ReinforceError(f"attention_dropout is {config.attention_dropout}; only 0 is supported")
         self.scale = softmax_scale
-        # megatron's (left, right) counts the tokens beside a position's own.
+        # megatron's (left, right) excludes the position itself.
         self._window = None if config.window_size is None else config.window_size[0] + 1
         self.layer = layer_number - 1  # megatron counts from 1
         self._cp_group: dist.ProcessGroup = pg_collection.cp

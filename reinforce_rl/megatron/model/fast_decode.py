@@ -1,7 +1,4 @@
-"""Decode steps without megatron's bookkeeping: its own parts, called one after the other for a single token a row.
-
-megatron's layers are written for long sequences and for gradients. For one token a row most of a step would be their
-bookkeeping: sines and cosines computed anew in each layer, autograd functions, hooks for offloading and profiling.
+"""Single-token decode steps on megatron's modules without its bookkeeping (sines per layer, autograd, hooks).
 
 Notation: R rows, h hidden, g key-value groups of this rank, n query heads a group, d head size.
 """
@@ -23,13 +20,13 @@ from reinforce_rl.megatron.model.layers import linear_parts
 
 
 def decode_layers(block: Any, embedded: Tensor | None, rotary: Tensor, cache: KVCache | FlashCache) -> Tensor:
-    """What megatron's `TransformerBlock` computes of one token a row, without gradient.
+    """Run a `TransformerBlock` on one token per row, without gradient.
 
     Args:
-        block: of a model that `transformer_config` describes, without overrides.
-        embedded: [1, R, h] on the first stage; None on later ones, which were given their input.
-        rotary: the angles, float32 [1, R, 1, d].
-        cache: keys and values, extended by this call.
+        block: built by `transformer_config` without overrides.
+        embedded: [1, R, h] on the first stage; None on later ones, which use their input tensor.
+        rotary: angles, float32 [1, R, 1, d].
+        cache: extended by this call.
 
     Returns:
         [1, R, h], after the final norm on the last stage.
@@ -58,12 +55,9 @@ def decode_layers(block: Any, embedded: Tensor | None, rotary: Tensor, cache: KV
 
 
 def _rotations(rotary: Tensor, heads: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Factors [R, 1, n + 2, d] of a group's queries, key and value, and of these rolled by half their length.
+    """Return factors [R, 1, n + 2, d] for a group's (queries, key, value) and for the same rolled by d / 2.
 
-    Together they rotate queries and keys, scale queries, and leave values as they are.
-
-    Args:
-        rotary: the angles, [1, R, 1, d].
+    They rotate queries and keys, scale queries, and leave values unchanged. rotary: angles [1, R, 1, d].
     """
     angles = rotary[0, :, None]  # [R, 1, 1, d]
     cosine, sine = angles.cos(), angles.sin()
@@ -82,10 +76,10 @@ def _add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor) -> Ten
 
 @contextlib.contextmanager
 def products_without_gradient(weights: Mapping[Any, Tensor]) -> Iterator[None]:
-    """Inside the block these linear layers multiply by the weights that they have now, without gradient.
+    """Make these linear layers multiply by their current weights inside the block, without gradient.
 
     Args:
-        weights: of each layer, none of which gathers its output or has sequence parallelism.
+        weights: weight per layer; no layer may gather its output or use sequence parallelism.
     """
     try:
         for layer, weight in weights.items():
@@ -97,7 +91,7 @@ def products_without_gradient(weights: Mapping[Any, Tensor]) -> Iterator[None]:
 
 
 class _Product:
-    """Takes the place of a layer's `forward`; hooks of the layer, such as LoRA's, see the same inputs and outputs."""
+    """Replaces a layer's `forward`; its hooks, such as LoRA's, still run."""
 
     def __init__(self, layer: Any, weight: Tensor):
         self._product = packed_product(weight) or (lambda x, bias: F.linear(x, weight, bias))

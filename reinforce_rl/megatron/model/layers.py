@@ -1,20 +1,18 @@
-"""The modules of a layer: megatron's and torch's own, or Transformer Engine's where it is installed and chosen.
+"""Layer modules: megatron's and torch's own, or optionally Transformer Engine's.
 
-RMSNorm and SwiGLU have backward passes of their own. Autograd would keep every intermediate result; what is needed is
-the input, which exists anyway, and a number a row. That is a fifth of a layer's activations.
+RMSNorm and SwiGLU have custom backward passes that save only the input and one number per row, where autograd would
+keep every intermediate: a fifth of a layer's activations.
 
-Of Transformer Engine are taken
-- its linear layers, whose GEMM adds a weight's gradient to megatron's fp32 buffer (see `fuse_weight_gradients`);
+From Transformer Engine:
+- linear layers, which accumulate weight gradients into megatron's fp32 buffer (see `fuse_weight_gradients`);
 - RMSNorm and SwiGLU, one kernel each way;
-- RoPE, one kernel in place of a dozen, computed in fp32 where megatron's own rounds sines and cosines to bf16 first.
+- RoPE, one kernel, in fp32 where megatron's rounds sines and cosines to bf16.
 
-Not taken are
-- its norm fused into the linear layer after it: without FP8 that runs the same two kernels and saves the same tensors
-  (v2.11, pytorch/module/layernorm_linear.py: `apply_normalization`, then `general_gemm`). Separate ones keep the
-  parameters' names, so folders, checkpoints, LoRA and decoding see one model;
+Not used:
+- its norm fused into the next linear layer: without FP8 it runs the same kernels (v2.11,
+  pytorch/module/layernorm_linear.py), and separate modules keep parameter names the same;
 - its attention: `CoreAttention` has the KV cache, packed groups and torch's flash kernel;
-- its cross-entropy: it wants the logits of all positions at once, and gives no log-probabilities; see `log_probs`;
-- its grouped GEMMs: for experts, which these models have not.
+- its cross-entropy: needs all logits at once and returns no log-probs; see `log_probs`.
 
 Notation: h hidden, f the MLP's width.
 """
@@ -41,16 +39,16 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.attention import CoreAttention
 
-# Of Transformer Engine. The extra `dev` of megatron-core 0.16.1 asks for this, and for one below 2.12.
+# Transformer Engine's lower bound in megatron-core 0.16.1's extra `dev`, which also requires < 2.12.
 OLDEST_VERSION = "2.9.0"
-# Without Transformer Engine megatron has a mock of this name, which isinstance() refuses.
+# Without Transformer Engine, megatron mocks this name with something isinstance() rejects.
 _TE_LINEAR: tuple[Any, ...] = (te.TELinear,) if te.HAVE_TE else ()
-# All linear layers that tensor-parallel ranks share.
+# All tensor-parallel linear layers.
 LINEAR: tuple[Any, ...] = (ColumnParallelLinear, RowParallelLinear, *_TE_LINEAR)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467), in float32 where x is bf16."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last axis, in at least float32 (arXiv:1910.07467)."""
     if not torch.is_grad_enabled():
         return _normalised(x, weight, eps)[0]
     found: Any = _RMSNorm.apply(x, weight, eps)
@@ -58,13 +56,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(a) * b of the halves a, b of the last axis (arXiv:2002.05202): [..., 2 f] to [..., f]."""
+    """Compute silu(a) * b for the halves a, b of the last axis: [..., 2 f] to [..., f] (arXiv:2002.05202)."""
     found: Any = _SwiGLU.apply(x)
     return found
 
 
 def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The result, and 1 / sqrt(mean(x^2) + eps)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (wide * scale).mul_(weight).to(x.dtype), scale
@@ -112,29 +109,28 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm under megatron's constructor, marked so that its gradient is summed with sequence parallelism.
+    """torch's RMSNorm with megatron's constructor and support for sequence parallelism.
 
-    megatron's own `WrappedTorchNorm` refuses sequence parallelism.
+    megatron's `WrappedTorchNorm` refuses sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
-        # megatron's own layers lie where this says too; torch's would lie on the CPU.
+        # Same device choice as megatron's layers; torch would default to the CPU.
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] to [..., h]. On a GPU torch has one kernel for all of it."""
-        if x.is_cuda:
+        if x.is_cuda:  # torch's kernel is fused there
             return super().forward(x)
         assert self.eps is not None
         return rms_norm(x, self.weight, self.eps)
 
 
 class SwiGLU:
-    """`swiglu` under megatron's constructor for activation functions.
+    """`swiglu` with megatron's constructor for activation functions.
 
-    No module: it has no weights, and megatron asks every module of an MLP for its sharded state.
+    Not a Module: megatron asks every module of an MLP for its sharded state.
     """
 
     def __init__(self, config: TransformerConfig):
@@ -145,8 +141,6 @@ class SwiGLU:
 
 
 class TESwiGLU(SwiGLU):
-    """The same by Transformer Engine."""
-
     def __init__(self, config: TransformerConfig):
         self._function = te.TEActivationOp(config)  # type: ignore[operator,assignment]
 
@@ -154,10 +148,10 @@ class TESwiGLU(SwiGLU):
 def block_spec(
     architecture: Architecture, config: TransformerConfig, pp_rank: int, *, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
-    """The modules of a pipeline stage; with Transformer Engine, `config` is changed to suit them.
+    """Return the layer spec of a pipeline stage; with Transformer Engine, `config` is modified in place.
 
     Raises:
-        ConfigError: Transformer Engine is chosen, but not installed or too old.
+        ConfigError: Transformer Engine is chosen but missing or too old.
     """
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts: Any = layer.submodules
@@ -169,8 +163,7 @@ def block_spec(
         attention.linear_qkv = mlp.linear_fc1 = te.TEColumnParallelLinear
         attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
         config.apply_rope_fusion = True
-        # Else the very first pass through a layer would overwrite the gradient buffer rather than add to it. Only FP8
-        # has transposes to cache.
+        # With this FP8-only cache, a layer's first pass would overwrite the gradient buffer, not add to it.
         config.disable_parameter_transpose_cache = True
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
     attention.core_attention = CoreAttention
@@ -197,8 +190,7 @@ def _check_installed() -> None:
 
 
 def _with_bias(linear: Any) -> Any:
-    """A row-parallel layer with a bias: megatron's configuration has none for attention's output only."""
-
+    # megatron's config has no option for a bias on attention's output projection only.
     class Biased(linear):
         def __init__(self, *args: Any, **options: Any):
             super().__init__(*args, **{**options, "bias": True})
@@ -208,16 +200,15 @@ def _with_bias(linear: Any) -> Any:
 
 @dataclass(frozen=True)
 class LinearParts:
-    """What a forward pass of a linear layer consists of besides its weight."""
+    """Parts of a linear layer's forward pass besides the weight."""
 
-    adds_up: bool  # each tensor-parallel rank has some of the inputs, so that the ranks' products are summed
-    group: dist.ProcessGroup  # of these ranks
-    bias: Tensor | None  # None where there is none
-    returns_bias: bool  # beside the output, for the caller to add
+    adds_up: bool  # row-parallel: the ranks' products are summed
+    group: dist.ProcessGroup  # tensor parallel
+    bias: Tensor | None
+    returns_bias: bool  # return the bias separately for the caller to add
 
 
 def linear_parts(layer: Any) -> LinearParts:
-    """Return the parts of a layer of one of the types in `LINEAR`."""
     if isinstance(layer, _TE_LINEAR):
         bias = layer.bias if layer.use_bias else None  # an empty tensor where there is none
         return LinearParts(layer.parallel_mode == "row", layer.tp_group, bias, layer.te_return_bias)
@@ -225,11 +216,7 @@ def linear_parts(layer: Any) -> LinearParts:
 
 
 def fuse_weight_gradients(lm: torch.nn.Module) -> None:
-    """Let Transformer Engine's layers add the gradients of trained weights to megatron's buffers themselves.
-
-    Saves a gradient in bf16, and a pass over it and the buffer, for each weight and micro-batch. megatron's option
-    `gradient_accumulation_fusion` does the same, but also wants a kernel of Apex for the output layer.
-    """
+    """Let Transformer Engine's layers add weight gradients to megatron's buffers, without a bf16 copy."""
     modules: list[Any] = list(lm.modules())
     for module in modules:
         if isinstance(module, _TE_LINEAR):

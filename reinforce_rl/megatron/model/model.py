@@ -1,4 +1,4 @@
-"""A dense decoder as a megatron-core `GPTModel`: actor, reference and reward model are all this class.
+"""Dense decoder as a megatron-core `GPTModel`; actor, reference and reward model are all `CausalLM`.
 
 Notation: b batch, s sequence, h hidden, d head size, V vocabulary.
 """
@@ -31,25 +31,23 @@ Cache = TypeVar("Cache", KVCache, FlashCache)
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The tokens of this tensor-parallel rank."""
+    """Token ids owned by this tensor-parallel rank."""
 
-    start: int  # the first token's number
-    size: int  # 0 is allowed; later rows of the rank's output weight are padding: no tokens, so no probability
+    start: int  # first token id
+    size: int  # may be 0; any further rows of the rank's output weight are padding
     group: dist.ProcessGroup
 
 
 class CausalLM(GPTModel):
-    """GPTModel that gives hidden states, applies RoPE at the positions it is told, and takes a KV cache.
+    """GPTModel that returns hidden states, applies RoPE at explicit `position_ids`, and takes a KV cache.
 
-    Stock GPTModel returns logits of every position, which a policy gradient does not need (only response positions
-    count) and a reward model has no use for; and it ignores `position_ids` for RoPE, which decoding rows of unequal
-    length needs.
+    Stock GPTModel computes logits at every position and ignores `position_ids` for RoPE.
 
     Args:
-        architecture: the shape. With `num_labels` there is no output layer, and the last stage has a head `score`.
+        architecture: with `num_labels`, the output layer is replaced by a linear head `score` on the last stage.
 
     Raises:
-        ConfigError: the model cannot be shared so, or megatron refuses an option.
+        ConfigError: the layout does not fit the model, or megatron rejects an option.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class CausalLM(GPTModel):
             share_embeddings_and_output_weights=architecture.tied_embeddings,
         )
         if architecture.num_labels is not None and self.post_process:
-            del self.output_layer  # megatron makes one in any case
+            del self.output_layer  # megatron always creates one
             self.score = torch.nn.Linear(
                 architecture.hidden_size, architecture.num_labels, bias=False, dtype=dtype, device=mesh.device
             )
@@ -91,26 +89,22 @@ class CausalLM(GPTModel):
         cache: KVCache | FlashCache | None = None,
         packed: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm, or what the next stage of a pipeline goes on with.
+        """Return [b, s', h] at `own_positions(s)` after the final norm, the same on every tensor-parallel rank.
 
-        On later stages `set_input_tensor` must have given what the stage before computed.
+        Stages before the last return megatron's layout: sequence first, padding included. Later stages need
+        `set_input_tensor` first.
 
         Args:
             input_ids: int64 [b, s], right-padded, the same on every rank of a block.
-            position_ids: int64 [b, s], with a cache or groups; None means 0 .. s-1 in every row.
-            cache: keys and values of earlier positions, extended by this call. Only within `whole_sequences`, and
-                every context-parallel rank has sequences of its own.
-            packed: what the only row consists of, all of which is given back.
-
-        Returns:
-            [b, s', h] at the positions `own_positions(s)`, the same on every tensor-parallel rank. On stages before
-            the last one, megatron's layout of the rank's share: positions first, padding included.
+            position_ids: int64 [b, s], with `cache` or `packed`; None means 0 .. s-1.
+            cache: extended by this call. Only in `whole_sequences`; each context-parallel rank decodes its own rows.
+            packed: layout of the single row; positions are then not cut over context-parallel ranks.
         """
         length = input_ids.shape[1]
         is_padded = cache is None and packed is None
         if is_padded:
             positions = self._padded_positions(length)
-            # Causality hides the padding, whatever token it is.
+            # Padding lies last, so the causal mask hides it.
             input_ids = input_ids[:, positions.clamp(max=length - 1)]
             positions = positions[None, :]
         elif position_ids is None:
@@ -129,7 +123,7 @@ class CausalLM(GPTModel):
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
-            # The output layer adds up the ranks' gradients already, so each rank takes its own positions' of these.
+            # The output layer already sums gradients over ranks, so the backward pass only slices.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.mesh.tp_group
             )
@@ -137,11 +131,11 @@ class CausalLM(GPTModel):
         return hidden[:, : self._number_of_own(length)] if is_padded else hidden
 
     def own_positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """int64: which of the positions 0 .. length-1 this context-parallel rank holds, ascending."""
+        """Return the positions in 0 .. length-1 that this context-parallel rank holds: int64, ascending."""
         return self._padded_positions(length, device)[: self._number_of_own(length)]
 
     def stage_shape(self, rows: int, length: int) -> tuple[int, int, int]:
-        """[s', b, h] of what a stage hands to the next for `rows` sequences of `length` tokens."""
+        """Return [s', b, h], the shape passed between stages for `rows` sequences of `length` tokens."""
         padded = self._padded_length(length) // self.mesh.cp_size
         shared = padded // self.mesh.tp_size if self.mesh.sequence_parallel else padded
         return shared, rows, self.architecture.hidden_size
@@ -157,14 +151,14 @@ class CausalLM(GPTModel):
         return -(-length // multiple) * multiple
 
     def _number_of_own(self, length: int) -> int:
-        """Padding comes last on every rank. Counted without the positions, so that no GPU is waited for."""
         if self.mesh.cp_size == 1:
             return length
+        # Padding comes last on every rank; counting without the tensor avoids a GPU sync.
         return positions_below(length, self._padded_length(length), self.mesh.cp_size, self.mesh.cp_rank)
 
     @contextlib.contextmanager
     def whole_sequences(self) -> Iterator[None]:
-        """Inside the block there is no sequence parallelism: a single token cannot be shared. No gradient may flow."""
+        """Disable sequence parallelism inside the block, since one token cannot be split; inference only."""
         switches = [
             (module, name)
             for module in (self.config, *self.modules())
@@ -172,7 +166,7 @@ class CausalLM(GPTModel):
                 "sequence_parallel",
                 "scatter_to_sequence_parallel",
                 "reduce_scatter_embeddings",
-                "apply_rope_fusion",  # its kernel knows one position for all rows only
+                "apply_rope_fusion",  # the kernel supports one position for all rows only
             )
             if getattr(module, name, False)
         ]
@@ -186,11 +180,7 @@ class CausalLM(GPTModel):
 
     @contextlib.contextmanager
     def fast_decoding(self) -> Iterator[None]:
-        """Inside the block decode steps call megatron's parts without its bookkeeping; see `fast_decode`.
-
-        The linear layers compute without gradient, from the weights that they have at its start. Only within
-        `whole_sequences`.
-        """
+        """Decode with `fast_decode` on the current weights, without gradient; only within `whole_sequences`."""
         head = getattr(self, "output_layer", None)  # on the last stage; it may have no weight of its own
         layers: list[Any] = [m for m in self.modules() if isinstance(m, LINEAR)]
         weights = {layer: self.output_weight if layer is head else layer.weight for layer in layers}
@@ -202,35 +192,29 @@ class CausalLM(GPTModel):
                 self._decodes_fast = False
 
     def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """For checkpoints; megatron's own asks for an output layer, which a classifier has not."""
         if self.architecture.num_labels is None:
             state = super().sharded_state_dict(*args, **options)
         else:
             state = MegatronModule.sharded_state_dict(self, *args, **options)
-        # FP8 scales, which are empty here. Transformer Engine's modules have more such entries than megatron's, and a
-        # checkpoint of either must load into the other.
+        # Drop FP8 scales: empty here, and Transformer Engine's extra ones would make checkpoints incompatible.
         return {name: entry for name, entry in state.items() if not name.endswith("_extra_state")}
 
     @property
     def output_weight(self) -> Tensor:
-        """[V / tp, h]: this rank's rows of the output layer, which may be the input embeddings."""
+        """Return [V / tp, h], this rank's rows of the output layer or of the tied input embedding."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight  # type: ignore[return-value]
 
     @property
     def vocab_shard(self) -> VocabShard:
-        """Which tokens the rows of `output_weight` are."""
         rows = self._sizes.vocab_size // self.mesh.tp_size
         start = self.mesh.tp_rank * rows
         size = min(max(self.architecture.vocab_size - start, 0), rows)
         return VocabShard(start, size, self.mesh.tp_group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's slice of the logits: [n, h] to [n, V / tp], padded columns at minus infinity.
-
-        float32 whatever the model's dtype, or float64 where the model is.
-        """
+        """Return this rank's logits in at least float32: [n, h] to [n, V / tp], padded columns at -inf."""
         out = self.output_layer(hidden[:, None, :], weight=self.output_weight)[0][:, 0]
         out = out.to(torch.promote_types(out.dtype, torch.float32))
         true_columns = self.vocab_shard.size
@@ -240,7 +224,7 @@ class CausalLM(GPTModel):
         return out
 
     def full_logits(self, hidden: Tensor) -> Tensor:
-        """The logits of the whole vocabulary on every rank, without gradient: [n, h] to [n, V]."""
+        """Return logits over the whole vocabulary on every rank, without gradient: [n, h] to [n, V]."""
         with torch.no_grad():
             gathered = tensor_parallel.gather_from_tensor_model_parallel_region(self.logits(hidden))
         return gathered[:, : self.architecture.vocab_size]
@@ -248,7 +232,7 @@ class CausalLM(GPTModel):
     def new_cache(
         self, prompts: int, prompt_tokens: int, rows: int, response_tokens: int, kind: type[Cache] = KVCache
     ) -> Cache:
-        """An empty cache of this stage's layers; see `KVCache` for the sizes."""
+        """Return an empty cache for this stage's layers; see `KVCache` for the sizes."""
         layers: Any = self.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0  # megatron counts from 1
         return kind(
@@ -266,9 +250,9 @@ class CausalLM(GPTModel):
 
 
 def rope_parameters(architecture: Architecture) -> tuple[Tensor, float]:
-    """RoPE's inverse frequencies, float32 [d / 2], and the factor on its sines and cosines, as transformers has them.
+    """Return RoPE's inverse frequencies, float32 [d / 2], and its attention scaling, as transformers computes them.
 
-    The factor, which only YaRN has, applies to queries and keys alike: its square scales the attention scores.
+    The scaling (YaRN only) applies to both queries and keys, so attention scores scale by its square.
     """
     import transformers
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

@@ -1,4 +1,4 @@
-"""The head of a reward model: pooling of hidden states, a linear layer, and the files it comes from.
+"""Head of a reward model: pooling, a linear layer, and its files.
 
 Notation: N sequences, S tokens, s the positions that a context-parallel rank holds, h hidden, K attributes.
 """
@@ -20,22 +20,22 @@ from reinforce_rl.megatron.weights.hf_folder import HFFolder
 from reinforce_rl.megatron.weights.weight_map import SCORE_LAYER
 
 POOLINGS = ("mean", "last")
-# Of a classifier's config.json: how its hidden states are pooled, where it is not transformers' way.
+# Key in a classifier's config.json for a pooling other than transformers'.
 POOLING_KEY = "reward_pooling"
 
 
 @dataclass(frozen=True)
 class RewardHead:
-    """A linear head that turns a pooled hidden state into a score, or into one per attribute."""
+    """Linear head from a pooled hidden state to one score, or one per attribute."""
 
     weight: Tensor  # float32 [h], or [K, h] with attributes
-    bias: Tensor  # float32 [], or [K], added to every score
-    pooling: str  # `mean` over all tokens of the sequence, or the `last` token's hidden state
-    attributes: tuple[str, ...] = ()  # K names; none for a head with one score
-    # Of merged scores, by which the server standardises unless it is configured otherwise.
+    bias: Tensor  # float32 [], or [K]
+    pooling: str  # `mean` over tokens, or `last` token
+    attributes: tuple[str, ...] = ()  # K names; empty for a single score
+    # Statistics of merged scores; the server's default for standardization.
     mean: float = 0.0
     deviation: float = 1.0
-    # Trailing tokens of this id do not count, as transformers has it; None where every token does.
+    # Trailing tokens of this id are ignored, as in transformers; None to count every token.
     pad_id: int | None = None
 
     def __post_init__(self) -> None:
@@ -53,11 +53,11 @@ class RewardHead:
 
     @property
     def rows(self) -> Tensor:
-        """[K, h], K = 1 for a head with one score."""
+        """Return the weight as [K, h], K = 1 for a single score."""
         return self.weight.reshape(-1, self.weight.shape[-1])
 
     def save(self, path: str | Path, about: dict[str, str] | None = None) -> None:
-        """Write as safetensors, everything but the numbers and anything in `about` in its metadata."""
+        """Write as safetensors; other fields and `about` go to the metadata."""
         from safetensors.torch import save_file
 
         tensors = {"weight": self.weight.float().contiguous(), "bias": self.bias.float().contiguous()}
@@ -70,7 +70,7 @@ class RewardHead:
 
     @classmethod
     def load(cls, path: str | Path) -> RewardHead:
-        """Inverse of `save`.
+        """Read a head that `save` wrote.
 
         Raises:
             CheckpointError: no such file, or not a head.
@@ -92,17 +92,17 @@ class RewardHead:
                 )
         except ConfigError:
             raise
-        except Exception as error:  # safetensors raises its own, undocumented type for a damaged file
+        except Exception as error:  # safetensors raises an undocumented type for a damaged file
             raise CheckpointError(
                 f"{path} is not a reward head (safetensors with weight, bias, pooling): {error}"
             ) from error
 
     @classmethod
     def from_classifier(cls, folder: HFFolder) -> RewardHead:
-        """Of a Hugging Face `...ForSequenceClassification` folder: `score.weight`, and names by `id2label`.
+        """Read a Hugging Face `...ForSequenceClassification` folder: `score.weight`, attributes from `id2label`.
 
         Raises:
-            CheckpointError: the folder is another model's.
+            CheckpointError: the folder holds another kind of model.
         """
         from transformers import CONFIG_MAPPING
 
@@ -127,12 +127,12 @@ class RewardHead:
 
 
 def counted_lengths(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tensor:
-    """Lengths without trailing tokens of one id, at least 1.
+    """Return lengths without trailing `pad_id` tokens, at least 1; unchanged if `pad_id` is None.
 
-    transformers' classifiers read the last token that is not `pad_token_id`, also where it was the text's own: an
-    end-of-sequence token that serves as padding too.
+    transformers' classifiers read the last token that is not `pad_token_id`, even if a trailing one is real text (an
+    end-of-sequence token doubling as padding).
 
-    tokens int64 [N, S], right-padded with anything, and lengths int64 [N]; without `pad_id` these stay as they are.
+    tokens int64 [N, S], right-padded with anything; lengths int64 [N].
     """
     if pad_id is None:
         return lengths
@@ -142,10 +142,10 @@ def counted_lengths(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tens
 
 
 def pool(hidden: Tensor, lengths: Tensor, pooling: str, positions: Tensor | None = None) -> Tensor:
-    """A rank's share of the pooled hidden states of right-padded sequences; the shares' sum is the whole.
+    """Return this rank's share of the pooled hidden states; sum the shares over context-parallel ranks.
 
-    hidden [N, s, h] and lengths int64 [N] to float32 [N, h], float64 where the hidden states are. `positions`, int64
-    [s], says which these are; None for 0 .. s-1, all of them.
+    hidden [N, s, h], lengths int64 [N], to [N, h] in at least float32. `positions` (int64 [s]) are those of `hidden`;
+    None for 0 .. s-1.
     """
     hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     if positions is None:
@@ -156,10 +156,9 @@ def pool(hidden: Tensor, lengths: Tensor, pooling: str, positions: Tensor | None
 
 
 def head_scores(hidden: Tensor, lm: CausalLM, weight: Tensor, lengths: Tensor, width: int, pooling: str) -> Tensor:
-    """Scores without a bias, [N, K], the same on every tensor- and context-parallel rank, with gradient.
+    """Compute scores [N, K] without bias, with gradient, on every rank; a collective call over context parallelism.
 
-    Of hidden [N, s, h] on the last stage, weight [K, h], lengths int64 [N] and `width`, S, the tokens that `lm` was
-    given. A collective call over context-parallel ranks.
+    hidden [N, s, h] on the last stage, weight [K, h], lengths int64 [N]; `width` is S, the tokens given to `lm`.
     """
     pooled = pool(hidden, lengths, pooling, lm.own_positions(width))
     share = pooled @ weight.to(pooled.dtype).t()

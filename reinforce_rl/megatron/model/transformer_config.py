@@ -1,4 +1,4 @@
-"""megatron's configuration of a model, from its shape, the layout of the ranks and what the user overrides."""
+"""Builds megatron's TransformerConfig from the architecture, the layout and the user's overrides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 
-# The mesh is laid out by these, so a value of its own here would contradict it.
+# The mesh is built from these keys, so overriding them would contradict it.
 _SET_BY_OTHER_KEYS = {
     "tensor_model_parallel_size": "model.tensor_model_parallel_size",
     "pipeline_model_parallel_size": "model.pipeline_model_parallel_size",
@@ -31,17 +31,14 @@ _SET_BY_OTHER_KEYS = {
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Options of a model's computation."""
+    """Options of the forward and backward computation."""
 
-    # What the backward pass computes again rather than keep: None for nothing, "selective" for the core attention,
-    # "full" for whole layers.
-    recompute_granularity: str | None = None
-    # Of "full": "uniform" (in groups of `recompute_num_layers` layers) or "block" (the first so many layers of each
-    # stage).
+    recompute_granularity: str | None = None  # "selective" (core attention), "full" (whole layers); None for none
+    # For "full": "uniform" (groups of `recompute_num_layers`) or "block" (the first of them on each stage).
     recompute_method: str | None = None
-    recompute_num_layers: int | None = None  # of "full"
-    transformer_engine: bool = False  # layers of Transformer Engine's modules; see `layers`
-    # Fields of megatron's TransformerConfig, which win over everything.
+    recompute_num_layers: int | None = None  # for "full"
+    transformer_engine: bool = False  # build layers from Transformer Engine's modules; see `layers`
+    # Fields of megatron's TransformerConfig; highest precedence.
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -51,7 +48,7 @@ DEFAULT_OPTIONS = ModelOptions()
 def layers_of_stages(
     architecture: Architecture, layout: Layout, dtype: torch.dtype, options: ModelOptions
 ) -> list[int]:
-    """Layers of each pipeline stage, by the checks that every rank makes at its start; no process group is needed.
+    """Return the number of layers on each pipeline stage; needs no process group.
 
     Raises:
         ConfigError: as `transformer_config`, for all stages together.
@@ -77,10 +74,10 @@ def transformer_config(
     rope_scale: float,
     options: ModelOptions,
 ) -> TransformerConfig:
-    """The configuration of this rank's part of the model.
+    """Build the TransformerConfig of this pipeline stage.
 
     Raises:
-        ConfigError: unknown fields, or values that megatron refuses; all unknown fields in one message.
+        ConfigError: unknown override fields (all in one message), or values that megatron rejects.
     """
     faults = list(_faults_of_overrides(options.overrides))
     if faults:
@@ -99,7 +96,7 @@ def transformer_config(
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": architecture.qkv_bias,
-        # With this, megatron also sums the gradients of these norms, which all heads share, over the ranks.
+        # Also makes megatron sum these norms' gradients over tensor-parallel ranks.
         "qk_layernorm": architecture.qk_norm,
         "window_size": None if architecture.window is None else (architecture.window - 1, 0),
         "softmax_scale": rope_scale**2 / architecture.head_size**0.5,
@@ -109,20 +106,19 @@ def transformer_config(
         "pipeline_model_parallel_size": layout.pipeline,
         "context_parallel_size": layout.context,
         "sequence_parallel": layout.sequence_parallel,
-        # Micro-batches differ in length; `schedule` knows the shapes.
+        # Micro-batches differ in length; `schedule` computes the shapes.
         "variable_seq_lengths": layout.pipeline > 1,
-        # Else the host waits for the GPU after each hand-over between stages, for a fault of old versions of torch.
+        # True would sync the GPU after each send and receive, a workaround for old torch.
         "batch_p2p_sync": False,
-        "moe_token_dispatcher_type": "alltoall",  # megatron wants it for that, experts or not
+        "moe_token_dispatcher_type": "alltoall",  # required by variable_seq_lengths, experts or not
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Losses here carry their global denominators already: megatron must neither divide by micro-batches
-        # nor average over data-parallel ranks, only sum.
+        # Losses already carry their global denominators, so megatron must only sum.
         "calculate_per_token_loss": True,
         "use_cpu_initialization": device.type == "cpu",
         "bias_activation_fusion": False,
-        "use_te_activation_func": True,  # takes the layer's own, whosever that is
+        "use_te_activation_func": True,  # use the layer spec's activation module, not only Transformer Engine's
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
@@ -133,8 +129,8 @@ def transformer_config(
     }
     try:
         config = TransformerConfig(**{**values, **options.overrides})
-        layers = get_num_layers_to_build(config, pp_rank=stage)  # refuses layers that do not divide
-    except (AssertionError, TypeError, ValueError) as error:  # megatron asserts what it expects
+        layers = get_num_layers_to_build(config, pp_rank=stage)  # rejects a layer count that does not divide
+    except (AssertionError, TypeError, ValueError) as error:  # megatron validates with asserts
         given = f" with model.megatron_overrides={dict(options.overrides)}" if options.overrides else ""
         raise ConfigError([f"megatron-core refuses this configuration of the model{given}: {error}"]) from error
     group = options.recompute_num_layers
