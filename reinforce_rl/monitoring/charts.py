@@ -28,9 +28,7 @@ class Series:
 def line_chart(series: Sequence[Series], x_label: str = "step", zero: bool = False, percent: bool = False) -> str:
     """Return an SVG with one line per series, or a placeholder if there is no finite point.
 
-    Args:
-        zero: start the y axis at 0.
-        percent: y is a fraction; its axis is 0 to 100 %.
+    `zero` starts the y axis at 0; `percent` shows a fraction y on an axis of 0 to 100 %.
     """
     binned = [Series(s.name, _binned(s.points), s.colour, s.markers, s.smooth) for s in series]
     finite = [point for s in binned for point in s.points if math.isfinite(point[1])]
@@ -111,8 +109,6 @@ def label(value: float, step: float) -> str:
 
 @dataclass(frozen=True)
 class _Frame:
-    """The plot area; maps data to pixels."""
-
     x_ticks: list[float]
     y_ticks: list[float]
     x_range: tuple[float, float]
@@ -161,7 +157,7 @@ class _Frame:
         return f'<path class="line" d="{"".join(commands)}" style="stroke:var(--c{colour})" {look}/>'
 
     def dots(self, points: Sequence[tuple[float, float]], colour: int, lonely_only: bool) -> list[str]:
-        """Draw circles on the points, or only on isolated ones, which no line reaches."""
+        # lonely_only: only points that no line reaches, as both neighbours are missing
         finite = [False, *(math.isfinite(y) for _, y in points), False]
         return [
             f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="3.2" style="fill:var(--c{colour})"/>'

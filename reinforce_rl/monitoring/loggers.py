@@ -38,8 +38,6 @@ class MetricLogger(Protocol):
 
 
 class Loggers:
-    """Several loggers as one; may be empty."""
-
     def __init__(self, loggers: Sequence[MetricLogger] = ()):
         self.loggers = tuple(loggers)
 

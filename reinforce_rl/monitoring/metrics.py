@@ -32,7 +32,6 @@ class Mean:
 
     @classmethod
     def of(cls, values: Tensor, where: Tensor | None = None) -> Mean:
-        """Sum a tensor [N], optionally over a bool mask [N]."""
         chosen = values if where is None else values[where]
         return cls(float(chosen.double().sum()), float(chosen.numel()))
 
@@ -116,11 +115,9 @@ def take_means(statistics: Statistics, gather_over_ranks: GatherOverRanks) -> di
 def update_metrics(
     sums: Mapping[str, float], updates: Sequence[OptimizerUpdate], gather_over_ranks: GatherOverRanks
 ) -> dict[str, float]:
-    """Return the metrics of the optimizer steps on one rollout batch.
+    """Return the metrics of the optimizer steps on one rollout batch (at least one).
 
-    Args:
-        sums: this rank's totals over all of them: `loss`, and the sums of `loss.policy_loss`.
-        updates: at least one.
+    `sums` are this rank's totals over all of them: `loss`, and the sums of `loss.policy_loss`.
     """
     parts: list[Mapping[str, float]] = gather_over_ranks(dict(sums))
     total = {name: sum(part.get(name, 0.0) for part in parts) for name in {name for part in parts for name in part}}

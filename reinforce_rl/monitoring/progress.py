@@ -34,13 +34,7 @@ class TrainingProgress:
     """Context manager that shows progress and restores the terminal on exit.
 
     On a terminal: a live panel. Elsewhere (a Slurm log, a pipe): one plain line per step, flushed, never wrapped.
-
-    Args:
-        start_step: steps done before resuming.
-        enabled: False on every rank but 0.
-        console: None is standard output.
-        shown: metrics to show.
-        phases: timings to show.
+    `start_step` steps were done before resuming; `enabled` is False on every rank but 0.
     """
 
     def __init__(
@@ -99,10 +93,9 @@ class TrainingProgress:
             self.console.print(Text(text))
 
     def update(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
-        """Report a finished step.
+        """Report a finished step, counted from 1.
 
         Args:
-            step: from 1.
             metrics: NeMo-Aligner's names, without prefix; missing ones show as "-".
             timings: seconds of `generate`, `logprobs`, `init_logprobs`, `reward_wait`, `train_time`, `step_time`.
         """

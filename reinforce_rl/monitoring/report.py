@@ -118,7 +118,6 @@ def _charts(run: RunRecord) -> list[_Chart]:
 
 
 def _phase_series(metrics: Sequence[Mapping[str, Any]]) -> list[Series]:
-    """Return the timed phases and the remainder of the step."""
     keys = [f"timers/{name}" for name in PHASES]
     timed = [line for line in metrics if any(key in line for key in [*keys, "timers/step_time"])]
 

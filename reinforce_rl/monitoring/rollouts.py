@@ -45,15 +45,13 @@ class RolloutRow:
 
     @property
     def is_end(self) -> bool:
-        """True if the response was not cut."""
         return self.finish_reason == FINISH_STOP
 
 
 class RolloutWriter:
     """Writes the samples of each step below a run's folder, replacing existing files.
 
-    Args:
-        resume_step: of the checkpoint to resume from: files of later steps are removed. None removes nothing.
+    `resume_step` is the checkpoint's: files of later steps are removed. None removes nothing.
     """
 
     def __init__(self, folder: str | Path, resume_step: int | None = None):
@@ -123,13 +121,7 @@ def sample_rows(
     tokenizer: PreTrainedTokenizerBase,
     data: ReinforceBatch | None = None,
 ) -> list[RolloutRow]:
-    """Return one row per sample.
-
-    Args:
-        step: see `RolloutRow.step`.
-        prompts: in the batch's order.
-        data: advantages and KL; None in validation.
-    """
+    """Return one row per sample; `prompts` are in the batch's order, `data` is None in validation."""
     text_of = {prompt.id: prompt.text for prompt in prompts}
     responses = [
         sequence[start : start + length]

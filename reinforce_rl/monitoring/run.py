@@ -20,9 +20,7 @@ TABLE_ROWS = 16  # validation samples sent to back ends that show tables
 class RunMonitor:
     """Progress on the terminal, metrics to the loggers, samples to files, and the report.
 
-    Args:
-        status: status file for launchers.
-        straggler_factor: report ranks slower than this multiple of a phase's median.
+    `straggler_factor`: ranks slower than this multiple of a phase's median are reported.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class RunMonitor:
         self._progress.phase(name)
 
     def note(self, text: str, *, transient: bool = False) -> None:
-        """Show a message."""
         self._progress.note(text, transient=transient)
 
     def log_step(
@@ -72,14 +69,12 @@ class RunMonitor:
             self.note(line)
 
     def log_validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
-        """Log a validation after `step`."""
         self._metrics.log_metrics(metrics, step, "val/")
         self._rollouts.write(step, rows, "validation")
         self._metrics.log_table("validation", [dict(vars(row)) for row in rows[:TABLE_ROWS]], step)
         self._progress.validation(step, metrics)
 
     def log_test(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
-        """Log the test set, after the last step."""
         self._metrics.log_metrics(metrics, step, "test/")
         self._rollouts.write(step, rows, "test")
         self._progress.validation(step, metrics, "test")
@@ -91,7 +86,6 @@ class RunMonitor:
             self._status.progress(step, self._progress.total_steps)
 
     def report(self) -> Path:
-        """Write the report of the run so far."""
         return write_report(self._folder, self._folder.absolute() / "report.html")
 
     @contextlib.contextmanager

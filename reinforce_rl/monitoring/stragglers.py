@@ -84,11 +84,7 @@ def timing_metrics(found: Sequence[Slowest]) -> dict[str, float]:
 
 
 class StragglerLines:
-    """Straggler messages, repeated only every `REPEAT_STEPS` if unchanged.
-
-    Args:
-        factor: report ranks slower than this multiple of the median.
-    """
+    """Messages on ranks slower than `factor` times the median; repeated only every `REPEAT_STEPS` if unchanged."""
 
     def __init__(self, factor: float):
         self._factor = factor

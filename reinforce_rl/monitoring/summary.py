@@ -15,8 +15,6 @@ from reinforce_rl.monitoring.rollouts import RolloutRow, read_rollouts, rollout_
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Rewards of the same prompts before and after."""
-
     n: int  # prompts compared
     mean_before: float  # NaN if n is 0
     mean_after: float
@@ -69,8 +67,6 @@ def rewards_by_prompt(rows: Sequence[RolloutRow]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Contents of a run's folder; every part may be empty."""
-
     metrics: tuple[Mapping[str, Any], ...]  # lines of metrics.jsonl, by ascending step
     first_validation: tuple[int, list[RolloutRow]] | None  # step and samples
     last_validation: tuple[int, list[RolloutRow]] | None  # None if there is only one
@@ -153,11 +149,7 @@ def summarize(run: RunRecord) -> list[SummaryRow]:
 
 
 def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = None) -> str:
-    """Return a script's last lines: what changed, and paths.
-
-    Args:
-        places: more paths to list, e.g. {"checkpoint": path, "report": path}.
-    """
+    """Return a script's last lines: what changed, and paths. `places` adds paths, e.g. {"checkpoint": path}."""
     run = load_run(run_dir)
     rows = summarize(run)
     lines = [verdict(run)]

@@ -23,8 +23,6 @@ CARD_FILE = "README.md"
 
 @dataclass(frozen=True)
 class PoolingResult:
-    """The head of one pooling and its accuracies."""
-
     trained: TrainedHead
     train_whole: Accuracy  # whole answers of the training prompts
     held_out_whole: Accuracy  # whole answers of the held-out prompts
@@ -34,8 +32,6 @@ class PoolingResult:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """Results of training a head."""
-
     config: TrainRewardModelConfig
     trunk_sha256: str  # over its weights and config
     data_sha256: str
@@ -88,7 +84,6 @@ class HeadReport:
         }
 
     def card(self) -> str:
-        """Return the README's text."""
         best, cfg = self.best, self.config
         trunk, data_file, cut = _folder_name(cfg), _data_name(cfg), cfg.cuts.evaluate_at
         pooled = "mean of the last layer's hidden states" if self.pooling == "mean" else "last token's hidden state"
@@ -152,10 +147,7 @@ def full_card(
 ) -> str:
     """Return the README of a fully trained reward model.
 
-    Args:
-        names: of the scores; empty for a single score.
-        sizes: numbers of training and held-out examples.
-        command: how the run was started.
+    `names` is empty for a single score; `sizes` are the numbers of training and held-out examples.
     """
     metrics, (train, held_out) = best.evaluation.metrics, sizes
     kind = "rated answers, by squared error" if names else "preference pairs, by Bradley-Terry loss"

@@ -29,7 +29,7 @@ SKIP_SAME = "chosen and rejected are the same"
 SKIP_UNRATED = "no attribute is rated"
 SKIP_MULTI_TURN = "more than one user turn"
 SKIP_LIMIT = "over data.max_pairs"
-_WARN_ABOVE = 0.1  # share of the data that is left out, where no key asks for it
+_WARN_ABOVE = 0.1  # share of lines skipped without a config key asking for it
 
 _PAIR_ADVICE = (
     'Correct or remove these lines; a line is {"prompt": text or messages, "chosen": text, "rejected": text}.'
@@ -99,8 +99,6 @@ Encoded = TypeVar("Encoded", EncodedPair, EncodedRating)
 
 @dataclass(frozen=True)
 class Examples(Generic[Encoded]):
-    """Encoded examples and their train/held-out split."""
-
     used: list[Encoded]  # in file order
     train_rows: list[int]  # indices into `used`; no prompt is on both sides
     held_out_rows: list[int]
@@ -252,10 +250,8 @@ def describe_skipped(skipped: Mapping[str, int], total: int) -> list[str]:
 def split_by_prompt(keys: Sequence[str], fraction: float, seed: int) -> tuple[list[int], list[int]]:
     """Return the indices of the training and of the held-out examples; equal keys stay on one side.
 
-    The side is a hash of key and seed, so adding lines to the file never moves a held-out prompt into training.
-
-    Args:
-        fraction: share of the prompts to hold out, in (0, 1).
+    `fraction`, in (0, 1), is the share of prompts to hold out. The side is a hash of key and seed: adding lines to the
+    file never moves a held-out prompt into training.
 
     Raises:
         ConfigError: the fraction is out of range.
@@ -301,7 +297,7 @@ def _read(path: str | Path, parse: Callable[[Path, int, dict[str, Any]], Line], 
 
 def _encode(
     lines: Sequence[Line],
-    encode: Callable[[Line], Encoded | str],  # a string is the reason to leave the line out
+    encode: Callable[[Line], Encoded | str],  # returns a string, the reason, to skip the line
     noun: str,
     advice: str,
     limit: int | None,
@@ -363,7 +359,7 @@ def _message_of(message: object, where: str) -> Message:
     if role not in ("system", "user", "assistant") or not isinstance(content, str):
         raise DataError(f"{where} is no message with a role system, user or assistant and a string as content")
     check_encodable(content, where)
-    return {"role": str(role), "content": content}  # not stripped, as the actor's prompts are not
+    return {"role": str(role), "content": content}  # not stripped, like the actor's prompts
 
 
 def _text_of(value: dict[str, Any], key: str) -> str:

@@ -51,8 +51,6 @@ def cut_sequences(pairs: Sequence[EncodedPair], cuts: CutsConfig, seed: int) -> 
 
 @dataclass(frozen=True)
 class SyntheticNegative:
-    """A synthetic answer that is worse than a real one."""
-
     pair: int  # index of the source pair
     tokens: tuple[int, ...]  # of the answer
     better: int  # 0: compared with the pair's chosen answer, 1: with the rejected one
@@ -64,20 +62,18 @@ def synthetic_negatives(
     """Make two negatives for a share of the pairs: one that ends early and one that repeats a phrase.
 
     Preference data lacks such answers, and a policy that optimises the reward finds them: a head trained on the data
-    alone may score them above sensible answers. Chosen and rejected alternate as the better answer, which keeps
-    their order unaffected.
+    alone may score them above sensible answers. Chosen and rejected alternate as the better answer, which keeps their
+    order unaffected.
 
-    Args:
-        fraction: share of the pairs, 0 to 1, rounded.
-        end_id: the end-of-turn token.
-        min_tokens, max_tokens: length of a repetition, drawn uniformly. It has no end-of-turn token.
+    `fraction` (0 to 1, rounded) is the share of pairs. A repetition has `min_tokens` to `max_tokens` tokens, drawn
+    uniformly, and no end-of-turn token (`end_id`).
     """
     rng = random.Random(seed)
     drawn = sorted(rng.sample(range(len(pairs)), round(fraction * len(pairs))))
     made = []
     for number, index in enumerate(drawn):
         answers = (pairs[index].chosen, pairs[index].rejected)
-        # Of the early ends, two in five are the end-of-turn token alone: the one that a policy finds first.
+        # kept is 0 in two of five draws: the end-of-turn token alone, which a policy finds first.
         kept = max(0, rng.randint(-1, MAX_EARLY_TOKENS))
         early = (*(t for t in rng.choice(answers)[:kept] if t != end_id), end_id)
         made.append(SyntheticNegative(index, early, number % 2))
@@ -100,16 +96,14 @@ def pooled_features(
     device: torch.device | str = "cpu",
     on_progress: Callable[[int], None] = lambda tokens: None,
 ) -> dict[str, Tensor]:
-    """Pool every cut of every sequence, with one pass of the trunk per sequence.
+    """Pool every cut of every sequence, with one pass of the trunk (in eval mode) per sequence.
+
+    Returns pooling to float32 [C, h] on the CPU, in the order of the sequences and of their cuts.
 
     Args:
-        trunk: in eval mode.
         poolings: from `reward_head.POOLINGS`.
         micro_batch_size: sequences per pass; sequences of similar length are batched.
         on_progress: called after each pass with its number of tokens.
-
-    Returns:
-        pooling to float32 [C, h] on the CPU, in the order of the sequences and of their cuts.
     """
     starts = [0]
     for sequence in sequences:
@@ -183,8 +177,6 @@ def load_features(path: str | Path, fingerprint: str) -> dict[str, Tensor] | Non
 
 @dataclass(frozen=True)
 class PairFeatures:
-    """Pooled features of P pairs."""
-
     chosen: Tensor  # [P, h]
     rejected: Tensor  # [P, h]
     keys: tuple[str, ...]  # prompt keys; pairs of one prompt stay together in every split
@@ -204,9 +196,7 @@ class PairFeatures:
 class HeadData:
     """Features of one pooling: all pairs in all views of their answers, and the synthetic negatives.
 
-    Args:
-        features: [C, h] of `cut_sequences`, then one row per synthetic negative.
-        keys: the prompt key of each pair.
+    `features` [C, h] are of `cut_sequences`, then one row per synthetic negative; `keys` are the pairs' prompt keys.
     """
 
     def __init__(self, features: Tensor, keys: Sequence[str], made: Sequence[SyntheticNegative]):

@@ -79,12 +79,7 @@ MEANING = re.compile(r"model\.restore_from_path$|data\.|full\.(objective|attribu
 def train_reward_model(
     cfg: TrainRewardModelConfig, *, command: str, console: Console | None = None
 ) -> HeadReport | FullTrainer[Any]:
-    """Run the job of `cfg.mode` on this rank.
-
-    Args:
-        cfg: validated.
-        command: how the run was started, for the card.
-        console: output of mode=head; None is standard output.
+    """Run the job of `cfg.mode` on this rank. `command` goes into the card; `console` is for mode=head.
 
     Raises:
         ReinforceError: the data, the model, a file or a checkpoint cannot be used.
@@ -163,7 +158,7 @@ def _run_head(cfg: TrainRewardModelConfig, command: str, console: Console) -> He
         baseline_whole=pair_accuracy(*lengths.t()),
         baseline_cut=pair_accuracy(*lengths.clamp(max=cfg.cuts.evaluate_at).t()),
         results=results,
-        # The held-out pairs have no say in this.
+        # Cross-validation only: held-out pairs must not select the pooling.
         pooling=min(results, key=lambda pooling: results[pooling].trained.chosen_validation.loss),
         command=command,
         seconds=time.monotonic() - start,

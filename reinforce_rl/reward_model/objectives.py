@@ -38,8 +38,6 @@ class ReliabilityBin:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out metrics."""
-
     loss: float  # mean training loss; used for early stopping
     metrics: dict[str, float]
     reliability: tuple[ReliabilityBin, ...] = ()  # pairs only
@@ -61,8 +59,6 @@ class Best:
 
 
 class Objective(Protocol[Example]):
-    """Interface of `Ranking` and `Regression`."""
-
     names: tuple[str, ...]
 
     def sequences_of(self, example: Example) -> tuple[Tokens, ...]:
@@ -115,11 +111,7 @@ class Ranking:
 
 
 class Regression:
-    """Mean squared error over the ratings that are present.
-
-    Args:
-        names: of the attributes, in the order of the examples' ratings.
-    """
+    """Mean squared error over the ratings that are present. `names` has the order of the examples' ratings."""
 
     def __init__(self, names: Sequence[str]):
         self.names = tuple(names)
@@ -180,13 +172,8 @@ def calibration(
 ) -> tuple[float, tuple[ReliabilityBin, ...]]:
     """Compare predicted and observed preferences in equal-width bins from 0.5 to 1.
 
-    Args:
-        chosen, rejected: scores [P]; sigmoid of their absolute difference is the prediction.
-        num_bins: at least 1.
-
-    Returns:
-        the expected calibration error (arXiv:1706.04599): mean |predicted - observed| over the bins, weighted by their
-        number of pairs; and the bins that are not empty.
+    The prediction is the sigmoid of the absolute difference of the scores [P]. Returns the expected calibration error
+    (arXiv:1706.04599), mean |predicted - observed| weighted by the bins' pairs, and the bins that are not empty.
     """
     predicted = torch.sigmoid((chosen.double() - rejected.double()).abs())
     hits = _hits(chosen, rejected)
@@ -203,13 +190,9 @@ def calibration(
 
 
 def attribute_fit(predicted: Tensor, targets: Tensor) -> dict[str, float]:
-    """Return `mse`, `pearson` and `spearman` of one attribute.
+    """Return `mse`, `pearson` and `spearman` of one attribute, from predicted and target [N]; unrated targets are NaN.
 
     `mse` is NaN without a rating; the correlations are NaN if one side is constant.
-
-    Args:
-        predicted: [N].
-        targets: [N]; NaN if not rated.
     """
     given = ~targets.isnan()
     x, y = predicted[given].double(), targets[given].double()

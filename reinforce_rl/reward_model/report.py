@@ -96,13 +96,11 @@ of the difference of their scores; and how often it is. A calibrated model has b
 
 
 class RewardModelMonitor(RunMonitor):
-    """Writes the terminal display and `metrics.jsonl` on the first rank; does nothing on the others.
+    """Writes the terminal display and `metrics.jsonl` on the first rank; `enabled` is False on the others.
 
     Args:
         start_step: of the checkpoint to resume from; 0 for none.
-        enabled: False on every rank but the first.
         regression: hide the metrics of pairs.
-        console: None is standard output.
     """
 
     def __init__(

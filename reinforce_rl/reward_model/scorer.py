@@ -47,9 +47,7 @@ class Merging:
     ) -> Merging:
         """Build from user settings; all errors are raised together.
 
-        Args:
-            names: the head's attributes; empty for a single score.
-            weights: by name, 0 if missing. None weights each attribute 1 / K.
+        `names` is empty for a single score. Missing weights are 0; `weights=None` weights each of K attributes 1 / K.
 
         Raises:
             ConfigError: unknown names, weights that are all 0, values that are not finite, or a deviation not above 0.
@@ -83,8 +81,6 @@ class Merging:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass of n sequences."""
-
     rows: np.ndarray  # int64 [n], indices into the call's sequences
     tokens: np.ndarray  # int64 [n, s], right-padded with 0
     lengths: np.ndarray  # int64 [n]
@@ -92,8 +88,6 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Batching:
-    """Bounds of a forward pass."""
-
     micro_batch_size: int = 8  # sequences; used if `tokens_per_micro_batch` is None
     tokens_per_micro_batch: int | None = None  # padding included
     pad_to_multiple: int = 1  # in tokens, to limit the number of shapes
@@ -142,8 +136,6 @@ class MegatronRewardModel:
     It is also a `BlockModel`: a server on several ranks calls `score_micro_batches` with this rank's share.
 
     Args:
-        lm: the trunk, weights loaded.
-        head: its width must be the trunk's.
         max_length: maximum tokens of a sequence; None for the trunk's maximum.
         merging: None for equal weights and the head's own mean and deviation.
     """
@@ -189,7 +181,7 @@ class MegatronRewardModel:
         """Return the head's scores of all n sequences in order, float64 [n, K]; [0, K] before the last stage."""
         device = self._lm.mesh.device
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # the server calls from a thread of its own, which starts on device 0
+            torch.cuda.set_device(device)  # the server's thread starts on device 0
         try:
             found = forward_passes(
                 self._lm,
@@ -200,7 +192,7 @@ class MegatronRewardModel:
             )
             return torch.cat(found).numpy() if found else np.zeros((0, len(self._weight)))
         finally:
-            # Kernels that still wait for another rank would meet those of the next call.
+            # Pending collectives must not match those of the next call.
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
@@ -222,7 +214,6 @@ class MegatronRewardModel:
 
 
 def load_trunk(folder: str | Path, mesh: Mesh) -> CausalLM:
-    """Load the model of a Hugging Face folder."""
     return _loaded(Architecture.from_folder(folder), HFFolder(folder), mesh)
 
 
@@ -247,10 +238,9 @@ def load_reward_model(
 ) -> MegatronRewardModel:
     """Load this rank's part of a reward model; see `load_head` and `MegatronRewardModel`.
 
-    Args:
-        dtype: of the trunk. Pooling, head and merging always run in fp32 or better.
+    `dtype` is the trunk's. Pooling, head and merging always run in fp32 or better.
     """
-    head = load_head(trunk_folder, head_file)  # first: a missing file should not cost the time of loading a trunk
+    head = load_head(trunk_folder, head_file)  # first: fail on a missing file before loading the trunk
     architecture, weights = Architecture.from_folder(trunk_folder), HFFolder(trunk_folder)
     if head_file is None:
         architecture = architecture.as_classifier(len(head.rows))
@@ -273,7 +263,7 @@ def reward_model_identity(
     return {
         "trunk": Path(trunk_folder).resolve().name,
         **head,
-        # Servers of fp32 say nothing, as they always have.
+        # Omitted for fp32, so that existing identities stay the same.
         **({} if scorer.dtype == torch.float32 else {"precision": str(scorer.dtype).removeprefix("torch.")}),
         "pooling": scorer.pooling,
         "attribute_weights": dict(zip(scorer.attributes, merging.weights, strict=False)),

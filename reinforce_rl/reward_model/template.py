@@ -40,9 +40,6 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Tokenise a conversation up to where the assistant's answer begins.
 
-    Args:
-        messages: each with `role` and `content`.
-
     Raises:
         ConfigError: the tokenizer has no chat template.
         DataError: the template rejects these messages.
@@ -74,9 +71,7 @@ def encode_conversation(
 ) -> list[int]:
     """Tokenise a prompt and its answer exactly as an actor would send them.
 
-    Args:
-        messages: the prompt, each message with `role` and `content`.
-        max_answer_tokens: cut the answer there; the end-of-turn token counts.
+    `max_answer_tokens` cuts the answer, as an actor's `max_length` does; the end-of-turn token counts.
 
     Raises:
         ConfigError: the tokenizer has no chat template or no end-of-sequence token.

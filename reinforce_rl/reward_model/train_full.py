@@ -47,7 +47,7 @@ Group = Sequence[Sequence[int]]
 
 STATE_VERSION = 1
 SCORE_NAME = "reward"  # of the only score, in an exported folder
-_NOTHING: Group = [[0]]  # a rank with nothing to train on still runs one pass, or the others would wait for it
+_NOTHING: Group = [[0]]  # a rank without examples still runs one pass: the passes are collective
 
 
 class FullTrainer(Generic[Example]):
@@ -57,7 +57,6 @@ class FullTrainer(Generic[Example]):
         train, held_out: all examples, the same on every rank.
         sampler: order of the training examples; its batches are global.
         export: writes the model at each new best evaluation; a collective call.
-        total_steps: upper bound.
         settings: evaluation interval and patience.
     """
 
@@ -85,9 +84,8 @@ class FullTrainer(Generic[Example]):
         self._data_digest = data_digest(objective.names, train, held_out)
 
     def fit(self) -> None:
-        """Train until the last step, or until patience runs out."""
         if self.step == 0:
-            self._monitor.log_evaluation(0, self._evaluate())  # where it began; nothing to keep
+            self._monitor.log_evaluation(0, self._evaluate())  # the start, never exported
             self._monitor.commit(0)
         while self.step < self._total_steps and not self.stopped_early:
             start = time.monotonic()
@@ -190,10 +188,8 @@ class TrainableRewardModel:
 
     Args:
         lm: a classifier, weights loaded.
-        pooling: from `POOLINGS`.
         pad_id: with pooling `last`, trailing tokens of this id are ignored; see `counted_lengths`.
         micro_batch_size: sequences per pass; an example's sequences are never split.
-        optim: of the data-parallel wrapper.
     """
 
     def __init__(
@@ -218,13 +214,9 @@ class TrainableRewardModel:
     def accumulate(self, groups: Sequence[Group], loss_of: Callable[[Tensor, list[int]], tuple[Tensor, T]]) -> list[T]:
         """Zero the gradient buffers and accumulate a loss's gradient into them; a collective call.
 
-        Args:
-            groups: this data-parallel rank's examples; may be empty.
-            loss_of: maps scores [E', G, K] and the indices of a micro-batch's E' examples to their share of the global
-                loss, with gradient, and an extra result.
-
-        Returns:
-            the extra results of `loss_of`.
+        `loss_of` maps scores [E', G, K] and the indices of a micro-batch's E' examples to their share of the global
+        loss, with gradient, and an extra result; the extra results are returned. `groups`, this data-parallel rank's,
+        may be empty.
         """
 
         def loss(hidden: Tensor, part: tuple[list[int], list[Group]]) -> tuple[Tensor, list[T]]:
@@ -264,11 +256,10 @@ class TrainableRewardModel:
         return out
 
     def export(self, source: str | Path, out: str | Path, names: Sequence[str], pad_id: int | None) -> Path:
-        """Write a Hugging Face `...ForSequenceClassification` folder; a collective call.
+        """Write a Hugging Face `...ForSequenceClassification` folder, replacing `out`; a collective call.
 
         Args:
             source: the folder that the run started from.
-            out: replaced if it exists.
             names: of the K scores; empty for a single one.
             pad_id: the tokenizer's padding token, which transformers needs.
         """
@@ -276,7 +267,6 @@ class TrainableRewardModel:
         return export_hf_folder(self.lm, source, out, config_values=values)
 
     def _micro_batches(self, groups: Sequence[Group]) -> list[tuple[list[int], list[Group]]]:
-        """Return indices and examples of each pass."""
         if not groups:
             return []
         lengths = torch.tensor([max(map(len, group)) for group in groups])
@@ -316,9 +306,8 @@ def load_trainable(
 ) -> CausalLM:
     """Load a Hugging Face folder as a classifier; a language model gets a new head.
 
-    Args:
-        names: of the scores; empty for a single one.
-        seed: of a new head's weights, normal with variance 1 / (hidden size + 1) (as in arXiv:2203.02155).
+    `names` is empty for a single score. A new head's weights are drawn with `seed`, normal with variance
+    1 / (hidden size + 1) (as in arXiv:2203.02155).
 
     Raises:
         ConfigError: the folder's head has other scores, or the model is not supported.

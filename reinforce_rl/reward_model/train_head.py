@@ -25,16 +25,12 @@ from reinforce_rl.reward_model.objectives import Accuracy, pair_accuracy
 
 @dataclass(frozen=True)
 class FoldScore:
-    """Cross-validation of one L2 strength."""
-
     loss: float  # mean per pair, in nats
     accuracy: float
 
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """A trained head and its statistics."""
-
     head: RewardHead  # standardised: training scores have mean 0 and deviation 1
     l2: float
     raw_mean: float  # of the scores before standardisation, in log-odds
@@ -59,9 +55,7 @@ def head_accuracy(head: RewardHead, features: PairFeatures) -> Accuracy:
 def fit_direction(differences: Tensor, l2: float) -> Tensor:
     """Return the w, float64 [h], that minimises mean(softplus(-differences @ w)) + l2 / 2 * |w|^2.
 
-    Args:
-        differences: chosen minus rejected features, [P, h].
-        l2: above 0, so that the minimum is unique.
+    `differences` [P, h] are chosen minus rejected features; `l2` is above 0, so that the minimum is unique.
     """
     if not l2 > 0:
         raise ConfigError([f"the L2 strength is {l2}; expected above 0"])
@@ -89,11 +83,7 @@ def cross_validate(
     seed: int,
     extra: PairFeatures | None = None,
 ) -> dict[float, FoldScore]:
-    """Return held-out loss and accuracy of each L2 strength. Folds share no prompt.
-
-    Args:
-        seed: assigns prompts to folds.
-        extra: pairs to fit on only.
+    """Return held-out loss and accuracy of each L2 strength. Folds share no prompt; `extra` pairs are only fitted on.
 
     Raises:
         DataError: a fold would have no prompt.
@@ -139,8 +129,6 @@ def train_head(
     trunks and poolings.
 
     Args:
-        features: of the training pairs only.
-        pooling: of the features, recorded in the head.
         l2_grid: a single strength is used as it is.
         seed: assigns prompts to folds. Not the seed of the held-out split: the same hash would leave folds empty.
         extra: pairs to fit on only, not used in measuring or standardising.

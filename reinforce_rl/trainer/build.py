@@ -62,8 +62,7 @@ def build_actor(
 ) -> MegatronGPTReinforceActorModel:
     """Build the policy from `pretrained_checkpoint.restore_from_path`, and the reference if beta is above 0.
 
-    Args:
-        architecture: overrides the folder's; no weights are loaded then.
+    A given `architecture` overrides the folder's; no weights are loaded then.
 
     Raises:
         ConfigError: this machine or layout cannot run the model.

@@ -180,10 +180,9 @@ class ReinforceTrainer:
             raise StoppedEarly(f"{text}; the same command goes on from there") from None
 
     def generate_rollouts(self) -> tuple[RolloutBatch, Metrics, Timings]:
-        """Sample, score and take log-probs of the next batch of prompts.
+        """Sample and score the next prompts and take log-probs.
 
-        Returns:
-            this rank's samples; means over all ranks; seconds of each phase on this rank.
+        Returns this rank's samples, means over all ranks, and this rank's seconds per phase.
         """
         made = self._step_rollouts.make(self.step + 1)
         self._prompts = made.prompts
@@ -263,7 +262,6 @@ class ReinforceTrainer:
             self._best.add(self.step, metrics)
 
     def test(self) -> None:
-        """Score one response to each prompt of the test set, like `validate`."""
         if self.test_dataloader is None:
             return
         self.logger.log_test(self.step, *self._evaluate("test", self.test_dataloader))
@@ -272,8 +270,7 @@ class ReinforceTrainer:
     def save(self, *, wait: bool = False) -> None:
         """Save the last complete step, unless saved already, at step 0, or while the loss is not finite.
 
-        Args:
-            wait: wait for background writes too.
+        `wait` waits for background writes too.
         """
         if self.step not in (0, self._saved_step) and self._divergence.is_sound:
             self._activity.begin("checkpoint")
@@ -325,7 +322,6 @@ class ReinforceTrainer:
         return evaluate(name, self.step, prompts, self.model, self._rollouts, self._activity)
 
     def _mini_batches(self, batch: ReinforceBatch) -> Iterator[Tensor]:
-        """Yield this rank's rows of each optimizer step."""
         mesh, seed = self.model.mesh, self.model.settings.seed * 1_000_003 + self.step
         group_ids = mesh.gather_over_dp(batch.rollouts.group_ids)
         return mini_batches(group_ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed)

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PendingRollouts:
-    """Samples whose scores are being computed."""
-
     batch: RolloutBatch  # without rewards; all samples invalid
     futures: tuple[tuple[RewardFuture, int], ...]  # (future, samples) per micro-batch that this rank asked about
     work: Work  # restores the batch's order
@@ -60,7 +58,6 @@ class RolloutMaker:
 
     Args:
         batch_iterator_cls: called with (prompts, validation); yields the batches to generate together.
-        drop_truncated: mark responses cut at max_length as invalid.
         max_failed_fraction: tolerated share of unscored samples, over all ranks.
         work_queue: let idle blocks generate other ranks' batches; see `WorkQueue`.
     """
@@ -119,8 +116,7 @@ class RolloutMaker:
     def score(self, pending: PendingRollouts, name: str) -> RolloutBatch:
         """Wait for this rank's scores and set which samples are valid. All ranks fail together.
 
-        Args:
-            name: of the samples in error messages, such as step 3.
+        `name` denotes the samples in error messages, e.g. "step 3".
 
         Raises:
             RewardServerError: a request failed on some rank, or too many samples did.
@@ -214,15 +210,12 @@ def _scores(future: RewardFuture, count: int) -> Rewards:
 
 
 def _reasons(answer: Rewards) -> list[str]:
-    """Return the reason of each failed sample, in sample order."""
     failed = [(row, code) for row, code in enumerate(answer.status.tolist()) if code != STATUS_OK]
     return [answer.faults.get(row, STATUS_TEXT.get(code, f"status {code}")) for row, code in failed]
 
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """Rollouts to train on in one step."""
-
     prompts: list[Prompt]  # all that this rank drew
     batch: RolloutBatch  # this rank's samples; with dynamic filtering, only of groups to train on
     metrics: dict[str, float]  # means over all ranks and all samples drawn
@@ -231,9 +224,7 @@ class StepRollouts:
 class StepRolloutMaker:
     """Makes the rollouts of a step.
 
-    Args:
-        with_old_log_probs: needed for ratios, if a batch takes more than one optimizer step.
-        while_generating: context of the generation phase.
+    `with_old_log_probs` is needed for ratios, if a batch takes more than one optimizer step.
     """
 
     def __init__(
@@ -258,10 +249,7 @@ class StepRolloutMaker:
         self._stop = stop
 
     def make(self, step: int) -> StepRollouts:
-        """Make rollouts of the next prompts.
-
-        Args:
-            step: from 1; keys the sampling noise.
+        """Make rollouts of the next prompts. `step`, from 1, keys the sampling noise.
 
         Raises:
             StoppedEarly: some rank was asked to stop. The same step can be made again.
@@ -345,10 +333,7 @@ def evaluate(
 ) -> tuple[dict[str, float], list[RolloutRow]]:
     """Sample with validation's settings and score; return means over all ranks and the samples of all ranks.
 
-    Args:
-        name: of the phase.
-        step: evaluated after this step.
-        parts: this rank's prompts.
+    `parts` are this rank's prompts; `name` is the phase's.
 
     Raises:
         StoppedEarly: some rank was asked to stop.

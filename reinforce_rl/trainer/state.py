@@ -88,9 +88,7 @@ class PastSteps:
 class BestCheckpoints:
     """The steps of the best validations so far, at most `keep` (0 for none).
 
-    Args:
-        metric: with the prefix `val/`.
-        mode: `max` or `min`.
+    `metric` has the prefix `val/`; `mode` is `max` or `min`.
     """
 
     def __init__(self, keep: int = 0, metric: str = "val/rewards", mode: str = "max"):
@@ -107,9 +105,7 @@ class BestCheckpoints:
         return [step for step, _ in self._found]
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a validation after `step`; ties with the worst kept one and NaN are not kept.
-
-        `metrics` has names without `val/`.
+        """Add a validation after `step`, metric names without `val/`. NaN and ties with the worst kept are dropped.
 
         Raises:
             ConfigError: the metric is missing.

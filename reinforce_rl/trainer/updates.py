@@ -52,9 +52,7 @@ def total_steps(cfg: ReinforceConfig, steps_per_epoch: int) -> int:
 def total_updates(cfg: ReinforceConfig, prompts_per_update: int | None, batch_sizes: Sequence[int]) -> int:
     """Return the run's optimizer steps, the unit of learning-rate schedules.
 
-    Args:
-        prompts_per_update: see `mini_batches`.
-        batch_sizes: prompts of each rollout batch of an epoch.
+    `batch_sizes` are the prompts of each rollout batch of an epoch; for `prompts_per_update` see `mini_batches`.
     """
     updates = [1 if prompts_per_update is None else -(-size // prompts_per_update) for size in batch_sizes]
     epochs, rest = divmod(total_steps(cfg, len(batch_sizes)), len(batch_sizes))

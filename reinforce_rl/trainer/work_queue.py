@@ -28,10 +28,8 @@ class Work(Protocol):
     def to_owners(self, results: Sequence[T]) -> list[T]:
         """Return the results of this rank's own share, in order, wherever they were generated.
 
-        A collective call over the data-parallel ranks, after every micro-batch was taken.
-
-        Args:
-            results: picklable, one per micro-batch that this block took, in order.
+        A collective call over the data-parallel ranks, after every micro-batch was taken. `results` are picklable, one
+        per micro-batch that this block took, in order.
         """
         ...
 
@@ -55,11 +53,8 @@ class FixedSplit:
 class WorkQueue:
     """Work queue over all blocks, first come, first served; a collective call.
 
-    Micro-batches are cut as without a queue, so that each gives the same numbers wherever it is generated.
-
-    Args:
-        mesh: provides the shared counter.
-        share: this rank's; the same on all ranks of a block.
+    Micro-batches are cut as without a queue, so that each gives the same numbers wherever it is generated. `share` is
+    this rank's, the same on all ranks of a block.
     """
 
     def __init__(self, mesh: Mesh, share: Sequence[MicroBatch]):
