@@ -45,7 +45,7 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 _fail("stopped by a signal before the run began", EXIT_STOPPED)
             except KeyboardInterrupt:
                 print("interrupted by Ctrl-C; what was saved before is whole", flush=True)
-                atexit._run_exitfuncs()
+                atexit._run_exitfuncs()  # which os._exit would skip
                 os._exit(130)  # a thread that is writing a checkpoint would abort while Python shuts down
 
         def program() -> None:
@@ -53,7 +53,7 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 os.getcwd()
             except OSError:
                 _fail("the folder in which this was started does not exist any more; change to another one")
-            # Hydra would print its own errors; raised, they can be told in the same way as all others.
+            # Have Hydra raise its errors instead of printing them, so that they look like all others.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name=name)(run)()
@@ -68,8 +68,11 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
 def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") -> None:
     """Replace a plain `python` process by torchrun (`utils/ranks.py`) if there are several ranks; not under torchrun.
 
+    Args:
+        key: config key of `num_nodes`, for the message.
+
     Raises:
-        ReinforceError: several nodes, which a plain `python` cannot start; names the config key.
+        ReinforceError: several nodes, which a plain `python` cannot start.
     """
     if "WORLD_SIZE" in os.environ or devices * num_nodes == 1:
         return
@@ -78,7 +81,7 @@ def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") ->
             f"{key} is {num_nodes}, but this is one plain python process; start it on every node with "
             f"`torchrun --nnodes {num_nodes} --nproc-per-node {devices} ...`"
         )
-    # One thread a rank: ranks that each take every core would wait for one another.
+    # One thread per rank: ranks that each use all cores slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     launcher = ["-m", "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", str(devices)]
     # The package need not be installed for the script to run, and the script's own folder is not on the path of -m.
@@ -125,7 +128,7 @@ def _explained(error: Exception, name: str, overrides: Sequence[str]) -> ConfigE
 
 def _unknown_key(wanted: str, config_file: Path) -> str:
     known = _dotted_keys(OmegaConf.to_container(OmegaConf.load(config_file)))
-    if wanted in known:  # an empty group, into which Hydra lets nothing without a plus
+    if wanted in known:  # an empty group; Hydra adds keys to it only with a plus
         return f"{wanted} has entries of your own names; give each as +{wanted}.NAME=VALUE"
     if advice := renamed(wanted):
         return advice

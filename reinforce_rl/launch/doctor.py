@@ -24,7 +24,7 @@ from reinforce_rl.rewards.transport import (
 from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.addresses import Address
 
-HEALTH_SECONDS = 30.0  # the server's own sample may take a while
+HEALTH_SECONDS = 30.0  # the server may be scoring its canary
 SCORE_SECONDS = 120.0
 REPEATS = 5
 BATCH_SAMPLES = 32

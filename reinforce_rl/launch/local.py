@@ -108,7 +108,7 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
     killed, a guard ends both.
     """
     try:
-        # Else another run's server on this port would be taken for ours until ours has died of it.
+        # Otherwise another run's server on this port would be mistaken for ours until ours fails to bind.
         check_port(plan.host, plan.port)
         plan.server_log.parent.mkdir(parents=True, exist_ok=True)
     except (ConfigError, OSError) as error:
@@ -141,7 +141,7 @@ def _start(command: Sequence[str], guard: Guard, log: BinaryIO | None) -> Child:
     try:
         child = Child(
             command,
-            # The guard ends the child when this process is killed; this is for the case that the guard is killed too.
+            # The guard ends the child if this process is killed; this covers the guard being killed too.
             death_signal=signal.SIGTERM,
             stdout=log,
             stderr=None if log is None else subprocess.STDOUT,

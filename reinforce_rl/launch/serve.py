@@ -24,9 +24,9 @@ from reinforce_rl.utils.ports import check_port
 
 def serve_model(cfg: ServeRewardModelConfig) -> None:
     """Load the model on all ranks and serve it until a signal."""
-    # megatron-core imports wandb where it is installed. That makes folders in /tmp, and a killed server leaves them.
+    # megatron-core imports wandb if installed, which creates folders in /tmp that a killed server leaves behind.
     sys.modules["wandb"] = None  # type: ignore[assignment]
-    # Only now: torch and megatron take seconds to import, and a wrong path or a busy port should not cost them.
+    # Imported late: torch and megatron take seconds, and a wrong path or busy port should fail before.
     import torch
 
     from reinforce_rl.config.load import precision_here
@@ -104,7 +104,7 @@ def serve_function(cfg: ServeRewardModelConfig) -> None:
     )
     try:
         pool.start()
-        # By content, so that a function that was changed meanwhile is another server to its clients.
+        # Hash the source, so that clients notice a changed function.
         details = {"function": own.name, "kwargs": own.kwargs, "source_sha256": pool.sources[own.name]}
         RewardServer(FunctionScorer(pool, own.name), None, **inference_options(cfg), details=details).serve()
     finally:

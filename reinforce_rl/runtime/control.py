@@ -23,14 +23,14 @@ from reinforce_rl.runtime.watchdog import Verdict, Watchdog
 if TYPE_CHECKING:
     from reinforce_rl.megatron.mesh import Mesh
 
-EXIT_INTERRUPTED = 130  # what a shell says of Ctrl-C
+EXIT_INTERRUPTED = 130  # as of a shell after Ctrl-C
 
 
 class RunControl:
     def __init__(self, folder: str | Path, stop: StopRequest):
         self.activity = Activity()
         self.stop = stop
-        self.status = StatusFile(Path(folder), enabled=os.environ.get("RANK", "0") == "0")  # of `status.json`
+        self.status = StatusFile(Path(folder), enabled=os.environ.get("RANK", "0") == "0")
         self._watchdog: Watchdog | None = None
 
     @contextlib.contextmanager
@@ -62,7 +62,7 @@ class RunControl:
         Raises:
             LostRankError: this rank failed because another was lost.
         """
-        from reinforce_rl.megatron.mesh import before_the_watch  # which imports torch, and megatron
+        from reinforce_rl.megatron.mesh import before_the_watch  # imports torch and megatron
 
         if mesh.world_size == 1:
             yield
@@ -109,7 +109,7 @@ class RunControl:
             if watchdog is None or watchdog.is_ending:
                 raise
             code, text = _outcome(error)
-            # Errors of our own are agreed on by all ranks; any other may be the echo of another rank's end.
+            # All ranks raise our own errors together; any other error may be caused by another rank's end.
             may_be_echo = isinstance(error, Exception) and not isinstance(error, ReinforceError)
             verdict = watchdog.explain(timed_out=_time_out_of(error)) if may_be_echo else None
             watchdog.end(code, text)
@@ -130,7 +130,7 @@ class RunControl:
         with contextlib.suppress(OSError):
             self.status.end(verdict.exit_code, verdict.text)
         with contextlib.suppress(OSError, ValueError):
-            show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # the live display hides it
+            show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # hidden by the live display
             kind = "" if verdict.exit_code == StoppedEarly.exit_code else "error: "
             print(f"{show_cursor}{kind}{verdict.text}", file=sys.stderr, flush=True)
             sys.stdout.flush()

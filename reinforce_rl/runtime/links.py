@@ -21,10 +21,10 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 Buffer = bytes | memoryview
-Message = tuple[int, list[memoryview]]  # the rank that sent it, and its parts
+Message = tuple[int, list[memoryview]]  # sender's rank, parts
 
-BEATS_A_TIMEOUT = 5  # within the time after which silence counts
-LINGER_SECONDS = 2.0  # for messages that are on their way when a connection is closed
+BEATS_A_TIMEOUT = 5  # heartbeats per timeout
+LINGER_SECONDS = 2.0  # to send queued messages on close
 _BEAT = (b"",)
 
 
@@ -59,7 +59,7 @@ class Links:
         self._monitor = socket.get_monitor_socket()
         self._ranks: dict[int, int] = {}  # by file descriptor, on rank 0
         self._outbox: deque[tuple[int, Sequence[Buffer]]] = deque()
-        self._early: list[Message] = []  # that came during `accept`
+        self._early: list[Message] = []  # received during `accept`
         self._wakes, self._wake = socketpair()
         self._wake.setblocking(False)
         self._poller = zmq.Poller()
@@ -109,7 +109,7 @@ class Links:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         dealer = context.socket(zmq.DEALER)
         dealer.routing_id = b"rank %d" % rank
-        dealer.reconnect_ivl = -1  # a connection that has ended is a rank that is lost
+        dealer.reconnect_ivl = -1  # never: a closed connection is a lost rank
         dealer.connect_timeout = dealer.handshake_ivl = round(1000 * seconds)
         dealer.curve_serverkey = invitation.server_key
         dealer.curve_publickey, dealer.curve_secretkey = invitation.public_key, invitation.secret_key
@@ -156,7 +156,7 @@ class Links:
 
     def wake(self) -> None:
         """Make `poll` return; from any thread."""
-        with contextlib.suppress(OSError):  # a full one wakes too; a closed one has nobody to wake
+        with contextlib.suppress(OSError):  # full: `poll` wakes anyway; closed: nothing to wake
             self._wake.send(b"\0")
 
     def poll(self, seconds: float) -> list[Message]:
@@ -172,7 +172,7 @@ class Links:
         if self._wakes.fileno() in ready:
             self._wakes.recv(1 << 16)
             self._flush()
-        ended = self._read_monitor()  # before the messages, the last of which came before the end
+        ended = self._read_monitor()  # read before the messages: a peer's last ones arrive before its disconnect
         messages = [*self._early, *self._receive()]
         self._early = []
         for rank in ended & self.peers.keys():
@@ -180,7 +180,7 @@ class Links:
         now, before = time.monotonic(), self._last_poll
         self._last_poll = now
         for peer in self.peers.values():
-            peer.silence += min(now - before, 2 * self.beat_seconds)  # more would be this process's own sleep
+            peer.silence += min(now - before, 2 * self.beat_seconds)  # more means that this process was suspended
         for rank, _ in messages:
             self.peers[rank].silence = 0.0
         return [(rank, parts) for rank, parts in messages if parts[0] != b""]

@@ -18,12 +18,12 @@ PACKAGE = Path(__file__).parents[1]
 SAMPLE_SECONDS = 0.02  # between two samples of a `WaitMeter`
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 RESET_PEAK = "5"  # written to clear_refs: forget the peak of the resident set (man 5 proc)
-# Files whose innermost calls are those that wait for other ranks.
+# Files in which an innermost frame means waiting for other ranks.
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py",
     "megatron/core/tensor_parallel/mappings.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
-    "megatron/core/distributed/param_and_grad_buffer.py",  # not its neighbours, which add up gradients themselves
+    "megatron/core/distributed/param_and_grad_buffer.py",  # not its neighbours, which also compute
     "reinforce_rl/megatron/mesh.py",
 )
 
@@ -110,7 +110,7 @@ class PeakMemory:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
-        # Not Linux, or not allowed here: the peak is then that of the whole run so far.
+        # Not Linux, or not permitted: the peak is then the whole run's.
         with contextlib.suppress(OSError):
             CLEAR_REFS.write_text(RESET_PEAK)
 

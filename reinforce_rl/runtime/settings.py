@@ -23,7 +23,7 @@ from reinforce_rl.runtime.status import read_status
 from reinforce_rl.utils.files import read_json_lines, write_atomically, write_json_lines
 
 HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
-# With another value of one of these, the steps before and after it belong to different runs.
+# Keys that change the meaning of a run: refused on resume without resume_with_changes.
 MEANING = re.compile(
     r"trainer\.reinforce\.(?!(max_epochs|max_steps|val_check_interval|save_interval|gradient_clip_val"
     r"|max_failed_fraction|max_skipped_steps|generation_work_queue|generator_log_probs|rollout_batch_seq_length)$)"
@@ -33,7 +33,7 @@ MEANING = re.compile(
     r"|remote_rm\.(reward_model\.weight|more_reward_models)$"
 )
 LENGTH = re.compile(r"trainer\.reinforce\.max_(steps|epochs)$")
-# These may be others at every start, and change no number.
+# Keys that may differ at every start and do not affect results.
 SILENT = re.compile(r"resume_with_changes$|preflight|remote_rm\.reward_model\.(ip|port|replicas|token_file)$")
 
 
@@ -60,7 +60,7 @@ def _value(tree: Any, key: str, default: Any) -> Any:
         if not isinstance(tree, dict) or part not in tree:
             return default
         tree = tree[part]
-    # Where the servers are does not matter.
+    # Compare weights only, not the servers' addresses.
     return {n: s.get("weight", 1.0) for n, s in tree.items()} if key.endswith("more_reward_models") else tree
 
 
@@ -142,6 +142,6 @@ def _history(folder: Path, step: int) -> list[dict[str, Any]]:
     """Return the configurations in effect up to this step."""
     path, config = folder / HISTORY_FILE, folder / CONFIG_FILE
     lines = read_json_lines(path) if path.is_file() else []
-    if not lines and config.is_file():  # of a run that began before there was a history
+    if not lines and config.is_file():  # a run from before config_history.jsonl existed
         lines = [{"step": 0, "config": config.read_text("utf-8")}]
     return [line for line in lines if line["step"] < step]

@@ -46,7 +46,7 @@ class StatusFile:
     def begin(self) -> None:
         """Write the start of the run, with the progress of an earlier one in this folder."""
         earlier = None
-        with contextlib.suppress(OSError, ValueError, TypeError):  # what another version wrote need not be understood
+        with contextlib.suppress(OSError, ValueError, TypeError):  # may be written by another version
             earlier = read_status(self.path.parent) if self.enabled else None
         earlier = earlier or Status()
         self._write(Status(step=earlier.step, max_steps=earlier.max_steps, save_seconds=earlier.save_seconds))

@@ -47,8 +47,8 @@ class StopRequest:
         request._listens = request._raises = True
         for number in active_stop_signals():
             signal.signal(number, request._on_signal)
-        # Python gives a signal its own effect back while it shuts down. One more then would turn the exit code of a
-        # run that has saved into that of one that was killed.
+        # Python restores default handlers during shutdown. A late signal would then turn the exit code of a saved run
+        # into that of a killed one.
         atexit.register(ignore_stop_signals)
         return request
 
@@ -62,7 +62,7 @@ class StopRequest:
         """Pass on a request made to another rank; from any thread."""
         if self._listens and self.reason is None:
             self._relayed = reason
-            os.kill(os.getpid(), signal.SIGUSR1)  # so that the main thread is interrupted as by a signal of its own
+            os.kill(os.getpid(), signal.SIGUSR1)  # interrupt the main thread as its own signal would
 
     def wait_for_checks(self) -> None:
         """Let signals take effect at the next `check` from now on."""

@@ -12,12 +12,12 @@ import psutil
 
 from reinforce_rl.utils.duration import END_VARIABLE, Allocation
 
-# Kept free before the allocation's end: the launcher ends the reward server and queues the job again.
+# Reserved before the allocation's end for the launcher to stop the reward server and requeue the job.
 LAUNCHER_SECONDS = 60.0
-# Kept free besides: what is forecast may take longer, and a run that has saved still has to end.
+# Margin on forecasts, and for shutdown after the save.
 MARGIN_SHARE, MARGIN_SECONDS = 0.1, 10.0
 RECENT_STEPS = 5
-# Of a first save, whose duration nobody knows: a shared file system on a bad day.
+# Estimate for the first save: a slow shared file system.
 BYTES_A_SECOND, FIXED_SECONDS = 100e6, 5.0
 
 
@@ -102,7 +102,7 @@ class RunTimer:
         left, step, save = self.seconds_left(), max(self._steps, default=0.0), self._save_seconds
         validation = self._validation_seconds
         if validation is None:
-            validation = step  # it may be the first one
+            validation = step  # none measured yet
         validations, saves = due.validation + due.validation_after, 1 + due.save + due.running_save
         needed = step + validations * validation + saves * save
         if with_margin(needed) <= left:

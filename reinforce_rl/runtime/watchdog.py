@@ -22,11 +22,11 @@ from reinforce_rl.runtime.stop import StopRequest
 
 BEAT_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
-SETTLE_SECONDS = 1.0  # from the first sign of a loss to the verdict: a rank that died drags others along
-GRACE_SECONDS = 5.0  # from the verdict to the end of a process whose main thread does not notice it
-END_SECONDS = 120.0  # for a main thread that is ending, and may have something to send or to close
+SETTLE_SECONDS = 1.0  # from the first sign of a loss to the verdict, since a dead rank drags others along
+GRACE_SECONDS = 5.0  # from the verdict to the exit of a process whose main thread is stuck
+END_SECONDS = 120.0  # for cleanup of a main thread that is already ending
 
-_NAMED = 8  # ranks that a message names
+_NAMED = 8  # most ranks named in a message
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def open(self, host: str) -> Invitation:
-        """Listen on `host`, rank 0's name or address as seen by the others; return the invitation to `join` with."""
+        """Listen on rank 0, reached by the others as `host`; return the invitation that they `join` with."""
         self._links, invitation = Links.listen(host)
         return invitation
 
@@ -139,14 +139,14 @@ class Watchdog:
                 self._others[rank].report = Report(**json.loads(hello)["report"])
             if missing := sorted(self._others.keys() - hellos.keys()):
                 raise ReinforceError(f"no report of rank {missing} came to rank 0 within {CONNECT_SECONDS:.0f} s")
-        # Else a rank that dies would be named with an old phase.
+        # Report each new phase at once, so that the verdict on a dead rank names its phase.
         self._activity.listen(lambda name: self._send(*self._beat()))
         self._thread.start()
 
     def explain(self, *, timed_out: str = "") -> Verdict | None:
         """Return the verdict after an error of this rank, if another rank is to blame.
 
-        `timed_out` is the text of a collective's own timeout error. It does not name the awaited rank; rank 0 does.
+        `timed_out` is a collective's own timeout error. It does not name the awaited rank; rank 0 finds it.
         """
         if timed_out and self.rank == 0:
             self._timed_out[0] = timed_out
@@ -181,7 +181,7 @@ class Watchdog:
             for rank, parts in self._links.poll(0.2):
                 self._receive(self._others[rank], json.loads(bytes(parts[0])))
             now = time.monotonic()
-            looks = now >= next_look  # for a hang, which takes a walk through the stack
+            looks = now >= next_look  # limited to once a beat, since looking for a hang walks the stack
             if looks:
                 next_look = now + BEAT_SECONDS
             if self._verdict is None:
@@ -198,8 +198,8 @@ class Watchdog:
             self._send(_encode({"verdict": asdict(verdict)}))
             links.poll(0.0)
         self._judged.set()
-        self._ending.wait(GRACE_SECONDS)
-        links.poll(0.0)  # what `end` had to say
+        self._ending.wait(GRACE_SECONDS)  # give the main thread time to end by itself
+        links.poll(0.0)  # flush the message of `end`
         if self._closing.wait(END_SECONDS if self._ending.is_set() else 0.0):
             return
         self._leave(verdict)
@@ -260,6 +260,7 @@ class Watchdog:
         return bool(self._timed_out or self._failed() or self._gone() or self._silent())
 
     def _judge(self) -> None:
+        # A dead process explains more than the errors of those that lost it.
         if gone := self._gone():
             self._verdict = died(gone)
         elif quiet := self._silent():

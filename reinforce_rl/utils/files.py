@@ -16,7 +16,7 @@ from reinforce_rl.errors import DataError
 
 def plain_number(value: Any) -> int | float | None:
     """Convert a number, NumPy scalar or one-element tensor to a Python number; None if NaN or infinite."""
-    if isinstance(value, int):  # bool too, which becomes 0 or 1
+    if isinstance(value, int):  # also bool, which becomes 0 or 1
         return int(value)
     number = float(value)
     return number if math.isfinite(number) else None
@@ -39,7 +39,7 @@ def write_atomically(path: Path, text: str) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)  # mkstemp gives 0600, which keeps a group from reading a shared run
+            os.fchmod(file.fileno(), 0o644)  # mkstemp's 0600 would keep the group from reading
             file.write(encode(text))
             file.flush()
             os.fsync(file.fileno())
@@ -54,7 +54,7 @@ def folder_faults(key: str, folder: str) -> Iterator[str]:
     out = existing = Path(folder).absolute()
     try:
         existing = next(p for p in (out, *out.parents) if p.exists())
-        with tempfile.TemporaryDirectory(dir=existing):  # root passes os.access() on /proc
+        with tempfile.TemporaryDirectory(dir=existing):  # not os.access, which root passes even on /proc
             pass
     except OSError as error:
         yield f"{key} is {out}; no folder can be made in {existing}: {error.strerror or error}"
@@ -87,7 +87,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         DataError: a complete line is not a JSON object.
     """
     records = []
-    # Not splitlines(): that would also split at U+2028 and its like, which a response may hold.
+    # Not splitlines(), which also splits at U+2028 and the like inside a response.
     *lines, _torn = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:

@@ -21,7 +21,7 @@ from reinforce_rl.utils.process import Message, ModuleChild, Silence, connect_to
 logger = logging.getLogger(__name__)
 
 MODULE = "reinforce_rl.utils.guard"
-REFRESH_SECONDS = 1.0  # how often the guard looks for new descendants and shared memory of what it watches
+REFRESH_SECONDS = 1.0  # interval of scans for new descendants and shared memory
 KILL_SECONDS = 5.0
 SHM_FOLDER = Path("/dev/shm")
 
@@ -128,7 +128,7 @@ class _Watch:
                 with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
                     if os.getsid(process.pid) in self.sessions:
                         self.processes.add(process)
-        # Another guard ends by itself once its owner is gone, and has work left until then.
+        # Spare other guards: they have cleanup left, and end by themselves.
         self.processes = {process for process in self.processes if not _is_guard(process)}
         if self.shm_prefixes:
             for process in self.processes:
@@ -136,7 +136,7 @@ class _Watch:
                     self._note_files_of(process)
 
     def _note_files_of(self, process: psutil.Process) -> None:
-        # Python's own segments have random names, so only the maps of a living process say whose they are.
+        # Python's segments have random names; only the maps of a live process show their owner.
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         self.paths.update(Path(path) for path in re.findall(r"(/dev/shm/psm_\w+)", maps))
         if process.name() == "tritonserver":
@@ -163,11 +163,11 @@ class _Watch:
         left = [process for process in self.processes if process.pid not in (mine, self.owner)]
         if self.grace_seconds > 0:
             roots = [process for process in self.roots if process.pid != self.owner]
-            for process in roots:  # their children are theirs to end, in their order
+            for process in roots:  # SIGTERM roots only: they end their children in order
                 with contextlib.suppress(psutil.Error):
                     process.terminate()
             _wait_until_gone(roots, self.grace_seconds)
-            self.refresh()  # what was started meanwhile
+            self.refresh()  # include processes started meanwhile
             left = [process for process in self.processes if process.pid not in (mine, self.owner)]
         for process in left:
             with contextlib.suppress(psutil.Error):
@@ -176,14 +176,14 @@ class _Watch:
         for prefix in self.shm_prefixes:
             self.paths.update(SHM_FOLDER.glob(prefix + "*"))
         for path in self.paths:
-            shutil.rmtree(path, ignore_errors=True)  # refuses what is no folder
+            shutil.rmtree(path, ignore_errors=True)  # for a folder; unlink below is for a file
             with contextlib.suppress(OSError):
                 path.unlink()
         self._remove_empty_environments()
 
     def _remove_empty_environments(self) -> None:
-        # Triton's Python backend makes an empty folder as it starts. Nothing names it but the time; rmdir spares what
-        # is in use.
+        # Triton's Python backend creates an empty folder at startup, identifiable only by its time; rmdir spares
+        # non-empty ones.
         for folder in Path("/tmp").glob("python_env_??????"):
             with contextlib.suppress(OSError):
                 made = folder.stat().st_mtime
@@ -222,7 +222,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a batch system signals every process; this one has work left then
+        signal.signal(number, signal.SIG_IGN)  # Slurm signals every process; the guard still has to clean up
     connection = connect_to_parent(death_signal=None)
     watch = _Watch(owner=int(sys.argv[2]))
     next_refresh = time.monotonic()

@@ -13,7 +13,7 @@ from pathlib import Path
 from reinforce_rl.errors import ConfigError
 
 PORT_WAIT_SECONDS = 3.0  # a server that was just killed frees its port within a moment
-BACKLOG = 1024  # connections that wait to be accepted; a whole cluster may connect at the same moment
+BACKLOG = 1024  # a whole cluster may connect at once
 
 
 def open_port(host: str, port: int) -> socket.socket:

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # ask for a stop in good order
-KILL_SECONDS = 60.0  # from SIGKILL to the end of a child; a large one takes a while
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # request a graceful stop
+KILL_SECONDS = 60.0  # from SIGKILL to the end of a child; freeing much memory takes a while
 MAX_INTERVAL = 2.0
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 MAX_MESSAGE_BYTES = 1 << 24
@@ -100,7 +100,7 @@ class Child:
             env=env,
             pass_fds=pass_fds,
             start_new_session=own_session,
-            # Without need there is none: it costs a fork of this process, which may have threads and much memory.
+            # Only if needed: it forces a fork of this process, which may have threads and much memory.
             preexec_fn=in_child if death_signal is not None or ignored_signals else None,
         )
         self.pid = self.process.pid
@@ -194,7 +194,7 @@ class ModuleChild(Child):
 
     def stop(self, seconds: float) -> None:
         """Close the connection, wait up to `seconds` for the child's end, then kill it. Safe to call twice."""
-        # Not `close`: a thread here may be reading from it, and a fork of this process may hold it too.
+        # shutdown, not close: a thread may be reading from it, and a fork of this process may hold a copy.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as end:
             end.shutdown(socket.SHUT_WR)
         self.wait(seconds)

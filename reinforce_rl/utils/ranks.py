@@ -21,10 +21,10 @@ import psutil
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_LOST_RANK, EXIT_STOPPED
 from reinforce_rl.utils.process import active_stop_signals
 
-# What torchrun handles in its own way: it passes the signal on, and kills the ranks after a while.
+# Signals left to torchrun, which forwards them and kills the ranks after a while.
 TORCHRUN_SIGNALS = "SIGINT,SIGQUIT"
 ONE_MACHINE = "one_machine"
-STORE_VARIABLE = "REINFORCE_STORE"  # the file through which the ranks of one machine find each other
+STORE_VARIABLE = "REINFORCE_STORE"  # path of the ranks' rendezvous file on one machine
 
 
 def run(arguments: list[str]) -> int:
@@ -75,7 +75,7 @@ def _meet_on_this_machine() -> None:
     class OneMachine(StaticTCPRendezvous):
         @property
         def use_agent_store(self) -> bool:
-            return False
+            return False  # the ranks meet in REINFORCE_STORE, not in the agent's TCP store
 
         def get_backend(self) -> str:
             return ONE_MACHINE
@@ -86,7 +86,7 @@ def _meet_on_this_machine() -> None:
     rendezvous.rendezvous_handler_registry.register(
         ONE_MACHINE, lambda parameters: OneMachine("localhost", 0, 0, 1, parameters.run_id, 0)
     )
-    # The file is in memory and has no name, so that nothing is left of it; only this user may open it by the path.
+    # An unnamed file in memory leaves nothing behind; only this user may open it by this path.
     os.environ[STORE_VARIABLE] = f"/proc/{os.getpid()}/fd/{os.memfd_create('store')}"
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")

@@ -14,14 +14,14 @@ from reinforce_rl.launch.slurm.rendezvous import Endpoint
 from reinforce_rl.launch.slurm.settings import SRUN, Allocation, Component, Settings
 
 CALL_SECONDS = 30.0
-# Not `python -m`: a container's image may have a PYTHONPATH of its own, which ours would not come through.
+# Not `python -m`: a container image may override PYTHONPATH.
 START_TASK = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from reinforce_rl.launch.slurm.task import main; sys.exit(main(sys.argv[2:]))"
 )
 ACTOR = "actor"
-# srun takes these for options, and Slurm sets them to what component 0 was asked for, whichever component srun is of.
-# Without them a step has all that its component has on its nodes, and a rank finds its GPU by LOCAL_RANK among them.
+# srun reads these as options, and Slurm sets them to component 0's values for every component.
+# Without them a step gets all resources of its component on its nodes; ranks select GPUs by LOCAL_RANK.
 FOREIGN_OPTIONS = (
     *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
     *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"),
@@ -125,7 +125,7 @@ def is_completing(job_id: str) -> bool:
 def _states(job_id: str) -> list[str]:
     try:
         return call(["squeue", "-h", "-j", job_id, "-o", "%t"]).split()
-    except SlurmCallError:  # it is too long ago for Slurm to know it
+    except SlurmCallError:  # Slurm has forgotten an old job
         return []
 
 
@@ -213,7 +213,7 @@ def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
     line += [f"--nodes={nodes}", f"--ntasks={plan.tasks}", f"--ntasks-per-node={plan.tasks // nodes}"]
     if plan.nodes:
         line.append(f"--nodelist={','.join(plan.nodes)}")
-    if component.cpus_per_task is not None:  # which srun does not take from the job by itself
+    if component.cpus_per_task is not None:  # srun does not inherit it from the job
         cpus = component.cpus_per_task * max(1, component.tasks_per_node * nodes // plan.tasks)
         line.append(f"--cpus-per-task={cpus}")
     line += ["--kill-on-bad-exit=1", "--export=ALL", "--label", f"--output={folder / plan.name}.log"]

@@ -14,7 +14,7 @@ from reinforce_rl.runtime.status import read_status
 Arguments = tuple[tuple[str, ...], tuple[str, ...]]
 
 HISTORY_FILE = "history.jsonl"
-IDLE_ATTEMPTS = 3  # of one job that began at the same checkpoint; the next one is not begun
+IDLE_ATTEMPTS = 3  # attempts of one job from the same checkpoint, after which it gives up
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Job:
         try:
             outcome = self._attempt()
         finally:
-            for left in self._steps:  # after an error of this program itself
+            for left in self._steps:  # after an error of the supervisor itself
                 if not left.has_ended:
                     left.end(signal.SIGTERM, time.monotonic() + self._settings.grace_seconds)
         return self._close(attempt, outcome)
@@ -152,7 +152,7 @@ class Job:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".token.")  # mode 0600
         with os.fdopen(handle, "w") as file:
             file.write(secrets.token_urlsafe(32) + "\n")
-        os.replace(name, path)  # whole, or not at all
+        os.replace(name, path)  # atomic
 
     def _set_times(self) -> None:
         try:
@@ -161,7 +161,7 @@ class Job:
         except SlurmCallError as error:
             self._log(f"warning: when this job ends is not known: {error}")
             return
-        # The components' times differ where Slurm has requeued component 0 alone.
+        # The components' times differ if Slurm has requeued component 0 alone.
         self._end_time = min((time for time in (end, actor_end) if time is not None), default=None)
         for name, value in (("SLURM_JOB_START_TIME", start), ("SLURM_JOB_END_TIME", self._end_time)):
             if value is not None:
@@ -247,7 +247,7 @@ class Job:
             self._log(f"{why}; the actor is asked to save and to end")
             number = signal.SIGUSR1 if self._stop.number == signal.SIGUSR1 else signal.SIGTERM
             by_itself = actor.end(number, self._deadline())
-            # Before the servers have ended: a job that is cancelled may be killed meanwhile.
+            # Log it before the servers end: Slurm may kill a cancelled job meanwhile.
             step = self._newest_checkpoint()
             self._log(f"the actor has ended; the run's newest checkpoint is that of step {step}")
         self._end_servers(servers)

@@ -23,7 +23,7 @@ EXIT_FOLDER = "exit"
 LAST_LOG_LINES = 20
 TAIL_BYTES = 1 << 18
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
-# Codes that follow from another task's end: a rank that missed another, and what `srun` or we ended.
+# Exit codes caused by another task's end: a rank that lost its peer, and tasks killed by `srun` or by us.
 CONSEQUENCES = (EXIT_LOST_RANK, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 
@@ -123,11 +123,11 @@ def judge(
             ACTOR,
         )
     stopped = {EXIT_FINISHED, EXIT_STOPPED}
-    if signalled is not None:  # it ends a program that does not handle it yet
+    if signalled is not None:  # a program still starting has no handler and dies of it
         stopped |= {128 + signal.SIGTERM, 128 + signal.SIGUSR1}
     codes = {end.code for end in actor}
     ends = [*actor, *servers]
-    if not unasked:  # a server that failed while others went on, or as it was ended, is not the cause
+    if not unasked:  # a server that failed while others went on, or during shutdown, is not the cause
         ends = list(actor)
         lost = [end for end in lost if end.component == ACTOR]
     if not unasked and codes == {EXIT_FINISHED} and not lost:
@@ -151,7 +151,7 @@ class Journal:
 
     def log(self, text: str) -> None:
         lines = "".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in text.splitlines())
-        with contextlib.suppress(OSError):  # a full disk must not end what can still be ended in good order
+        with contextlib.suppress(OSError):  # a full disk must not prevent an orderly end
             sys.stdout.write(lines)
             sys.stdout.flush()
         with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
@@ -167,7 +167,7 @@ def last_lines(log: Path, count: int = LAST_LOG_LINES) -> str:
     except OSError as error:
         return f"{log} cannot be read: {error.strerror}"
     shown: list[str] = []
-    warned: set[str] = set()  # tasks whose next line is the code that the warning is about
+    warned: set[str] = set()  # tasks whose next line is the source line of a warning
     for line in lines:
         task, _, text = line.partition(": ")
         if task in warned and text.startswith("  "):

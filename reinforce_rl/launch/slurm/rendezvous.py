@@ -25,9 +25,9 @@ from reinforce_rl.utils.files import write_atomically
 
 POLL_SECONDS = 0.2
 HEALTH_SECONDS = 5.0  # to connect, and then for the whole answer
-# Of the node. TMPDIR is often a job's own, and /tmp a container's own (enroot); /dev is the node's in both.
+# Shared by the node: TMPDIR is often per job, and /tmp per container (enroot).
 LOCK_FOLDER = Path("/dev/shm/reinforce_rl-ports")
-FIRST_PORT, PORTS = 20000, 10000  # below net.ipv4.ip_local_port_range, from which the kernel gives ports away
+FIRST_PORT, PORTS = 20000, 10000  # below the ephemeral range (net.ipv4.ip_local_port_range)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def publish(folder: Path, component: str, endpoint: Endpoint) -> None:
 def read_endpoint(folder: Path, component: str) -> Endpoint | None:
     """Return the endpoint of `component`; None until it is published."""
     path = _path(folder, component)
-    # By listing: NFS may cache for half a minute that a file is missing, but rereads an opened folder.
+    # List the folder: NFS may cache a missing file for half a minute, but revalidates an opened folder.
     if not folder.is_dir() or path.name not in os.listdir(folder):
         return None
     return Endpoint(**json.loads(path.read_text(encoding="utf-8")))
@@ -114,7 +114,7 @@ def claim_ports(count: int, key: str, folder: Path = LOCK_FOLDER) -> Iterator[li
 def _make_shared(folder: Path) -> None:
     try:
         folder.mkdir()
-        folder.chmod(0o1777)  # which mkdir's mode would be cut from by the umask
+        folder.chmod(0o1777)  # not by mkdir's mode, which the umask would reduce
     except FileExistsError:
         pass
     except OSError as error:
@@ -126,7 +126,7 @@ def _lock(path: Path) -> int | None:
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         try:
-            # Without O_CREAT first: Linux refuses that for another user's file in a sticky folder.
+            # First without O_CREAT, which Linux refuses for another user's file in a sticky folder.
             handle = os.open(path, flags)
         except FileNotFoundError:
             handle = os.open(path, flags | os.O_CREAT, 0o644)
@@ -136,7 +136,7 @@ def _lock(path: Path) -> int | None:
         raise ReinforceError(f"cannot open {path}, by which a port is locked: {error.strerror}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Otherwise its holder has removed it meanwhile, and the next process would lock a new file.
+        # Else its holder has unlinked it meanwhile, and another process could lock a new file of that name.
         if os.stat(path).st_ino == os.fstat(handle).st_ino:
             return handle
     except OSError:
@@ -171,8 +171,8 @@ def own_address(peers: Sequence[str]) -> str:
     address = _address_of(socket.gethostname())
     if address is not None and not address.startswith("127."):
         return address
-    # Debian gives a machine's own name the address 127.0.1.1, which says nothing to other machines: the address that
-    # packets to them come from does. Where all nodes are one machine, each has an address of the loopback.
+    # Debian maps a machine's own name to 127.0.1.1, useless to other machines: take the source address of packets to
+    # them. If all nodes are one machine, each has a loopback address.
     for other in map(_address_of, peers):
         if other is not None and not other.startswith("127."):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):

@@ -110,7 +110,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
     return tuple(argv[:place]), tuple(argv[place + 1 :])
 
 
-# Keys that the job itself sets.
+# Keys set by the job itself.
 SERVER_KEYS = ("inference.host", "inference.port", "inference.token_file", "inference.ready_file")
 ACTOR_KEYS = tuple(f"remote_rm.reward_model.{name}" for name in ("ip", "port", "replicas", "token_file"))
 
@@ -283,7 +283,7 @@ def _component(group: int, devices: int | None, environment: Mapping[str, str]) 
     def of(name: str) -> str | None:
         return environment.get(f"{name}_HET_GROUP_{group}")
 
-    # `--ntasks` without `--ntasks-per-node` gives only the second, such as 4(x2).
+    # Without `--ntasks-per-node` Slurm sets only SLURM_TASKS_PER_NODE, such as 4(x2).
     first = re.match(r"\d+", of("SLURM_TASKS_PER_NODE") or "1")
     tasks = int(of("SLURM_NTASKS_PER_NODE") or (first.group() if first else 1))
     cpus = of("SLURM_CPUS_PER_TASK")

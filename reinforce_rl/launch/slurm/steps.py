@@ -17,7 +17,7 @@ from reinforce_rl.utils.process import Child
 
 POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
-KILL_SECONDS = 60.0  # from SIGKILL of a step to that of its srun
+KILL_SECONDS = 60.0  # from SIGKILL of a step to SIGKILL of its srun
 KILLED = 128 + 9
 STALE_POLL_SECONDS = 1.0
 OUR_STEPS = re.compile(r"actor|rm-\d+")
@@ -60,7 +60,7 @@ class Step:
         return next((match.group(1) for match in found if match), None)
 
     def _read_messages(self) -> None:
-        # Messages of srun itself, of tasks that were killed or a step that cannot start. Tasks write to the log file.
+        # srun's own messages: killed tasks, or a step that cannot start. Tasks write to the log file.
         assert self._srun.process.stderr is not None
         for line in self._srun.process.stderr:
             text = line.decode(errors="replace").rstrip()
@@ -93,7 +93,7 @@ class Step:
         return False
 
     def _signal_until(self, number: int, deadline: float) -> None:
-        # A step that is being made has no id yet, and the controller may be busy.
+        # Retry: a starting step has no id yet, and the controller may be busy.
         while not self.has_ended and not self.signal(number) and time.monotonic() < deadline:
             self._wait(min(deadline, time.monotonic() + RETRY_SECONDS))
 

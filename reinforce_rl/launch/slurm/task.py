@@ -131,8 +131,8 @@ def run(
             return task.end(128 + (signals.first or signal.SIGTERM), "stopped before the program began"), True
         command = command_of(task, first, script)
         try:
-            # The program must not outlive a wrapper that is killed: other ranks would wait for it. Slurm signals every
-            # process, and the actor's SIGUSR1 would end a server.
+            # The program must not outlive a killed wrapper: other ranks would wait for it. Servers ignore SIGUSR1:
+            # Slurm signals every process, and it is meant for the actor.
             child = Child(
                 command,
                 own_session=False,
@@ -144,7 +144,7 @@ def run(
             raise ReinforceError(f"cannot start {command[0]}: {error.strerror}") from error
         signals.pass_to(child)
         code = child.process.wait()
-        # Slurm may send a signal twice, and Python no longer listens when it has all but ended.
+        # Slurm may signal twice, and Python restores default handlers during its shutdown.
         asked = signals.first is not None and -code in SIGNALS
         end = task.end(code if code >= 0 else 128 - code)
         end_orphans(ORPHAN_SECONDS)  # while the ports are still locked
@@ -178,7 +178,7 @@ def _children() -> list[int]:
     me, found = os.getpid(), []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # State and parent follow the name in parentheses, which may contain anything.
+            # The name in parentheses may contain anything; state and ppid follow it.
             if int(stat.read_text().rpartition(")")[2].split()[1]) == me:
                 found.append(int(stat.parent.name))
     return found

@@ -26,7 +26,7 @@ SUBMIT_SECONDS = 120.0
 PARTITIONS = ("sinfo", "--noheader", "--format=%P|%a|%l")
 NODES_HINT = "sinfo --Node --format='%N %P %T %c %m %G %f'"
 SUBMITTED_FILE = "submitted.jsonl"
-LAST_JOBS = 100  # asked for: more than any chain, and a short command line
+LAST_JOBS = 100  # queried; more than any chain, and keeps the command line short
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def partition_faults(plan: JobPlan, sinfo: str) -> list[str]:
     Raises:
         SlurmCallError: `sinfo` is not the output of `PARTITIONS`.
     """
-    reasons: dict[str, str] = {}  # why a partition does not do; empty where it does
+    reasons: dict[str, str] = {}  # why a partition cannot be used; empty if it can
     default = ""
     for line in filter(str.strip, sinfo.splitlines()):
         try:
@@ -209,20 +209,20 @@ def queue_faults(run_dir: Path) -> list[str]:
     names: dict[str, str | None] = {job.job: job.name for job in submitted}
     for attempt in History(folder / HISTORY_FILE).attempts():
         if attempt.end is None or attempt.requeued:
-            names.setdefault(attempt.job, None)  # of a job that was submitted without this program
+            names.setdefault(attempt.job, None)  # submitted without this program
     if not names:
         return []
     ids = list(names)[-LAST_JOBS:]
     try:
         text = call(["squeue", "--noheader", f"--jobs={','.join(ids)}", "--format=%i|%A|%T|%j"])
     except SlurmCallError as error:
-        if "Invalid job id" in error.said:  # of a single job that ended long ago
+        if "Invalid job id" in error.said:  # a single job that ended long ago
             return []
         raise
     found: dict[str, str] = {}
     for line in text.splitlines():
         shown, job, state, name = line.strip().split("|", 3)
-        if job in names and names[job] in (None, name):  # the numbers begin again some day
+        if job in names and names[job] in (None, name):  # job ids wrap around
             found[job] = f"{shown.split('+')[0]} ({name}, {state.lower()})"
     if not found:
         return []

@@ -17,7 +17,7 @@ DEFAULT_TIME = "04:00:00"
 ACTOR, SERVER = "actor", "server"
 UNLIMITED = ("UNLIMITED", "INFINITE", "INFINITY", "-1")
 _SECONDS = (
-    # Slurm reads M, M:S, H:M:S without days, and D-H, D-H:M, D-H:M:S with them.
+    # Slurm's formats: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
     (re.compile(r"(\d+)"), (60,)),
     (re.compile(r"(\d+):(\d+)"), (60, 1)),
     (re.compile(r"(\d+):(\d+):(\d+)"), (3600, 60, 1)),
@@ -115,7 +115,7 @@ JOB_VARIABLES = (
     Variable("REINFORCE_SIGNAL_LEAD", "", "seconds before the limit at which the run gets the signal to save"),
     Variable("REINFORCE_JOB_NAME", "", "components are NAME-rm and NAME-actor; else exp_manager.name"),
 )
-# What the plan sets itself; every other variable of the job has an option of the same name.
+# Set by the plan; every other job variable has an option of the same name.
 PLANNED = (names.RUN_DIR, names.ACTOR_DEVICES, names.SERVER_DEVICES, names.REPOSITORY)
 
 

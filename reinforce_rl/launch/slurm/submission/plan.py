@@ -10,7 +10,7 @@ from reinforce_rl.launch.slurm.settings import SEPARATOR, TORCHRUN
 from reinforce_rl.launch.slurm.submission.options import ComponentOptions
 
 DEFAULT_LEAD, LEAST_LEAD = 300, 120
-# Slurm sends the signal at some moment of the minute before the lead begins, and the job needs some to end.
+# Slurm sends the signal up to a minute before the lead begins, and the job needs time to end.
 LEAD_MARGIN = 60
 MOST_LEAD = 65535  # Slurm keeps it in 16 bits
 
@@ -71,11 +71,11 @@ class JobPlan:
         """Return the sbatch command; it starts after the end of job `after`, successful or not."""
         first = ["--test-only"] if test_only else ["--parsable"]
         if self.seconds is not None:
-            first.append(f"--signal=B:USR1@{self.lead}")  # in component 0: the batch script runs there
+            first.append(f"--signal=B:USR1@{self.lead}")  # on component 0, where the batch script runs
         if after is not None:
             first.append(f"--dependency=afterany:{after}")
         overrides = [*self.actor_args, *([SEPARATOR, *self.server_args] if self.server_args else [])]
-        # Without one of its own, component 1 would inherit the exclusion of component 0.
+        # Otherwise component 1 would inherit component 0's --exclude.
         reset = ["--exclude="] if self.server.options.exclude and not self.actor.options.exclude else []
         components = [*self._arguments(self.server), ":", *reset, *self._arguments(self.actor)]
         return ["sbatch", *first, *components, str(self.batch_file), *overrides]

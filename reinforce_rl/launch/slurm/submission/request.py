@@ -54,7 +54,7 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     faults: list[str] = []
     actor_cfg = _attempt(lambda: compose(ACTOR_CONFIG, options.actor_args), faults)
     run_dir = _run_dir(options, actor_cfg, environment)
-    # The job itself sets this key, absolute and the same for all.
+    # The job sets this key itself, to the absolute path.
     actor_args = tuple(arg for arg in options.actor_args if arg.partition("=")[0].lstrip("+") != RUN_DIR_KEY)
     if actor_cfg is not None:
         OmegaConf.update(actor_cfg, RUN_DIR_KEY, str(run_dir))
@@ -97,7 +97,7 @@ def _run_dir(options: Options, cfg: DictConfig | None, environment: Mapping[str,
     own = override_of(options.actor_args, RUN_DIR_KEY)
     if own is not None or not given:
         given = own or "."
-        # What cannot be resolved is among the faults of the configuration.
+        # Unresolvable values are among the configuration's faults.
         with contextlib.suppress(OmegaConfBaseException):
             given = given if cfg is None else str(cfg.exp_manager.explicit_log_dir)
     return Path(given).absolute()
@@ -161,9 +161,9 @@ def _gpu_faults(component: str, options: ComponentOptions, ranks: object) -> lis
 def _plan(options: Options, lead: int, cfg: TrainConfig, server: DictConfig, settings: Settings) -> JobPlan | None:
     of_actor, of_server = (cfg.trainer.num_nodes, cfg.trainer.devices), (server.num_nodes, server.devices)
     if not all(isinstance(number, int) and number > 0 for number in (*of_actor, *of_server)):
-        return None  # the programs' own faults say so
+        return None  # already among the programs' own faults
     base = options.job_name or cfg.exp_manager.name
-    on_gpus = cfg.trainer.precision == "bf16"  # which nobody uses on a CPU
+    on_gpus = cfg.trainer.precision == "bf16"  # bf16 means GPUs
 
     def component(
         name: str, job_name: str, nodes: int, ranks: int, own: ComponentOptions, default_gpus: int

@@ -21,7 +21,7 @@ from reinforce_rl.preflight.report import print_warnings
 from reinforce_rl.preflight.run import wide_console
 
 REPOSITORY = Path(__file__).resolve().parents[4]
-# Of an allocation that this process may be part of: the job would take them for its own.
+# All others may belong to an enclosing allocation; the job would take them for its own.
 KEPT_SLURM_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 
@@ -75,7 +75,7 @@ def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, err
         for _ in range(plan.chain):
             command = plan.command(after=jobs[-1] if jobs else None)
             out = call(command, seconds=SUBMIT_SECONDS, base=environment)
-            jobs.append(out.strip().split(";")[0])  # ID;CLUSTER where there are several clusters
+            jobs.append(out.strip().split(";")[0])  # ID;CLUSTER with several clusters
             record_submitted(plan.folder, jobs[-1], plan.server.job_name)
     except OSError as error:
         errors.print(f"error: exp_manager.explicit_log_dir is {plan.run_dir}: {error}", style="red", markup=False)
