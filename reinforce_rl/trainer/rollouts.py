@@ -58,6 +58,7 @@ class RolloutMaker:
 
     Args:
         batch_iterator_cls: called with (prompts, validation); yields the batches to generate together.
+        drop_truncated: mark responses cut at max_length as invalid.
         max_failed_fraction: tolerated share of unscored samples, over all ranks.
         work_queue: let idle blocks generate other ranks' batches; see `WorkQueue`.
     """
@@ -198,7 +199,7 @@ class RolloutMaker:
 
 
 def _scores(future: RewardFuture, count: int) -> Rewards:
-    """Validate a source's result: finite values exactly where the status is STATUS_OK."""
+    """Check and normalise a source's result: values are finite exactly where the status is STATUS_OK."""
     found = future.result()
     values, status = found.values.float(), found.status.int()
     for name, tensor in {"values": values, "status": status}.items():
