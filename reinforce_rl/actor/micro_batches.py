@@ -79,12 +79,6 @@ def packed_tokens(group_ids: Tensor, prompt_lengths: Tensor, response_lengths: T
 
 
 def padding(lengths: Tensor, groups: list[Tensor], pad_to: int = 0) -> tuple[int, int]:
-    """Return the tokens of the sequences and the tokens of the passes, padding included.
-
-    Args:
-        lengths: int64 [N].
-        groups: row indices from `micro_batches`.
-        pad_to: minimum padded length of a row.
-    """
+    """Return the tokens of sequences int64 [N], and of the passes over them with rows padded to at least `pad_to`."""
     padded = sum(len(rows) * max(int(lengths[rows].max()), pad_to) for rows in groups)
     return int(lengths[torch.cat(groups)].sum()) if groups else 0, padded

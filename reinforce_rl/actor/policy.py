@@ -159,7 +159,6 @@ class MegatronGPTReinforceActorModel:
 
         Args:
             sequences: int64 [N, S], right-padded.
-            prompt_lengths, response_lengths: int64 [N].
             group_ids: int64 [N], equal for equal prompts; None if unknown.
 
         Returns:
@@ -316,7 +315,6 @@ class MegatronGPTReinforceActorModel:
 
 
 def _as_floats(found: list[dict[str, Tensor]]) -> list[dict[str, float]]:
-    """Convert device scalars to floats with a single copy to the host."""
     scalars = [scalar.double() for part in found for scalar in part.values()]
     numbers = iter(torch.stack(scalars).tolist() if scalars else [])
     return [{name: next(numbers) for name in part} for part in found]
@@ -352,7 +350,6 @@ class _Samples:
 
     @classmethod
     def nothing(cls, pad_id: int) -> _Samples:
-        """Return a placeholder: a one-token prompt without a response."""
         zero = torch.zeros(1, dtype=torch.long)
         return cls(torch.full((1, 1), pad_id), zero + 1, zero, zero)
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_REWARD = 1e6  # above it float32 cannot tell the rewards of a group apart
-# What GRPO adds to a standard deviation, as in TRL. Rewards that differ by rounding alone have a deviation of about
-# 1e-7, which this leaves without effect.
+MAX_REWARD = 1e6  # beyond it float32 cannot resolve differences within a group
+# GRPO's epsilon, as in TRL; it swamps the deviation of about 1e-7 that rounding gives.
 EPSILON = 1e-4
 
 
@@ -64,7 +63,6 @@ class RewardGroups:
         return cls(rewards.where(valid, 0.0), group_ids, valid, past_mean)
 
     def group_index(self) -> Tensor:
-        """Return int64 [N], groups numbered from 0."""
         return self.group_ids.unique(return_inverse=True)[1]
 
     def sum_by_group(self, values: Tensor) -> Tensor:
@@ -81,7 +79,7 @@ class RewardGroups:
         """Return the mean valid reward of each sample's group: [N]; 0 if none is valid."""
         counts = self.count_by_group().clamp(min=1)
         means = self.sum_by_group(self.rewards) / counts
-        # A second pass over the deviations takes out the rounding of the first, which large equal rewards would show.
+        # A second pass over the deviations removes the rounding error of large equal rewards.
         return means + self.sum_by_group(self.rewards - means) / counts
 
     def mean(self) -> Tensor:
@@ -99,8 +97,6 @@ class RewardGroups:
 
 @dataclass(frozen=True)
 class Advantages:
-    """An estimator's result."""
-
     values: Tensor  # [N], detached; 0 where a sample does not train
     baseline: Tensor  # [N], subtracted before any division; 0 if there is none
     trains: Tensor  # bool [N], the samples that the loss averages over
@@ -170,7 +166,7 @@ def leave_one_out(groups: RewardGroups) -> Advantages:
     (arXiv:2402.14740), equation 8.
     """
     means = groups.mean_by_group()
-    # mean of the others = mean + (mean - r) / (G - 1): no sum of large rewards is taken and cancelled.
+    # mean of the others = mean + (mean - r) / (G - 1), without cancellation of large sums.
     others = (groups.count_by_group() - 1).clamp(min=1)
     return groups.advantages(means + (means - groups.rewards) / others)
 
@@ -210,11 +206,5 @@ def best_of_group(groups: RewardGroups) -> Advantages:
 
 
 def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Compute `leave_one_out` advantages [N] from plain tensors; 0 where invalid.
-
-    Args:
-        rewards: [N], any floating type.
-        group_ids: [N], any integers.
-        valid: bool [N]; None means all.
-    """
+    """Compute `leave_one_out` advantages [N] from plain tensors, as for `RewardGroups.of`; 0 where invalid."""
     return leave_one_out(RewardGroups.of(rewards, group_ids, valid)).values

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from reinforce_rl.algorithm.advantages import Advantages
 
-# Added to a variance, as in verl and OpenRLHF: a batch of equal advantages stays at zero.
+# Variance epsilon, as in verl and OpenRLHF: equal advantages stay at zero.
 VARIANCE_EPSILON = 1e-8
 
 
@@ -22,15 +22,10 @@ def sequence_credit(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def returns_to_go(token_rewards: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor:
-    """Compute sum_{s >= t} discount^(s - t) reward_s: [N, T], 0 outside the mask.
+    """Compute sum_{s >= t} discount^(s - t) reward_s: [N, T], 0 outside the mask, from [N, T] and bool [N, T].
 
     A token cannot change earlier rewards, so omitting them is unbiased if discount is 1 (Williams 1992; Schulman et
-    al. 2015, arXiv:1506.02438).
-
-    Args:
-        token_rewards: [N, T]; anything outside the mask.
-        mask: bool [N, T], True on response tokens, which come first.
-        discount: gamma in (0, 1]; biased below 1.
+    al. 2015, arXiv:1506.02438); below 1 it is biased. Response tokens come first; other rewards are ignored.
     """
     rewards = torch.where(mask, token_rewards, 0.0)
     if discount == 1.0:
@@ -50,10 +45,8 @@ def token_credit(
     """Compute return-to-go of reward and KL less a baseline: [N, T], 0 outside the mask.
 
     Args:
-        terminal: [N], reward of a response's last token.
-        baseline: [N], subtracted at every token, undiscounted.
-        token_penalty: [N, T], beta times each token's KL.
-        mask: bool [N, T].
+        terminal, baseline: [N]; the reward of the last token, and what is subtracted at every token, undiscounted.
+        token_penalty, mask: [N, T] and bool [N, T]; beta times each token's KL.
     """
     is_last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
     rewards = torch.where(is_last, terminal[:, None], 0.0) - torch.where(mask, token_penalty, 0.0)
@@ -76,12 +69,9 @@ def assign_credit(
 
     Args:
         found: advantages of the rewards, less beta times the KL if `kl_placement` is `reward`.
-        rewards: [N], shaped, without the KL.
-        kl: [N], per response.
-        token_kl: [N, T], 0 outside the mask.
-        mask: bool [N, T], tokens that train.
+        rewards, kl: [N]; the rewards shaped, without the KL.
+        token_kl, mask: [N, T] and bool [N, T]; the KL is 0 outside the mask.
         kl_placement: a value of the key `kl_placement`; a KL in the loss enters no advantage.
-        assignment: a value of the key `credit_assignment`.
         discount: gamma of `returns_to_go`; only with `token`.
     """
     if assignment == "sequence":
@@ -102,8 +92,7 @@ def whiten(
     By token as in verl and OpenRLHF, where long responses weigh more. Biased: the scale depends on the samples.
 
     Args:
-        values: [N, T].
-        mask: bool [N, T], tokens that count.
+        values, mask: [N, T] and bool [N, T].
         unit: `token`: every token has weight 1; `sequence`: every response has weight 1, shared by its tokens.
         total: sums a float64 tensor over the ranks that hold the batch.
 
@@ -118,6 +107,6 @@ def whiten(
     mean = sum_of_values / count.clamp(min=1)
     (squares,) = total((weights * (exact - mean) ** 2).sum()[None]).cpu()
     variance = squares / (count - 1).clamp(min=1)
-    # The tokens of a single response may differ, but there is nothing to compare them with.
+    # A single response has nothing to compare with, even if its tokens differ.
     counted = mask & (count.item() > 1)
     return torch.where(counted, (exact - mean) * (variance + VARIANCE_EPSILON).rsqrt(), 0.0).to(values.dtype)

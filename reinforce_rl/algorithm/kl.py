@@ -57,14 +57,7 @@ def sequence_kl(
 ) -> Tensor:
     """Estimate the KL of each sequence as it enters the reward (Ahmadian et al. 2024: k1, summed).
 
-    Args:
-        log_probs, reference_log_probs: [N, T].
-        mask: bool [N, T], True on response tokens.
-        estimator: a value of the key `kl_estimator`.
-        reduction: a value of the key `kl_reduction`.
-
-    Returns:
-        [N], detached, in nats per response (per token with `mean`); 0 for an empty response.
+    From log-probs and mask [N, T] to [N], detached, in nats per response (per token with `mean`); 0 if empty.
     """
     return reduce_over_tokens(token_kl(log_probs, reference_log_probs, mask, estimator=estimator), mask, reduction)
 
@@ -72,7 +65,7 @@ def sequence_kl(
 def kl_loss_terms(
     log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, estimator: str = "k3", weights: str = "prefix"
 ) -> Tensor:
-    """Return the KL as a loss term per token: the estimate as value, with the gradient that `weights` selects.
+    """Return the KL as a loss term per token, [N, T]: the estimate as value, with the gradient that `weights` selects.
 
     Tokens were sampled from the policy, so the gradient of the expected estimate is the estimate's own plus a
     score-function part, of which `weights` keeps:
@@ -82,20 +75,14 @@ def kl_loss_terms(
         prefix: sg(k_t) sum_{s <= t} l_s, the gradient of the expected sum of estimates; exact for k1 and k3.
 
     Args:
-        log_probs: [N, T] under the policy that sampled the tokens, with gradient.
-        reference_log_probs: [N, T].
-        mask: bool [N, T], True on response tokens.
-        estimator: a value of the key `kl_estimator`.
-        weights: a value of the key `kl_loss_weights`.
-
-    Returns:
-        [N, T] in nats, 0 outside the mask.
+        log_probs, reference_log_probs: [N, T]; the former with gradient, of the policy that sampled the tokens.
+        mask: bool [N, T], True on response tokens; the result is 0 elsewhere.
     """
     terms = token_kl(log_probs, reference_log_probs.detach(), mask, estimator=estimator)
     if weights == "none":
         return terms
     own = torch.where(mask, log_probs, 0.0)
-    score = own - own.detach()  # zero in value
+    score = own - own.detach()  # zero in value, carries the score-function gradient
     if weights == "prefix":
         score = score.cumsum(dim=-1)
     return terms + torch.where(mask, terms.detach() * score, 0.0)
@@ -114,5 +101,5 @@ class KLCoefficient:
         if self.target is None or not math.isfinite(measured):
             return
         error = min(max(measured / self.target - 1.0, -0.2), 0.2)
-        # A step of more responses than five horizons would else turn beta negative.
+        # Otherwise a step of more than five horizons of responses would turn beta negative.
         self.value *= 1.0 + error * min(responses / self.horizon, 1.0)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from reinforce_rl.algorithm.kl import kl_loss_terms
 
-# Above it a ratio has no meaning left. Without a bound it would become infinite, and infinity times an advantage or a
-# gradient of 0 is NaN. verl has the same bound.
+# Bound on log ratios, as in verl: an infinite ratio times a zero advantage or gradient is NaN.
 MAX_LOG_RATIO = 20.0
 
 
@@ -62,8 +61,7 @@ def token_weights(
     Denominators of the global batch make the gradient independent of the split into micro-batches and ranks.
 
     Args:
-        mask: bool [N, T].
-        trains: bool [N].
+        mask, trains: bool [N, T] and [N].
         denominators: of the global batch; zeros give a loss of 0.
         aggregation: a value of the key `loss_aggregation`:
             sequence_sum: sum over tokens, mean over sequences (RLOO, Ahmadian et al. 2024, arXiv:2402.14740, equation
@@ -97,8 +95,7 @@ def policy_terms(
     """Return the policy-gradient term of each token. At pi = pi_old all ratios give the gradient of `none`.
 
     Args:
-        log_probs: [N, T], with gradient, 0 outside the mask.
-        old_log_probs: [N, T] under pi_old, 0 outside the mask.
+        log_probs, old_log_probs: [N, T], 0 outside the mask; the former with gradient.
         advantages: [N, T]; constant within a response for the sequence ratios.
         mask: bool [N, T].
         ratio: a value of the key `importance_ratio`:
@@ -125,7 +122,7 @@ def policy_terms(
     free, bounded = rho * advantages, rho.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     terms = -torch.minimum(free, bounded)
     if ratio == "sequence":
-        # The ratio's gradient is already the sum over the response's tokens: each carries its share of the term.
+        # The ratio's gradient already sums over the response's tokens, so each gets 1 / length of the term.
         terms = terms / lengths
     cut_off = (difference > MAX_LOG_RATIO) & (advantages < 0)
     return terms, rho.detach(), ((bounded < free) | cut_off) & mask
@@ -134,14 +131,12 @@ def policy_terms(
 def generator_weights(
     old_log_probs: Tensor, generator_log_probs: Tensor, mask: Tensor, *, correction: str, cap: float
 ) -> Tensor:
-    """Return detached truncated importance weights min(pi_old / pi_gen, cap): [N, T].
+    """Return detached importance weights min(pi_old / pi_gen, cap), [N, T], from log-probs and mask [N, T].
 
     They correct for another engine, other kernels or older weights. The cap bounds the variance and adds bias (Ionides
     2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
 
     Args:
-        old_log_probs, generator_log_probs: [N, T], 0 outside the mask.
-        mask: bool [N, T].
         correction: `none`, `token` (each token's own ratio), or `sequence` (the response's; unbiased but for the cap).
     """
     if correction == "none":
@@ -167,22 +162,21 @@ def policy_loss(
     Args:
         log_probs: [N, T], with gradient; anything outside the mask.
         entropy: [N, T], with gradient if there is a bonus; None if not computed.
-        denominators: of the global batch.
         kl_coefficient: beta of a KL in the loss.
 
     Returns:
-        the scalar share, and float64 sums over the training tokens, additive over micro-batches and ranks; see
+        the scalar share, and float64 sums over training tokens, additive over micro-batches and ranks, for
         `monitoring.metrics.update_metrics`.
     """
     kept = inputs.mask & inputs.trains[:, None]
 
     def clean(values: Tensor) -> Tensor:
-        # where, not multiplication: 0 * inf is NaN, in the gradient too.
+        # torch.where, since 0 * inf is NaN, in the gradient too.
         return torch.where(kept, values, 0.0)
 
     own = clean(log_probs)
-    # On the first pass the ratio is exactly 1: a second pass would differ by rounding, which a sum over a long
-    # response turns into a ratio that clips on-policy samples.
+    # Exactly 1 on the first pass: recomputed log-probs differ by rounding, which adds up over a long response and
+    # would clip on-policy samples.
     old = own.detach() if inputs.old_log_probs is None else clean(inputs.old_log_probs)
     weights = token_weights(inputs.mask, inputs.trains, denominators, settings.aggregation, own.dtype)
     terms, rho, clipped = policy_terms(

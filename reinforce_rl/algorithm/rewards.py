@@ -81,10 +81,8 @@ def shape_rewards(
     """Return the shaped rewards [N].
 
     Args:
-        rewards: [N], raw.
-        valid: bool [N]; the rewards of the others are arbitrary.
-        response_lengths: int64 [N], tokens.
-        is_end: bool [N], False if the response was cut at max_length.
+        rewards, valid: raw [N] and bool [N]; invalid rewards are arbitrary.
+        response_lengths, is_end: int64 [N] and bool [N], False if cut at max_length.
         past: moments of past steps' raw rewards; the first step uses its own.
     """
     shaped = rewards
@@ -93,7 +91,7 @@ def shape_rewards(
     elif shaping.standardisation == "running":
         if past.count < 2:
             past = RunningMoments.of(rewards[valid])
-        # Rewards that differed by rounding alone are left at zero instead of blown up.
+        # Do not amplify rewards that differ by rounding only.
         differed = past.deviation > TOLERANCE * max(abs(past.mean), 1.0)
         level = torch.where(valid, 0.0, shaped)
         shaped = (shaped - past.mean) / past.deviation if differed else level
@@ -131,17 +129,14 @@ def less_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: int) 
     return found
 
 
-# Rewards of a group within this of each other are equal: float32 rounding of rewards of order one.
+# Rewards closer than this count as equal: float32 rounding at order one.
 TOLERANCE = 1e-6
 
 
 def in_group_with_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """Return bool [N]: True if the valid samples of the sample's group differ in reward.
 
-    Args:
-        rewards: [N].
-        group_ids: int64 [N].
-        valid: bool [N]; the rewards of the others are arbitrary.
+    Rewards are [N], with arbitrary values where `valid` bool [N] is False; `group_ids` is int64 [N].
     """
     groups, index = torch.unique(group_ids, return_inverse=True)
     exact = rewards.double()

@@ -155,7 +155,6 @@ def _set(section: Section, name: str, value: Any, key: str) -> Iterator[str]:
 
 
 def _missing(section: Section, path: str, faults: list[str]) -> Iterator[str]:
-    """Yield required keys that are not set and have no error yet."""
     for name, value in section:
         key = path + name
         if any(fault.startswith(f"{key} ") for fault in faults):
@@ -199,7 +198,6 @@ def _bounds(option: dict[str, Any]) -> str:
 
 
 def describe(schema: dict[str, Any]) -> str:
-    """Return the type of a value from its JSON schema."""
     if "anyOf" in schema:
         return " or ".join(map(describe, schema["anyOf"]))
     if schema.get("type") == "array":

@@ -33,12 +33,9 @@ class Comparison:
 
 
 def compare(first: Generator, second: Generator, prompts: Sequence[Prompt], params: SamplingParams) -> Comparison:
-    """Generate one response per prompt with both and compare.
+    """Generate one response per prompt with both and compare; waking them counts towards their time.
 
-    Args:
-        first, second: the generators; waking them counts towards their time.
-        prompts: at least one.
-        params: should be greedy, otherwise the noise makes them differ.
+    `params` should be greedy, otherwise the noise makes them differ.
     """
     (left, left_seconds), (right, right_seconds) = (_timed(one, prompts, params) for one in (first, second))
     common = [_common(left, right, row) for row in range(len(prompts))]
@@ -67,7 +64,6 @@ def _timed(generator: Generator, prompts: Sequence[Prompt], params: SamplingPara
 
 
 def _common(left: Completions, right: Completions, row: int) -> int:
-    """Count a row's tokens before the first difference."""
     count = min(int(left.lengths[row]), int(right.lengths[row]))
     differs = (left.tokens[row, :count] != right.tokens[row, :count]).nonzero()
     return int(differs[0]) if len(differs) else count

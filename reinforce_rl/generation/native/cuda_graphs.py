@@ -8,27 +8,23 @@ import torch
 
 
 class GraphedStep:
-    """Capture a step once per number of rows, then replay it.
+    """Capture a step, which takes the number of rows, once per number of rows; then replay it.
 
     The step must update preallocated tensors in place and branch on the host by the number of rows only. Graphs hold
     weight addresses, so weights must not move.
-
-    The first call per number of rows warms up eagerly on the capture stream: libraries allocate workspaces at their
-    first call, which is forbidden during capture.
-
-    Args:
-        step: takes the number of rows.
     """
 
     def __init__(self, step: Callable[[int], None]):
         self._step = step
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self._stream = torch.cuda.Stream()
-        self._pool = torch.cuda.graph_pool_handle()  # of all graphs, which never run at a time
+        self._pool = torch.cuda.graph_pool_handle()  # shared, since graphs never run concurrently
 
     def __call__(self, rows: int) -> None:
         if rows not in self._graphs:
-            self._graphs[rows] = None
+            self._graphs[rows] = (
+                None  # warm up: libraries allocate workspaces at their first call, illegal in a capture
+            )
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 self._step(rows)
@@ -37,7 +33,7 @@ class GraphedStep:
         graph = self._graphs[rows]
         if graph is None:
             graph = self._graphs[rows] = torch.cuda.CUDAGraph()
-            # Other threads may call CUDA meanwhile, as NCCL's watchdog does.
+            # thread_local, as NCCL's watchdog thread calls CUDA during the capture.
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 self._step(rows)
         graph.replay()

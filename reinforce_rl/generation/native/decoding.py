@@ -34,8 +34,6 @@ class Responses:
     """Response buffers of a call and the history-dependent sampling rules.
 
     Args:
-        num_samples: responses per prompt.
-        tokenizer: decodes text for `end_strings`.
         pad_id: right padding of the responses.
         spare: add a scratch row N.
     """
@@ -65,10 +63,7 @@ class Responses:
     def adjust(self, logits: Tensor, samples: Tensor, written: Tensor) -> Tensor:
         """Apply the repetition penalty and ban stop tokens before min_length: [R, V] to [R, V].
 
-        Args:
-            logits: [R, V].
-            samples: int64 [R], response of each row.
-            written: int64 [R], tokens so far.
+        `samples` int64 [R] has the response of each row, `written` int64 [R] its tokens so far.
         """
         if self._params.repetition_penalty != 1.0:
             if self._seen is None:
@@ -83,16 +78,10 @@ class Responses:
         return logits
 
     def append(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> list[int]:
-        """Write one token per row and return the rows that ended by a stop token or an end string.
-
-        Args:
-            samples, written: see `adjust`.
-            tokens: int64 [R].
-            log_probs: float32 [R].
-        """
+        """Write one token per row, int64 [R]; return the rows that ended by a stop token or an end string."""
         self._write(samples, written, tokens, log_probs)
         if not self._stops.numel() and not self._params.end_strings:
-            return []  # without waiting for the device
+            return []  # skips a device sync
         stopped = torch.isin(tokens, self._stops)
         if self._params.end_strings:
             stopped |= self._have_end_strings(samples, written + 1)
@@ -121,7 +110,7 @@ class Responses:
         self._log_probs[samples, written] = log_probs
         self._lengths[samples] = written + 1
         if self._seen is not None:
-            # A value on the device: a number would be copied there, which no CUDA graph may hold.
+            # A device tensor: a Python scalar would be copied to the device, which a CUDA graph forbids.
             self._seen[samples, tokens] = torch.ones_like(tokens, dtype=torch.bool)
 
     def _have_end_strings(self, samples: Tensor, lengths: Tensor) -> Tensor:
@@ -149,7 +138,6 @@ class Decoding:
 
     Args:
         lm: the actor, within `whole_sequences`.
-        prompts, num_samples, params, seed: see `Generator.generate`.
         max_tokens: bound on the cache; None for no bound.
         pad_id: right padding of the prompts.
     """
@@ -176,7 +164,7 @@ class Decoding:
             np.tile(np.arange(num_samples), len(prompts)),
             params.max_length,
         ).to(self._device)
-        # What the first tokens are drawn from, on the last stage, by slot.
+        # Hidden states for the first tokens, on the last stage, by slot.
         size, dtype = lm.architecture.hidden_size, lm.config.params_dtype
         self._of_prompts = torch.empty((self._schedule.slots, size), dtype=dtype, device=self._device)
         self._most_rows = self._schedule.rows
@@ -206,15 +194,7 @@ class Decoding:
         return None
 
     def _hand_on(self, hidden: Tensor | None, rows: int) -> Tensor | None:
-        """Send to the next stage and receive from the previous one at the same time.
-
-        Args:
-            hidden: [1, R, h] to send; None to send nothing.
-            rows: R to receive; 0 to receive nothing.
-
-        Returns:
-            [1, R, h], or None.
-        """
+        """Send [1, R, h] or None to the next stage while receiving `rows` rows (0: nothing) from the one before."""
         mesh, group = self._lm.mesh, self._lm.mesh.pp_group
         received = self._room(rows, 1) if rows else None
         messages = []
@@ -231,12 +211,7 @@ class Decoding:
         return torch.empty(shape, dtype=self._lm.config.pipeline_dtype, device=self._device)
 
     def _next_tokens(self, hidden: Tensor | None, samples: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw a token for each row, int64 [R], with its log-prob, float32 [R].
-
-        Args:
-            hidden: [R, h], on the last stage.
-            samples, written: see `Responses.adjust`.
-        """
+        """Draw a token int64 [R] and its log-prob float32 [R] per row; `hidden` is [R, h] on the last stage."""
         mesh, rows = self._lm.mesh, len(samples)
         tokens = torch.empty(rows, dtype=torch.long, device=self._device)
         log_probs = torch.empty(rows, dtype=torch.float32, device=self._device)

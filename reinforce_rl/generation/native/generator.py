@@ -32,8 +32,6 @@ class NativeGenerator:
     """A `Generator` on the actor's own weights.
 
     Args:
-        lm: the actor.
-        tokenizer: decodes text for `end_strings`; provides the pad id.
         max_tokens: bound on each rank's KV cache; None for all sequences of a call.
         is_lean: decode within `CausalLM.fast_decoding`; False: through megatron's own layers.
         is_static: use `StaticDecoding` if also `is_lean`, on a GPU in bf16.
@@ -123,7 +121,7 @@ class _Decoding(Decoding):
     def __init__(self, lm: CausalLM, *call: Any):
         super().__init__(lm, *call)
         self._cache = lm.new_cache(*self._sizes)
-        # What the next tokens are drawn from, on the last stage, by row.
+        # Hidden states for the next tokens, on the last stage, by row.
         self._hidden = self._of_prompts[:0]
 
     def admit(self) -> bool:
@@ -139,7 +137,6 @@ class _Decoding(Decoding):
         return bool(self._schedule.running)
 
     def _place(self) -> None:
-        """Update the row state after samples joined or left."""
         running = self._schedule.running
         self._samples, self._slots, self._lengths, self._written = torch.tensor(
             [(one.sample, one.slot, len(self._prompts[one.prompt]), one.written) for one in running],
@@ -165,7 +162,7 @@ class _Decoding(Decoding):
         if not len(tokens):
             self._hidden = self._hidden[:0]
             return
-        stored = self._written - 1  # the last token's keys are made in this pass
+        stored = self._written - 1  # this pass computes the last token's keys
         self._cache.at(self._lengths, stored, self._schedule.longest)
         hidden = self._through_stages(tokens[:, None], (self._lengths + stored)[:, None], self._cache)
         if hidden is not None:

@@ -15,13 +15,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def noise_keys(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray, num_positions: int) -> Tensor:
-    """Return a 64-bit key per (seed, prompt, sample, position) as two int32: [R, num_positions, 2].
+    """Return a 64-bit key per (seed, prompt, sample, position) as two int32: int64 [R] to [R, num_positions, 2].
 
     Applies the SplitMix64 finaliser to the four integers in turn (Steele et al., "Fast Splittable Pseudorandom Number
     Generators", 2014).
-
-    Args:
-        prompt_ids, sample_ids: int64 [R].
     """
     return position_keys(sample_seeds(seed, prompt_ids, sample_ids), num_positions)
 
@@ -49,13 +46,7 @@ def _mix(value: np.ndarray | np.uint64) -> np.ndarray:
 
 
 class Workspace:
-    """Preallocated buffers for sampling, since allocating pages costs more than the computation.
-
-    Args:
-        rows: maximum R.
-        vocab_size: V.
-        dtype: of the logits.
-    """
+    """Preallocated buffers for sampling, since allocating pages costs more than the computation."""
 
     def __init__(self, rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device):
         self._ints = torch.empty((2, rows, vocab_size), dtype=torch.int32, device=device)
@@ -98,8 +89,8 @@ def _negative_noise(keys: Tensor, bits: Tensor, scratch: Tensor) -> Tensor:
     _xor_shift(bits, scratch, 15)
     bits.mul_(_as_int32(0x846CA68B))
     _xor_shift(bits, scratch, 16)
-    # 31 bits and half a step. Small values keep their full precision, and it is these that make a token win.
-    # The factor's second part keeps what float rounds up to 2^31 below 1, whose noise would be minus infinity.
+    # 31 bits plus half a step. Small values, which make a token win, keep full precision.
+    # The second factor keeps values that round up to 2^31 below 1, where the noise is minus infinity.
     uniform = scratch.view(torch.float32).copy_(bits.bitwise_and_(0x7FFFFFFF))
     return uniform.add_(0.5).mul_(-(2.0**-31) * (1 - 2.0**-24)).log1p_().neg_().log_()
 
@@ -126,11 +117,7 @@ def choose_tokens(logits: Tensor, keys: Tensor, params: SamplingParams, work: Wo
     """Draw one token per row by the Gumbel-max trick, or take the likeliest under `use_greedy`: int64 [R].
 
     The trick samples the softmax exactly, and rounding matters only at near ties; an inverted cumulative sum would add
-    errors up over the vocabulary.
-
-    Args:
-        logits: [R, V], after penalties and bans, before temperature.
-        keys: int32 [R, 2], see `noise_keys`.
+    errors up over the vocabulary. Logits [R, V] have penalties and bans applied, but no temperature.
     """
     if params.use_greedy:
         return logits.argmax(dim=-1)

@@ -21,15 +21,9 @@ class Schedule:
     """Queue of sequences; one that ends makes room for the next.
 
     Args:
-        prompt_lengths: tokens of each prompt.
         num_samples: sequences per prompt.
         max_length: maximum response tokens.
         max_tokens: bound on the tokens of all slots and rows; None for no bound. One sequence always fits.
-
-    Attributes:
-        slots: maximum prompts in memory.
-        rows: maximum sequences in flight.
-        running: sequences in flight, by row.
     """
 
     def __init__(self, prompt_lengths: Sequence[int], num_samples: int, max_length: int, max_tokens: int | None):
@@ -43,8 +37,8 @@ class Schedule:
         def fits(rows: int) -> bool:
             return max_tokens is None or rows * max_length + slots_of(rows) * longest <= max_tokens
 
-        self.rows = next((rows for rows in range(total, 1, -1) if fits(rows)), 1)
-        self.slots = slots_of(self.rows)
+        self.rows = next((rows for rows in range(total, 1, -1) if fits(rows)), 1)  # maximum in flight
+        self.slots = slots_of(self.rows)  # maximum prompts in memory
         self.running: list[Running] = []
         self._waiting = iter(range(total))
         self._next = next(self._waiting, None)
@@ -95,5 +89,5 @@ class Schedule:
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest response in flight; 0 if there is none."""
+        """Tokens of the longest response in flight."""
         return max((one.written for one in self.running), default=0)

@@ -27,14 +27,14 @@ from reinforce_rl.megatron.model.kv_cache import FlashCache
 from reinforce_rl.megatron.model.model import CausalLM
 
 _STEPS = 8
-_SMALL = (1, 2, 4, 8, 16)  # numbers of rows; then multiples of the next
+_SMALL = (1, 2, 4, 8, 16)  # supported row counts; above them multiples of the next constant
 _MULTIPLE = 32
 
 
 def can_decode_statically(lm: CausalLM, longest: int) -> bool:
     """Return True if flash attention can decode here; `longest` is the length of the longest sequence in tokens."""
     shape = lm.architecture
-    # The queries of a prompt share one call, and a sliding window would have to be another one for each.
+    # The queries of a prompt share one call, but a sliding window differs for each query.
     in_window = shape.window is None or longest <= shape.window
     return in_window and flash_takes(lm.mesh.device, lm.config.params_dtype, shape.head_size)
 
@@ -67,8 +67,7 @@ class StaticDecoding(Decoding):
         self._use_graphs = use_graphs and stages == 1
 
     def run(self) -> None:
-        """Write all responses."""
-        # Not kept in `self`: a cycle would keep the cache until Python looks for cycles.
+        # Not in `self`: a reference cycle would keep the cache until garbage collection.
         step = GraphedStep(self._whole_step) if self._use_graphs else self._whole_step
         while (steps := self._admit()) is not None:
             if len(self._lots) > 1:
@@ -96,12 +95,11 @@ class StaticDecoding(Decoding):
             return None
         if new or self._freed:
             self._place()
-        if self._params.end_strings:  # which are looked for after each token
+        if self._params.end_strings:  # checked after each token
             return 0 if new else 1
         return min(_STEPS, self._params.max_length - schedule.longest)
 
     def _place(self) -> None:
-        """Copy the row state to the device, samples of a prompt side by side."""
         running = sorted(self._schedule.running, key=lambda one: one.slot)
         share = -(-len(running) // len(self._lots))
         for number, lot in enumerate(self._lots):
@@ -134,7 +132,6 @@ class StaticDecoding(Decoding):
                 self._write(self._lots[(tick - stages + 1) % stages], hidden)
 
     def _read(self, lot: _Lot) -> Tensor:
-        """Run this stage on the last token of each row."""
         samples, lengths, written, starts = lot.numbers
         self._cache.at(starts, written - 1, lot.rows_of_slots, lot.most_rows)
         tokens = self._responses.last_tokens(samples, written)
@@ -155,7 +152,6 @@ class StaticDecoding(Decoding):
         self._alive[at] = alive & ~stopped & (written + 1 < self._params.max_length)
 
     def _on_device(self, numbers: list[int]) -> Tensor:
-        """Copy to int64 without device sync."""
         return torch.tensor(numbers).to(self._device, non_blocking=True)
 
     def _look(self, steps: int) -> None:
@@ -174,13 +170,7 @@ class StaticDecoding(Decoding):
 
 
 class _Lot:
-    """Rows that pass through the stages together; device state in buffers with fixed addresses.
-
-    Args:
-        size: maximum rows.
-        slots: prompt slots.
-        most_rows: maximum rows of a slot.
-    """
+    """Rows that pass through the stages together; device state in buffers with fixed addresses."""
 
     def __init__(self, size: int, slots: int, most_rows: int, device: torch.device):
         self.size, self.rows, self._slots, self._most_rows = size, 0, slots, most_rows
@@ -195,13 +185,9 @@ class _Lot:
         rows: int,
         nobody: tuple[int, int, int, int],
     ) -> None:
-        """Set the rows, sorted by slot, and pad them.
+        """Set the rows, sorted by slot, and pad them to `rows` with the numbers of `nobody`.
 
-        Args:
-            lengths: prompt tokens of each row.
-            starts: lane start of each row.
-            rows: R.
-            nobody: the four numbers of a padding row.
+        `lengths` are prompt tokens and `starts` the lane starts of each row.
         """
         self.rows, self.most_rows = rows, min(rows, self._most_rows)
         numbers = [

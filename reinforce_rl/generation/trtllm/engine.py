@@ -10,7 +10,7 @@ from dataclasses import dataclass
 START, GENERATE, UPDATE, RELEASE, RESUME, STOP = "start", "generate", "update_weights", "release", "resume", "stop"
 DONE, FAULT = "done", "fault"
 
-# Memory that an engine gives back while it sleeps, by TensorRT-LLM's tags: all but the cache, and the cache.
+# Memory that a sleeping engine releases, by TensorRT-LLM's tags: all but the cache, and the cache.
 WEIGHT_TAGS = (
     "sampler",
     "drafter",
@@ -56,7 +56,7 @@ class EngineSampling:
     top_p: float | None
     repetition_penalty: float | None
     stop_token_ids: list[int]
-    end_id: int = -1  # with the end tokens in stop_token_ids all of them are treated alike, and stay in the output
+    end_id: int = -1  # disabled: end tokens are in stop_token_ids, so that they stay in the output
     pad_id: int = 0
     include_stop_str_in_output: bool = True
     logprobs: int = 1

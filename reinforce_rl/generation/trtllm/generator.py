@@ -49,12 +49,9 @@ class TensorRTLLMGenerator:
     """A `Generator` on a TensorRT-LLM engine. All ranks of a block create and call it together.
 
     Args:
-        lm: the policy.
-        tokenizer: decodes text for `end_strings`; provides the pad id.
         config: section `tensorrt_llm`; `tensor_parallel_size` is at most the block size.
         model: Hugging Face folder of the policy, for the engine's config.
         max_seq_len: prompt and response tokens.
-        log_folder: one engine log per file.
 
     Raises:
         ConfigError: TensorRT-LLM is missing, or there are no suitable GPUs.
@@ -102,7 +99,7 @@ class TensorRTLLMGenerator:
         try:
             yield
         except BaseException:
-            # The ranks may have left at different points, so nothing is done together here.
+            # No collectives: the ranks may have left at different points.
             self._has_weights = False
             raise
         self._sleep()
@@ -184,7 +181,7 @@ class TensorRTLLMGenerator:
             self._together(lambda engine: engine.release((*WEIGHT_TAGS, *CACHE_TAGS)))
             self._is_asleep = True
         except EngineLostError as error:
-            # It is dead, which frees its memory too. The next waking starts another, if that is still allowed.
+            # Its death freed the memory. The next wake-up starts another, if a restart is left.
             self._count_restart(error)
 
     def _with_one_restart(self, action: Callable[[], T]) -> T:
@@ -233,7 +230,6 @@ class TensorRTLLMGenerator:
         return result  # type: ignore[return-value]
 
     def _place_engine(self) -> None:
-        """Find the GPUs of the block; the leader prepares the engine."""
         mesh, arguments = self._lm.mesh, self._arguments
         uuid = weight_transfer.device_uuid(mesh.device)
         if importlib.util.find_spec("tensorrt_llm") is None:

@@ -1,8 +1,7 @@
-"""The process that owns a TensorRT-LLM engine: `python -m reinforce_rl.generation.trtllm.host`.
+"""The process that owns a TensorRT-LLM 1.2 engine: `python -m reinforce_rl.generation.trtllm.host`.
 
-A process of its own, because importing TensorRT-LLM and starting Ray reach far into a process, and because a process
-can be ended whatever state it is in. It takes one command after the other from its connection, and ends with it.
-The calls are those of TensorRT-LLM 1.2; `tests/generation/tensorrt_llm_signatures.json` has their signatures.
+Separate because TensorRT-LLM and Ray alter the process that imports them, and so that it can be killed in any state.
+`tests/generation/tensorrt_llm_signatures.json` has the signatures of the calls.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class EngineHost:
         cache = _package("tensorrt_llm.llmapi").KvCacheConfig(
             enable_block_reuse=True, free_gpu_memory_fraction=options.pop("free_gpu_memory_fraction")
         )
-        # Only TRTLLMSampler heeds the seed of a request, and only chunks let a prompt exceed max_num_tokens.
+        # Only TRTLLMSampler honours request seeds; only chunked prefill lets a prompt exceed max_num_tokens.
         self._llm = package.AsyncLLM(
             **options,
             backend="pytorch",
@@ -105,7 +104,6 @@ class EngineHost:
 
 
 def _package(name: str) -> Any:
-    """Import a module of TensorRT-LLM, in this process only."""
     return importlib.import_module(name)
 
 
@@ -145,7 +143,7 @@ async def serve(connection: Connection) -> None:
             command, arguments = STOP, ()
         try:
             reply = (DONE, await calls[command](*arguments))
-        except Exception as error:  # whatever the engine raises, the trainer must hear of it
+        except Exception as error:  # report any engine error to the trainer
             reply = (FAULT, _text(error))
         try:
             connection.send(reply)
@@ -160,9 +158,9 @@ def _text(error: BaseException) -> str:
 
 
 def main() -> None:
-    # The signal, too, since a call into the engine may never return.
+    # Also die by signal, as a call into the engine may never return.
     asyncio.run(serve(connect_to_parent(death_signal=signal.SIGTERM)))
-    # Threads of the engine that do not end must not keep the process.
+    # Skip waiting for engine threads that never end.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -26,11 +26,11 @@ from reinforce_rl.utils.process import PACKAGE_PARENT, ModuleChild
 
 KEY = "tensorrt_llm"
 STOP_SECONDS = 30.0
-STUCK_SECONDS = 5.0  # beyond a call's deadline, for what is under way then
-ABORT_SECONDS = 60.0  # for the engine to take back requests whose time is up
-# Unix sockets have names of at most 107 characters, and Ray adds some 65 to its folder.
+STUCK_SECONDS = 5.0  # grace after a call's deadline
+ABORT_SECONDS = 60.0  # for the engine to abort late requests
+# Unix socket paths have at most 107 characters; Ray adds about 65 to its folder.
 MAX_FOLDER_CHARACTERS = 40
-# Of the trainer's launcher: an engine that inherits them would take itself for a rank of that job.
+# Launcher variables, which would make the engine join the training job as a rank.
 _OF_THE_LAUNCHER = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "ROLE_", "GROUP_", "LOCAL_", "MASTER_")
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "CUDA_DEVICE_MAX_CONNECTIONS")
 
@@ -39,7 +39,6 @@ class EngineProcess:
     """Start, call and stop an engine process. May be restarted after an `EngineLostError`.
 
     Args:
-        config: section `tensorrt_llm`, for the timeouts.
         log: appended with the engine's output.
         dp_rank: data-parallel rank of the block.
         devices: GPU numbers on this machine; None without GPUs.
@@ -131,7 +130,7 @@ class EngineProcess:
         assert self._child is not None
         child, connection = self._child, self._child.connection
         late = EngineLostError(f"no answer to {command} within {seconds:g} s ({KEY}.{key}); log: {self._log}")
-        # A process that is stopped in the middle of a message would hold up the sending or the reading of it.
+        # A process stopped in mid-message would block send or recv.
         stuck = threading.Timer(seconds + STUCK_SECONDS, child.kill)
         stuck.daemon = True
         stuck.start()
@@ -177,7 +176,7 @@ def engine_environment(environment: Mapping[str, str], folder: Path, devices: Se
     own = {
         "PYTHONPATH": os.pathsep.join(filter(None, places)),
         "TLLM_DISABLE_MPI": "1",
-        "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # else it joins whatever Ray runs on this machine
+        "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # do not join another Ray on this machine
         "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # as NeMo-RL and verl do: copies stay on one stream
         "RAY_TMPDIR": str(folder),
         "RAY_USAGE_STATS_ENABLED": "0",
