@@ -1,1 +1,1 @@
-"""The plan of a run before it is started: batches, steps, memory, disk, and everything that is wrong with it."""
+"""Check a run before it starts: batches, steps, memory, disk, and every fault."""

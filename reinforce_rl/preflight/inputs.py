@@ -1,5 +1,4 @@
-"""What a run reads before it starts anything, and everything that is wrong with it: model folder, layout, tokenizer,
-prompts and disk. The real start and the preflight call the same function."""
+"""Read and check a run's inputs (model folder, layout, tokenizer, prompts, disk), at its start and in preflight."""
 
 from __future__ import annotations
 
@@ -32,14 +31,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run; None where one could not be read."""
+    """Inputs of a run; None for what could not be read."""
 
     architecture: Architecture | None
     layers: list[int] | None  # of each pipeline stage
     tokenizer: PreTrainedTokenizerBase | None
     datasets: RLHFDatasets | None
     disk: DiskNeed | None
-    errors: tuple[ReinforceError, ...]  # why something could not be, or cannot be used
+    errors: tuple[ReinforceError, ...]  # why an input could not be read or cannot be used
 
     @property
     def faults(self) -> list[str]:
@@ -50,10 +49,10 @@ class Inputs:
         ]
 
     def checked(self) -> tuple[PreTrainedTokenizerBase, RLHFDatasets]:
-        """Tokenizer and prompts.
+        """Return tokenizer and data sets.
 
         Raises:
-            ReinforceError: of what is wrong; a `ConfigError` with all of it where there are several things.
+            ReinforceError: the fault; several are joined in a `ConfigError`.
         """
         if len(self.errors) == 1:
             raise self.errors[0]
@@ -63,10 +62,7 @@ class Inputs:
 
 
 def read_inputs(cfg: TrainConfig) -> Inputs:
-    """Read and check all that can be checked without a GPU, another rank or the weights.
-
-    What `load_config` refuses already is left out here: files that are not there, sizes out of their range.
-    """
+    """Check what needs no GPU, other rank or weights, and what `load_config` does not check already."""
     errors: list[ReinforceError] = []
 
     def attempt(action: Callable[[], T]) -> T | None:
@@ -106,7 +102,7 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
 
 
 def layout_of(cfg: TrainConfig) -> Layout | None:
-    """Return the configured layout; None where the ranks do not divide, which `load_config` reports."""
+    """Return the configured layout; None if the ranks do not divide, which `load_config` reports."""
     model = cfg.model
     sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
     world = cfg.trainer.world_size

@@ -1,10 +1,10 @@
-"""What a rank holds of a model, and how many bytes it needs: arithmetic only.
+"""Estimate what a rank holds of a model and how many bytes it needs; arithmetic only.
 
-What a layer keeps for its backward pass was read off torch's own record of saved tensors, and what exists for a moment
-besides off its allocator (see tests/preflight/test_memory.py). Where a GPU has fused kernels it keeps less.
+Activation sizes were read off torch's saved tensors, temporaries off its allocator (tests/preflight/test_memory.py).
+With fused GPU kernels less is saved.
 
-Notation: t positions of a micro-batch on this rank, n response tokens of it, h hidden, f feed-forward, d head size,
-V vocabulary.
+Notation: t positions of a micro-batch on this rank, n its response tokens, h hidden, f feed-forward, d head size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ LORA_QKV, LORA_FC1 = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
 
 @dataclass(frozen=True)
 class StageShape:
-    """What one rank holds of the model: a stage's layers, a tensor-parallel rank's slices, with their padding."""
+    """A rank's part of the model: its stage's layers and its tensor-parallel slices, with padding."""
 
     layers: int  # of the stage
-    first: bool  # the embedding is there
-    last: bool  # the output layer is there
+    first: bool  # has the embedding
+    last: bool  # has the output layer
     hidden: int  # h
     heads: int  # query heads on the rank
     groups: int  # key-value groups on the rank
     head_size: int  # d
     ffn: int  # f on the rank
-    vocab: int  # rows of the output weight on the rank, padding included
+    vocab: int  # output weight rows on the rank, with padding
     whole_vocab: int  # of all ranks together
-    parameters: int  # numbers on the rank, a tied embedding's copy included
-    trained: int  # of these; equal without LoRA
-    largest: int  # numbers of the largest trained parameter
+    parameters: int  # on the rank, with a tied embedding's copy
+    trained: int  # all of them without LoRA
+    largest: int  # elements of the largest trained parameter
     tied: bool  # the output layer is the embedding
 
 
@@ -50,9 +50,9 @@ class Pass:
     """A micro-batch on one rank."""
 
     rows: int  # sequences
-    positions: int  # of each, on this context-parallel rank
-    scored: int  # response tokens of all of them on this rank, whose logits are taken
-    in_flight: int = 1  # micro-batches that this stage has under way at a time
+    positions: int  # per sequence, on this context-parallel rank
+    scored: int  # response tokens on this rank, whose logits are computed
+    in_flight: int = 1  # micro-batches in flight on this stage
 
     @property
     def tokens(self) -> int:
@@ -64,10 +64,10 @@ class Decoding:
     """One generation call of a rank."""
 
     prompts: int
-    samples: int  # of each prompt
+    samples: int  # per prompt
     prompt_tokens: int  # of the longest prompt
     response_tokens: int
-    cache_tokens: int | None = None  # that the KV cache holds at most; None for no bound
+    cache_tokens: int | None = None  # capacity of the KV cache; None for no bound
 
     def schedule(self) -> Schedule:
         return Schedule([self.prompt_tokens] * self.prompts, self.samples, self.response_tokens, self.cache_tokens)
@@ -75,28 +75,28 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a configuration uses memory."""
+    """The settings that determine memory use."""
 
-    weight_bytes: int  # of a weight or an activation: 4 in fp32, 2 in bf16
-    tensor: int  # the layout, as far as it changes what a rank keeps
+    weight_bytes: int  # per weight or activation: 4 in fp32, 2 in bf16
+    tensor: int  # tensor-parallel size
     sequence_parallel: bool
     context: int
-    optimizer_shards: int  # ranks that share the optimizer's states; 1 where each holds all of them
+    optimizer_shards: int  # ranks that the optimizer states are sharded over
     reference: str  # "host", "device" or "none"
-    # Hugging Face's names of the projections with updates; None where all weights are trained.
+    # Hugging Face's names of the projections with LoRA; None without LoRA.
     lora: frozenset[str] | None
-    lora_rank: int  # of them
-    recompute: int  # layers of a stage that keep their input only, at most
-    recompute_group: int  # of those, layers between two kept inputs
-    chunk_tokens: int  # response tokens whose logits exist at a time
-    offload_optimizer: bool  # the optimizer's states wait on the host during generation, and the gradients are freed
-    fused_adam: bool  # one pass over a parameter instead of several
-    gpu: bool  # device and host memory are two; else they are one, and moving a tensor copies nothing
+    lora_rank: int
+    recompute: int  # layers of a stage that are recomputed, at most
+    recompute_group: int  # recomputed layers per saved input
+    chunk_tokens: int  # response tokens whose logits are alive at a time
+    offload_optimizer: bool  # during generation optimizer states go to the host and gradients are freed
+    fused_adam: bool  # one kernel without temporaries
+    gpu: bool  # device and host memory are separate; on a CPU nothing is moved
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes that stay all the time; the reference's are on the device or on the host."""
+    """Bytes held throughout; the reference's on the device or the host."""
 
     weights: int
     gradients: int
@@ -111,13 +111,13 @@ class States:
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes of a phase at its worst moment, besides the states."""
+    """Peak bytes of a phase, without the states."""
 
     name: str
-    activations: int = 0  # of the layers, and what a backward pass or an optimizer step has for a moment
-    logits: int = 0  # with what is computed from them
+    activations: int = 0  # of layers, and temporaries of backward and optimizer step
+    logits: int = 0  # and what is computed from them
     cache: int = 0  # keys and values
-    moved: int = 0  # weights that come onto the device (above 0), what leaves it or is freed (below 0)
+    moved: int = 0  # above 0: weights copied to the device; below 0: what is offloaded or freed
 
     @property
     def total(self) -> int:
@@ -126,8 +126,6 @@ class Phase:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of a rank."""
-
     stage: int
     shape: StageShape
     states: States
@@ -146,15 +144,14 @@ class RankMemory:
 
     @property
     def on_host(self) -> int:
-        """Bytes in host memory at most, where that is not the device's."""
+        """Peak bytes in host memory, if it is separate from the device's."""
         is_offloaded = any(phase.moved < 0 for phase in self.phases)
         return self.states.reference_on_host + (self.states.optimizer if is_offloaded else 0)
 
 
 def states(shape: StageShape, policy: Policy) -> States:
-    """Compute weights, fp32 gradient buffers, optimizer and reference."""
     weights = shape.parameters * policy.weight_bytes
-    # In fp32 the optimizer's main weights are the weights themselves.
+    # In fp32 the weights are their own main weights.
     main = 0 if policy.weight_bytes == FP32 else FP32
     optimizer = -(-shape.trained // policy.optimizer_shards) * (main + ADAM_MOMENTS)
     return States(
@@ -175,19 +172,14 @@ def rank_memory(
     decoding: Decoding,
     validation: Decoding | None,
 ) -> RankMemory:
-    """States and phases of a rank of one stage.
-
-    Args:
-        train, forward: a micro-batch of each kind.
-        decoding, validation: a generation call of each kind; None for no validation.
-    """
+    """Compute states and phases of a rank of one stage; `validation` is None without validation."""
     fixed = states(shape, policy)
     phases = [_generation("generation", shape, policy, decoding)]
     if validation is not None:
         phases.append(_generation("validation", shape, policy, validation))
     phases.append(_log_probs("log-probs", shape, policy, forward, moved=0))
     if policy.reference != "none":
-        # The actor's own weights stay where they are meanwhile.
+        # The actor's weights stay on the device meanwhile.
         moved = fixed.weights if policy.gpu and policy.reference == "host" else 0
         phases.append(_log_probs("reference log-probs", shape, policy, forward, moved))
     phases += [_training(shape, policy, train), _optimizer_step(shape, policy)]
@@ -195,19 +187,19 @@ def rank_memory(
 
 
 def kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:
-    """Bytes that one layer keeps of a micro-batch for its backward pass, its own input included."""
+    """Return the bytes that one layer saves for its backward pass of a micro-batch, its input included."""
     kept, t = policy.weight_bytes, micro.tokens
     lora = policy.lora
-    # A norm keeps its input, and the matrix after it the norm's output, where it is trained.
+    # A norm saves its input; the next matrix saves the norm's output if it is trained.
     outputs = sum(kept for projections in (LORA_QKV, LORA_FC1) if lora is None or lora & projections)
     norms = shape.hidden * (2 * kept + outputs)
     if policy.sequence_parallel:
         norms //= policy.tensor
     d = shape.head_size
     query = shape.heads * d
-    # The fused projection (its view is the values), rotated queries and keys, the kernel's output and its log-sums.
+    # Fused QKV (the values are a view of it), rotated queries and keys, the kernel's output and log-sum-exp.
     attention = kept * (query + 2 * shape.groups * d + query + shape.groups * d + query) + FP32 * shape.heads
-    # Gate and up, and their product, which the down projection needs where it is trained.
+    # Gate and up, and their product if the down projection is trained.
     ffn = kept * shape.ffn * (3 if lora is None or "down_proj" in lora else 2)
     low_rank = 0 if lora is None else kept * policy.lora_rank * len(lora)
     rotary = 4 * kept * d * micro.positions
@@ -216,41 +208,41 @@ def kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:
 
 
 def _gathered_keys(shape: StageShape, policy: Policy, micro: Pass) -> int:
-    """Keys and values of all context-parallel ranks, and the masks of this rank's two chunks in the weights' type."""
+    """Keys and values of all context-parallel ranks, and the masks of this rank's two chunks in the weights' dtype."""
     whole = micro.positions * policy.context
     keys = 2 * micro.rows * whole * shape.groups * shape.head_size * policy.weight_bytes
     return keys + micro.positions * whole * policy.weight_bytes
 
 
 def _hidden(shape: StageShape, policy: Policy, micro: Pass) -> int:
-    """Bytes of one micro-batch's hidden states at a layer's border."""
+    """Bytes of a micro-batch's hidden states between two layers."""
     shared = policy.tensor if policy.sequence_parallel else 1
     return micro.tokens * shape.hidden * policy.weight_bytes // shared
 
 
 def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
-    """The worst of four moments of the backward pass, which comes when everything that is kept is there."""
+    """Return the worst of four moments of the backward pass, which starts with all saved activations alive."""
     t, kept, all_trained = micro.tokens, policy.weight_bytes, policy.lora is None
     layer, border = kept_by_layer(shape, policy, micro), _hidden(shape, policy, micro)
     again = min(policy.recompute, shape.layers)
     stored = again // policy.recompute_group * border + (shape.layers - again) * layer
     saved = micro.in_flight * (stored + (0 if shape.last else border))
-    # Of recomputed layers a group comes alive at a time. Where others are kept, those go backward first and are freed.
+    # One recomputed group is alive at a time; layers that are not recomputed go backward first and are freed.
     alive = policy.recompute_group * layer if again == shape.layers else 0
-    # megatron does not keep what it gathered for a layer's matrices, and gathers it once more.
+    # megatron gathers the sequence-parallel input again in backward instead of saving it.
     gathered = 2 * t * shape.hidden * kept if policy.sequence_parallel else 0
     in_layer = saved + alive + border + gathered
     weight = 2 * shape.ffn * shape.hidden * kept if all_trained else 0
     columns = t * shape.ffn * kept
-    # In SwiGLU: the gradients of what came in and went out, and two products on the way, but what went out is gone.
+    # In SwiGLU: the gradients of input and output and two temporaries; the output itself is freed.
     in_swiglu = in_layer + 4 * columns
     moments = [
         Phase("training", activations=in_swiglu),
-        # Before it: of the MLP only the gradient of gate and up is left.
+        # At fc1's weight gradient: of the MLP only the gradient of gate and up is left.
         Phase("training", activations=in_layer + border + weight - columns),
     ]
     table = shape.vocab * shape.hidden if all_trained else 0
-    # The gradient of a tied embedding waits for its other half.
+    # A tied embedding's gradient waits for its other half.
     waiting = table * kept if shape.last and shape.tied else 0
     if shape.first:
         moments.append(Phase("training", activations=waiting + table * kept + border))
@@ -267,7 +259,7 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
                 activations=saved
                 + 2 * FP32 * t * shape.hidden // shared
                 + 2 * micro.scored * shape.hidden * kept
-                # Summed over the chunks in fp32, then in the model's own type besides.
+                # Summed over chunks in fp32, then copied to the model's dtype.
                 + table * (FP32 + narrow),
                 logits=rows * shape.vocab * (2 * FP32 + narrow),
             )
@@ -276,19 +268,19 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
 
 
 def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
-    if policy.gpu:  # Plain Adam takes a root of all second moments at once; the fused one has no temporaries.
+    if policy.gpu:  # plain Adam takes the root of all second moments at once; fused Adam has no temporaries
         roots = 0 if policy.fused_adam else -(-shape.trained // policy.optimizer_shards) * FP32
         return Phase("optimizer step", activations=roots)
-    # On a CPU it goes parameter by parameter, and of the fused one only the norm of the gradients is seen.
+    # On a CPU Adam goes parameter by parameter; with fused Adam only the gradient norm has a temporary.
     at_once = shape.largest * (1 if policy.fused_adam else 2) * FP32
-    # Where each rank updates its share, gloo gathers all of them in a copy.
+    # With sharded states gloo all-gathers the weights into a copy.
     gathered = shape.trained * policy.weight_bytes if policy.optimizer_shards > 1 else 0
     return Phase("optimizer step", activations=max(at_once, gathered))
 
 
 def _forward_activations(shape: StageShape, policy: Policy, tokens: int) -> int:
-    """Bytes in the middle of a layer without gradient."""
-    # Gate and up with what becomes their product; with LoRA, gate and up three times: both sums' parts and the sum.
+    """Peak bytes inside a layer without gradient."""
+    # Gate and up with their product; with LoRA, gate and up three times: base, update and sum.
     matrices = 3 if policy.lora is None or not policy.lora & LORA_FC1 else 6
     inside_ffn = 5 * shape.hidden + matrices * shape.ffn
     d = shape.head_size
@@ -316,11 +308,11 @@ def _generation(name: str, shape: StageShape, policy: Policy, decoding: Decoding
     cache = tokens * shape.layers * 2 * shape.groups * shape.head_size * policy.weight_bytes
     reading = _forward_activations(shape, policy, schedule.slots * decoding.prompt_tokens)
     step = _forward_activations(shape, policy, schedule.rows)
-    # Of the sampling: the logits, two buffers for the noise, two for what is computed from both.
+    # Sampling: the logits, two buffers of noise, two of their combination.
     logits = 5 * schedule.rows * shape.whole_vocab * FP32 if shape.last else 0
     fixed = states(shape, policy)
     moved = -(fixed.optimizer + fixed.gradients) if policy.offload_optimizer and policy.gpu else 0
-    # A CPU multiplies by copies of the weights, the embedding excepted where it is not the head as well.
+    # A CPU multiplies by packed copies of the weights, except an embedding that is not also the head.
     embedding = shape.vocab * shape.hidden if shape.first and not (shape.last and shape.tied) else 0
     packed = 0 if policy.gpu else (shape.parameters - embedding) * policy.weight_bytes
     moments_of_time = (
@@ -332,14 +324,14 @@ def _generation(name: str, shape: StageShape, policy: Policy, decoding: Decoding
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters of the whole model, without padding and copies: all of them, and those that are trained."""
+    """Parameters of the whole model, without padding and copies."""
 
     parameters: int
     trained: int
 
     @classmethod
     def from_architecture(cls, arch: Architecture, lora: LoraSettings | None) -> ModelSize:
-        """LoRA's updates count as parameters too; without them all weights are trained."""
+        """Count parameters, including LoRA's; without LoRA all are trained."""
         weights = sum(math.prod(row.shape) for row in weight_map(arch, 1))
         if lora is None:
             return cls(weights, weights)
@@ -350,7 +342,7 @@ class ModelSize:
 def stage_shapes(
     arch: Architecture, layout: Layout, layers: Sequence[int], lora: LoraSettings | None
 ) -> list[StageShape]:
-    """Compute what a rank of each pipeline stage holds."""
+    """Return the shape of a rank of each pipeline stage."""
     tp = layout.tensor
     sizes = arch.padded(tp)
     rows = weight_map(arch, tp)
@@ -390,7 +382,7 @@ def stage_shapes(
 
 
 def rank_numbers(rows: Sequence[Row]) -> dict[str, int]:
-    """Count the numbers of each of megatron's parameters on one tensor-parallel rank; rows may share a parameter."""
+    """Return the element count of each megatron parameter on one tensor-parallel rank; rows may share a parameter."""
     return {row.megatron: math.prod(row.local_shape) for row in rows}
 
 

@@ -1,4 +1,4 @@
-"""How a run's batches divide, how many steps it has, and what it needs of memory and disk."""
+"""Plan a run: how its batches divide, its number of steps, its memory and disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from reinforce_rl.trainer.updates import total_steps, total_updates
 
 @dataclass(frozen=True)
 class Share:
-    """A count split over the data-parallel ranks: the smallest and the largest share."""
+    """Smallest and largest share of a count split over the data-parallel ranks."""
 
     least: int
     most: int
@@ -47,21 +47,21 @@ class Share:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a step's batch divides; micro-batches and calls are counted on the rank with most, at full length."""
+    """How a step's batch divides. Micro-batches and calls are those of the rank with most, at full length."""
 
-    prompts: int  # of a step, over all ranks
-    samples: int  # of a prompt
-    prompts_of_rank: Share  # of a step
-    generation_calls: int  # of a step, as are the next ones
-    forward_micro_batches: int
-    prompts_of_update: Share  # of an optimizer step, over all ranks; the most of them that one rank may have
+    prompts: int  # per step, over all ranks
+    samples: int  # per prompt
+    prompts_of_rank: Share  # per step
+    generation_calls: int  # per step
+    forward_micro_batches: int  # per step
+    prompts_of_update: Share  # per optimizer step: over all ranks, and the most that one rank may have
     updates: int  # optimizer steps on a full rollout batch
-    micro_batches: int  # of an optimizer step
-    longest_prompt: int  # tokens, of the training prompts, or the most that are allowed where they cannot be read
+    micro_batches: int  # per optimizer step
+    longest_prompt: int  # tokens, of the training prompts; the allowed maximum if they cannot be read
     longest: int  # tokens of the longest sequence, prompt and response
     validation: int | None  # prompts over all ranks, None for no validation
-    validation_calls: int  # of a validation
-    train_prompts: int | None  # of the data set; None where it cannot be read, as are the next three
+    validation_calls: int  # per validation
+    train_prompts: int | None  # in the data set; like the next fields None if it cannot be read
     steps_per_epoch: int | None  # rollout batches
     steps: int | None
     last_batch: int | None  # prompts of an epoch's last step
@@ -69,16 +69,12 @@ class BatchPlan:
 
 
 def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None) -> BatchPlan:
-    """From a configuration without faults.
-
-    Args:
-        datasets: None where they cannot be read.
-    """
+    """Plan the batches of a valid configuration; `datasets` is None if they cannot be read."""
     rl, rollout = cfg.trainer.reinforce, cfg.model.reinforce
     samples, response = rl.num_rollouts_per_prompt, rollout.length_params.max_length
     share = Share.split(rollout.num_rollout_samples, layout.data)
     of_update = cfg.prompts_per_update or rollout.num_rollout_samples
-    # Prompts of an optimizer step are drawn from the whole batch, wherever they lie.
+    # Prompts of an optimizer step are drawn from the whole batch, whichever rank holds them.
     most = share.most if cfg.prompts_per_update is None else min(share.most, of_update)
     train = None if datasets is None else datasets.train
     longest_prompt = cfg.model.max_prompt_tokens if train is None else longest_of(train)
@@ -127,7 +123,7 @@ def plan_memory(
     *,
     gpu: bool,
 ) -> list[RankMemory]:
-    """What a rank of each stage needs where all sequences have their full length.
+    """Compute the memory of a rank of each stage, with all sequences at full length.
 
     Args:
         validation_prompt: tokens of the longest validation prompt; 0 for no validation.
@@ -139,7 +135,7 @@ def plan_memory(
 
     def micro_batch(sequences: int, size: int, in_flight: int) -> Pass:
         rows = len(_cut(cfg, sequences, batches.longest, size)[0])
-        # A context-parallel rank has the ends of the sequences, and with them maybe all of the responses.
+        # A context-parallel rank may hold the ends of the sequences, with all of the responses.
         return Pass(rows, positions, rows * min(response, positions), in_flight)
 
     def call(prompts: int, size: int, samples: int, prompt_tokens: int) -> Decoding:
@@ -154,7 +150,7 @@ def plan_memory(
         validation = call(most, rollout.val_rollout_micro_batch_size, 1, validation_prompt)
     found = []
     for stage, shape in enumerate(stage_shapes(architecture, layout, layers, lora_settings(cfg))):
-        # 1F1B: the first stage runs ahead the farthest.
+        # 1F1B: the first stage has most micro-batches in flight.
         in_flight = min(layout.pipeline - stage, batches.micro_batches)
         train = micro_batch(batches.prompts_of_update.most * samples, cfg.model.micro_batch_size, in_flight)
         forward = micro_batch(of_rank * samples, rollout.forward_micro_batch_size, 1)
@@ -163,7 +159,6 @@ def plan_memory(
 
 
 def memory_policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> Policy:
-    """How the configuration uses memory; see `Policy`."""
     model, lora = cfg.model, lora_settings(cfg)
     number = model.activations_checkpoint_num_layers or 1
     full = model.activations_checkpoint_granularity == "full"
@@ -191,22 +186,20 @@ def memory_policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> Policy:
 @dataclass(frozen=True)
 class DiskNeed:
     folder: Path  # of the run
-    # Of one checkpoint: weights, fp32 main weights where they are others, Adam's moments; of LoRA's updates alone
-    # where there are some.
+    # One checkpoint: weights, fp32 main weights if separate, Adam's moments; with LoRA of its parameters only.
     checkpoint: int
-    checkpoints: int  # how many there are at a time, the one that is being written among them
+    checkpoints: int  # at a time, including the one being written
     export: int  # of the Hugging Face folder at the end
-    held: int  # of checkpoints that are in the folder already, whose room the new ones take
+    held: int  # by checkpoints already in the folder, which the new ones replace
     free: int  # on the disk
 
     @property
     def needed(self) -> int:
-        """Bytes besides those that are held already."""
+        """Bytes besides those already held."""
         return max(self.checkpoint * self.checkpoints - self.held, 0) + self.export
 
     @property
     def fault(self) -> str | None:
-        """The error where there is too little room."""
         if self.needed <= self.free:
             return None
         return (
@@ -219,7 +212,6 @@ class DiskNeed:
 
 
 def disk_need(cfg: TrainConfig, size: ModelSize, steps: int) -> DiskNeed:
-    """Compute what a run writes, and the room there is."""
     weight = WEIGHT_BYTES[cfg.trainer.precision]
     main = 0 if weight == FP32 else FP32
     saving = cfg.exp_manager.checkpoint_callback_params
@@ -247,7 +239,7 @@ def _saves(cfg: TrainConfig, steps: int) -> int:
 
 
 def gigabytes(count: float) -> str:
-    """10^9 bytes, or smaller units."""
+    """Format bytes in GB (10^9) or smaller units."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"

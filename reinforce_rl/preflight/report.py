@@ -1,4 +1,4 @@
-"""The plan and the predicted step as people and programs read them."""
+"""Print the plan and the predicted step, or return them as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reinforce_rl.preflight.memory import ModelSize, RankMemory
 from reinforce_rl.preflight.plan import BatchPlan, DiskNeed, Share, gigabytes
 
 _UNKNOWN = "not known: the prompts cannot be read"
-LEAST_SHARE, LEAST_BYTES = 0.02, 1e6  # of what is printed of a phase's parts and of its collectives
+LEAST_SHARE, LEAST_BYTES = 0.02, 1e6  # below these, parts and collectives of a phase are not printed
 
 
 def print_plan(
@@ -134,7 +134,7 @@ def _memory(memory: Sequence[RankMemory], layout: Layout, size: ModelSize, *, gp
 
 
 def resident(rank: RankMemory, *, gpu: bool) -> int:
-    """Bytes that stay all the time in the planned memory; on a CPU the host's is the same one."""
+    """Return the bytes held throughout in the planned memory, which on a CPU includes the host's."""
     return rank.states.on_device + (0 if gpu else rank.states.reference_on_host)
 
 
@@ -157,7 +157,7 @@ def _disk(disk: DiskNeed) -> Group:
 
 @dataclass(frozen=True)
 class Tried:
-    """A change of keys and the step it gives."""
+    """A change of configuration keys and its predicted step."""
 
     change: dict[str, Any]  # values by key
     step: StepTime
@@ -169,7 +169,6 @@ class Tried:
 
 
 def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:
-    """Print seconds, memory, collectives and the bottleneck."""
     machine, gpus, average = job.machine, job.layout.ranks, job.lengths.average
     console.print(Text(f"\nA step on {gpus} x {machine.name}, predicted", style="bold"))
     hint = "; give preflight_response_tokens=MEAN where most are shorter" if job.lengths.mean is None else ""
@@ -208,7 +207,7 @@ def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:
 
 
 def print_alternatives(console: Console, step: StepTime, better: Sequence[Tried], tried: int) -> None:
-    """Print changes that help, the best first."""
+    """Print changes that help, best first."""
     if not better:
         console.print(f"None of the {tried} changes that were tried is better.")
         return
@@ -220,7 +219,7 @@ def print_alternatives(console: Console, step: StepTime, better: Sequence[Tried]
 
 
 def as_json(job: PredictedJob, step: StepTime, better: Sequence[Tried]) -> dict[str, Any]:
-    """Return everything that is printed as plain values: seconds, bytes, FLOPs."""
+    """Return everything printed as plain values, in seconds, bytes and FLOPs."""
     return {
         "machine": job.machine.name,
         "ranks": job.layout.ranks,

@@ -1,4 +1,4 @@
-"""`preflight=true` or `deep`: print the plan of a run and everything that is wrong with it, and start nothing."""
+"""`preflight=true` or `deep`: print the plan of a run and its faults without starting anything."""
 
 from __future__ import annotations
 
@@ -35,17 +35,16 @@ SERVER_SECONDS = 3.0
 
 
 def preflight(cfg: DictConfig, console: Console | None = None) -> None:
-    """Print the plan and the warnings. Under torchrun only the first rank does anything.
+    """Print the plan and the warnings, under torchrun on rank 0 only.
 
     Raises:
-        ConfigError: everything that is wrong, in one message. Where the configuration itself has faults no plan is
-            printed.
+        ConfigError: all faults in one message. If the configuration itself has faults, no plan is printed.
     """
     if os.environ.get("RANK", "0") != "0":
         return
     console = console or wide_console()
     found = examine(cfg, console)
-    if cfg.preflight == DEEP and found.memory:  # a full disk, say, is no reason not to
+    if cfg.preflight == DEEP and found.memory:  # even with other faults, such as a full disk
         from reinforce_rl.preflight.deep.run import deep
 
         found.faults.extend(deep(found.config, found.inputs, console))
@@ -57,16 +56,16 @@ def preflight(cfg: DictConfig, console: Console | None = None) -> None:
 @dataclass(frozen=True)
 class Examination:
     config: TrainConfig
-    inputs: Inputs  # what the run would read
-    memory: tuple[RankMemory, ...]  # of a rank of each pipeline stage; empty where it is not known
+    inputs: Inputs
+    memory: tuple[RankMemory, ...]  # of a rank of each pipeline stage; empty if unknown
     faults: list[str]  # one sentence each
 
 
 def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examination:
-    """Print the plan and the warnings, where the configuration itself has no faults, and find all faults.
+    """Find all faults; print plan and warnings if the configuration itself has none.
 
     Args:
-        here: the run is to be on this machine, and its reward server runs already; else neither is looked at.
+        here: the run is for this machine and its reward server is up; else neither is checked.
     """
     config, faults = read_config(cfg)
     inputs = read_inputs(config)
@@ -79,12 +78,11 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
 
 
 def wide_console() -> Console:
-    """A console as wide as the tables."""
     return Console(highlight=False, soft_wrap=True, width=max(Console().width, 110))
 
 
 def planned_for_gpu(cfg: TrainConfig) -> bool:
-    """True with a GPU here, or with a precision that nobody uses on a CPU."""
+    """Return True with a GPU here, or with bf16, which is not used on a CPU."""
     return torch.cuda.is_available() or cfg.trainer.precision == "bf16"
 
 
@@ -113,7 +111,7 @@ def _warnings(cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory], *,
 
 
 def _server_warnings(server: RewardServerConfig) -> Iterator[str]:
-    """Check each server of one reward model, and that they are alike."""
+    """Check each server of one reward model, and that they agree."""
     try:
         token = read_token(server.token_file, "token_file")
     except ConfigError as error:
@@ -138,7 +136,7 @@ def _has_weights(cfg: TrainConfig) -> bool:
 
 
 def _weight_faults(cfg: TrainConfig, inputs: Inputs) -> Iterator[str]:
-    """Compare the weights' headers with config.json. A model may be planned without its weights."""
+    """Compare the weights' headers with config.json; a model may be planned without weights."""
     if inputs.architecture is not None and _has_weights(cfg):
         try:
             check_headers(inputs.architecture, HFFolder(cfg.pretrained_checkpoint.restore_from_path))
@@ -149,7 +147,7 @@ def _weight_faults(cfg: TrainConfig, inputs: Inputs) -> Iterator[str]:
 def _function_faults(cfg: TrainConfig) -> Iterator[str]:
     for spec, _ in configured_functions(cfg).values():
         if spec.name == NOT_SET:
-            continue  # said where the key is read
+            continue  # reported where the key is read
         try:
             load_function(spec)
         except LoadFault as error:
@@ -157,7 +155,7 @@ def _function_faults(cfg: TrainConfig) -> Iterator[str]:
 
 
 def host_memory_of_node(cfg: TrainConfig, memory: Sequence[RankMemory]) -> int:
-    """Bytes of host memory that the ranks of one node need for what is planned, at most."""
+    """Return the planned peak of host memory for the ranks of one node, in bytes."""
     largest = max(memory, key=lambda rank: rank.peak)
     of_rank = largest.on_host
     if not planned_for_gpu(cfg):
@@ -166,7 +164,7 @@ def host_memory_of_node(cfg: TrainConfig, memory: Sequence[RankMemory]) -> int:
 
 
 def _too_much_memory(cfg: TrainConfig, memory: Sequence[RankMemory]) -> Iterator[str]:
-    """Compare with this machine; of a GPU elsewhere nothing is known."""
+    """Compare with this machine; a GPU elsewhere is unknown."""
     if torch.cuda.is_available():
         largest = max(memory, key=lambda rank: rank.peak)
         there = torch.cuda.get_device_properties(0).total_memory

@@ -1,1 +1,1 @@
-"""`preflight=deep`: the user's own run on fake GPUs, at full width, and what it costs on a named machine."""
+"""`preflight=deep`: run the user's job on fake GPUs at full width and predict its cost on a named machine."""

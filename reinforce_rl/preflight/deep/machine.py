@@ -1,6 +1,6 @@
-"""GPU clusters as a few rates, and what a phase costs one rank on one. Torch-free.
+"""GPU clusters as a few rates, and the cost of a phase on one rank. Torch-free.
 
-Every number is a data sheet's, or a share of one that is commonly reached; none is fitted to a run of this project.
+Every number is from a data sheet, or a commonly reached share of one; none is fitted to a run of this project.
 """
 
 from __future__ import annotations
@@ -23,32 +23,31 @@ KEY = "preflight_machine"
 
 
 class Hardware(Section):
-    """A GPU, its node and its network. Bandwidths are bytes a second in one direction, of one GPU."""
+    """A GPU, its node and its network. Bandwidths are in bytes/s, one direction, per GPU."""
 
     name: Text = setting(NOT_SET)  # of the GPU
-    memory: Positive = setting(NOT_SET)  # bytes of a GPU
-    # bf16, fp32: FLOP/s of dense matrix products by the data sheet; fp32 without TF32, which is off here.
+    memory: Positive = setting(NOT_SET)  # bytes
+    # bf16, fp32: dense FLOP/s of the data sheet; fp32 without TF32, which is off.
     bf16: Positive = setting(NOT_SET)
     fp32: Positive = setting(NOT_SET)
-    hbm: Positive = setting(NOT_SET)  # memory bandwidth by the data sheet; `hbm_share` is reached
-    # nvlink, network: bandwidth inside a node and between nodes; `nvlink_share` and `network_share` are reached.
+    hbm: Positive = setting(NOT_SET)  # memory bandwidth of the data sheet, times `hbm_share`
+    # nvlink, network: bandwidth inside a node and between nodes, times `nvlink_share` and `network_share`.
     nvlink: Positive = setting(NOT_SET)
     network: Positive = setting(NOT_SET)
     pcie: Positive = setting(NOT_SET)  # bandwidth to pinned host memory, as reached
-    matmul_share: Positive = setting(NOT_SET)  # of these that large products reach
-    gpus_per_node: int = setting(8, gt=0)  # that NVLink joins
-    # Bytes that CUDA, NCCL and the kernels' workspaces take besides tensors.
+    matmul_share: Positive = setting(NOT_SET)  # share of `bf16` and `fp32` that large matrix products reach
+    gpus_per_node: int = setting(8, gt=0)  # GPUs joined by NVLink
+    # Bytes besides tensors.
     reserved: Positive = 3e9  # CUDA context 0.5 GB, NCCL's buffers, cuBLAS workspaces
     hbm_share: Positive = 0.8  # of mixed elementwise kernels; plain copies reach 0.9
     # NIM 1.8, one request (docs.nvidia.com/nim/benchmarking/llm): Llama 3.3 70B in fp8 on two H100 takes 18.91 ms a
     # token; 3.1 8B 4.63 ms, taken to be fp8 on one: 0.56 and 0.52 with all kernels. 0.6 gives these.
-    decode_share: Positive = 0.6  # of the memory bandwidth that an engine's decode step reaches
-    # Seconds that the smallest kernel takes.
-    kernel_floor: Positive = 2e-6  # an empty kernel, back to back
-    # Seconds that the host takes for a kernel in eager PyTorch.
+    decode_share: Positive = 0.6  # of `hbm`, in an engine's decode step
+    kernel_floor: Positive = 2e-6  # seconds of an empty kernel, back to back
+    # Host seconds per kernel launch in eager PyTorch.
     launch: Positive = 5e-6  # PyTorch's dispatcher, autograd and cudaLaunchKernel on one core
-    # Seconds that the GPU idles where the host waits for it.
-    sync: Positive = 2e-5  # cudaStreamSynchronize, and the launches that are not queued meanwhile
+    # Seconds that the GPU idles at a host sync.
+    sync: Positive = 2e-5  # cudaStreamSynchronize, and refilling the launch queue
     nvlink_share: Positive = 0.8  # nccl-tests' bus bandwidth of an all-reduce in a node, without NVLS
     network_share: Positive = 0.9  # the same between nodes, one rail a GPU
     # nvlink_latency, network_latency: seconds of one hop of a collective.
@@ -67,17 +66,16 @@ class Hardware(Section):
         }
 
     def kernel_seconds(self, flops: float, moved: float) -> float:
-        """An engine's kernel in bf16: the slower of computing and moving bytes, and no less than the floor."""
+        """Roofline time of an engine's bf16 kernel, at least the floor."""
         return max(flops / (self.bf16 * self.matmul_share), moved / (self.hbm * self.decode_share), self.kernel_floor)
 
     def collective_seconds(self, kind: str, moved: float, ranks: int, nodes: int) -> float:
-        """A collective by rings for its bytes and trees for its latency.
+        """Time of a collective: bandwidth of a ring, latency of a tree.
 
         Args:
             kind: all_reduce, all_gather, reduce_scatter, gather, broadcast, send or recv.
-            moved: bytes of the whole tensor: what an all-gather gives, what a reduce-scatter takes.
-            ranks: of the group.
-            nodes: that these lie on. The ranks of a node each have a network card.
+            moved: bytes of the whole tensor: an all-gather's output, a reduce-scatter's input.
+            nodes: nodes that the ranks span; each rank has its own network card.
         """
         if ranks <= 1:
             return 0.0
@@ -92,7 +90,7 @@ class Hardware(Section):
         return hops * hop + volume * moved / bandwidth
 
     def host_seconds(self, moved: float) -> float:
-        """A transfer between a GPU and pinned host memory."""
+        """Time of a transfer between a GPU and pinned host memory."""
         return moved / self.pcie
 
 
@@ -128,12 +126,12 @@ MACHINES = {
 
 
 def load_machine(value: str) -> Hardware:
-    """A machine by its name, or of a YAML file with the fields of `Hardware`.
+    """Return a known machine by name, or load a YAML file with `Hardware`'s fields.
 
-    The file may name one of the known machines under `base`, and then holds only what differs.
+    The file may name a known machine as `base` and override some fields.
 
     Raises:
-        ConfigError: an unknown name, or a file that cannot be used; all faults of it together.
+        ConfigError: unknown name, or all faults of the file together.
     """
     if value in MACHINES:
         return MACHINES[value]
@@ -157,8 +155,7 @@ def load_machine(value: str) -> Hardware:
 
 
 class Traffic(NamedTuple):
-    """A kind of collective that a rank takes part in: its group (tensor, data, ...), its kind, the group's ranks, and
-    the nodes that these lie on."""
+    """A kind of collective; `group` is its parallelism (tensor, data, ...)."""
 
     group: str
     kind: str
@@ -173,18 +170,18 @@ class Traffic(NamedTuple):
 class Cost:
     # Seconds (the kernels' roofline), kernels, launches, flops, bytes, syncs.
     counts: Mapping[str, float] = field(default_factory=dict)
-    calls: Mapping[Traffic, float] = field(default_factory=dict)  # how often each collective is called
+    calls: Mapping[Traffic, float] = field(default_factory=dict)  # calls of each collective
     sent: Mapping[Traffic, float] = field(default_factory=dict)  # bytes of its tensors
 
     def __getitem__(self, name: str) -> float:
         return self.counts.get(name, 0.0)
 
     def kernel_seconds(self, machine: Hardware) -> float:
-        """The GPU's kernels, or their launches where these take longer, and the waits for the host."""
+        """Time of kernels or of their launches, whichever is longer, plus host syncs."""
         return max(self["seconds"], self["launches"] * machine.launch) + self["syncs"] * machine.sync
 
     def wire_seconds(self, machine: Hardware) -> float:
-        """All collectives, none hidden; those of objects cost their latency."""
+        """Time of all collectives without overlap; those of objects cost only latency."""
         return sum(self.seconds_of(of, machine) for of in self.calls)
 
     def seconds_of(self, of: Traffic, machine: Hardware) -> float:

@@ -1,7 +1,7 @@
-"""Single ranks of the user's run on fake GPUs, in a process of its own: `python -m reinforce_rl.preflight.deep.rank`.
+"""Measure single ranks of a run on fake GPUs, in their own process: `python -m reinforce_rl.preflight.deep.rank`.
 
-The device guard must be loaded before torch, so nothing here imports torch at its head. Cases come as lines of JSON on
-stdin; each phase of each goes as a line of JSON to stdout, which the run's own output must not reach.
+No torch import at module level, as the device guard must be loaded first. Reads cases as JSON lines from stdin and
+writes a JSON line per phase to stdout, which is kept free of the run's own output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reinforce_rl.megatron.optimizer import ActorOptimizer
     from reinforce_rl.preflight.fake_cuda.machine import Machine
 
-DECODE_STEPS = 3  # of which the first, which may set things up, is not counted
+DECODE_STEPS = 3  # the first may set things up and is not counted
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Case:
 
     config: dict[str, Any]  # of the run, as plain values
     rank: int  # of the job
-    layers: int  # of every stage of the reduced model
-    in_flight: int  # micro-batches of training whose memory is measured; its costs are at one more besides
-    train_rows: int  # sequences of a micro-batch with gradient
-    forward_rows: int  # and without
-    prompts: int  # of a generation call; none where an engine generates
-    samples: int  # of each prompt
-    prompt_tokens: int  # of every sequence
+    layers: int  # per stage of the reduced model
+    in_flight: int  # training micro-batches for the peak; costs also use one more
+    train_rows: int  # sequences of a training micro-batch
+    forward_rows: int  # sequences of a forward micro-batch
+    prompts: int  # per generation call; 0 if an engine generates
+    samples: int  # per prompt
+    prompt_tokens: int  # per sequence
     response_tokens: int
-    machine: Hardware  # whose rates time the kernels
+    machine: Hardware  # its rates time the kernels
 
 
 def main() -> None:
@@ -62,11 +62,11 @@ def main() -> None:
         except Exception as error:
             write(fault=_told(error), phase=rank.phase)
         del rank
-        gc.collect()  # of the model, which holds itself in circles
+        gc.collect()  # the model has reference cycles
 
 
 def _told(error: BaseException) -> str:
-    """Describe an error with the lines of this package and of megatron that led to it, the innermost first."""
+    """Describe an error with the frames of this package and megatron that led to it, innermost first."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "fake_cuda" not in f.filename]
     frames = [f for f in frames if "/reinforce_rl/" in f.filename or "/megatron/" in f.filename]
     where = " < ".join(f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno}" for f in reversed(frames[-4:]))
@@ -111,7 +111,7 @@ class RankRun:
                 return actor, ActorOptimizer(*built, actor.ddp)
 
             actor, optimizer = self._put("start", made)
-            optimizer.step()  # makes Adam's moments
+            optimizer.step()  # allocates Adam's moments
             self._away(optimizer, actor, offloads=model.reinforce.offload_adam_states)
             self._passes("log-probs", 1, lambda count: self._log_probs(actor.get_inference_log_probs, count))
             if cfg.trainer.reinforce.initial_policy_kl_penalty > 0:
@@ -129,7 +129,7 @@ class RankRun:
         return done
 
     def _passes(self, name: str, first: int, run: Callable[[int], object]) -> None:
-        """Split the cost into a fixed part and one per micro-batch, from two runs; memory is the smaller run's."""
+        """Split the cost into fixed and per micro-batch, by two runs; the peak is the smaller run's."""
         self.phase = name
         found = []
         for count in (first, first + 1):
@@ -170,10 +170,10 @@ class RankRun:
         return Cost(counts, calls, sent)
 
     def _group(self, ranks: tuple[int, ...]) -> str:
-        """Name the parallelism of a group; "several" where none fits alone."""
+        """Name the parallelism of a group; "several" if no single one fits."""
         mesh: Mesh = self._mesh
         layout = mesh.layout
-        steps = {  # between neighbours
+        steps = {  # size, and rank distance of neighbours
             "tensor": (layout.tensor, 1),
             "context": (layout.context, layout.tensor),
             "data": (layout.data, layout.tensor * layout.context),
@@ -185,7 +185,7 @@ class RankRun:
         return "all" if len(ranks) == mesh.world_size else "several"
 
     def _away(self, optimizer: ActorOptimizer, actor: MegatronGPTReinforceActorModel, *, offloads: bool) -> None:
-        """Measure a generation: memory that stays, memory that moves, and a call."""
+        """Measure generation: memory that stays, memory that is offloaded, and a call."""
         before = self._gpu.memory.bytes
         buffers: Any = actor.ddp.buffers
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)

@@ -1,4 +1,4 @@
-"""`preflight=deep`: measure the run's ranks on fake GPUs, predict its step, and try what might be better."""
+"""`preflight=deep`: measure the run's ranks on fake GPUs, predict its step, and try alternatives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from reinforce_rl.trainer.build import DTYPES, model_options
 from reinforce_rl.utils.files import write_atomically
 
 MOST_TRIED, MOST_TOLD = 4, 3
-BETTER = 0.97  # of the seconds of a step, from which on a change is worth telling
+BETTER = 0.97  # report a change if the step takes at most this share of the time
 TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
 _GRANULARITY, _METHOD, _NUMBER = (f"model.activations_checkpoint_{n}" for n in ("granularity", "method", "num_layers"))
 _RECOMPUTE = {_GRANULARITY: "full", _METHOD: "uniform", _NUMBER: 1}
@@ -36,13 +36,13 @@ Change = dict[str, Any]
 
 
 def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
-    """Print what a step costs and what to change, and write it to `preflight.json` in the run's folder.
+    """Print the predicted step and what to change, and write both to `preflight.json` in the run's folder.
 
     Returns:
-        what would end the run, one sentence each.
+        faults that would end the run, one sentence each.
 
     Raises:
-        ConfigError: of `preflight_machine`.
+        ConfigError: `preflight_machine` is wrong.
     """
     job = job_of(cfg, inputs, load_machine(cfg.preflight_machine))
     with console.status("fake GPU") as status, Worker(lambda text: status.update(f"fake GPU, {text}")) as worker:
@@ -69,7 +69,7 @@ def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
 
 
 def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> PredictedJob:
-    """What is to be predicted, of a configuration whose model and layout can be read.
+    """Build the job to predict from a configuration whose model and layout can be read.
 
     Raises:
         ConfigError: the layers do not divide.
@@ -86,7 +86,7 @@ def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> PredictedJob:
 
 
 def _most_of_update(batches: BatchPlan, ranks: int) -> float:
-    """Prompts of an optimizer step on the rank with most, on average: a step's prompts are drawn wherever they lie."""
+    """Average prompts of an optimizer step on the busiest rank; they are drawn from all ranks at random."""
     size = batches.prompts_of_update.least
     if size >= batches.prompts:
         return batches.prompts_of_rank.most
@@ -112,7 +112,7 @@ def _try(worker: Worker, job: PredictedJob, inputs: Inputs, step: StepTime) -> l
 
 
 def alternatives(job: PredictedJob, step: StepTime) -> Iterator[tuple[Change, TrainConfig]]:
-    """Changes without a fault, the likeliest to help first, and what they make of the configuration."""
+    """Yield changes without a fault, likeliest to help first, with the changed configuration."""
     for change in _faster(job, step) if step.fits else _smaller(job):
         changed = with_keys(job.cfg, change)
         if not find_faults(changed):
@@ -120,7 +120,6 @@ def alternatives(job: PredictedJob, step: StepTime) -> Iterator[tuple[Change, Tr
 
 
 def with_keys(cfg: TrainConfig, change: Change) -> TrainConfig:
-    """Return a copy with other values of some keys."""
     changed = copy.deepcopy(cfg)
     for key, value in change.items():
         *groups, name = key.split(".")

@@ -1,6 +1,6 @@
-"""From what single ranks cost to a step of the whole job: its phases' seconds, and what bounds them.
+"""Predict a step of the whole job from the cost of single ranks: seconds per phase and what bounds them.
 
-An inference engine is modelled: weights and keys over bandwidth, one CUDA graph a step.
+An inference engine is modelled: weights and keys over bandwidth, one CUDA graph per step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from reinforce_rl.preflight.plan import BatchPlan
 from reinforce_rl.trainer.build import lora_settings
 
 BF16 = 2
-_SMALL_KERNELS = 4  # a layer, besides four matrices and attention: two norms, RoPE with the cache's write, SwiGLU
+_SMALL_KERNELS = 4  # per layer, besides matrices and attention: two norms, RoPE with the cache write, SwiGLU
 _POINTS, _DRAWS = 128, 64  # of the integral over t; of the ranks' lengths
-BACKWARD = 2 / 3  # of a micro-batch's time, in which gradients can be summed over the ranks meanwhile
+BACKWARD = 2 / 3  # of a micro-batch's time, which can overlap with the gradient all-reduce
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Response lengths: exponential, cut at `longest`, where their mean is known; else all are `longest`."""
+    """Response lengths: exponential, cut at `longest`, if the mean is known; else all are `longest`."""
 
     longest: int
     mean: float | None = None
@@ -39,7 +39,7 @@ class Lengths:
 
     @property
     def scale(self) -> float:
-        """The mean of the exponential distribution that has the mean `mean` after the cut."""
+        """Mean of the exponential distribution before the cut, such that its mean after it is `mean`."""
         if self.average >= 0.99 * self.longest:
             return math.inf
         low, high = self.average / 2, 100.0 * self.longest
@@ -49,19 +49,19 @@ class Lengths:
         return low
 
     def of_slowest(self, ranks: int, calls: int, together: int) -> tuple[float, float]:
-        """Steps that a call takes on average, and the factor by which the slowest rank takes longer.
+        """Return the average steps per call, and the factor by which the slowest rank takes longer.
 
         Args:
-            ranks: that generate side by side, and wait for each other at the end.
-            calls: of each, one after another.
-            together: sequences of a call, which ends with its longest.
+            ranks: ranks that generate in parallel and wait for each other at the end.
+            calls: consecutive calls per rank.
+            together: sequences per call, which lasts as long as its longest.
         """
         scale, draw = self.scale, random.Random(0)
         if scale == math.inf:
             return self.longest, 1.0
 
         def steps() -> float:
-            # Of n exponentials the longest has the distribution function F^n.
+            # The maximum of n exponentials has the CDF F^n; sample it by inversion.
             return min(self.longest, -scale * math.log1p(-(draw.random() ** (1 / together))))
 
         sums = [[sum(steps() for _ in range(calls)) for _ in range(ranks)] for _ in range(_DRAWS)]
@@ -94,7 +94,7 @@ class Engine:
         return [(h, qkv), (arch.num_heads * d, h), (h, 2 * arch.ffn_size), (arch.ffn_size, h)]
 
     def pass_seconds(self, rows: float, tokens: float, context: float) -> float:
-        """Time of one pass over `tokens` new tokens in each row, with `context` tokens of each row in the cache."""
+        """Time of one pass over `tokens` new tokens per row, with `context` cached tokens per row."""
         arch, machine, t, gpus = self.architecture, self.machine, rows * tokens, self.gpus
         layer = _SMALL_KERNELS * machine.kernel_seconds(0, 3 * BF16 * t * arch.hidden_size)
         for inner, outer in self._matrices():
@@ -105,14 +105,14 @@ class Engine:
         nodes = -(-gpus // machine.gpus_per_node)
         layer += 2 * machine.collective_seconds("all_reduce", BF16 * t * arch.hidden_size, gpus, nodes)
         head = arch.vocab_size * arch.hidden_size / gpus
-        # Softmax, noise and the choice go over fp32 logits a few times.
+        # Softmax, noise and argmax pass over the fp32 logits a few times.
         last = machine.kernel_seconds(2 * rows * head, BF16 * head) + 4 * machine.kernel_seconds(
             0, 8 * rows * arch.vocab_size
         )
         return arch.num_layers * layer + last
 
     def call_seconds(self, sequences: int, prompts: int, prompt_tokens: float, lengths: Lengths) -> float:
-        """All responses of a call; with more of them than slots, one that ends makes room for the next."""
+        """Time of all responses of a call, with continuous batching beyond `slots` sequences."""
         rows, step = min(sequences, self.slots), lengths.longest / _POINTS
         waiting = (sequences - rows) * lengths.average / rows
         seconds = self.pass_seconds(prompts, prompt_tokens, prompt_tokens / 2)
@@ -130,20 +130,20 @@ class Role:
     """A rank that stands for others like it, at full depth."""
 
     stage: int  # its pipeline stage
-    stages: int  # that are like it
-    costs: dict[str, Cost]  # by phase; of passes once and with each micro-batch
-    # Bytes at most by phase, every sequence at full length; `resident`: those that stay while an engine generates;
-    # `away`: those that `offload_adam_states` moves.
+    stages: int  # number of stages like it
+    costs: dict[str, Cost]  # by phase; passes have a fixed part and one per micro-batch
+    # Peak bytes by phase with every sequence at full length; `resident`: held while an engine generates; `away`: moved
+    # by `offload_adam_states`.
     peaks: dict[str, float]
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase of a step on the rank of the slowest stage."""
+    """A phase of a step, on a rank of the slowest stage."""
 
     name: str
     bound: str  # what takes most of its time
-    parts: dict[str, float]  # seconds of what it is made of
+    parts: dict[str, float]  # seconds by part
     cost: Cost = field(default_factory=Cost)  # of the rank
 
     @property
@@ -154,7 +154,7 @@ class PhaseTime:
 @dataclass(frozen=True)
 class StepTime:
     phases: tuple[PhaseTime, ...]
-    peaks: dict[str, float]  # bytes of a rank at most, by phase, of the stage with most; without `Hardware.reserved`
+    peaks: dict[str, float]  # peak bytes of a rank by phase, worst stage; without `Hardware.reserved`
     tokens: float  # prompts and responses, over all ranks
     fits: bool  # a GPU's memory holds the worst phase
 
@@ -176,15 +176,15 @@ class PredictedJob:
     cfg: TrainConfig
     architecture: Architecture
     layout: Layout
-    layers: tuple[int, ...]  # of each stage
+    layers: tuple[int, ...]  # per stage
     batches: BatchPlan
     machine: Hardware
     lengths: Lengths  # of responses
-    sequences_of_update: float  # that the rank with most has of an optimizer step, on average over the steps
+    sequences_of_update: float  # per optimizer step on its busiest rank, on average
 
     @property
     def sequences(self) -> int:
-        """Sequences of a step, over all ranks."""
+        """Sequences per step, over all ranks."""
         return self.batches.prompts * self.batches.samples
 
     @property
@@ -198,7 +198,7 @@ class PredictedJob:
         return most if self.has_engine else -(-most // self.layout.context)
 
     def rows(self, response: int) -> tuple[int, int]:
-        """Sequences of a training and of a forward micro-batch, given the response length."""
+        """Return the sequences of a training and of a forward micro-batch at a response length."""
         plan, model = self.batches, self.cfg.model
         tokens, length = model.tokens_per_micro_batch, plan.longest_prompt + response
         return (
@@ -211,7 +211,7 @@ class PredictedJob:
 
 
 def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
-    """Predict the step of the rank with most to do."""
+    """Predict the step of the busiest rank."""
     cfg, machine, plan, model = job.cfg, job.machine, job.batches, job.cfg.model
     peaks = {name: max(role.peaks[name] for role in roles) for name in roles[0].peaks}
     resident, away = peaks.pop("resident"), peaks.pop("away")
@@ -255,7 +255,7 @@ def _reads_log_probs(cfg: TrainConfig) -> bool:
 
 
 def _passes(job: PredictedJob, roles: Sequence[Role], name: str, count: int, times: int = 1) -> PhaseTime:
-    """Time of `times` runs of the pipeline by 1F1B: all micro-batches in the slowest stage, one in each other."""
+    """Time `times` 1F1B pipeline runs: all micro-batches in the slowest stage, one in each other."""
     machine, bubble, once, slowest = job.machine, 0.0, 0.0, (0.0, 0.0, Cost())
     for role in roles:
         fixed, each = role.costs[f"{name} once"], role.costs[f"{name} each"]
@@ -287,7 +287,7 @@ def _native(job: PredictedJob, roles: Sequence[Role]) -> PhaseTime:
     rows, calls = decoding.schedule().rows, plan.generation_calls
     tokens, factor = job.lengths.of_slowest(job.layout.data, calls, rows)
     tokens *= -(-job.prompts_of_call * plan.samples // rows)
-    # Steps were measured at the response's first tokens; on average half of it is in the cache.
+    # Decode was measured on the first tokens; on average half of the response is in the cache.
     kept = rows * tokens / 2 * 2 * arch.num_groups / job.layout.tensor * arch.head_size
     parts, costs = {"prefill": 0.0, "decode": 0.0, "collectives": 0.0}, []
     for role in roles:
@@ -305,7 +305,7 @@ def _native(job: PredictedJob, roles: Sequence[Role]) -> PhaseTime:
 
 
 def _engine(job: PredictedJob, resident: float) -> tuple[PhaseTime, float]:
-    """Time one engine per block beside the training states; also the bytes of a GPU meanwhile."""
+    """Time one engine per block beside the training states; also return a GPU's bytes meanwhile."""
     settings, machine, plan = job.cfg.tensorrt_llm, job.machine, job.batches
     gpus = settings.tensor_parallel_size or job.cfg.model.block_size
     engine = Engine(job.architecture, machine, gpus, settings.max_batch_size)

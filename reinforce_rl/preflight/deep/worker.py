@@ -1,4 +1,4 @@
-"""The process that runs single ranks on fake GPUs, and which ranks stand for all."""
+"""Drive the process that runs single ranks on fake GPUs, and choose the ranks that stand for all."""
 
 from __future__ import annotations
 
@@ -18,19 +18,15 @@ from reinforce_rl.preflight.deep.rank import Case
 from reinforce_rl.preflight.deep.step import PredictedJob, Role
 
 Phases = dict[str, tuple[Cost, float]]  # costs and bytes
-SMALLEST_DEPTH = 2  # layers a stage; the other depth that is measured is twice it
+SMALLEST_DEPTH = 2  # layers per stage; twice it is measured as well
 
 
 class DeepFault(ReinforceError):
-    """The run would end with an error. The text names the rank, the phase and the lines."""
+    """The run would fail. The message names the rank, the phase and the lines."""
 
 
 class Worker:
-    """Runs cases one after another. A context manager.
-
-    Args:
-        tell: called with a line about what is being measured.
-    """
+    """Context manager that runs cases in turn; `tell` gets a line per measurement."""
 
     def __init__(self, tell: Callable[[str], object]):
         self._tell = tell
@@ -52,7 +48,7 @@ class Worker:
         self._said.close()
 
     def measure(self, job: PredictedJob) -> list[Role]:
-        """What the ranks cost that stand for all others, at full depth.
+        """Return the costs of the representative ranks at full depth.
 
         Raises:
             DeepFault: one of them failed.
@@ -72,7 +68,7 @@ class Worker:
         plan, layout, layers = job.batches, job.layout, job.layers[stage]
         config = job.cfg.model_copy(update={"generation": "native", "preflight": False}).model_dump()
         model = config["model"]
-        # Stages of other sizes are measured one by one, each as if all had its.
+        # Uneven stages are measured one by one, as if all had the same size.
         overrides = job.cfg.model.megatron_overrides
         model["megatron_overrides"] = {k: v for k, v in overrides.items() if "pipeline_stage" not in k}
         recomputed = model["activations_checkpoint_num_layers"]
@@ -104,7 +100,7 @@ class Worker:
             stdin.write(case + "\n")
             stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended, and said why
+            pass  # it has ended; its output below says why
         while text := stdout.readline():
             answer = json.loads(text)
             if "fault" in answer:
@@ -120,7 +116,7 @@ class Worker:
 
 
 def _at_depth(job: PredictedJob, stage: int, stages: int, full: Sequence[Phases], usual: Sequence[Phases]) -> Role:
-    """Costs at the average length and peaks at the longest, along the line through the measured depths."""
+    """Extrapolate linearly in depth: costs at the average length, peaks at the longest."""
     layers, depths = job.layers[stage], depths_of(job.cfg, job.layers[stage])
     share = 0.0 if len(depths) == 1 else (layers - depths[0]) / (depths[1] - depths[0])
     costs = {name: total([(1 - share, cost), (share, usual[-1][name][0])]) for name, (cost, _) in usual[0].items()}
@@ -132,17 +128,13 @@ def _by_phase(peaks: dict[str, float]) -> dict[str, float]:
     found = {"resident": 0.0, "away": 0.0}
     for name, peak in peaks.items():
         title = {"prefill": "generation", "decode": "generation"}.get(name, name.removesuffix(" once"))
-        if not title.endswith(" each"):  # has one more micro-batch than there may be
+        if not title.endswith(" each"):  # measured with one more micro-batch than there may be
             found[title] = max(found.get(title, 0.0), peak)
     return found
 
 
 def roles(job: PredictedJob) -> list[tuple[int, int]]:
-    """Stages whose ranks stand for all: the first, the last, and of those between the one with most layers.
-
-    Returns:
-        number of the stage, and stages that are like it.
-    """
+    """Return (stage, number of stages like it) of the first, the last, and the middle stage with most layers."""
     last = job.layout.pipeline - 1
     between = range(1, last)
     middle = [(max(between, key=lambda stage: job.layers[stage]), len(between))] if between else []
@@ -150,7 +142,7 @@ def roles(job: PredictedJob) -> list[tuple[int, int]]:
 
 
 def depths_of(cfg: TrainConfig, layers: int) -> tuple[int, ...]:
-    """Layers of a stage that are measured: two depths that costs follow a line through, or all where they are few.
+    """Return the layers per stage to measure: two depths for a linear fit, or all if they are few.
 
     Recomputed layers keep their share of a stage.
     """

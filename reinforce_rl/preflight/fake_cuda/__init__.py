@@ -1,4 +1,4 @@
-"""Runs the GPU path without a GPU: CUDA tensors without data, a process group of any size, and a count of it all.
+"""Run the GPU path without a GPU: CUDA tensors without data, a process group of any size, and a record of it all.
 
-`install` turns this process into such a machine, for good. It must come before anything imports torch or megatron.
+`install` does so for the life of the process, and must come before torch or megatron is imported.
 """

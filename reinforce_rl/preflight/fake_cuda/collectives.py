@@ -1,7 +1,7 @@
-"""`torch.distributed` for one rank of a job that is not there: calls are checked, noted and answered at once.
+"""`torch.distributed` for one rank of an imagined job: calls are checked, recorded and answered at once.
 
-A rank's own data stand for its peers': gathers give as many copies of it, sums leave it as it is. Objects go from a
-rank to those whose turn comes later, and to all when the turns are repeated.
+A rank's own data stand in for its peers': gathers repeat it, sums keep it. Objects reach ranks whose turn comes later,
+and all ranks if turns are repeated.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class _Work:
 
 
 class Network:
-    """Replaces the functions of `torch.distributed`."""
+    """Replacements for the functions of `torch.distributed`, with torch's names and arguments."""
 
     def __init__(self, gpu: FakeCuda):
         self._gpu = gpu
         self._backends: dict[Any, str] = {}
-        # By group and number of the call: what each rank gave.
+        # (group's ranks, number of the call) -> object by rank
         self.objects: dict[tuple[tuple[int, ...], int], dict[int, Any]] = {}
         self._object_calls: collections.Counter[tuple[int, ...]] = collections.Counter()
 
@@ -40,7 +40,7 @@ class Network:
         self._object_calls.clear()
 
     def install(self) -> None:
-        """Must come before megatron is imported, which keeps some of the functions."""
+        """Patch torch; before megatron is imported, which keeps references to some functions."""
         self._torch_new_group, self._torch_init = dist.new_group, dist.init_process_group
         c10d: Any = dist.distributed_c10d
         functions = {name: getattr(self, name) for name in vars(Network) if name[0] != "_" and hasattr(c10d, name)}
@@ -52,8 +52,6 @@ class Network:
         for name, function in functions.items():
             setattr(dist, name, function)
             setattr(c10d, name, function)
-
-    # What is replaced has torch's name and arguments.
 
     def init_process_group(self, backend: str | None = None, rank: int = 0, world_size: int = 1, **_: Any) -> None:
         self._torch_init("fake", rank=rank, world_size=world_size, store=torch.distributed.HashStore())  # type: ignore[attr-defined]
@@ -174,7 +172,7 @@ class Network:
         return _Work() if async_op else None
 
     def _exchanged(self, kind: str, group: Any, value: Any, device: Any = None) -> list[Any]:
-        """Each rank's object; this rank's own for those that had no turn yet."""
+        """Return each rank's object; this rank's own for ranks that had no turn yet."""
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         given = self.objects.setdefault((ranks, self._object_calls[ranks]), {})
         self._object_calls[ranks] += 1
@@ -183,7 +181,7 @@ class Network:
         return [given.get(rank, value) for rank in ranks]
 
     def _note_objects(self, kind: str, group: Any, device: Any = None) -> None:
-        """NCCL carries objects as CUDA tensors, whose sizes the host waits for; gloo on the host."""
+        """NCCL carries objects as CUDA tensors, and the host waits for their sizes; gloo does not."""
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         if len(ranks) == 1:
             return
@@ -203,7 +201,7 @@ class Network:
 
 
 class _Exchange:
-    """Stands for torch's P2POp."""
+    """Stands in for torch's P2POp."""
 
     def __init__(
         self, op: Any, tensor: Tensor, peer: Any = None, group: Any = None, tag: int = 0, group_peer: Any = None

@@ -1,8 +1,8 @@
-"""`torch.cuda` of a machine that is not there, and what would leave fake tensors or cannot run on them.
+"""Fake `torch.cuda`, and replacements for functions that would bypass fake tensors or fail on them.
 
-The choice of an attention kernel follows torch 2.13's order on Hopper (`aten/src/ATen/native/transformers/cuda/
-sdp_utils.cpp`): cuDNN, flash, memory-efficient, math, each where its conditions hold and
-`torch.nn.attention.sdpa_kernel` allows it. It is a rule written down here, not torch's own answer.
+The attention kernel is chosen by torch 2.13's order on Hopper
+(`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`): cuDNN, flash, memory-efficient, math, if its conditions hold
+and `torch.nn.attention.sdpa_kernel` allows it. The rule is copied by hand; torch is not asked.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_map_only
 from reinforce_rl.preflight.fake_cuda.mode import CUDA, LOW_PRECISION, FakeCuda, size_of
 
 GPUS_OF_NODE = 8
-_MAX_HEAD = 256  # of flash and cuDNN
+_MAX_HEAD = 256  # head size, of flash and cuDNN
 _aten = torch.ops.aten
 
 
 class _Idle:
-    """A stream or an event of a device on which everything has happened already."""
+    """A stream or event on which everything has finished."""
 
     cuda_stream = stream_id = device_index = 0
     device_type = 1
@@ -57,13 +57,13 @@ def replace_device(gpu: FakeCuda, gigabytes: int) -> None:
     """Make torch report `GPUS_OF_NODE` GPUs of `gigabytes` GiB; this process uses the first."""
     _replace_cuda(gpu, gigabytes)
     _replace_tensor_methods(gpu)
-    # A factory's values are made on the CPU and then copied, so that the mode sees the copy.
+    # Factories create values on the CPU and copy them, so that the mode sees the copy.
     torch._C._set_only_lift_cpu_tensors(True)
     FakeTensor._normalize_fake_device = staticmethod(  # type: ignore[method-assign]
         lambda device: CUDA if torch.device(device).type == "cuda" else torch.device(device)
     )
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
-    torch._dynamo.config.disable = True  # what is compiled runs operator by operator: more kernels than on a GPU
+    torch._dynamo.config.disable = True  # compiled code runs eagerly: more kernels than on a GPU
 
 
 def _replace_cuda(gpu: FakeCuda, gigabytes: int) -> None:
@@ -133,7 +133,7 @@ def _replace_cuda(gpu: FakeCuda, gigabytes: int) -> None:
 
 
 class _Graph:
-    """A CUDA graph: what was counted at its capture is counted again at each replay, as one launch."""
+    """A CUDA graph; each replay counts the captured kernels again, as one launch."""
 
     _gpu: FakeCuda
 
@@ -214,7 +214,7 @@ def _replace_tensor_methods(gpu: FakeCuda) -> None:
 
 
 def replace_kernels(gpu: FakeCuda) -> None:
-    """Put the replacements into `torch.nn.functional`; other tensors still get torch's own."""
+    """Patch `torch.nn.functional`; tensors that are not fake still get torch's own kernels."""
     torch_attention, torch_norm = F.scaled_dot_product_attention, F.rms_norm
 
     def attention(
@@ -283,7 +283,7 @@ def _choice(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) ->
 
 
 def _math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """Keys and values repeated for each head, scores whole: its memory is what matters here."""
+    """Attention with repeated keys and values and whole scores, for the sake of its memory."""
     key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
     scores = torch.matmul(query * math.sqrt(scale), key.transpose(-1, -2) * math.sqrt(scale))
     if is_causal:
@@ -304,7 +304,7 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """One kernel forward and two backward, as torch has them on CUDA."""
+    """One kernel forward and two backward, like torch on CUDA."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gpu: FakeCuda) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a fake machine did: kernels, host syncs, FLOPs, bytes, collectives and memory."""
+"""Record of a fake machine: kernels, host syncs, FLOPs, bytes, collectives and memory."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-ALLOCATION = 512  # bytes that torch's CUDA allocator rounds up to
+ALLOCATION = 512  # bytes, granularity of torch's CUDA allocator
 
 
 class Kernel(NamedTuple):
     name: str  # of the ATen operator
     flops: int  # floating-point operations, by torch's formulas; half for causal attention
-    bytes: int  # read and written at least
-    low_precision: bool  # whether it computes in bf16 or fp16
+    bytes: int  # read and written, lower bound
+    low_precision: bool  # bf16 or fp16
 
 
 class Collective(NamedTuple):
     """One call of a collective."""
 
-    kind: str  # such as "all_reduce"; objects' calls end in "_object"
-    ranks: tuple[int, ...]  # of the group, in the whole job; for "send" and "recv" this rank and its peer
-    bytes: int  # of the whole tensor: what is gathered, or what there was before scattering; 0 for objects
-    on_gpu: bool  # by NCCL, else by gloo
-    phase: str  # in which it was made
+    kind: str  # such as "all_reduce"; with objects it ends in "_object"
+    ranks: tuple[int, ...]  # global ranks of the group; for "send" and "recv" this rank and its peer
+    bytes: int  # of the whole tensor: gathered, or before scattering; 0 for objects
+    on_gpu: bool  # NCCL, else gloo
+    phase: str
 
 
 @dataclass
@@ -32,10 +32,10 @@ class Ledger:
     """Counts of a phase."""
 
     phase: str
-    # How often each was run on the device.
+    # Runs of each kernel on the device.
     kernels: collections.Counter[Kernel] = field(default_factory=collections.Counter)
-    launches: int = 0  # by the host; the kernels of a CUDA graph are one
-    # Where the host waited for the device, by operation and line.
+    launches: int = 0  # by the host; a CUDA graph is one
+    # Host syncs by operation and line.
     syncs: collections.Counter[str] = field(default_factory=collections.Counter)
     # Calls of scaled-dot-product attention by kernel and shapes.
     attention: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -70,7 +70,7 @@ class Ledger:
 
 
 class Memory:
-    """Live storages on the device, each once however many views it has."""
+    """Live storages on the device, each counted once however many views it has."""
 
     def __init__(self) -> None:
         self.bytes = self.peak = 0

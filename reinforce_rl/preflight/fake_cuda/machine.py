@@ -1,4 +1,4 @@
-"""One process as any rank of a GPU cluster: `install` once, then `with machine.rank(r, n):`. Torch-free until then."""
+"""A process as any rank of a fake GPU cluster: `install`, then `with machine.rank(r, n):`. Torch-free until then."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Machine:
         os.environ.update(dict(zip(_PLACE, values, strict=True)))
         self._network.begin()
         if self.gpu.memory.bytes > _LEFT_OVER:
-            gc.collect()  # a model that nobody holds is in cycles
+            gc.collect()  # a dropped model still holds itself in cycles
         try:
             with self.gpu, self.gpu.counting("") as ledger:
                 yield ledger
@@ -58,12 +58,10 @@ class Machine:
                     os.environ[name] = value
 
     def ranks(self, world_size: int, turn: Callable[[int], None], *, rehearsals: int = 0) -> dict[int, Ledger]:
-        """Give every rank of a job its turn, in order.
+        """Run `turn` within `rank` for every rank in order, and return their ledgers.
 
         Args:
-            turn: what a rank does, called within `rank`.
-            rehearsals: turns of all ranks before, whose errors do not count. A rank needs one for each chain of
-                objects that comes from a rank with a later turn.
+            rehearsals: earlier rounds whose errors are ignored; one per chain of objects sent from a later rank.
         """
         self._network.objects.clear()
         for _ in range(rehearsals):
@@ -78,10 +76,10 @@ class Machine:
 
 
 def install(gibibytes: int = GIBIBYTES) -> Machine:
-    """Make this process a machine with fake GPUs, for good. Nothing may have imported torch before.
+    """Make this process a machine with fake GPUs, for good. torch must not have been imported before.
 
     Args:
-        gibibytes: memory that each GPU claims to have; nothing ends when more is used.
+        gibibytes: memory that each GPU reports; exceeding it is no error.
 
     Raises:
         ConfigError: see `load_guard`.
@@ -104,11 +102,11 @@ def install(gibibytes: int = GIBIBYTES) -> Machine:
 
 
 def load_guard() -> None:
-    """Import torch so that it takes fake CUDA tensors in this process.
+    """Import torch with a device guard that accepts fake CUDA tensors.
 
     Raises:
-        ConfigError: torch was imported already, is not installed, or no C++ compiler can build the library. Where
-            torch finds a GPU, it can do without.
+        ConfigError: torch is imported already or not installed, or no C++ compiler can build the library (not needed if
+            torch finds a GPU).
     """
     if "torch" in sys.modules:
         raise ConfigError(["fake CUDA was asked for after torch was imported; it must come first in the process"])
@@ -125,11 +123,11 @@ def load_guard() -> None:
     else:
         import torch
 
-        guard.set_guard()  # in place of that of torch's CUDA build
+        guard.set_guard()  # replaces the one of torch's CUDA build
 
 
 def _library(torch: Path) -> Path:
-    """The compiled guard, made once for each torch and source; compiling takes seconds."""
+    """Return the compiled guard, built once per torch and source, which takes seconds."""
     content = SOURCE.read_bytes() + (torch / "version.py").read_bytes() + str(torch).encode()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reinforce_rl"
     library = cache / f"cuda_guard-{hashlib.sha256(content).hexdigest()[:16]}.so"

@@ -1,8 +1,7 @@
-"""The dispatch mode behind fake CUDA: each operator on a CUDA tensor is checked, counted, and gives shapes only.
+"""Dispatch mode of fake CUDA: each operator on a CUDA tensor is checked, counted, and computes shapes only.
 
-Small tensors, which steer control flow, carry their real values on the CPU beside the fake tensor (`_value`), so that
-`.item()`, `nonzero` and boolean masks answer as they would. What is not known counts as zeros, and what follows from
-it is kept finite.
+Small tensors, which steer control flow, carry their real values on the CPU (`_value`), so that `.item()`, `nonzero`
+and boolean masks work. Unknown values are zeros, and results of them are kept finite.
 """
 
 from __future__ import annotations
@@ -51,32 +50,27 @@ _NO_KERNEL = {
 }
 _VALUE_DEPENDENT = {"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"}
 _ROW_COPIES = {"index", "index_select", "embedding", "gather", "index_copy_", "index_add_", "index_put_", "scatter_"}
-_NOT_BY_SHAPE = {"as_strided", "resize_", "set_"}  # what they give depends on the storage too
-# torch's multi-tensor kernels: elements of a chunk, and chunks of a launch.
+_NOT_BY_SHAPE = {"as_strided", "resize_", "set_"}  # their output also depends on the storage
+# torch's multi-tensor kernels: elements per chunk, chunks per launch.
 _CHUNK, _CHUNKS = 65536, 320
 
 
 class FakeCuda(TorchDispatchMode):
-    """While it is active, tensors on "cuda" are fake. Ordinary CPU tensors stay what they are.
-
-    Attributes:
-        ledger: of the present phase.
-        memory: of the device, over all phases.
-    """
+    """While active, tensors on "cuda" are fake; ordinary CPU tensors are unchanged."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.ledger = Ledger("")
-        self.memory = Memory()
-        self.is_capturing = False  # a CUDA graph
-        self._known: dict[Any, _Outputs] = {}  # by operator and arguments, of tensors their shapes and such
+        self.ledger = Ledger("")  # of the current phase
+        self.memory = Memory()  # over all phases
+        self.is_capturing = False  # a CUDA graph is being captured
+        self._known: dict[Any, _Outputs] = {}  # by operator and `_key`
 
     @contextlib.contextmanager
     def counting(self, phase: str) -> Iterator[Ledger]:
-        """Count what the block does in a ledger of its own."""
+        """Count the block in its own ledger."""
         before, self.ledger = self.ledger, Ledger(phase)
         self.memory.peak = self.ledger.start = self.memory.bytes
         try:
@@ -86,7 +80,7 @@ class FakeCuda(TorchDispatchMode):
             self.ledger = before
 
     def sync(self, what: str) -> None:
-        """The host waits for the device; charged to the innermost line of this package, or of megatron."""
+        """Record a host sync, with the innermost line of this package or megatron."""
         if self.is_capturing:
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
         where, frame = "", sys._getframe(1)
@@ -108,19 +102,19 @@ class FakeCuda(TorchDispatchMode):
         self.ledger.launches += 0 if self.is_capturing else launches
 
     def value(self, tensor: Tensor) -> Tensor | None:
-        """The values of a small tensor, zeros where they are not known; None for a large one."""
+        """Return the values of a small tensor, zeros if unknown; None for a large one."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         found: Tensor | None = getattr(tensor, "_value", None)
         if found is not None and (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
-            found = None  # `tensor.data = ...` made it another tensor
+            found = None  # stale: `tensor.data = ...` replaced the tensor
         if found is None and _is_small(tensor):
             found = torch.zeros(tensor.shape, dtype=tensor.dtype)
             tensor._value, tensor._is_guess = found, True  # type: ignore[attr-defined]
         return found
 
     def wrap(self, values: Tensor, device: torch.device) -> Tensor:
-        """A fake tensor on a device with these values."""
+        """Return a fake tensor on a device with these values."""
         with self.fake:
             out = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
         if _is_small(out):
@@ -161,16 +155,13 @@ class FakeCuda(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
-        """Call an operator on fake tensors. What it gives for arguments like earlier ones is not worked out again.
-
-        torch has such a cache too, whose keys take most of the time of an operator.
-        """
+        """Call an operator on fake tensors, with a cache by `_key`; torch's own cache keys are too slow to compute."""
         key: Any = None
         if name not in _NOT_BY_SHAPE and all(tensor.constant is None for tensor in tensors):
             key = (func, _key(args), *((name, _key((kwargs[name],))) for name in kwargs))
             try:
                 known = self._known.get(key)
-            except TypeError:  # an argument without a hash
+            except TypeError:  # unhashable argument
                 known = key = None
             if known is not None:
                 found = [args[0] if one is None else self._made(one, args[0]) for one in known.made]
@@ -189,7 +180,7 @@ class FakeCuda(TorchDispatchMode):
         return FakeTensor(self.fake, tensor, one.device)
 
     def _special(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """What fake tensors cannot do, or what a real device would refuse; NotImplemented for all else."""
+        """Handle what fake tensors cannot do or a real device would refuse; else return NotImplemented."""
         first: Any = args[0] if args else None
         if name in _RANDOM:
             self.launch(name, [first])
@@ -222,7 +213,7 @@ class FakeCuda(TorchDispatchMode):
             masks = [index for index in args[1] if index is not None]
             is_mask = name != "index" and len(masks) == 1 and masks[0].dtype == torch.bool
             if is_mask and not args[2].dim() and not is_cuda(args[2]):
-                # Of a number torch makes a masked_fill_, which does not wait.
+                # torch turns a scalar value into masked_fill_, which does not sync.
                 mask = masks[0]
                 while mask.dim() < first.dim():
                     mask = self.__torch_dispatch__(torch.ops.aten.unsqueeze.default, (), (mask, -1))
@@ -245,7 +236,7 @@ class FakeCuda(TorchDispatchMode):
         return out
 
     def _without_masks(self, indices: Any) -> list[Any]:
-        """Boolean masks as the positions that they select."""
+        """Replace boolean masks by the positions they select."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -259,7 +250,7 @@ class FakeCuda(TorchDispatchMode):
         return found
 
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What depends on values: computed on the CPU from the known ones."""
+        """Compute a value-dependent operator on the CPU from known values."""
         device = next(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
         if device.type == "cuda":
             self.sync(func._schema.name.split("::")[1])
@@ -273,11 +264,11 @@ class FakeCuda(TorchDispatchMode):
         return values
 
     def as_fake(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host as a fake one there, with its values."""
+        """Wrap a host tensor as a fake CPU tensor with its values."""
         return tensor if isinstance(tensor, FakeTensor) else self.wrap(tensor.detach(), torch.device("cpu"))
 
     def _count_host_copies(self, name: str, args: Any, kwargs: Any, *, to_cuda: bool) -> None:
-        """A copy from the host waits for the device unless it is `non_blocking`; so does an index that lies there."""
+        """Record a sync for a copy from the host that is not `non_blocking`, and for an index on the host."""
         if name == "_to_copy" and to_cuda and not is_cuda(args[0]) and not kwargs.get("non_blocking"):
             self.sync("to cuda")
         elif name == "copy_" and is_cuda(args[0]) and not is_cuda(args[1]):
@@ -301,7 +292,7 @@ class FakeCuda(TorchDispatchMode):
         try:
             found = func(*values, **options)
         except RuntimeError:
-            return  # a kernel of a GPU only
+            return  # a GPU-only operator
         is_guess = any(getattr(tensor, "_is_guess", False) for tensor in inputs)
         for out, value in zip(outputs, _leaves((found,), {}), strict=False):
             if not _is_small(out):
@@ -309,7 +300,7 @@ class FakeCuda(TorchDispatchMode):
             if "empty" in name:
                 value.zero_()
             elif is_guess and value.is_floating_point():
-                value = value.masked_fill(~value.isfinite(), 0.0)  # such as the logarithm of a sum that is not known
+                value = value.masked_fill(~value.isfinite(), 0.0)  # such as the log of an unknown sum
             out._value, out._is_guess = value, is_guess  # type: ignore[attr-defined]
 
     def _on_cpu(self, leaf: Any) -> Any:
@@ -339,16 +330,16 @@ class FakeCuda(TorchDispatchMode):
             nbytes = 3 * size_of(rows)
         flops = _flops(func, args, kwargs, out)
         if name == "_flash_attention_forward" and kwargs.get("seqused_k") is not None:
-            # Keys lie in a pool, of which each sequence reads so many.
+            # Keys lie in a paged pool; each sequence reads `seqused_k` of them.
             starts, used = self._known_value(args[3]).long(), self._known_value(kwargs["seqused_k"]).long()
-            numbers = args[1].shape[1] * args[1].shape[2]  # of a key
+            numbers = args[1].shape[1] * args[1].shape[2]  # per key
             flops = 4 * numbers * int((starts.diff() * used).sum())
             nbytes = 2 * (size_of(args[0]) + int(used.sum()) * numbers * args[1].element_size())
         self.launch(name, [*inputs, *made], flops=flops, launches=launches, nbytes=nbytes)
 
 
 class _Output(NamedTuple):
-    """A tensor that an operator gives, of memory of its own or of its first argument's."""
+    """Recipe for an output tensor, in new storage or as a view of the first argument's."""
 
     shape: Any
     stride: Any
@@ -359,14 +350,14 @@ class _Output(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """What an operator gives: one tensor, or a list or tuple of them; None for its first argument itself."""
+    """Cached outputs of an operator; None stands for the first argument itself."""
 
     made: list[_Output | None]
     kind: type | None
 
 
 def _key(args: Any) -> tuple[Any, ...]:
-    """Arguments as far as the outputs' shapes depend on them. A number is not equal to one of another type."""
+    """Cache key of arguments; numbers carry their type, as 1 == 1.0 == True."""
     found: list[Any] = []
     for arg in args:
         if isinstance(arg, FakeTensor):
@@ -379,7 +370,7 @@ def _key(args: Any) -> tuple[Any, ...]:
 
 
 def _outputs(out: Any, args: Any, tensors: list[Any]) -> _Outputs | None:
-    """How to make an operator's outputs again; None for what is made otherwise."""
+    """Return the recipe for an operator's outputs; None if they cannot be cached."""
     outs = list(out) if isinstance(out, (list, tuple)) else [out]
     storages = {tensor.untyped_storage()._cdata for tensor in tensors}
     first = args[0] if args and isinstance(args[0], FakeTensor) else None
@@ -399,7 +390,7 @@ def _outputs(out: Any, args: Any, tensors: list[Any]) -> _Outputs | None:
 
 
 def _leaves(args: Any, kwargs: Any) -> list[Any]:
-    """Arguments of an operator, which nests them in lists at most."""
+    """Flatten an operator's arguments, which nest in lists at most once."""
     found = []
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, (list, tuple)):
@@ -414,7 +405,7 @@ def size_of(tensor: Tensor) -> int:
 
 
 def is_cuda(tensor: Tensor) -> bool:
-    """Whether it is a fake tensor of the device; its own `device` would be an operator."""
+    """Return True for a fake CUDA tensor; reading its `device` would dispatch an operator."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
 
 
@@ -432,7 +423,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     given = dict(zip(schema, args, strict=False)) | kwargs
     query, key = given.get("query"), given.get("key")
     if given.get("is_causal") and query is not None and key is not None and query.shape[-2] == key.shape[-2]:
-        flops //= 2  # the kernel leaves out what lies above the diagonal
+        flops //= 2  # the kernel skips blocks above the diagonal
     return int(flops)
 
 
