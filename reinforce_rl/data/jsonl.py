@@ -37,8 +37,6 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class JsonLine:
-    """A line of a JSONL file that is not blank."""
-
     path: Path
     number: int  # from 1
     value: dict[str, Any] | None  # None if the line is no JSON object
@@ -169,11 +167,7 @@ def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> dict[str, list[Path]]
 
 
 def blending_weights(data_prefix: Mapping[str, Any]) -> tuple[float, ...] | None:
-    """Return the weight of each train file; None without weights.
-
-    Raises:
-        ConfigError: as `resolve_data_prefix`.
-    """
+    """Return the weight of each train file, or None; raises as `resolve_data_prefix`."""
     return _resolve(data_prefix)[1]
 
 
@@ -215,7 +209,6 @@ def _resolve(data_prefix: Mapping[str, Any]) -> tuple[dict[str, list[Path]], tup
 
 
 def weight_faults(weights: Sequence[float]) -> list[str]:
-    """Return a fault if weights are not above 0."""
     return [
         f"model.data.data_prefix.train has the weight {weight}; expected a number above 0"
         for weight in weights

@@ -15,10 +15,7 @@ CollateFn = Callable[[list[Prompt]], Any]
 
 
 class PromptLoader:
-    """Yield this rank's share of the sampler's next global batch, one per step.
-
-    The share is empty on some ranks if a batch has fewer prompts than ranks. The sampler's state is the same on all
-    ranks.
+    """Yield this rank's share of the sampler's next global batch, possibly empty. Sampler states agree on all ranks.
 
     Raises:
         ConfigError: the sampler has another data set size, or the rank is out of range.
@@ -83,13 +80,9 @@ class PromptLoader:
 
 
 class FixedPrompts:
-    """Yield the first prompts of a data set in order, the same in every pass, for validation.
+    """Yield the first `num_val_samples` prompts in order, in batches of `prompts_per_batch` (over all ranks; None is all).
 
     Every rank yields the same number of batches, some of them possibly empty.
-
-    Args:
-        num_val_samples: prompts over all ranks; None for all.
-        prompts_per_batch: prompts of a global batch, over all ranks; None for one batch.
 
     Raises:
         ConfigError: more prompts than the data set has, or an argument out of range.
@@ -123,7 +116,6 @@ class FixedPrompts:
         self.collate_fn = collate_fn
 
     def __len__(self) -> int:
-        """The same on every rank."""
         return -(-self.num_prompts // self.prompts_per_batch)
 
     def __iter__(self) -> Iterator[Any]:

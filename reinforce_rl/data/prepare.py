@@ -171,7 +171,6 @@ def _row(messages: list[Message], others: dict[str, Any], form: str) -> dict[str
 
 
 def _prompt_of(value: dict[str, Any]) -> tuple[list[Message], str]:
-    """Return the prompt's messages, and the reason to skip it ("" to keep it)."""
     for key in ("prompt", "text"):
         if key in value:
             return _conversation(value[key], key, messages_of_text), ""
@@ -236,7 +235,6 @@ def _unfit(messages: list[Message], options: PrepareOptions) -> str:
 
 
 def _split(prompts: list[Kept], options: PrepareOptions) -> tuple[list[Kept], list[Kept]]:
-    """Draw each file's prompts by the seed; both keep the input's order."""
     order = list(range(len(prompts)))
     random.Random(options.seed).shuffle(order)
     order = order[: options.limit]

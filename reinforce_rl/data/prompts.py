@@ -185,8 +185,8 @@ def build_train_valid_test_rlhf_datasets(
     """Load the train, validation and test prompts; other arguments as for `PromptDataset.from_jsonl`.
 
     Args:
-        data_prefix: `{"train": files, "validation": files, "test": files}`, each a path or a list of paths; validation
-            and test may be missing, null or empty. Train may have a weight before each path.
+        data_prefix: a path or list of paths under train, validation and test; the last two are optional. Train may have
+            a weight before each path.
 
     Raises:
         ConfigError: keys or files are wrong; all faults together, before any file is read.

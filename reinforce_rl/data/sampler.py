@@ -48,7 +48,6 @@ class Blend:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of all files, and draws of an epoch."""
         return sum(self.sizes)
 
     @property
@@ -63,12 +62,7 @@ class Blend:
         return tuple(counts)
 
     def epoch(self, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
-        """Return the numbers of an epoch (from 0) in order; `number % num_prompts` is the index in the data set.
-
-        Args:
-            seed: of the order within files.
-            shuffle: False walks through each file in order.
-        """
+        """Return the numbers of an epoch (from 0) in order; `number % num_prompts` is the index in the data set."""
         draws, numbers, places = self.draws, [], []
         for file, (size, count) in enumerate(zip(self.sizes, draws, strict=True)):
             turns = np.arange(epoch * count, (epoch + 1) * count)
@@ -99,9 +93,7 @@ class PromptSampler:
     filled up.
 
     Args:
-        num_prompts: size of the data set.
         prompts_per_step: prompts of a global batch, over all ranks.
-        shuffle: False keeps the data set's order.
         drop_last: drop the smaller last batch of an epoch.
         max_epochs: None never ends.
 
@@ -173,11 +165,7 @@ class PromptSampler:
         return self.max_epochs is not None and self._epoch >= self.max_epochs
 
     def next_batch(self) -> list[int]:
-        """Return the indices of the next global batch, never empty; with a blend, its numbers.
-
-        Raises:
-            StopIteration: `finished`.
-        """
+        """Return the indices of the next global batch, never empty; a blend's numbers. Raise StopIteration if `finished`."""
         if self.finished:
             raise StopIteration
         if self._order is None or self._order[0] != self._epoch:
@@ -204,7 +192,6 @@ class PromptSampler:
         }
 
     def _identity(self) -> dict[str, Any]:
-        """Values that a saved position depends on."""
         identity = {"num_prompts": self.num_prompts, "seed": self.seed, "shuffle": self.shuffle}
         if self.blend is None:
             return identity

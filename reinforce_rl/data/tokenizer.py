@@ -40,7 +40,6 @@ class TokenizerInfo:
         return cls(**values)  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, object]:
-        """Return JSON-ready values for a server's metadata."""
         return asdict(self)
 
     def differences(self, other: TokenizerInfo) -> list[str]:

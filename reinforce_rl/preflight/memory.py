@@ -47,8 +47,6 @@ class StageShape:
 
 @dataclass(frozen=True)
 class Pass:
-    """A micro-batch on one rank."""
-
     rows: int  # sequences
     positions: int  # per sequence, on this context-parallel rank
     scored: int  # response tokens on this rank, whose logits are computed
@@ -61,8 +59,6 @@ class Pass:
 
 @dataclass(frozen=True)
 class Decoding:
-    """One generation call of a rank."""
-
     prompts: int
     samples: int  # per prompt
     prompt_tokens: int  # of the longest prompt
@@ -215,7 +211,6 @@ def _gathered_keys(shape: StageShape, policy: Policy, micro: Pass) -> int:
 
 
 def _hidden(shape: StageShape, policy: Policy, micro: Pass) -> int:
-    """Bytes of a micro-batch's hidden states between two layers."""
     shared = policy.tensor if policy.sequence_parallel else 1
     return micro.tokens * shape.hidden * policy.weight_bytes // shared
 
@@ -279,7 +274,6 @@ def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
 
 
 def _forward_activations(shape: StageShape, policy: Policy, tokens: int) -> int:
-    """Peak bytes inside a layer without gradient."""
     # Gate and up with their product; with LoRA, gate and up three times: base, update and sum.
     matrices = 3 if policy.lora is None or not policy.lora & LORA_FC1 else 6
     inside_ffn = 5 * shape.hidden + matrices * shape.ffn
@@ -324,14 +318,13 @@ def _generation(name: str, shape: StageShape, policy: Policy, decoding: Decoding
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters of the whole model, without padding and copies."""
+    """Parameters of the whole model including LoRA's, without padding and copies."""
 
     parameters: int
     trained: int
 
     @classmethod
     def from_architecture(cls, arch: Architecture, lora: LoraSettings | None) -> ModelSize:
-        """Count parameters, including LoRA's; without LoRA all are trained."""
         weights = sum(math.prod(row.shape) for row in weight_map(arch, 1))
         if lora is None:
             return cls(weights, weights)
@@ -342,7 +335,6 @@ class ModelSize:
 def stage_shapes(
     arch: Architecture, layout: Layout, layers: Sequence[int], lora: LoraSettings | None
 ) -> list[StageShape]:
-    """Return the shape of a rank of each pipeline stage."""
     tp = layout.tensor
     sizes = arch.padded(tp)
     rows = weight_map(arch, tp)

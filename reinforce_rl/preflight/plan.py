@@ -109,7 +109,6 @@ def longest_of(prompts: PromptDataset) -> int:
 
 
 def _cut(cfg: TrainConfig, sequences: int, longest: int, size: int) -> list[torch.Tensor]:
-    """Micro-batches of `sequences` sequences of full length."""
     return micro_batches(torch.full((sequences,), longest), size, cfg.model.tokens_per_micro_batch)
 
 
@@ -123,11 +122,7 @@ def plan_memory(
     *,
     gpu: bool,
 ) -> list[RankMemory]:
-    """Compute the memory of a rank of each stage, with all sequences at full length.
-
-    Args:
-        validation_prompt: tokens of the longest validation prompt; 0 for no validation.
-    """
+    """Compute the memory of a rank of each stage at full length; `validation_prompt` is its tokens at most, or 0."""
     rollout, response = cfg.model.reinforce, cfg.model.reinforce.length_params.max_length
     used = memory_policy(cfg, layout, gpu=gpu)
     multiple = layout.sequence_multiple
@@ -230,7 +225,6 @@ def disk_need(cfg: TrainConfig, size: ModelSize, steps: int) -> DiskNeed:
 
 
 def _saves(cfg: TrainConfig, steps: int) -> int:
-    """Checkpoints of a whole run, at most."""
     rl = cfg.trainer.reinforce
     every = [rl.save_interval] + (
         [rl.val_check_interval] if cfg.exp_manager.checkpoint_callback_params.keep_best else []

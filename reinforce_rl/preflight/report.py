@@ -30,7 +30,6 @@ def print_plan(
     *,
     gpu: bool,
 ) -> None:
-    """Print a plan without its faults and warnings."""
     console.print(Text("\nRanks", style="bold"), Text(layout.grid()), sep="\n")
     console.print(_batches(batches))
     console.print(*_memory(memory, layout, size, gpu=gpu), sep="\n")
@@ -157,8 +156,6 @@ def _disk(disk: DiskNeed) -> Group:
 
 @dataclass(frozen=True)
 class Tried:
-    """A change of configuration keys and its predicted step."""
-
     change: dict[str, Any]  # values by key
     step: StepTime
 
@@ -207,7 +204,6 @@ def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:
 
 
 def print_alternatives(console: Console, step: StepTime, better: Sequence[Tried], tried: int) -> None:
-    """Print changes that help, best first."""
     if not better:
         console.print(f"None of the {tried} changes that were tried is better.")
         return

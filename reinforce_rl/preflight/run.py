@@ -111,7 +111,6 @@ def _warnings(cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory], *,
 
 
 def _server_warnings(server: RewardServerConfig) -> Iterator[str]:
-    """Check each server of one reward model, and that they agree."""
     try:
         token = read_token(server.token_file, "token_file")
     except ConfigError as error:
@@ -136,8 +135,7 @@ def _has_weights(cfg: TrainConfig) -> bool:
 
 
 def _weight_faults(cfg: TrainConfig, inputs: Inputs) -> Iterator[str]:
-    """Compare the weights' headers with config.json; a model may be planned without weights."""
-    if inputs.architecture is not None and _has_weights(cfg):
+    if inputs.architecture is not None and _has_weights(cfg):  # a model may be planned without weights
         try:
             check_headers(inputs.architecture, HFFolder(cfg.pretrained_checkpoint.restore_from_path))
         except CheckpointError as error:
@@ -164,14 +162,13 @@ def host_memory_of_node(cfg: TrainConfig, memory: Sequence[RankMemory]) -> int:
 
 
 def _too_much_memory(cfg: TrainConfig, memory: Sequence[RankMemory]) -> Iterator[str]:
-    """Compare with this machine; a GPU elsewhere is unknown."""
     if torch.cuda.is_available():
         largest = max(memory, key=lambda rank: rank.peak)
         there = torch.cuda.get_device_properties(0).total_memory
         if largest.peak > there:
             yield f"a rank needs {gigabytes(largest.peak)}, and this machine's GPU has {gigabytes(there)}"
     elif planned_for_gpu(cfg):
-        return
+        return  # a GPU elsewhere is unknown
     on_host = host_memory_of_node(cfg, memory)
     there = psutil.virtual_memory().total
     if on_host > there:

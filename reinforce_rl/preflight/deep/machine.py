@@ -56,7 +56,6 @@ class Hardware(Section):
 
     @property
     def rates(self) -> dict[str, float]:
-        """Rates that time the kernels of a fake run."""
         share = self.matmul_share
         return {
             "bf16": self.bf16 * share,
@@ -90,7 +89,6 @@ class Hardware(Section):
         return hops * hop + volume * moved / bandwidth
 
     def host_seconds(self, moved: float) -> float:
-        """Time of a transfer between a GPU and pinned host memory."""
         return moved / self.pcie
 
 
@@ -189,7 +187,6 @@ class Cost:
         return calls * machine.collective_seconds(of.kind, self.sent[of] / calls, of.ranks, of.nodes)
 
     def bound(self, machine: Hardware) -> str:
-        """Name what takes most of the time."""
         host = self["launches"] * machine.launch
         if self.wire_seconds(machine) > self.kernel_seconds(machine):
             return "collectives"

@@ -31,8 +31,6 @@ DECODE_STEPS = 3  # the first may set things up and is not counted
 
 @dataclass(frozen=True)
 class Case:
-    """A rank to measure, and its work."""
-
     config: dict[str, Any]  # of the run, as plain values
     rank: int  # of the job
     layers: int  # per stage of the reduced model
@@ -84,7 +82,6 @@ class RankRun:
         self.phase = "start"
 
     def measure(self, fake: Machine) -> None:
-        """Run every phase of a step on this rank."""
         from reinforce_rl.config.actor import TrainConfig
         from reinforce_rl.data.tokenizer import load_tokenizer
         from reinforce_rl.megatron.architecture import Architecture
@@ -121,7 +118,6 @@ class RankRun:
             self._put("optimizer", optimizer.step)
 
     def _put(self, name: str, action: Callable[[], Any]) -> Any:
-        """Run an action; report its cost and peak memory."""
         self.phase = name
         with self._gpu.counting(name) as ledger:
             done = action()
@@ -197,7 +193,6 @@ class RankRun:
                 self._generate(actor)
 
     def _generate(self, actor: MegatronGPTReinforceActorModel) -> None:
-        """Measure prefill and a few decode steps of one call."""
         from reinforce_rl.data.batches import Prompt
 
         self.phase, case = "generation", self._case

@@ -184,7 +184,6 @@ class PredictedJob:
 
     @property
     def sequences(self) -> int:
-        """Sequences per step, over all ranks."""
         return self.batches.prompts * self.batches.samples
 
     @property
@@ -193,7 +192,6 @@ class PredictedJob:
 
     @property
     def prompts_of_call(self) -> int:
-        """Prompts that a rank generates together."""
         most = min(self.batches.prompts_of_rank.most, self.cfg.model.reinforce.rollout_micro_batch_size)
         return most if self.has_engine else -(-most // self.layout.context)
 
@@ -211,7 +209,6 @@ class PredictedJob:
 
 
 def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
-    """Predict the step of the busiest rank."""
     cfg, machine, plan, model = job.cfg, job.machine, job.batches, job.cfg.model
     peaks = {name: max(role.peaks[name] for role in roles) for name in roles[0].peaks}
     resident, away = peaks.pop("resident"), peaks.pop("away")

@@ -27,7 +27,7 @@ class _Work:
 
 
 class Network:
-    """Replacements for the functions of `torch.distributed`, with torch's names and arguments."""
+    """Replacements for functions of `torch.distributed`, with the same names and arguments."""
 
     def __init__(self, gpu: FakeCuda):
         self._gpu = gpu
@@ -201,8 +201,6 @@ class Network:
 
 
 class _Exchange:
-    """Stands in for torch's P2POp."""
-
     def __init__(
         self, op: Any, tensor: Tensor, peer: Any = None, group: Any = None, tag: int = 0, group_peer: Any = None
     ):

@@ -18,8 +18,6 @@ class Kernel(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One call of a collective."""
-
     kind: str  # such as "all_reduce"; with objects it ends in "_object"
     ranks: tuple[int, ...]  # global ranks of the group; for "send" and "recv" this rank and its peer
     bytes: int  # of the whole tensor: gathered, or before scattering; 0 for objects
@@ -29,8 +27,6 @@ class Collective(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Counts of a phase."""
-
     phase: str
     # Runs of each kernel on the device.
     kernels: collections.Counter[Kernel] = field(default_factory=collections.Counter)

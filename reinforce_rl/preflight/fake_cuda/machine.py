@@ -33,8 +33,6 @@ COMPILE_SECONDS = 300.0
 
 
 class Machine:
-    """This process as a machine with fake GPUs."""
-
     def __init__(self, gpu: FakeCuda, network: Network):
         self.gpu = gpu
         self._network = network
@@ -105,8 +103,8 @@ def load_guard() -> None:
     """Import torch with a device guard that accepts fake CUDA tensors.
 
     Raises:
-        ConfigError: torch is imported already or not installed, or no C++ compiler can build the library (not needed if
-            torch finds a GPU).
+        ConfigError: torch is already imported or not installed, or no C++ compiler builds the guard, optional if
+            torch finds a GPU.
     """
     if "torch" in sys.modules:
         raise ConfigError(["fake CUDA was asked for after torch was imported; it must come first in the process"])

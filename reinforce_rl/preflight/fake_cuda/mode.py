@@ -70,7 +70,6 @@ class FakeCuda(TorchDispatchMode):
 
     @contextlib.contextmanager
     def counting(self, phase: str) -> Iterator[Ledger]:
-        """Count the block in its own ledger."""
         before, self.ledger = self.ledger, Ledger(phase)
         self.memory.peak = self.ledger.start = self.memory.bytes
         try:
@@ -93,7 +92,6 @@ class FakeCuda(TorchDispatchMode):
         self.ledger.syncs[what + where] += 1
 
     def launch(self, name: str, tensors: list[Tensor], *, flops: int = 0, launches: int = 1, nbytes: int = -1) -> None:
-        """Count a kernel over these tensors."""
         on_device = [tensor for tensor in tensors if is_cuda(tensor)]
         if nbytes < 0:
             nbytes = sum(map(size_of, on_device))
@@ -114,7 +112,6 @@ class FakeCuda(TorchDispatchMode):
         return found
 
     def wrap(self, values: Tensor, device: torch.device) -> Tensor:
-        """Return a fake tensor on a device with these values."""
         with self.fake:
             out = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
         if _is_small(out):
@@ -236,7 +233,6 @@ class FakeCuda(TorchDispatchMode):
         return out
 
     def _without_masks(self, indices: Any) -> list[Any]:
-        """Replace boolean masks by the positions they select."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -264,7 +260,6 @@ class FakeCuda(TorchDispatchMode):
         return values
 
     def as_fake(self, tensor: Tensor) -> Tensor:
-        """Wrap a host tensor as a fake CPU tensor with its values."""
         return tensor if isinstance(tensor, FakeTensor) else self.wrap(tensor.detach(), torch.device("cpu"))
 
     def _count_host_copies(self, name: str, args: Any, kwargs: Any, *, to_cuda: bool) -> None:
@@ -370,7 +365,6 @@ def _key(args: Any) -> tuple[Any, ...]:
 
 
 def _outputs(out: Any, args: Any, tensors: list[Any]) -> _Outputs | None:
-    """Return the recipe for an operator's outputs; None if they cannot be cached."""
     outs = list(out) if isinstance(out, (list, tuple)) else [out]
     storages = {tensor.untyped_storage()._cdata for tensor in tensors}
     first = args[0] if args and isinstance(args[0], FakeTensor) else None
