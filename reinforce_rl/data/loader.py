@@ -80,7 +80,7 @@ class PromptLoader:
 
 
 class FixedPrompts:
-    """Yield the first `num_val_samples` prompts in order, in batches of `prompts_per_batch` (over all ranks; None is all).
+    """Yield the first `num_val_samples` prompts in batches of `prompts_per_batch`, over all ranks; None is all.
 
     Every rank yields the same number of batches, some of them possibly empty.
 

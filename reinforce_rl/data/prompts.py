@@ -185,7 +185,7 @@ def build_train_valid_test_rlhf_datasets(
     """Load the train, validation and test prompts; other arguments as for `PromptDataset.from_jsonl`.
 
     Args:
-        data_prefix: a path or list of paths under train, validation and test; the last two are optional. Train may have
+        data_prefix: a path or list of paths for train, validation and test; the last two are optional. Train may have
             a weight before each path.
 
     Raises:

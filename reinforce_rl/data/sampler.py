@@ -165,7 +165,7 @@ class PromptSampler:
         return self.max_epochs is not None and self._epoch >= self.max_epochs
 
     def next_batch(self) -> list[int]:
-        """Return the indices of the next global batch, never empty; a blend's numbers. Raise StopIteration if `finished`."""
+        """Return the next global batch: indices, or a blend's numbers; StopIteration once `finished`."""
         if self.finished:
             raise StopIteration
         if self._order is None or self._order[0] != self._epoch:
