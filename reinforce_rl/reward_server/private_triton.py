@@ -24,7 +24,7 @@ NOISE = (b"CudaDriverHelper has not been initialized", b"NODELAY NOT SUPPORTED")
 
 
 class PrivateTriton:
-    """PyTriton's `Triton`, reachable by this user's processes only; `bind`, `stop` and `is_alive` are passed through.
+    """PyTriton's `Triton`, reachable by this user's processes only.
 
     Args:
         socket_path: Unix socket to listen on, in a folder that only this user may enter.
@@ -68,21 +68,16 @@ class PrivateTriton:
         self.bind, self.stop, self.is_alive = self._triton.bind, self._triton.stop, self._triton.is_alive
 
     def run(self) -> None:
-        """Start tritonserver and wait until it is ready.
-
-        Raises:
-            RewardServerError: it did not become ready.
-        """
+        """Start tritonserver and wait; raise RewardServerError if it does not become ready."""
         self._triton._initialize_server()
         assert self._triton._triton_server is not None
         self._triton._triton_server._record_logs = self._print_output
         self._triton.run()
 
     def ask(self, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
-        """Send a GET, or a POST if there is a body; return the answer's code and body.
+        """Send a GET, or a POST if there is a body, and return the answer's code and body.
 
-        Raises:
-            RewardServerError: no answer in time.
+        Raises RewardServerError if there is no answer in time.
         """
         connection = http.client.HTTPConnection("localhost")
         try:

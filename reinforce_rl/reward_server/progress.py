@@ -53,12 +53,7 @@ class Snapshot:
 
 
 class Progress:
-    """The scorer's counters, with one writing process and any number of readers.
-
-    Args:
-        path: the shared file; None: counters of this process only.
-        create: create the file and write to it; else read it.
-    """
+    """The scorer's counters in a file, written by the process that sets `create`; without a path, for itself only."""
 
     def __init__(self, path: Path | None = None, *, create: bool = False):
         self._writing = threading.Lock()
@@ -70,7 +65,6 @@ class Progress:
             self.beat()
 
     def begin(self) -> None:
-        """Mark the begin of a batch."""
         self.beat()
         with self._writing:
             self._values[_BUSY] += 1
@@ -80,12 +74,7 @@ class Progress:
         self._values[_BEAT] = time.monotonic()  # one clock for all processes of a machine
 
     def count(self, requests: int, by_status: Mapping[int, int], tokens: int, seconds: float) -> None:
-        """Count a scored batch.
-
-        Args:
-            by_status: samples by STATUS_ constant.
-            tokens: in the samples that the model saw.
-        """
+        """Count a scored batch; `by_status` are samples by STATUS_ constant, `tokens` those that the model saw."""
         values = self._values
         with self._writing:
             values[[_BATCHES, _REQUESTS, _TOKENS, _SECONDS]] += 1, requests, tokens, seconds
@@ -94,7 +83,6 @@ class Progress:
             values[_BUCKETS + int(np.searchsorted(SECONDS_BOUNDS, seconds))] += 1
 
     def end(self) -> None:
-        """Mark the end of a batch, whether it succeeded or not."""
         self.beat()
         with self._writing:
             self._values[_BUSY] -= 1

@@ -70,15 +70,13 @@ class BlockModel(Protocol):
     def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
         """Return scores [n, K] of all n sequences, in order; empty if this rank is not on the last stage.
 
-        A collective call over the block. No work is pending when it returns or raises.
+        A collective call over the block, with no work pending when it returns or raises.
         """
         ...
 
 
 @dataclass
 class _Call:
-    """A call in progress on rank 0."""
-
     number: int
     due: dict[int, float]  # deadline of each rank that has not answered, in time.monotonic
     scores: dict[int, np.ndarray] = field(default_factory=dict)  # by block
@@ -272,11 +270,9 @@ def follow(
     rank_timeout: float = 60.0,
     end: Callable[[str], object] | None = None,
 ) -> None:
-    """Compute for rank 0 until it sends STOP.
+    """Compute for rank 0, the `leader`, until it sends STOP.
 
     Args:
-        links: to rank 0.
-        leader: rank 0.
         load: builds this rank's part of the model.
         rank_timeout: seconds of silence after which rank 0 counts as lost.
         end: ends the process when rank 0 is lost; called on another thread.
@@ -328,11 +324,7 @@ def follow_rank_0(mesh: Mesh, load: Callable[[], BlockModel], *, rank_timeout: f
 
 
 def accept(links: Links, count: int, seconds: float) -> list[Member]:
-    """Wait on rank 0 for `count` other ranks.
-
-    Raises:
-        RewardServerError: not all connected in time.
-    """
+    """Wait on rank 0 for `count` other ranks; raise RewardServerError if not all connect in time."""
     hellos = links.accept(range(1, count + 1), seconds)
     if len(hellos) < count:
         links.close()
@@ -343,11 +335,7 @@ def accept(links: Links, count: int, seconds: float) -> list[Member]:
 
 
 def connect(invitation: Invitation, me: Member, seconds: float) -> Links:
-    """Connect this rank to rank 0.
-
-    Raises:
-        RewardServerError: it cannot be reached.
-    """
+    """Connect this rank to rank 0; raise RewardServerError if it cannot be reached."""
     try:
         return Links.connect(invitation, me.rank, json.dumps(asdict(me)).encode(), seconds)
     except ConnectionError as error:

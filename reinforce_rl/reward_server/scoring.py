@@ -30,8 +30,6 @@ Answer = dict[str, np.ndarray]  # by output name
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of one request."""
-
     sequences: list[list[int]]  # empty where status is not STATUS_OK
     status: np.ndarray  # int32 [N]
     texts: Sequence[base.TextSample | None] = ()  # in place of sequences, for a reward function

@@ -45,8 +45,8 @@ def build_triton(
     Args:
         home: private folder of this user; holds Triton's Unix socket, TRITON_SOCKET.
         max_queue_delay: seconds that a request may wait to be merged with others.
-        preferred_batch_sizes: samples that merged requests should add up to; empty: any number.
         stop_timeout: seconds for calls in flight at the end.
+        preferred_batch_sizes: samples that merged requests should add up to; empty: any number.
 
     Raises:
         ConfigError: PyTriton is not installed.
@@ -135,10 +135,7 @@ def stop_triton(triton: PrivateTriton, requests: RequestScorer, timeout: float) 
 def make_home(name: str) -> Path:
     """Create a folder for PyTriton's files, with a path short enough for the Unix sockets in it.
 
-    Falls back to /tmp, since a batch system's TMPDIR is often too long.
-
-    Raises:
-        ConfigError: the model's name alone is too long.
+    Falls back to /tmp, since a batch system's TMPDIR is often too long; raises ConfigError if `name` is too long.
     """
     longest = max(name, wire.INFO_MODEL, key=len) + "_0_0-server.sock"
     for parent in (tempfile.gettempdir(), "/tmp"):

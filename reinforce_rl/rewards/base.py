@@ -81,23 +81,15 @@ class Rewards:
 
     values: Tensor  # float32 [N]; NaN where a sample failed, never a made-up 0
     status: Tensor  # int32 [N], STATUS_ constants
-    by_source: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # float32 [N] per source of a weighted sum, or per attribute
-    faults: Mapping[int, str] = field(
-        default_factory=dict
-    )  # what went wrong, by row, if the source knows more than the status
+    by_source: dict[str, Tensor] = field(default_factory=dict)  # float32 [N] per source of a sum, or attribute
+    faults: Mapping[int, str] = field(default_factory=dict)  # what failed, by row, if the source knows details
 
 
 class RewardFuture(Protocol):
     """Scores that are being computed elsewhere."""
 
     def result(self) -> Rewards:
-        """Wait for the scores.
-
-        Raises:
-            RewardServerError: no answer within the source's own deadline.
-        """
+        """Wait for the scores; raise RewardServerError if none come within the source's own deadline."""
         ...
 
 

@@ -42,14 +42,12 @@ class RemoteRewardFuture:
         self._call = call
 
     def done(self) -> bool:
-        """Return whether `result` would return at once."""
         return self._future.done()
 
     def result(self) -> Rewards:
         """Wait for the scores, calling the client's `on_wait` now and then.
 
-        Raises:
-            RewardServerError: no answer within the request's deadline, or a wrong one.
+        Raises RewardServerError if no answer came within the request's deadline, or a wrong one.
         """
         client, call = self._client, self._call
         while True:
@@ -136,9 +134,7 @@ class RemoteGPTRMClient:
         return RemoteRewardFuture(self, self._submit(self._score(request, call)), call)
 
     def wait_until_ready(self, deadline_seconds: float | None = None) -> ServerInfo:
-        """Probe every server, wait until one is up, and return its description.
-
-        `deadline_seconds` defaults to the client's own.
+        """Probe every server, wait for one to be up (default: the client's own deadline), return its description.
 
         Raises:
             RewardServerError: the deadline passed, another program is on a port, or another model is served.

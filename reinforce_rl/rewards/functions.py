@@ -156,12 +156,8 @@ def matches(
 ) -> float:
     """Score whether the response matches a regular expression, white space around it included.
 
-    A pattern that backtracks for ever exceeds the time limit, and its sample fails.
-
-    Args:
-        pattern: in Python's `re` syntax; `(?s)` at its beginning lets a dot match line breaks.
-        whole: match the whole response rather than any part of it.
-        matched, unmatched: the rewards.
+    A pattern that backtracks for ever exceeds the time limit, and its sample fails. `whole` asks for a match of the
+    whole response rather than any part; `(?s)` at the pattern's beginning lets a dot match line breaks.
     """
     compiled = _compiled(pattern)
     found = compiled.fullmatch(response) if whole else compiled.search(response)
@@ -192,12 +188,7 @@ def length(
     tolerance: float,
     unit: str = "words",
 ) -> float:
-    """Score how near the response's length is to a target: max(0, 1 - |length - target| / tolerance).
-
-    Args:
-        tolerance: distance from the target at which the reward reaches 0.
-        unit: `words`, separated by white space, or `characters`.
-    """
+    """Return max(0, 1 - |length - target| / tolerance), with the length in `unit`: `words` or `characters`."""
     count = len(response.split()) if unit == "words" else len(response)
     return max(0.0, 1.0 - abs(count - target) / tolerance)
 

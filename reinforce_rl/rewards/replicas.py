@@ -21,7 +21,7 @@ from reinforce_rl.utils.addresses import Address, ModelAddress
 logger = logging.getLogger(__name__)
 
 UNKNOWN_MODEL_SECONDS = 30.0  # how long a starting server may lack its models
-REPORT_CHECK_SECONDS = 1.0  # whatever waits checks this often whether a report is due
+REPORT_CHECK_SECONDS = 1.0  # how often a waiter checks whether a report is due
 
 T = TypeVar("T")
 
@@ -54,8 +54,6 @@ class Call:
 
 @dataclass
 class _Replica:
-    """One server and its state."""
-
     model: ModelAddress
     pause: float  # next pause in seconds, before jitter
     turn: int  # when it last got a request; breaks ties
@@ -130,8 +128,7 @@ class Replicas:
     def report(self, call: Call, *, without_trouble: bool = False) -> None:
         """Report what is wrong, at most every `report_seconds` over all threads.
 
-        Args:
-            without_trouble: also report a long wait if nothing is wrong.
+        `without_trouble` also reports a long wait if nothing is wrong.
         """
         troubles = self.troubles()
         if not troubles and not without_trouble:
@@ -169,8 +166,7 @@ class Replicas:
     async def describe(self, call: Call) -> tuple[ServerInfo, ModelAddress]:
         """Wait until one server is up; return its description and address.
 
-        Raises:
-            RewardServerError: the deadline passed, no server can be used, or two serve different models.
+        Raises RewardServerError if the deadline passed, no server can be used, or two serve different models.
         """
         return await self._wait(lambda: self._described, call)
 
@@ -189,12 +185,9 @@ class Replicas:
 
     @contextlib.asynccontextmanager
     async def lease(self, samples: int, call: Call) -> AsyncIterator[ModelAddress]:
-        """Wait for and lend the least busy server to a `with` block that asks it for scores.
+        """Wait for and lend the least busy server; raises as `describe` does.
 
         A FailedAttempt that leaves the block sets the server aside; a normal exit marks it as healthy.
-
-        Raises:
-            RewardServerError: the deadline passed, no server can be used, or two serve different models.
         """
 
         def choose() -> _Replica | None:
@@ -275,7 +268,6 @@ class Replicas:
         return pause
 
     async def _probe(self, replica: _Replica, pause: float) -> None:
-        """Ask for the server's description until it is up."""
         place = replica.model.place
         unknown_since: float | None = None
         while True:

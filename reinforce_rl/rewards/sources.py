@@ -50,14 +50,7 @@ class _CombinedFuture:
 
 
 class CombinedRewards:
-    """A reward source that returns the weighted sum of several.
-
-    Args:
-        sources: at least one.
-
-    Raises:
-        ConfigError: two sources have the same name.
-    """
+    """A reward source that returns the weighted sum of one or more; raises ConfigError if two share a name."""
 
     def __init__(self, sources: Sequence[WeightedSource]):
         names = [source.name for source in sources]
@@ -66,7 +59,6 @@ class CombinedRewards:
         self._sources = tuple(sources)
 
     def infer_rm(self, request: RewardRequest) -> RewardFuture:
-        """Start scoring at all sources."""
         return _CombinedFuture(self._sources, tuple(source.source.infer_rm(request) for source in self._sources))
 
     def close(self) -> None:

@@ -124,11 +124,7 @@ async def exchange(
 ) -> HttpAnswer:
     """Send a GET, or a POST if there is a body, over a new connection, without proxies or redirects.
 
-    Args:
-        seconds: limit from connecting to the answer's last byte.
-
-    Raises:
-        FailedAttempt: no complete answer came.
+    Raises FailedAttempt if no complete answer came within `seconds`, counted from connecting.
     """
     import aiohttp
     from yarl import URL
@@ -215,8 +211,7 @@ def infer_json(
 ) -> dict[str, list[Any]]:
     """Make one KServe v2 inference in JSON, as `curl` would; return each output's flat data by name.
 
-    Raises:
-        RewardServerError: anything but a proper answer.
+    Raises RewardServerError for anything but a proper answer.
     """
     model = ModelAddress(Address(host, port), name, token)
     body = json.dumps({"inputs": inputs}).encode()
@@ -232,8 +227,6 @@ def infer_json(
 
 
 class Scores(NamedTuple):
-    """Scores of N samples."""
-
     values: np.ndarray  # float32 [N], NaN where a sample failed
     status: np.ndarray  # int32 [N]
     attributes: np.ndarray  # float32 [N, K]
@@ -288,7 +281,7 @@ async def infer(
         values, status = wire.check_answer(found.as_numpy(wire.REWARDS), found.as_numpy(wire.STATUS), count)
         scores = found.as_numpy(wire.ATTRIBUTES) if attributes else np.zeros((count, 0), np.float32)
         return Scores(values, status, wire.check_attributes(scores, status, attributes))
-    except Exception as error:  # whatever tritonclient raises on other bytes
+    except Exception as error:  # tritonclient may raise anything on malformed bytes
         if not answer.delimited:
             raise FailedAttempt("does not answer (the answer was cut short, or is none)") from error
         raise FailedAttempt(f"gave a wrong answer: {error}", bad_answer=True) from error

@@ -93,9 +93,7 @@ class ServerInfo:
     tokenizer: TokenizerInfo | None
     deterministic: bool  # each request is scored apart from those of other clients
     add_special_tokens: bool  # to `sentences`
-    details: dict[str, Any] = field(
-        default_factory=dict
-    )  # what else distinguishes reward models (trunk, head, pooling ...)
+    details: dict[str, Any] = field(default_factory=dict)  # other traits of the model (trunk, head, pooling ...)
     attributes: list[str] = field(default_factory=list)  # K names, in the order of the output `attributes`
     protocol: int = PROTOCOL_VERSION
     input_forms: tuple[str, ...] = (TOKENS_FORM,)  # the server's preference first
@@ -181,10 +179,7 @@ def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_si
 
 
 def request_arrays(request: RewardRequest, form: str, pad_to_length: int | None, pad_id: int) -> dict[str, np.ndarray]:
-    """Encode N samples as inputs by name, each [N, ...], in TOKENS_FORM or TEXT_FORM.
-
-    Rows of tokens are padded with `pad_id` to `pad_to_length`, if given.
-    """
+    """Encode N samples as inputs [N, ...] by name, with tokens padded with `pad_id` to `pad_to_length`, if given."""
     if form == TEXT_FORM:
         return text_arrays(request.samples)
     tokens = request.tokens.detach().cpu().numpy().astype(np.int64, copy=True)
@@ -307,8 +302,7 @@ def _depth(node: Any) -> int:
 def check_answer(rewards: Any, status: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return an answer's rewards, float32 [N], NaN where a sample has no score, and statuses, int32 [N].
 
-    Raises:
-        ValueError: the answer breaks the protocol.
+    Raises ValueError if the answer breaks the protocol.
     """
     for key, array, dtype in ((REWARDS, rewards, np.float32), (STATUS, status, np.int32)):
         if array is None:
@@ -329,8 +323,7 @@ def check_answer(rewards: Any, status: Any, count: int) -> tuple[np.ndarray, np.
 def check_attributes(attributes: Any, status: np.ndarray, count: int) -> np.ndarray:
     """Return an answer's attributes, float32 [N, K = `count`], NaN where `status`, int32 [N], is not ok.
 
-    Raises:
-        ValueError: the answer breaks the protocol.
+    Raises ValueError if the answer breaks the protocol.
     """
     expected = (len(status), count)
     if attributes is None or attributes.dtype != np.float32 or attributes.shape != expected:
@@ -345,13 +338,8 @@ def check_attributes(attributes: Any, status: np.ndarray, count: int) -> np.ndar
 def read_token(token_file: str | Path | None, key: str, environment: Mapping[str, str] | None = None) -> str | None:
     """Read the token from a file, or else from the environment variable REINFORCE_REWARD_TOKEN.
 
-    Args:
-        token_file: readable by its owner only; None: use the environment.
-        key: configuration key, for messages.
-        environment: default: this process's.
-
-    Raises:
-        ConfigError: the file is missing, others may read it, or its content cannot be a token.
+    `key` is the configuration key, for messages. Raises ConfigError if the file is missing, others may read it, or its
+    content cannot be a token.
     """
     if token_file is None:
         token = (os.environ if environment is None else environment).get(TOKEN_VARIABLE, "").strip()

@@ -77,11 +77,7 @@ class Admission:
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
-        """Hold one of the server's places for a request.
-
-        Raises:
-            Refusal: 503, the server is full or stopping.
-        """
+        """Hold one of the server's places; raise Refusal (503) if it is full or stopping."""
         self.check_room()
         self._inside += 1
         try:
@@ -91,9 +87,8 @@ class Admission:
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[Callable[[int], None]]:
-        """Reserve memory for a body until exit. Yields a function that sets the reservation to `count` bytes.
-
-        It raises Refusal (503) if the bodies in memory would exceed the limit.
+        """Reserve memory for a body until exit. Yields a function that sets the reservation to `count` bytes, or
+        raises Refusal (503) if the bodies in memory would exceed the limit.
         """
         held = 0
 
@@ -111,11 +106,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait for a slot at Triton, first come, first served.
-
-        Raises:
-            Refusal: 503, the server began to stop while this waited.
-        """
+        """Wait in order for a slot at Triton; raise Refusal (503) if the server begins to stop meanwhile."""
         self._refuse_while_draining()
         if self._in_flight < self._limits.max_in_flight and not self._waiting:
             self._in_flight += 1

@@ -47,8 +47,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class FrontSettings:
-    """Settings of the front door."""
-
     model: str  # the reward model's name in URLs
     backend: str  # Triton's Unix socket
     limits: FrontLimits  # with the token
@@ -90,7 +88,6 @@ class Front:
         self._parser = ThreadPoolExecutor(1)
 
     def application(self) -> web.Application:
-        """Build the aiohttp application."""
         app = web.Application(middlewares=[self._around])
         app.cleanup_ctx.append(self._with_session)
         router, expect = app.router, self._expect

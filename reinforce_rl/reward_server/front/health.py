@@ -28,8 +28,6 @@ STATUS_LABELS = {  # "ok", "empty", ...
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a health check."""
-
     healthy: bool  # requests are being scored, or would be
     text: str  # the reason
     canary_seconds: float | None  # duration of the last good sample; None before the first
@@ -120,8 +118,6 @@ def fault_of(code: int, body: bytes, sample: str = "a small sample") -> str | No
 
 
 class FrontMetrics:
-    """Prometheus metrics in a registry of their own."""
-
     def __init__(self, admission: Admission, progress: Progress):
         self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -143,7 +139,6 @@ class FrontMetrics:
         self._registry.register(_ModelMetrics(progress))
 
     def count(self, code: int, samples: int, size: int, seconds: float) -> None:
-        """Count one answered request for scores."""
         self._requests.labels(str(code)).inc()
         self._bytes.inc(size)
         if code == 200:

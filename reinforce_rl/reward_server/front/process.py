@@ -37,12 +37,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class FrontProcess:
-    """The server's handle of the front-door process.
-
-    Args:
-        listener: socket that clients connect to; handed over, and closed here.
-        progress_path: file of the scorer's `Progress`.
-    """
+    """The server's handle of the front-door process; `listener` is handed over to it, and closed here."""
 
     def __init__(self, listener: socket.socket, settings: FrontSettings, progress_path: Path):
         self._up, self._empty = threading.Event(), threading.Event()

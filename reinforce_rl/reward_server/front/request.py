@@ -28,8 +28,6 @@ LENGTH_BYTES = 4  # before each text
 
 @dataclass(frozen=True)
 class TritonRequest:
-    """A rewritten request."""
-
     samples: int  # rows of each tensor
     body: bytes  # a JSON object, then the binary tensors that it describes
     json_length: int  # bytes
@@ -38,15 +36,12 @@ class TritonRequest:
 def read_request(
     body: bytes, header_length: str | None, limits: FrontLimits, input_forms: Sequence[str]
 ) -> TritonRequest:
-    """Read a KServe v2 inference request.
+    """Read a KServe v2 inference request; raise Refusal (400 or 413) if it is invalid.
 
     Args:
         body: a JSON object, followed by binary tensors if `header_length` is given.
         header_length: the header Inference-Header-Content-Length.
         input_forms: accepted by the model; empty for a model without inputs.
-
-    Raises:
-        Refusal: code 400 or 413.
     """
     position = json_length(header_length, len(body))
     request = _parse(body[:position])

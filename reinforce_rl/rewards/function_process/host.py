@@ -44,8 +44,6 @@ Functions = Mapping[str, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one sample."""
-
     status: int  # STATUS_OK, STATUS_NOT_FINITE, STATUS_INTERNAL or STATUS_TIMED_OUT
     value: float = math.nan  # NaN unless STATUS_OK
     fault: str = ""  # what failed and where, without any text of the sample
@@ -54,8 +52,6 @@ class Outcome:
 
 @dataclass
 class _Sample:
-    """A sample being scored."""
-
     id: int
     pid: int
     answer_fd: int
@@ -202,7 +198,6 @@ def _place(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Load the functions and score samples until the owner's end of the connection is closed."""
     connection = connect_to_parent(death_signal=None)  # any thread of the owner's may have started this process
     settings = connection.recv()
     functions, faults = {}, []

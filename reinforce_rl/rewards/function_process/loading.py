@@ -43,11 +43,7 @@ class LoadFault(Exception):
 
 
 def load_function(spec: FunctionSpec) -> Callable[..., Any]:
-    """Return the function with its kwargs bound.
-
-    Raises:
-        LoadFault: there is no such function, its module raises, or the kwargs do not fit.
-    """
+    """Return the function with its kwargs bound; raise LoadFault if it cannot be loaded or they do not fit."""
     function = _find(spec)
     _check_kwargs(function, spec)
     return partial(function, **spec.kwargs)

@@ -59,13 +59,9 @@ OPTIONS = ("num_workers", "sample_timeout_seconds", "sample_memory_mb", "environ
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of N samples."""
-
     values: np.ndarray  # float32 [N], NaN where a sample failed
     status: np.ndarray  # int32 [N]
-    faults: dict[int, str] = field(
-        default_factory=dict
-    )  # what failed and where, by row, without any text of the sample
+    faults: dict[int, str] = field(default_factory=dict)  # what failed and where, by row, without the sample's text
 
 
 @dataclass
@@ -107,11 +103,7 @@ class PendingScores:
     give_up: Callable[[], object] = lambda: None  # ends a hung host, so that the next request gets a new one
 
     def result(self) -> Scores:
-        """Wait for the scores.
-
-        Raises:
-            RewardServerError: the processes ended, or exceeded the time limit of all samples together.
-        """
+        """Wait for the scores; raise RewardServerError if the processes ended or exceeded the time limit."""
         try:
             return self.future.result(max(0.0, self.deadline - time.monotonic()))
         except FutureTimeoutError:
@@ -123,8 +115,6 @@ class PendingScores:
 
 
 class _Host(ModuleChild):
-    """A host process and its samples in flight."""
-
     def __init__(self, folders: Sequence[str], variables: Mapping[str, str], *, in_sandbox: bool):
         super().__init__(
             "reinforce_rl.rewards.function_process.host",
@@ -157,11 +147,7 @@ class _Host(ModuleChild):
         return found
 
     def add(self, batch: _Batch, requests: Sequence[tuple[int, bytes]]) -> int:
-        """Queue these rows' samples; return the number of samples in flight.
-
-        Raises:
-            RewardServerError: the host has ended.
-        """
+        """Queue these rows' samples and return the number in flight; raise RewardServerError if the host has ended."""
         with self._lock:
             if self.ended:
                 raise RewardServerError("the processes of the reward function have ended")
@@ -262,9 +248,7 @@ class FunctionPool:
     def submit(
         self, function: str, samples: Sequence[TextSample], on_sample: Callable[[], object] = lambda: None
     ) -> PendingScores:
-        """Start scoring and return at once; restarts the processes if they ended.
-
-        A failed restart raises when the scores are waited for, not here.
+        """Start scoring and return at once; restarts the processes if they ended (if that fails, `result` raises).
 
         Args:
             function: a name in the pool, or `PING`, which only asks for an answer.
@@ -338,10 +322,8 @@ def _request(function: str, sample: TextSample) -> bytes:
 def bubblewrap(folders: Sequence[str]) -> list[str]:
     """Return the prefix of a command without network, other processes or write access to files.
 
-    It can read Python's own folders, the current one and `folders`; /tmp and /dev/shm are private tmpfs.
-
-    Raises:
-        ConfigError: bubblewrap is not installed or cannot work here.
+    It can read Python's own folders, the current one and `folders`; /tmp and /dev/shm are private tmpfs. Raises
+    ConfigError if bubblewrap is not installed or cannot work here.
     """
     program = shutil.which("bwrap")
     if program is None:

@@ -18,34 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FunctionFuture:
-    """Scores that a pool is computing."""
-
     pending: PendingScores
 
     def result(self) -> Rewards:
-        """Wait for the scores.
-
-        Raises:
-            RewardServerError: the pool's processes ended or do not answer.
-        """
+        """Wait for the scores; raise RewardServerError if the pool's processes ended or do not answer."""
         scores = self.pending.result()
         return Rewards(torch.from_numpy(scores.values), torch.from_numpy(scores.status), faults=scores.faults)
 
 
 class FunctionRewards:
-    """A reward source that calls one function of a pool.
-
-    Args:
-        pool: already started; sources may share it, and the first to close closes it.
-        function: its name in the pool.
-    """
+    """A reward source that calls one function of a started pool. Sources may share it; the first closes it."""
 
     def __init__(self, pool: FunctionPool, function: str):
         self._pool = pool
         self._function = function
 
     def infer_rm(self, request: RewardRequest) -> FunctionFuture:
-        """Start scoring and return at once."""
         return FunctionFuture(self._pool.submit(self._function, request.samples))
 
     def close(self) -> None:
