@@ -1,4 +1,4 @@
-"""The gradient of any function of a whole model, accumulated as in training."""
+"""Gradient accumulation for any loss of a whole model."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from reinforce_rl.megatron import schedule
 
 
 def accumulate_gradients(ddp: Any, micro_batches: Sequence[Any], loss_of: Callable[[Any, Any], Any]) -> float:
-    """As `schedule.accumulate_gradients`, for a model on one stage and `loss_of(ddp, micro_batch)`; their sum."""
+    """Accumulate the gradients of `loss_of(ddp, micro_batch)` on a single stage; return the summed loss."""
     return sum(schedule.accumulate_gradients(ddp, micro_batches, loss_of, lambda loss, _: (loss, loss.item())))

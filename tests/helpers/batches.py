@@ -1,4 +1,4 @@
-"""Training batches with random tokens, and the gradients that they give."""
+"""Random training batches and their gradients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def whole_batch() -> ReinforceBatch:
 
 
 def rows_of(batch: ReinforceBatch, rows: list[int]) -> ReinforceBatch:
-    """Some rows, cut to their own longest sequence as a rank would have them."""
+    """Select rows and cut them to their longest sequence, as on a rank."""
     rollouts = batch.rollouts.select(torch.tensor(rows, dtype=torch.long))
     return ReinforceBatch(
         rollouts,
@@ -65,7 +65,7 @@ def rows_of(batch: ReinforceBatch, rows: list[int]) -> ReinforceBatch:
 
 
 def sequences(count: float) -> Denominators:
-    """The denominators of `sequence_sum`, which reads nothing else."""
+    """Return denominators for `sequence_sum`, which reads the sequences only."""
     return Denominators(count, 0.0, 0.0)
 
 
@@ -82,7 +82,6 @@ def actor_of(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> MegatronGPTReinforceActorModel:
-    """With LoRA updates where their settings are given."""
     lm = megatron_model(folder, mesh, dtype, options=model)
     if updates is not None:
         add_lora(lm, updates)
@@ -101,9 +100,9 @@ def actor_of(
 
 
 def gradient_of(actor: MegatronGPTReinforceActorModel) -> Tensor:
-    """What the gradient buffers hold, as one vector in Hugging Face's layout; a collective call.
+    """Return the gradient buffers as one vector in Hugging Face's layout; a collective call.
 
-    The mapping of weights to that layout is linear, so it maps gradients too.
+    The weight mapping is linear, so it maps gradients too.
     """
     gradients = {name: parameter.main_grad for name, parameter in parameters_of(actor.lm).items()}  # type: ignore
     tensors = dict(hf_tensors(actor.lm, gradients))
@@ -115,7 +114,7 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def brute_force_gradient(model: Any, batch: ReinforceBatch) -> tuple[float, Tensor]:
-    """Loss and gradient of -(sum over valid samples of A * log p(response)) / N by autograd on transformers' model."""
+    """Compute -(sum over valid samples of A * log p(response)) / N and its gradient on transformers' model."""
     rollouts = batch.rollouts
     rows = rollouts.valid
     log_probs = brute_force_log_probs(

@@ -1,4 +1,4 @@
-"""What a run has to save, on a model of any folder, without the trainer."""
+"""A run's state to save, for any model folder, without the trainer."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Run:
         self.checkpointer = Checkpointer(folder, mesh, self.ddp, *parts, **options)
 
     def train(self, steps: int) -> list[float]:
-        """Draws its data from torch's generator, so that random state matters; the gradient norms."""
+        """Train on data from torch's generator, so that random state matters; return gradient norms."""
         return [self.step(torch.randint(4, 64, (2, 12)))[1] for _ in range(steps)]
 
     def train_on(self, first: int, count: int) -> list[float]:
-        """Steps that are the same on any layout: each has its own data, shared by the ranks; the losses."""
+        """Train on layout-independent data shared by the ranks; return losses."""
         losses = []
         for number in range(first, first + count):
             tokens = torch.randint(4, 61, (4, 12), generator=torch.Generator().manual_seed(number))
@@ -71,7 +71,7 @@ class Run:
         return losses
 
     def step(self, sequences: Tensor) -> tuple[float, float]:
-        """One step on [n, 12] tokens; this rank's loss before it, and the gradient's norm."""
+        """Train on [n, 12] tokens; return this rank's loss before the step and the gradient norm."""
         lengths = torch.tensor([5, 3]).repeat(len(sequences) // 2), torch.tensor([7, 6]).repeat(len(sequences) // 2)
 
         def hidden_of(model: Any, layout: PaddedSequences) -> Tensor:
@@ -88,7 +88,7 @@ class Run:
         return loss, self.optimizer.step().grad_norm
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's, and what the optimizer updates of them."""
+        """Return this rank's weights and their main copies."""
         named = dict(self.lm.named_parameters())
         mains = (p for group in self.inner.param_groups for p in group["params"])
         named |= {f"main {number}": main for number, main in enumerate(mains)}

@@ -1,4 +1,4 @@
-"""Puts the fake TensorRT-LLM of `fake_engine/` in place of the real one; see its `__init__.py`."""
+"""Install the fake TensorRT-LLM of `fake_engine/`; see its `__init__.py`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PACKAGE = Path(__file__).with_name("fake_engine")
 
 
 def install_fake(folder: Path, *, rank: int = 0, model: str = "native", **options: object) -> None:
-    """From now on engines of this process are fakes, and their weights travel in files.
+    """Replace engines of this process by fakes that receive weights through files.
 
     Args:
-        folder: for what they are given.
+        folder: for recorded calls and weights.
         rank: of this process in its block; it names the device.
         model: "native" or "scripted".
-        options: the others of FAKE_ENGINE.
+        options: other keys of FAKE_ENGINE.
     """
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["FAKE_ENGINE"] = json.dumps({"folder": str(folder), "model": model, **options})
@@ -34,6 +34,6 @@ def install_fake(folder: Path, *, rank: int = 0, model: str = "native", **option
 
 
 def in_small_buckets(generator: Generator) -> None:
-    """Make the weights of a tiny model several buckets; the setting's least is a megabyte."""
+    """Split a tiny model's weights into several buckets; the setting's minimum is a megabyte."""
     assert isinstance(generator, TensorRTLLMGenerator)
     generator._bucket_bytes = 4096

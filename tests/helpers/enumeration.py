@@ -1,7 +1,7 @@
-"""A policy small enough to list its sequences, so that an expectation is a sum: no Monte Carlo.
+"""A policy small enough to enumerate, so that expectations are exact sums instead of Monte Carlo estimates.
 
-It is a tree of conditional distributions over a vocabulary of 3 with an end token, so its sequences have unequal
-lengths. Summing over every G-tuple of them gives the expected gradient of an estimator itself, in float64.
+It is a tree of conditional distributions over a vocabulary of 3 with an end token, so sequences have unequal lengths.
+Summing over every G-tuple gives the expected gradient of an estimator in float64.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCABULARY, MAX_LENGTH, END = 3, 3, 0
 
 @dataclass(frozen=True)
 class Tree:
-    """Every sequence, and the tables that give its token log-probs from the policy's parameters."""
+    """All sequences, and tables for their token log-probs."""
 
     mask: Tensor  # bool [sequences, T]
     prefix: Tensor  # int64 [sequences, T], row of the parameters
@@ -65,7 +65,7 @@ NUM_SEQUENCES = len(TREE.mask)
 
 @dataclass(frozen=True)
 class World:
-    """Parameters, the reference's log-probs and rewards of every sequence, and the true gradient of E[r] - beta KL."""
+    """Parameters, reference log-probs and rewards of all sequences, and the true gradient of E[r] - beta KL."""
 
     parameters: Tensor
     reference: Tensor
@@ -75,7 +75,7 @@ class World:
 
 @dataclass(frozen=True)
 class Options:
-    """What the configuration can choose, under its names. Defaults are RLOO's."""
+    """Algorithm options under their config names; defaults are RLOO's."""
 
     advantage_estimator: str = "rloo"
     kl_estimator: str = "k1"
@@ -105,12 +105,12 @@ def make_world(reward_mean: float = 0.7) -> World:
 
 
 def tuples(samples: int) -> Tensor:
-    """Every tuple of so many sequences: int64 [15 ** samples, samples]."""
+    """Return all tuples of `samples` sequences: int64 [15 ** samples, samples]."""
     return torch.tensor(list(itertools.product(range(NUM_SEQUENCES), repeat=samples)))
 
 
 def advantages(world: World, options: Options, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages [tuples, G, T] of every tuple, and which samples train; each tuple is a group of its own."""
+    """Return advantages [tuples, G, T] and the samples that train; each tuple is a group."""
     rows, groups = drawn.flatten(), torch.arange(len(drawn)).repeat_interleave(drawn.shape[1])
     log_probs = TREE.log_probs(world.parameters).detach()
     tokens = token_kl(log_probs, world.reference, TREE.mask, estimator=options.kl_estimator)
@@ -136,11 +136,11 @@ def advantages(world: World, options: Options, drawn: Tensor) -> tuple[Tensor, T
 def expected_gradient(
     world: World, options: Options, samples: int, *, behaviour: Tensor | None = None, as_old: bool = False
 ) -> Tensor:
-    """Of the objective: minus the loss's, summed over every tuple of samples with its probability.
+    """Return the objective's expected gradient over all tuples.
 
     Args:
-        behaviour: token log-probs [sequences, T] of another policy that draws the samples.
-        as_old: that policy is an earlier one of this actor; else another generator's.
+        behaviour: token log-probs [sequences, T] of another sampling policy.
+        as_old: that policy is an earlier actor; otherwise another generator.
     """
     log_probs = TREE.log_probs(world.parameters)
     probability = (log_probs if behaviour is None else behaviour).sum(1).exp().detach()
@@ -172,7 +172,7 @@ def expected_gradient(
 
 
 def gradient_variance(world: World, options: Options, samples: int) -> float:
-    """Trace of the covariance of one group's gradient estimate, for advantages that a loss without KL takes."""
+    """Return the trace of the covariance of one group's gradient estimate, without a KL in the loss."""
     log_probs = TREE.log_probs(world.parameters)
     rows = torch.eye(NUM_SEQUENCES * MAX_LENGTH, dtype=torch.float64)
     scores = torch.stack(

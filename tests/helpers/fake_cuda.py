@@ -1,4 +1,4 @@
-"""What the fake-CUDA tier runs: a small actor on any layout, models at real sizes, and checks of what was counted."""
+"""Workloads and checks of the fake-CUDA tier."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPTS = [Prompt(number, "", tuple(range(3, 6 + number))) for number in range(4
 
 
 def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
-    """Generation, log-probs of both policies, two updates and offload, on two samples of each data-parallel rank."""
+    """Run generation, both policies' log-probs, two updates and offload on two samples per data-parallel rank."""
     options: dict[str, Any] = {"model": layout.model, "optim": layout.optim, "dtype": layout.dtype}
     # Several micro-batches only where they differ: in a pipeline, and where the last one sums the gradients.
     size = 1 if layout.pp > 1 or layout.optim.overlap_grad_sync else 2
@@ -61,7 +61,7 @@ def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
 
 
 def run_layout(machine: Machine, layout: Layout, folder: Path) -> dict[int, Ledger]:
-    """`small_step` on every rank, one after the other."""
+    """Run `small_step` on each rank in turn."""
 
     def turn(rank: int) -> None:
         with layout.mesh() as mesh:
@@ -71,14 +71,7 @@ def run_layout(machine: Machine, layout: Layout, folder: Path) -> dict[int, Ledg
 
 
 def check_collectives(ledgers: Mapping[int, Ledger]) -> int:
-    """The ranks of each group call the same collectives in the same order, and what one sends its peer receives.
-
-    Args:
-        ledgers: of all ranks of a job, or of some.
-
-    Returns:
-        How many calls were compared.
-    """
+    """Check that each group's ranks call the same collectives in order and sends match receives; return the count."""
     calls: dict[tuple[int, ...], dict[int, list[Any]]] = {}
     wires: dict[tuple[int, int], dict[str, list[int]]] = {}
     for rank, ledger in ledgers.items():
@@ -101,7 +94,7 @@ def check_collectives(ledgers: Mapping[int, Ledger]) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """A step of one data-parallel rank, every sequence at full length."""
+    """A full-length step of one data-parallel rank."""
 
     prompts: int = 2
     samples: int = 2
@@ -140,11 +133,9 @@ def real_step(
     optim: OptimConfig = DEFAULT_OPTIM,
     **settings: Any,
 ) -> dict[str, Ledger]:
-    """A step of a model at its real width, weights unset; what each phase counted.
+    """Run a step at a model's real width, with uninitialised weights; return the counts of each phase.
 
-    Args:
-        config: of a Hugging Face folder.
-        settings: of the actor.
+    `config` is a Hugging Face config.json, `settings` are the actor's.
     """
     counting = machine.gpu.counting
     ledgers: dict[str, Ledger] = {}

@@ -45,7 +45,7 @@ def answer(rewards: list[float], status: list[int], count: int | None = None) ->
 
 
 def sequences_of(body: bytes, header_length: int) -> list[list[int]]:
-    """The token ids of a request in the form `tokens`, as binary tensors."""
+    """Return the token ids of a binary request in the form `tokens`."""
     import numpy as np
 
     arrays, start = [], header_length
@@ -58,10 +58,10 @@ def sequences_of(body: bytes, header_length: int) -> list[list[int]]:
 
 
 class FakeRewardServer:
-    """`answers` (code, body and perhaps headers) are given in turn, and the last one for ever.
+    """Return `answers` (code, body, optional headers) in turn, repeating the last.
 
-    With `score` it scores the token ids that it is sent instead; NaN is a failed sample. `info` may be replaced at any
-    time, and so may `gate`, which each of its calls waits for.
+    With `score` it scores token ids instead; NaN is a failed sample. `info` and `gate`, which calls wait for, may be
+    replaced at any time.
     """
 
     def __init__(

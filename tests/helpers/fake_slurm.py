@@ -77,7 +77,7 @@ else:
 
 
 def write_commands(folder: Path) -> Path:
-    """Scripts of these names; returns the folder for PATH."""
+    """Write the scripts; return the folder for PATH."""
     folder.mkdir(parents=True)
     for name in COMMANDS:
         script = folder / name
@@ -87,7 +87,7 @@ def write_commands(folder: Path) -> Path:
 
 
 def write_repository(folder: Path) -> Path:
-    """A repository with the two programs."""
+    """Write a repository with the two programs."""
     (folder / "examples").mkdir(parents=True)
     (folder / "examples" / "serve_reward_model.py").write_text(SERVER)
     (folder / "examples" / "train_reinforce_actor.py").write_text(ACTOR)
@@ -95,7 +95,7 @@ def write_repository(folder: Path) -> Path:
 
 
 def srun(home: Path, arguments: list[str]) -> int:
-    """Start the tasks, each in a session of its own, and end the others where one fails."""
+    """Start each task in its own session; end the others if one fails."""
     split = next(place for place, word in enumerate(arguments) if not word.startswith("--"))
     options = dict(word[2:].partition("=")[::2] for word in arguments[:split])
     name, each = options["job-name"], int(options["ntasks-per-node"])
@@ -127,7 +127,7 @@ def srun(home: Path, arguments: list[str]) -> int:
 
 
 def send(pids: Path, number: int) -> None:
-    """A signal to every process of the step."""
+    """Send a signal to all processes of the step."""
     for pid in pids.read_text().split() if pids.exists() else ():
         try:
             os.killpg(int(pid), number)
@@ -136,7 +136,7 @@ def send(pids: Path, number: int) -> None:
 
 
 def squeue(home: Path, arguments: list[str]) -> int:
-    """Steps, the job's times, or its state."""
+    """Print steps, the job's times, or its state."""
     job = arguments[arguments.index("-j") + 1]
     if "--steps" in arguments:
         for pids in home.glob("step-*"):

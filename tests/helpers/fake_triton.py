@@ -1,7 +1,4 @@
-"""Stands in for Triton behind a front door that runs as a process.
-
-Its answers can be held back, and its scorer is a file of progress that the test writes.
-"""
+"""A fake Triton behind a real front door process, with delayable answers and a scorer progress file."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from reinforce_rl.utils.ports import free_port, open_port
 
 
 def infer_body(*rows: list[int]) -> bytes:
-    """A request in JSON; all rows of one width."""
+    """Return a JSON request; all rows have one width."""
     width = len(rows[0])
     tokens = {
         "name": "tokens",
@@ -41,7 +38,7 @@ class _UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 
 class FakeTriton:
-    """Answers every inference by the number of the request's bytes, once `go` is set."""
+    """Answer each inference with the request's size once `go` is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -103,7 +100,7 @@ CANARY = '{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1, 1], "
 
 
 class FrontBeforeFake:
-    """A front door process before a FakeTriton; limits are small unless told."""
+    """A front door process before a FakeTriton, with small default limits."""
 
     def __init__(self, folder: Path, *, token: str | None = None, ready: bool = True, **limits):
         self.backend = FakeTriton()

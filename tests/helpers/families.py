@@ -1,4 +1,4 @@
-"""Tiny models of every supported family, what this project computes with them, and what transformers does."""
+"""Tiny models of every supported family, computed here and by transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def family_folder(root: Path, name: str) -> Path:
 
 
 def tokens_of(vocab_size: int) -> Tensor:
-    """[3, 40]: longer than the windows and the original lengths of RoPE above."""
+    """Return tokens [3, 40], longer than windows and original RoPE lengths."""
     return random_tokens(vocab_size, 3, 40)
 
 
@@ -69,7 +69,7 @@ def prompts_of(vocab_size: int) -> list[list[int]]:
 
 
 def computed_here(folder: Path, mesh: Mesh, out: Path) -> dict[str, Any]:
-    """Logits, greedy responses (drawn together and alone), gradient of `loss` and its norm. Exports to `out`."""
+    """Return logits, greedy responses (batched and alone), gradient of `loss` and its norm; export to `out`."""
     lm = megatron_model(folder, mesh)
     vocab_size = lm.architecture.vocab_size
     tokens = tokens_of(vocab_size)

@@ -1,4 +1,4 @@
-"""A TCP proxy before a reward server that does to connections what bad networks do."""
+"""A TCP proxy that injects network faults before a reward server."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ SECONDS = 60.0  # longer than any test
 
 
 class FaultyProxy:
-    """Passes connections on to a port of the loopback, each for one request.
+    """Forward connections to a loopback port, one request each.
 
     Args:
         port: of the server.
-        faults: what happens to requests for scores, one after the other (None: nothing); then nothing happens.
-        late_seconds: of DELAY, and of TRICKLE and CONTINUES altogether.
-        path: part of the path of the requests that it happens to.
+        faults: for successive scoring requests (None: no fault); afterwards none.
+        late_seconds: delay of DELAY, and total of TRICKLE and CONTINUES.
+        path: substring of the paths to disturb.
     """
 
     def __init__(self, port: int, faults: Iterable[str | None] = (), late_seconds: float = 0.5, path: bytes = INFER):
@@ -83,7 +83,7 @@ class FaultyProxy:
         self.cut()
 
     def cut(self) -> None:
-        """Nothing listens any more, and every connection is reset."""
+        """Stop listening and reset every connection."""
         with self._lock:
             listener, self._listener = self._listener, None
             sockets, self._open = self._open, set()
@@ -95,7 +95,7 @@ class FaultyProxy:
             _reset(one)
 
     def restore(self) -> None:
-        """Listen again, on the same port."""
+        """Listen again on the same port."""
         listener = socket.create_server(("127.0.0.1", self.port), backlog=64)
         self.port = listener.getsockname()[1]
         self._listener = listener
@@ -169,7 +169,7 @@ class FaultyProxy:
             client.sendall(answer)
 
     def _ask(self, request: bytes, *, half: bool = False) -> bytes:
-        """The server's answer; it closes the connection after it."""
+        """Return the server's answer; the server closes the connection."""
         with socket.create_connection(("127.0.0.1", self.upstream), timeout=SECONDS) as server:
             self._remember(server)
             server.sendall(request)
@@ -191,7 +191,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def _changed(answer: bytes, fault: str | None) -> bytes:
-    """The answer with other bytes in it."""
+    """Corrupt the answer."""
     head, _, body = answer.partition(b"\r\n\r\n")
     if fault == CUT_BODY:
         return answer[: -len(body) // 2]
@@ -256,7 +256,7 @@ def _read_request(client: socket.socket) -> bytes:
 
 
 def _reset(one: socket.socket) -> None:
-    """End it with RST in place of FIN."""
+    """Close with RST instead of FIN."""
     with contextlib.suppress(OSError):
         one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         one.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads

@@ -21,10 +21,9 @@ from reinforce_rl.megatron.model import attention, kv_cache, sequences
 
 @contextlib.contextmanager
 def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
-    """Inside the block the CPU has flash attention in any dtype, and our code takes it.
+    """Enable emulated flash attention on the CPU in any dtype.
 
-    Args:
-        calls: has the sequences, queries and keys of each forward call appended.
+    `calls` records (sequences, queries, keys) of each forward call.
     """
     library = Library("aten", "IMPL")
 
@@ -86,11 +85,11 @@ def _sequences(starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[slice, slic
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int], scale: float | None) -> tuple[Tensor, ...]:
-    """The output and what its gradient needs.
+    """Return the output and what its gradient needs.
 
     Args:
         q: [h, s, d]; k, v: [g, t, d].
-        sides: keys that a query sees left and right of the diagonal which ends in the last corner; -1 for all.
+        sides: visible keys left and right of the lower-right-aligned diagonal; -1 for all.
     """
     k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
     scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -106,7 +105,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int], scale: fl
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int], scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `_attended`. Written out: autograd does not work inside an operator."""
+    """Compute the gradients explicitly: autograd does not work inside an operator."""
     out, weights, keys, values = _attended(q, k, v, sides, scale)
     of_scores = weights * (grad @ values.transpose(1, 2) - (grad * out).sum(-1, keepdim=True))
     of_scores = of_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -115,7 +114,7 @@ def _gradients(
 
 
 def _check(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout) -> None:
-    """What the kernel demands or what would be slow or unknown ground in it."""
+    """Check the kernel's requirements, and reject slow or untested cases."""
     _check_heads(q, k, v)
     assert dropout == 0
     for starts, tokens, longest in ((starts_q, len(q), longest_q), (starts_k, len(k), longest_k)):
@@ -146,9 +145,9 @@ def emulated_varlen_attention(
     used: Tensor,
     most: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """See `flash_cache.varlen_attention`. No value is looked at on the host, so that a graph may hold it.
+    """Emulate `flash_cache.varlen_attention` without reading values on the host, for graph capture.
 
-    What the kernel does not compute is NaN: queries beyond `most` of a sequence, and those of none.
+    Outputs that the kernel leaves undefined are NaN: queries beyond `most`, or outside all sequences.
     """
     for bounds in (query_starts, starts, used):
         assert bounds.dtype == torch.int32 and bounds.is_contiguous()
@@ -168,6 +167,6 @@ def emulated_varlen_attention(
 
 
 def decode_statically(patch: pytest.MonkeyPatch) -> None:
-    """The native engine decodes as on a GPU in bf16, with the kernel emulated."""
+    """Make the native engine decode as on a GPU in bf16, with the kernel emulated."""
     patch.setattr(kv_cache, "varlen_attention", emulated_varlen_attention)
     patch.setattr(native, "can_decode_statically", lambda *_: True)

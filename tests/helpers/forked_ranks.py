@@ -48,7 +48,7 @@ def rendezvous(ranks: int) -> dict[str, str]:
 
 
 def become(request: dict, environment: dict[str, str]) -> None:
-    """Run the script as Python would run it by itself."""
+    """Run the script as `__main__`."""
     assert threading.active_count() == 1
     output = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
     for target in (1, 2):

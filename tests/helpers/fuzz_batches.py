@@ -1,6 +1,6 @@
-"""Requests that one batch is merged from, generated from a seed: some right, one wrong in any way that comes to mind.
+"""Seeded batches of requests to merge: valid ones and one invalid.
 
-All of a batch have one form and, of tokens, one width: Triton merges only such.
+A batch has one form and, for tokens, one width, as Triton requires for merging.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WireRequest:
 
 @dataclass
 class Draft:
-    """A request before it is written: its tensors, and how they are sent."""
+    """A request before encoding: its tensors and transport."""
 
     tensors: list[dict[str, Any]]
     binary: bool
@@ -106,13 +106,12 @@ def text_tensor(name: str, texts: list[bytes]) -> dict[str, Any]:
 
 
 class BatchFuzzer:
-    """Batches of requests from a seed.
+    """Generate batches from a seed.
 
     Args:
-        seed: of everything.
-        encode: the tokenizer's ids of a text.
-        score: of token ids, or of a sample of texts where `encode` is None.
-        forms: to choose from.
+        encode: text to token ids.
+        score: of token ids, or of texts if `encode` is None.
+        forms: request forms to choose from.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class BatchFuzzer:
         self._forms = forms
 
     def batch(self, good: int = 7) -> list[WireRequest]:
-        """The wrong one first, then so many right ones."""
+        """Return the invalid request followed by `good` valid ones."""
         form, width = self._rng.choice(self._forms), self._rng.randint(1, MAX_LENGTH)
         optional = self._rng.sample(sorted(TEXT_OPTIONAL), self._rng.randint(0, len(TEXT_OPTIONAL)))
         return [self._wrong(form, width, optional), *(self._right(form, width, optional) for _ in range(good))]
@@ -177,7 +176,7 @@ class BatchFuzzer:
         return replace(written, what=f"{form} {kind.__name__}")
 
     def _odd_value(self, draft: Draft) -> WireRequest:
-        """A sample that can be sent, and not be scored."""
+        """Return a sample that cannot be scored."""
         rng, tensor = self._rng, self._rng.choice(draft.tensors)
         place = rng.randrange(len(tensor["data"]))
         if tensor["datatype"] == "INT64":
@@ -216,7 +215,7 @@ class BatchFuzzer:
         return raw
 
     def _odd_element(self, draft: Draft) -> WireRequest:
-        """In JSON, an element of another type, or one too many or too few."""
+        """Return JSON with an element of another type, or one too many or too few."""
         rng, tensor = self._rng, self._rng.choice(draft.tensors)
         draft.binary = False
         place = rng.randrange(len(tensor["data"]))
@@ -229,7 +228,7 @@ class BatchFuzzer:
         return draft.write()
 
     def _odd_lengths(self, draft: Draft) -> WireRequest:
-        """In binary, lengths before texts that lie, though the whole has the size that it claims."""
+        """Return binary texts with wrong length prefixes but the right total size."""
         rng, tensor = self._rng, self._rng.choice(draft.tensors)
         draft.binary = True
         raw = bytearray(b"".join(map(_packed, tensor["data"])))
@@ -263,7 +262,7 @@ class BatchFuzzer:
         return draft.write()
 
     def _odd_set(self, draft: Draft) -> WireRequest:
-        """An input is missing, there twice or unknown, or there are two forms."""
+        """Return a missing, duplicate or unknown input, or two forms."""
         rng, choice = self._rng, self._rng.randrange(4)
         count = draft.tensors[0]["shape"][0]
         others = [int_tensor("tokens", [[1, 2]] * count), int_tensor("sequence_lengths", [[2]] * count)]

@@ -1,4 +1,4 @@
-"""Requests to a reward server, generated from a seed: wrong in every way that comes to mind, right ones between."""
+"""Seeded requests to a reward server, invalid in many ways, with valid ones between."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FuzzedRequest:
 def fuzzed_requests(
     count: int, seed: int, *, vocab_size: int, max_samples: int, max_length: int
 ) -> Iterator[FuzzedRequest]:
-    """`count` requests, every fourth of them right."""
+    """Yield `count` requests, every fourth valid."""
     rng = random.Random(seed)
     for index in range(count):
         sequences = [
@@ -90,7 +90,7 @@ def _in_binary(tensors: list[dict]) -> tuple[bytes, dict[str, str]]:
 
 
 def _wrong_value(rng: random.Random, sequences: list[list[int]], _: int) -> FuzzedRequest:
-    """One key of one tensor holds something else, in JSON or in the header of a binary request."""
+    """Change one key of one tensor, in JSON or in a binary header."""
     tensors = _tensors(sequences)
     tensor = rng.choice(tensors)
     key = rng.choice(("name", "datatype", "shape", "data", "parameters"))
@@ -99,7 +99,7 @@ def _wrong_value(rng: random.Random, sequences: list[list[int]], _: int) -> Fuzz
 
 
 def _wrong_data(rng: random.Random, sequences: list[list[int]], _: int) -> FuzzedRequest:
-    """One element is no such number, or one is too many or too few."""
+    """Return one invalid, extra or missing element."""
     tensors = _tensors(sequences)
     data = rng.choice(tensors)["data"]
     place = rng.randrange(len(data))
@@ -113,7 +113,7 @@ def _wrong_data(rng: random.Random, sequences: list[list[int]], _: int) -> Fuzze
 
 
 def _wrong_ids(rng: random.Random, sequences: list[list[int]], vocab_size: int) -> FuzzedRequest:
-    """Samples that get a status: ids outside the vocabulary, lengths that do not fit."""
+    """Return samples with ids outside the vocabulary or wrong lengths, which get a status."""
     tensors = _tensors(sequences)
     tensor = rng.choice(tensors)
     tensor["data"][rng.randrange(len(tensor["data"]))] = rng.choice(
@@ -123,7 +123,7 @@ def _wrong_ids(rng: random.Random, sequences: list[list[int]], vocab_size: int) 
 
 
 def _wrong_binary(rng: random.Random, sequences: list[list[int]], _: int) -> FuzzedRequest:
-    """Sizes, shapes and types that disagree with the bytes."""
+    """Return sizes, shapes and types that disagree with the bytes."""
     body, headers = _in_binary(_tensors(sequences))
     length = int(headers[HEADER_LENGTH])
     request, tail = json.loads(body[:length]), body[length:]
@@ -144,7 +144,7 @@ def _wrong_binary(rng: random.Random, sequences: list[list[int]], _: int) -> Fuz
 
 
 def _wrong_header(rng: random.Random, sequences: list[list[int]], _: int) -> FuzzedRequest:
-    """A lie about the length of the JSON, or about what the body is."""
+    """Return a wrong JSON length or content type."""
     body, headers = rng.choice((_in_json, _in_binary))(_tensors(sequences))
     if rng.random() < 0.8:
         lie = rng.choice(("-1", "0", "1", str(len(body)), str(len(body) + 1), "9" * 25, "x", "1.5", " ", "0x10"))
@@ -155,7 +155,7 @@ def _wrong_header(rng: random.Random, sequences: list[list[int]], _: int) -> Fuz
 
 
 def _wrong_json(rng: random.Random, sequences: list[list[int]], _: int) -> FuzzedRequest:
-    """Bytes that are no JSON, or JSON that is no request."""
+    """Return invalid JSON, or JSON that is no request."""
     body, _headers = _in_json(_tensors(sequences))
     choice = rng.randrange(6)
     if choice == 0:
@@ -177,7 +177,7 @@ def _wrong_json(rng: random.Random, sequences: list[list[int]], _: int) -> Fuzze
 
 
 def _wrong_text(rng: random.Random, sequences: list[list[int]], _: int) -> FuzzedRequest:
-    """Sentences that are no UTF-8, empty, long, or whose lengths lie."""
+    """Return sentences that are not UTF-8, empty, too long or have wrong lengths."""
     texts = [rng.choice((b"", b"\xff\xfe", b"a" * 50, b"\xed\xa0\x80", b"\x00", "ü😀".encode())) for _ in sequences]
     tail = b"".join(struct.pack("<I", len(text)) + text for text in texts)
     if rng.random() < 0.4:
@@ -194,7 +194,7 @@ def _wrong_text(rng: random.Random, sequences: list[list[int]], _: int) -> Fuzze
 
 
 def _wrong_set(rng: random.Random, sequences: list[list[int]], _: int) -> FuzzedRequest:
-    """Inputs that are missing, twice there, or too many; other parts of a request that are wrong."""
+    """Return missing, duplicate or extra inputs, or other malformed parts."""
     tensors = _tensors(sequences)
     choice = rng.randrange(5)
     if choice == 0:
@@ -223,7 +223,7 @@ def _wrong_set(rng: random.Random, sequences: list[list[int]], _: int) -> Fuzzed
 
 
 def _wrong_length(rng: random.Random, sequences: list[list[int]], _: int) -> FuzzedRequest:
-    """A Content-Length of a gigabyte, or one that is never reached."""
+    """Return a Content-Length of a gigabyte, or one never reached."""
     body, headers = _in_binary(_tensors(sequences))
     return FuzzedRequest(body, headers, claimed=rng.choice((10**9, 2**62, len(body) + rng.randint(1, 100))))
 

@@ -1,4 +1,4 @@
-"""One HTTP exchange, as the client makes it, for tests that look at answers themselves."""
+"""One HTTP exchange, for tests that inspect answers themselves."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def call(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> HttpAnswer:
-    """A GET, or a POST where there is a body."""
+    """Send a GET, or a POST if there is a body."""
     return wait_for(exchange(Address(host, port), path, timeout, body=body, headers=headers))

@@ -1,4 +1,4 @@
-"""Layouts of ranks, and what an actor computes on one: from the same weights and rollouts, the same everywhere."""
+"""Parallel layouts and layout-independent results of an actor."""
 
 from __future__ import annotations
 
@@ -97,10 +97,9 @@ ALL_LAYOUTS = LAYOUTS | BF16_LAYOUTS | LORA_LAYOUTS
 
 
 def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = None) -> dict[str, Any]:
-    """Everything that must not depend on the layout, the same on every rank; a collective call.
+    """Compute everything that must not depend on the layout; a collective call.
 
-    Args:
-        out: where the policy is exported to after the optimizer steps; None for nowhere.
+    `out` is the export folder of the trained policy, if any.
     """
     options: dict[str, Any] = {"model": layout.model, "optim": layout.optim, "dtype": layout.dtype}
     actor = actor_of(folder, mesh, with_reference=True, updates=layout.updates, **options)
@@ -141,7 +140,7 @@ def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = 
 def generated(
     actor: MegatronGPTReinforceActorModel, params: SamplingParams, cache_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Completions of four prompts, three samples each; prompt by prompt over the data-parallel ranks."""
+    """Generate three samples of four prompts, split over the data-parallel ranks."""
     prompts = [Prompt(i, "", tuple(row[: 2 + 2 * i])) for i, row in enumerate(random_tokens(61, 4, 9).tolist())]
     per_rank = len(prompts) // actor.mesh.dp_size
     own = prompts[actor.mesh.dp_rank * per_rank : (actor.mesh.dp_rank + 1) * per_rank]

@@ -1,4 +1,4 @@
-"""Log-probs after a forward pass, of a fixed batch, and by plain torch from whole logits."""
+"""Log-probs by a forward pass and by plain torch from full logits."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ def response_log_probs(
     chunk_tokens: int,
     with_entropy: bool = False,
 ) -> TokenScores:
-    """`response_scores` after a forward pass, for a model that is no pipeline.
+    """Return `response_scores` after a forward pass of a non-pipelined model.
 
-    Args:
-        model: what is called for the forward pass: `lm` itself, or the data-parallel wrapper around it.
+    `model` is `lm` or its data-parallel wrapper.
     """
     layout = PaddedSequences(lm, sequences, prompt_lengths, response_lengths)
     return response_scores(
@@ -50,10 +49,9 @@ def response_log_probs(
 def head_inputs(
     positions: int, tokens: int, rows: int, hidden_size: int = 5, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random (hidden [n, h], weight [rows, h], targets [n] below `tokens`), the first two float64 with gradient.
+    """Return random hidden [n, h], weight [rows, h] (float64, with gradient) and targets [n] below `tokens`.
 
-    `scale` is about the standard deviation of the logits. Padded rows of the weight are not zero, so that it shows
-    where they are used.
+    `scale` is about the logits' standard deviation. Padded weight rows are non-zero, so that their use shows.
     """
     generator = torch.Generator().manual_seed(0)
     options = {"dtype": torch.float64, "generator": generator}
@@ -64,16 +62,13 @@ def head_inputs(
 
 
 def full_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets and entropies, both [n]."""
+    """Return log-probs of the targets and entropies, both [n]."""
     table = torch.log_softmax(hidden @ weight.t() / temperature, dim=-1)
     return table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(dim=-1)
 
 
 def scores_and_gradients(folder: str | Path, mesh: Mesh) -> dict[str, Tensor]:
-    """`log_probs` and `entropy` [4, 7], and the gradient of a weighted sum of them for each Hugging Face tensor.
-
-    In float64; a collective call.
-    """
+    """Return `log_probs` and `entropy` [4, 7] and float64 gradients by Hugging Face name; a collective call."""
     lm = megatron_model(folder, mesh, torch.float64)
     batch = padded_sequences(PROMPT_LENGTHS, RESPONSE_LENGTHS, lm.architecture.vocab_size)
     scores = response_log_probs(lm, lm, *batch, temperature=0.7, width=7, chunk_tokens=5, with_entropy=True)

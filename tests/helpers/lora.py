@@ -1,4 +1,4 @@
-"""Models with LoRA updates that are not zero: what this project computes with them, and what PEFT does."""
+"""Models with non-zero LoRA updates, computed here and by PEFT."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def case_folder(root: Path, name: str) -> Path:
 
 
 def random_updates(folder: Path, settings: LoraSettings, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """A and B under PEFT's names, large enough to change every logit."""
+    """Return A and B under PEFT's names, large enough to change every logit."""
     generator = torch.Generator().manual_seed(3)
     rows = [m for row in lora_map(Architecture.from_folder(folder), 1, settings) for m in (row.a, row.b)]
     return {row.hf: 0.15 * torch.randn(row.shape, generator=generator).to(dtype) for row in rows}
@@ -60,7 +60,7 @@ def load_updates(lm: CausalLM, values: dict[str, Tensor]) -> None:
 
 
 def whole_updates(lm: CausalLM, values: dict[str, Any] | None = None) -> dict[str, Tensor]:
-    """The updates, or their gradients, under PEFT's names; the first tensor-parallel rank alone has them."""
+    """Return updates or gradients under PEFT's names, on the first tensor-parallel rank only."""
     return dict(hf_tensors(lm, values, rows=adapter_rows(lm)))  # type: ignore[arg-type]
 
 
@@ -72,7 +72,7 @@ def lora_model(folder: Path, mesh: Mesh, settings: LoraSettings, dtype: torch.dt
 
 
 def computed_here(folder: Path, mesh: Mesh, settings: LoraSettings, out: Path) -> dict[str, Any]:
-    """A collective call. The folders `merged`, `adapter` and `checkpoints` of the model after a step are written."""
+    """Train a step and write the folders `merged`, `adapter` and `checkpoints`; a collective call."""
     fresh = megatron_model(folder, mesh, torch.float64)
     add_lora(fresh, settings)
     found: dict[str, Any] = {"initial": whole_updates(fresh)}
@@ -119,7 +119,7 @@ def loss_in_float64(lm: CausalLM, tokens: Tensor) -> Tensor:
 
 
 def peft_model(folder: Path, settings: LoraSettings, dtype: torch.dtype) -> Any:
-    """PEFT's own, with `random_updates`."""
+    """Return PEFT's model with `random_updates`."""
     from peft import LoraConfig, get_peft_model
 
     values = {k: v for k, v in peft_config(settings, folder).items() if k not in ("peft_type", "inference_mode")}
@@ -134,7 +134,7 @@ def peft_model(folder: Path, settings: LoraSettings, dtype: torch.dtype) -> Any:
 
 
 def peft_parameters(model: Any) -> dict[str, Any]:
-    """What is trained, under the names of a PEFT folder less their prefix."""
+    """Return the trained parameters under PEFT's names without prefix."""
     return {
         name.removeprefix("base_model.model.").replace(".default.weight", ".weight"): parameter
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""The loss where only its policy gradient matters."""
+"""Losses with the policy gradient only."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def reinforce_loss(
     denominators: Denominators,
     aggregation: str = "sequence_sum",
 ) -> Tensor:
-    """REINFORCE with one advantage a response: [N]."""
+    """Compute REINFORCE with one advantage per response: [N]."""
     inputs = LossInputs(mask, advantages[:, None].expand(mask.shape), trains)
     return policy_loss(log_probs, None, inputs, denominators, LossSettings(aggregation))[0]
 
 
 def random_batch(rows: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probs [rows, width], mask, advantages [rows] and which of them train; responses may be empty."""
+    """Return log-probs [rows, width], mask, advantages [rows] and which train; responses may be empty."""
     generator = torch.Generator().manual_seed(seed)
     log_probs = -torch.rand(rows, width, dtype=torch.float64, generator=generator) * 5
     lengths = torch.randint(0, width + 1, (rows,), generator=generator)

@@ -79,7 +79,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes: of the unique storages of each kind, and the growth over them in each phase."""
+    """Bytes of unique storages by kind, and growth in each phase."""
 
     weights: int
     gradients: int
@@ -88,7 +88,7 @@ class Use:
 
 
 def overrides_of(folder: Path, ranks: int, *overrides: str) -> list[str]:
-    """The command line of a run on a model of `folder`, with prompts of `PROMPT` tokens."""
+    """Return the overrides of a run on `folder` with prompts of `PROMPT` tokens."""
     return [
         f"pretrained_checkpoint.restore_from_path={folder}",
         f"model.data.data_prefix.train={folder / 'prompts.jsonl'}",
@@ -102,7 +102,6 @@ def overrides_of(folder: Path, ranks: int, *overrides: str) -> list[str]:
 
 
 def planned(overrides: list[str]) -> list[RankMemory]:
-    """Of each stage."""
     cfg = load_config(compose(*overrides))
     inputs = read_inputs(cfg)
     assert inputs.faults == [] and inputs.layers is not None
@@ -116,7 +115,7 @@ def planned(overrides: list[str]) -> list[RankMemory]:
 
 
 def measured(overrides: list[str]) -> Use:
-    """On this rank, after an optimizer step; a collective call."""
+    """Measure this rank after an optimizer step; a collective call."""
     cfg = load_config(compose(*overrides))
     model = cfg.model
     with parallel_mesh(
@@ -161,7 +160,7 @@ def measured(overrides: list[str]) -> Use:
 
 
 def full_batch(cfg: TrainConfig, dp_size: int) -> ReinforceBatch:
-    """A data-parallel rank's share of a step, every sequence of full length."""
+    """Return a data-parallel rank's step with full-length sequences."""
     samples = cfg.trainer.reinforce.num_rollouts_per_prompt
     count = cfg.model.reinforce.num_rollout_samples // dp_size * samples
     nothing = torch.zeros(count)
@@ -180,7 +179,7 @@ def full_batch(cfg: TrainConfig, dp_size: int) -> ReinforceBatch:
 
 
 def states_of(optimizer: Any) -> list[Tensor]:
-    """Adam's moments, and the fp32 weights that it updates."""
+    """Return Adam's moments and fp32 weights."""
     found: list[Tensor] = []
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in one.optimizer.param_groups:
@@ -199,7 +198,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def shared_bytes(tensors: Iterable[Tensor], actor: MegatronGPTReinforceActorModel) -> int:
-    """Of those that are the model's own weights."""
+    """Count the bytes that are the model's own weights."""
     own = storages(actor.lm.parameters())
     return sum(size for place, size in storages(tensors).items() if place in own)
 

@@ -1,4 +1,4 @@
-"""Requests without a server: through the front door's reading and, as Triton and PyTriton do it, into arrays."""
+"""Requests without a server, decoded by the front door, Triton and PyTriton."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ALL_FORMS = (wire.TOKENS_FORM, wire.TEXT_FORM)
 
 
 def let_in(request: WireRequest, forms: tuple[str, ...] = ALL_FORMS) -> dict[str, np.ndarray]:
-    """Raises Refusal."""
+    """Admit a request. Raises Refusal."""
     return arrays_of(read_request(request.body, request.headers.get(HEADER_LENGTH), LIMITS, forms))
 
 
 def arrays_of(request: TritonRequest) -> dict[str, np.ndarray]:
-    """Asserts that Triton can read it."""
+    """Return the arrays; assert that Triton can read them."""
     header, tail = json.loads(request.body[: request.json_length]), request.body[request.json_length :]
     arrays = {}
     for tensor in header["inputs"]:

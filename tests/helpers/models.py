@@ -1,4 +1,4 @@
-"""The real model that several tests share, and random ones of any small shape."""
+"""The real model that tests share, and small random ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def smollm2_folder() -> Path:
-    """The Hugging Face folder of SmolLM2-135M-Instruct below the repository's root, made now if it is missing.
-
-    Making it takes about 20 s, so a session pays for it once and later sessions not at all.
-    """
+    """Return the folder of SmolLM2-135M-Instruct below the repository's root, creating it once (about 20 s)."""
     folder = ROOT / DEFAULT_FOLDER
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(folder.name + ".lock")):  # tests run in several processes
@@ -44,10 +41,9 @@ def tiny_llama_folder(
     seed: int = 0,
     max_shard_size: int | str = "1GB",
 ) -> Path:
-    """Write a random Llama with the tiny tokenizer as a Hugging Face folder and return it; the same for a seed.
+    """Write a random Llama with the tiny tokenizer as a Hugging Face folder; deterministic per seed.
 
-    Every weight is random, the norms' too, so that a swapped or forgotten tensor shows. pad, bos and eos are the
-    tokenizer's 0, 1 and 2.
+    All weights, norms included, are random, so that swapped tensors show. pad, bos and eos are 0, 1 and 2.
 
     Args:
         logit_scale: about the standard deviation of the logits; 0 gives the uniform distribution.
@@ -79,7 +75,7 @@ def tiny_llama_folder(
 
 
 def tiny_family_folder(folder: str | Path, family: str, *, max_shard_size: int | str = "1GB", **keys: Any) -> Path:
-    """As `tiny_llama_folder`, for any `model_type` and with any keys of its config.json."""
+    """Like `tiny_llama_folder`, for any `model_type` and config.json keys."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = Path(folder)

@@ -21,7 +21,7 @@ CONFIG = {
 
 
 def as_nobody(attack: str, *arguments: object):
-    """The result of a function of this file that runs as nobody. Arguments and result go through JSON."""
+    """Run a function of this file as nobody; arguments and result go through JSON."""
     command = [sys.executable, "-S", __file__, attack, json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -29,15 +29,14 @@ def as_nobody(attack: str, *arguments: object):
 
 
 def load_model(pids: list[int], places: list[str | int], written: str) -> dict[str, list[str]]:
-    """Have Triton load a model whose code writes a file.
+    """Make Triton load a model whose code writes the file `written`.
 
     Args:
         pids: processes whose command lines may hold a token.
         places: TCP ports and Unix sockets that may be Triton's.
-        written: the file.
 
     Returns:
-        the tokens that were found, and what each place answered.
+        the tokens found, and each place's answer.
     """
     secrets = {found for pid in pids for found in re.findall(r"[\w-]*token=[^\0,]{8,}", _command_line(pid))}
     code = f"open({written!r}, 'w')\nclass TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
@@ -53,7 +52,7 @@ def load_model(pids: list[int], places: list[str | int], written: str) -> dict[s
 
 
 def open_files(paths: list[str]) -> list[str]:
-    """Those of the files that this user can read or write."""
+    """Return the files that this user can read or write."""
     opened = []
     for path in paths:
         for mode in ("rb", "r+b"):
@@ -70,7 +69,7 @@ def _command_line(pid: int) -> str:
 
 
 def _exchange(place: str | int, request: bytes) -> str:
-    """The first line of the answer, or the error's name."""
+    """Return the first line of the answer, or the error's name."""
     family, address = (socket.AF_UNIX, place) if isinstance(place, str) else (socket.AF_INET, ("127.0.0.1", place))
     try:
         with socket.socket(family) as connection:

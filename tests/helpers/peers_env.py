@@ -1,4 +1,4 @@
-"""The environment with TRL and verl, which is made once and kept."""
+"""The environment with TRL and verl, created once and kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_peers = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 ne
 
 
 def peers_environment() -> Path:
-    """The environment's folder, made now if it is missing. Without a network the test is skipped, except in CI."""
+    """Return the environment's folder, creating it if missing; without a network skip the test, except in CI."""
     command = [sys.executable, str(ROOT / "tools" / "make_peers_env.py"), str(FOLDER)]
     with FileLock(FOLDER.with_name(FOLDER.name + ".lock")):  # tests run in several processes
         done = subprocess.run(command, timeout=SECONDS, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

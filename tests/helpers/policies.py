@@ -1,4 +1,4 @@
-"""A policy of a Hugging Face folder in this project's form and in transformers', for comparison."""
+"""Policies of a Hugging Face folder in this project and in transformers, for comparison."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 @torch.no_grad()
 def all_logits(lm: CausalLM, tokens: Tensor) -> Tensor:
-    """[b, s, V], as transformers gives them."""
+    """Return logits [b, s, V]."""
     hidden = lm(tokens)
     return lm.full_logits(hidden.reshape(-1, hidden.shape[-1])).view(*tokens.shape, -1)
 
@@ -42,14 +42,14 @@ def transformers_logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 def random_tokens(vocab_size: int, *shape: int, seed: int = 0) -> Tensor:
-    """Tokens without the special ones."""
+    """Return random tokens without special ones."""
     return torch.randint(4, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def padded_sequences(
     prompt_lengths: list[int], response_lengths: list[int], vocab_size: int, pad_id: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(sequences, prompt_lengths, response_lengths) with random tokens, right-padded."""
+    """Return random right-padded sequences, prompt_lengths and response_lengths."""
     lengths = [a + b for a, b in zip(prompt_lengths, response_lengths, strict=True)]
     sequences = random_tokens(vocab_size, len(lengths), max(lengths))
     for row, length in enumerate(lengths):
@@ -60,7 +60,7 @@ def padded_sequences(
 def brute_force_log_probs(
     model: Any, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, temperature: float, width: int
 ) -> Tensor:
-    """[N, width] from transformers' logits: one sequence at a time, unpadded, token by token."""
+    """Return [N, width] from transformers' logits, unpadded and token by token."""
     tables = _response_tables(model, sequences, prompt_lengths, response_lengths, temperature)
     rows = []
     for table, tokens, prompt in zip(tables, sequences, prompt_lengths.tolist(), strict=True):
@@ -72,7 +72,7 @@ def brute_force_log_probs(
 def brute_force_entropies(
     model: Any, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, temperature: float, width: int
 ) -> Tensor:
-    """[N, width]: minus the sum of p log p, from transformers' logits."""
+    """Return [N, width], -sum p log p from transformers' logits."""
     tables = _response_tables(model, sequences, prompt_lengths, response_lengths, temperature)
     rows = [-(table.exp() * table).sum(dim=-1) for table in tables]
     return torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
@@ -81,7 +81,7 @@ def brute_force_entropies(
 def _response_tables(
     model: Any, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, temperature: float
 ) -> list[Tensor]:
-    """log p of every token at every response position of each sequence: [response, V]."""
+    """Return log p over the vocabulary at each response position: [response, V] per sequence."""
     tables = []
     for tokens, prompt, response in zip(sequences, prompt_lengths.tolist(), response_lengths.tolist(), strict=True):
         logits = model(tokens[None, : prompt + response]).logits[0].float() / temperature

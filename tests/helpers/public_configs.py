@@ -1,4 +1,4 @@
-"""What the config.json of well-known models says about their shape, and how many parameters they have."""
+"""Shapes from the config.json of well-known models, and their parameter counts."""
 
 from __future__ import annotations
 

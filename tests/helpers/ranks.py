@@ -1,4 +1,4 @@
-"""Runs a script on several ranks of one machine, for tests of what only happens between ranks."""
+"""Run a script on several ranks of one machine."""
 
 from __future__ import annotations
 
@@ -21,19 +21,16 @@ _PARENTS: dict[str, subprocess.Popen[str]] = {}
 
 
 def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 120) -> str:
-    """Run a Python file on several ranks and return what they printed.
+    """Run a Python file on several ranks and return their output.
 
-    The ranks are forked from a process that has imported torch and megatron-core, one of each environment variable
-    PYTHONPATH; importing them takes a rank four seconds.
+    Ranks are forked from a process, one per PYTHONPATH, that has imported torch and megatron-core (four seconds).
 
     Args:
-        script: must guard its entry with `if __name__ == "__main__"`; `helpers.*` can be imported in it.
-        nproc: ranks.
-        args: its command line.
+        script: guards its entry with `if __name__ == "__main__"`; may import `helpers.*`.
         timeout: seconds for the whole run.
 
     Raises:
-        AssertionError: a rank failed or the time is up, with the output. Nothing is left running in either case.
+        AssertionError: a rank failed or timed out, with the output; all processes are killed.
     """
     paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -70,7 +67,7 @@ def _parent_of_ranks(path: str, environment: dict[str, str]) -> subprocess.Popen
 
 
 def kill_tree(pid: int) -> None:
-    """End a launcher and its ranks. A rank may have a session of its own, which a process group would miss."""
+    """Kill a launcher and its ranks, also those in their own session, outside the process group."""
     with contextlib.suppress(psutil.NoSuchProcess):
         ranks = psutil.Process(pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The project's own programs as processes, on a tiny model: server, actor and launcher, as a user starts them."""
+"""The project's programs as processes on a tiny model: server, actor and launcher."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS = 40
 
 @dataclass(frozen=True)
 class World:
-    """Everything that a run reads from disk, made in `folder`."""
+    """Input files of a run, created in `folder`."""
 
     folder: Path
 
@@ -92,7 +92,7 @@ class World:
 
 
 class RealServer(ToyServer):
-    """A process of examples/serve_reward_model.py; the options are its Hydra overrides."""
+    """A process of examples/serve_reward_model.py; options are Hydra overrides."""
 
     def command(self) -> list[str]:
         places = [f"inference.port={self.port}", f"inference.ready_file={self.ready_file}"]
@@ -122,14 +122,14 @@ class Actor:
 
     @property
     def step(self) -> int:
-        """Of the last complete line of its metrics; -1 before there is one."""
+        """Return the step of the last complete metrics line; -1 if none."""
         with contextlib.suppress(DataError):
             lines = read_metrics(self.run_dir / "metrics.jsonl")
             return lines[-1]["step"] if lines else -1
         return -1
 
     def finish(self, seconds: float) -> int:
-        """Its exit code."""
+        """Wait and return the exit code."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -142,7 +142,7 @@ class Actor:
 
 
 def freeze_at_step(step: int, actors: list[Actor], seconds: float = 240.0) -> None:
-    """Stop each actor by SIGSTOP once it has done so many steps, so that something can be done to all in mid-run."""
+    """Stop each actor by SIGSTOP after `step` steps."""
     deadline = time.monotonic() + seconds
     running = list(actors)
     while running:
@@ -157,7 +157,7 @@ def freeze_at_step(step: int, actors: list[Actor], seconds: float = 240.0) -> No
 
 @dataclass
 class Launched:
-    """What a run of examples/launch_local.py came to, and what was seen while it ran."""
+    """Result and observations of a run of examples/launch_local.py."""
 
     run_dir: Path
     code: int = -1
@@ -168,7 +168,7 @@ class Launched:
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """All that the launcher started, directly or not."""
+        """Return all descendants of the launcher."""
         return list(self.command_lines)
 
     @property
@@ -179,7 +179,7 @@ class Launched:
 
 
 def launch_local(world: World, run_dir: Path, *actor_overrides: str, seconds: float = 200.0) -> Launched:
-    """Run server and actor by the launcher to their end."""
+    """Run server and actor by the launcher to the end."""
     launched = Launched(run_dir)
     temporary = Path(tempfile.mkdtemp(prefix="e2e-"))  # short: Unix sockets are made in it
     log = run_dir.with_name(f"{run_dir.name}.log")

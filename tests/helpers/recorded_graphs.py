@@ -1,7 +1,6 @@
-"""CUDA graphs on a CPU: kernels recorded with their tensors and run again on the same memory, whatever it holds now.
+"""CUDA graphs on a CPU: record kernels with their tensors and replay them on the same memory.
 
-As on a GPU, a capture changes no tensor, nothing may be read by the host or sent by it, and all that Python decided
-stays as it was decided then.
+As on a GPU, capture changes no tensor, forbids host transfers and freezes Python's decisions.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_uniq
 
 
 class Graph:
-    """Stands for `torch.cuda.CUDAGraph`."""
+    """Stand-in for `torch.cuda.CUDAGraph`."""
 
     def __init__(self) -> None:
         self.replays = 0
@@ -72,7 +71,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def stand_in() -> SimpleNamespace:
-    """What `reinforce_rl.generation.native.cuda_graphs` knows as torch; its `graphs` are those that were captured."""
+    """Return a substitute for torch in `cuda_graphs`; `graphs` holds the captured ones."""
     graphs: list[Graph] = []
 
     def new_graph() -> Graph:

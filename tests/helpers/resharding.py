@@ -1,4 +1,4 @@
-"""Checkpoints that go on at other layouts: what is run, and what is compared."""
+"""Checkpoints resumed at other layouts: runs and comparisons."""
 
 from __future__ import annotations
 
@@ -27,16 +27,10 @@ EPS = 1e-3  # else the sign of a gradient that is nearly 0 would decide where a 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is trained.
+    """A model and its training mode."""
 
-    Attributes:
-        model: one of `helpers.families`; with four layers, so that stages can be uneven.
-        updates: LoRA's, or None for all weights.
-        dtype: of the model.
-    """
-
-    model: str
-    updates: LoraSettings | None = None
+    model: str  # one of `helpers.families`, with four layers so that stages can be uneven
+    updates: LoraSettings | None = None  # LoRA settings; None trains all weights
     dtype: torch.dtype = torch.float32
 
 
@@ -56,7 +50,7 @@ def write_model(out: Path, case: str) -> Path:
 
 
 def run_of(out: Path, case: str, layout: str, folder: str, mesh: Mesh) -> Run:
-    """A fresh run, whose checkpoints lie in OUT/CASE/FOLDER."""
+    """Return a fresh run with checkpoints in OUT/CASE/FOLDER."""
     settings, where = CASES[case], ALL_LAYOUTS[layout]
     sharing = where.optim
     return Run(
@@ -74,7 +68,7 @@ def run_of(out: Path, case: str, layout: str, folder: str, mesh: Mesh) -> Run:
 
 
 def save_and_go_on(out: Path, case: str, layout: str, mesh: Mesh) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of the three steps after the save, without interruption, and this rank's weights then."""
+    """Save, train three steps, and return their losses and this rank's weights."""
     run = run_of(out, case, layout, layout, mesh)
     run.train_on(0, SAVED_AFTER)
     run.checkpointer.save(SAVED_AFTER, {"step": SAVED_AFTER})
@@ -86,7 +80,7 @@ def save_and_go_on(out: Path, case: str, layout: str, mesh: Mesh) -> tuple[list[
 def load_and_go_on(
     out: Path, case: str, source: str, layout: str, mesh: Mesh
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The same after a load. What was loaded is saved again, to OUT/CASE/SOURCE to LAYOUT."""
+    """Load, save to OUT/CASE/SOURCE to LAYOUT, and continue like `save_and_go_on`."""
     run = run_of(out, case, layout, f"{source} to {layout}", mesh)
     run.train_on(50, 1)
     newest = latest_checkpoint(out / case / source)
@@ -99,7 +93,7 @@ def load_and_go_on(
 
 
 def stored_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the newest checkpoint in a folder, whole: weights, moments and fp32 weights."""
+    """Return the full tensors of the newest checkpoint: weights, moments and fp32 weights."""
     newest = latest_checkpoint(folder)
     assert newest is not None
     stored: dict[str, Any] = dist_checkpointing.load_plain_tensors(str(newest.folder / "model"))
@@ -107,7 +101,7 @@ def stored_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def assert_equal_but_for_padding(one: Tensor, other: Tensor) -> None:
-    """Bit for bit where both have something, and zero where one has more."""
+    """Assert bitwise equality where both have values, and zeros in the padding."""
     common = tuple(slice(0, min(sizes)) for sizes in zip(one.shape, other.shape, strict=True))
     assert torch.equal(one[common], other[common])
     for tensor in (one, other):

@@ -1,4 +1,4 @@
-"""Reward functions for tests, good and bad. Worker processes import this file, so it imports nothing heavy."""
+"""Reward functions for tests, good and bad. Worker processes import this file, so it stays light."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAVY = ("torch", "megatron", "transformers")
 
 
 class NoText(Exception):
-    """An error that cannot even say what it is."""
+    """An error whose `str` fails."""
 
     def __str__(self) -> str:
         raise ValueError("no text")
@@ -31,12 +31,12 @@ ERRORS = {error.__name__: error for error in (KeyboardInterrupt, GeneratorExit, 
 
 
 def always_666(prompt: str, response: str, record: Mapping[str, Any], *, folder: str = "") -> float:
-    """What a sample would like its function to be."""
+    """Return the reward that a cheating sample wants."""
     return 666.0
 
 
 def hostile(prompt: str, response: str, record: Mapping[str, Any]) -> float:
-    """Does to its process, to later samples and to the machine what the response says; else the record's number."""
+    """Attack the process, later samples or the machine as the response says; otherwise return the record's number."""
     if response in ERRORS:
         raise ERRORS[response]
     if response == "code":
@@ -94,7 +94,7 @@ def hostile(prompt: str, response: str, record: Mapping[str, Any]) -> float:
 
 
 def sees(prompt: str, response: str, record: Mapping[str, Any]) -> float:
-    """Whether what the response names can be reached."""
+    """Return whether what the response names is reachable."""
     kind, _, name = response.partition(" ")
     if kind == "variable":
         return float(name in os.environ)
@@ -113,7 +113,7 @@ def sees(prompt: str, response: str, record: Mapping[str, Any]) -> float:
 
 
 def told(prompt: str, response: str, record: Mapping[str, Any], *, folder: str = "") -> float:
-    """Does what the response says; else the record's number."""
+    """Do what the response says; otherwise return the record's number."""
     if response == "sleep":
         time.sleep(600)
     if response == "loop":
@@ -142,13 +142,13 @@ def told(prompt: str, response: str, record: Mapping[str, Any], *, folder: str =
 
 
 def share_of_letters(prompt: str, response: str, record: Mapping[str, Any], *, scale: float = 1.0) -> float:
-    """How much of the response is made of the prompt's own letters, and a little for every letter of the prompt."""
+    """Return the share of the response's letters that occur in the prompt, plus a little per prompt letter."""
     share = sum(letter in record["letters"] for letter in response) / max(len(response), 1)
     return scale * share + len(prompt) / 1000
 
 
 def counted(prompt: str, response: str, record: Mapping[str, Any]) -> float:
-    """The response's length."""
+    """Return the response's length."""
     if response == "kill":  # the parent of all workers, and this one with it
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
@@ -156,6 +156,6 @@ def counted(prompt: str, response: str, record: Mapping[str, Any]) -> float:
 
 
 def prints(prompt: str, response: str, record: Mapping[str, Any]) -> float:
-    """Prints more than a pipe holds."""
+    """Print more than a pipe holds."""
     print("x" * 200_000, flush=True)
     return 1.0

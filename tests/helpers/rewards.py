@@ -1,4 +1,4 @@
-"""Requests for rewards, and a reward source inside the test's own process."""
+"""Reward requests, and an in-process reward source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def request_of(sequences: Sequence[Sequence[int]]) -> RewardRequest:
 
 @dataclass(frozen=True)
 class ReadyRewards:
-    """A future that has its answer already."""
+    """A completed future."""
 
     rewards: Rewards
 
@@ -30,7 +30,7 @@ class ReadyRewards:
 
 
 class FunctionReward:
-    """Scores a request with a function of the response's token ids; NaN stands for a failed sample."""
+    """Score token ids with a function; NaN is a failed sample."""
 
     def __init__(self, score: Callable[[list[int]], float], prompt_tokens: int):
         self._score = score

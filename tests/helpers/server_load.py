@@ -1,4 +1,4 @@
-"""Many clients at once on a real reward server, and a server of several ranks whose ranks can be killed."""
+"""Concurrent clients on a real reward server, and a multi-rank server whose ranks can be killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelFiles:
 
     @classmethod
     def make(cls, folder: Path) -> ModelFiles:
-        """Tiny and random."""
+        """Create tiny random files."""
         files = cls(folder, tiny_llama_folder(folder / "trunk", vocab_size=VOCAB_SIZE, seed=1))
         weight = torch.randn(32, generator=torch.Generator().manual_seed(0))
         RewardHead(weight, torch.tensor(0.5), "mean").save(files.head)
@@ -52,18 +52,18 @@ class ModelFiles:
         ]
 
     def scores(self, mesh: Mesh, requests: Sequence[Sequence[list[int]]]) -> list[list[float]]:
-        """Of each request, by a direct forward pass a sequence."""
+        """Score each request by direct forward passes, one sequence at a time."""
         model = load_reward_model(self.trunk, self.head, mesh, batching=Batching(micro_batch_size=1))
         return [model.score(list(request)) for request in requests]
 
 
 class RankedServer(RealServer):
-    """A process of examples/serve_reward_model.py that becomes torchrun, and its ranks."""
+    """A process of examples/serve_reward_model.py under torchrun, and its ranks."""
 
     start_seconds = 240.0
 
     def ranks(self) -> list[psutil.Process]:
-        """Rank 0 first."""
+        """Return the processes, rank 0 first."""
         ranks = [p for p in psutil.Process(self.process.pid).children() if "serve_reward_model.py" in str(p.cmdline())]
         return sorted(ranks, key=lambda process: int(process.environ()["RANK"]))
 
@@ -75,7 +75,7 @@ class RankedServer(RealServer):
 
 
 def mixed_requests(count: int, longest: int = 60, most: int = 8) -> list[list[list[int]]]:
-    """Requests of 1 to `most` sequences of 1 to `longest` tokens."""
+    """Return requests of 1 to `most` sequences of 1 to `longest` tokens."""
     rng = np.random.default_rng(count)
     return [
         [rng.integers(3, VOCAB_SIZE, length).tolist() for length in rng.integers(1, longest + 1, size)]
@@ -91,7 +91,7 @@ def score_all(
     seconds: float,
     on_answer: Callable[[], object] = lambda: None,
 ) -> list[Rewards]:
-    """The answers, in order; so many clients ask at the same time, each for its share, one request after the other."""
+    """Score all requests with `clients` concurrent clients; return the answers in order."""
 
     def ask_for(client: RemoteGPTRMClient, request: Sequence[list[int]]) -> Rewards:
         answer = client.infer_rm(request_of(request)).result()
@@ -113,7 +113,7 @@ def score_all(
 
 
 def check_scores(answers: Sequence[Rewards], expected: Sequence[Sequence[float]], tolerance: float = 1e-4) -> None:
-    """Every sample has its score."""
+    """Assert that every sample has its score."""
     assert len(answers) == len(expected)
     for answer, scores in zip(answers, expected, strict=True):
         assert answer.status.tolist() == [0] * len(scores)

@@ -1,4 +1,4 @@
-"""Slurm's commands for submitting a job, played: each prints what a test says and keeps what it was called with."""
+"""Fake Slurm submission commands with scripted output and recorded calls."""
 
 from __future__ import annotations
 
@@ -55,11 +55,7 @@ exit "$(cat "$home/$key.code" 2>/dev/null || echo 0)"
 
 
 class SlurmClient:
-    """The commands, in a folder for PATH.
-
-    Args:
-        home: an empty folder.
-    """
+    """The fake commands, in a folder for PATH below the empty folder `home`."""
 
     def __init__(self, home: Path):
         self._home = home
@@ -72,11 +68,10 @@ class SlurmClient:
 
     @property
     def path(self) -> str:
-        """For PATH."""
         return f"{self.bin}{os.pathsep}{os.environ['PATH']}"
 
     def answer(self, name: str, text: str = "", *, error: str = "", code: int = 0) -> None:
-        """What a command says from now on."""
+        """Set a command's output from now on."""
         (self._home / f"{name}.out").write_text(text)
         (self._home / f"{name}.err").write_text(error)
         (self._home / f"{name}.code").unlink(missing_ok=True)
@@ -84,17 +79,17 @@ class SlurmClient:
             (self._home / f"{name}.code").write_text(str(code))
 
     def calls(self, name: str) -> list[list[str]]:
-        """The arguments of each call of a command."""
+        """Return the arguments of each call of a command."""
         path = self._home / "calls"
         calls = path.read_text().split("\x1e")[:-1] if path.exists() else []
         found = [call.split("\x1f")[:-1] for call in calls]
         return [words for own, *words in found if own == name]
 
     def submissions(self) -> list[list[str]]:
-        """The arguments of each sbatch that submitted something."""
+        """Return the arguments of each successful sbatch."""
         return [words for words in self.calls("sbatch") if "--test-only" not in words]
 
     def environment(self, job: int) -> dict[str, str]:
-        """That a job was submitted with."""
+        """Return the environment a job was submitted with."""
         text = (self._home / f"environment-{job}").read_text()
         return dict(entry.split("=", 1) for entry in text.split("\0") if entry)

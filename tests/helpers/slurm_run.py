@@ -30,7 +30,7 @@ RUN_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class Layout:
-    """Which nodes of the lab a job has, and how many tasks on each."""
+    """A job's nodes in the lab and tasks per node."""
 
     server_nodes: Sequence[str] = ("rm0",)
     server_tasks: int = 1
@@ -39,7 +39,7 @@ class Layout:
 
     @property
     def options(self) -> list[str]:
-        """Of `sbatch`, for both components."""
+        """Return `sbatch` options for both components."""
         server = [f"--nodelist={','.join(self.server_nodes)}", f"--nodes={len(self.server_nodes)}"]
         actor = [f"--nodelist={','.join(self.actor_nodes)}", f"--nodes={len(self.actor_nodes)}"]
         return [
@@ -67,34 +67,19 @@ SHORT = [
 
 @dataclass(frozen=True)
 class SlurmRun:
-    """One run, by its folder; it may take several jobs.
-
-    Attributes:
-        lab: where it runs.
-        world: what it reads.
-        run_dir: its folder.
-        layout: of its jobs.
-        overrides: of the actor.
-        variables: of the batch file.
-    """
+    """A run, identified by its folder; may span several jobs."""
 
     lab: SlurmLab
     world: World
     run_dir: Path
     layout: Layout = SMALL
-    overrides: Sequence[str] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
+    overrides: Sequence[str] = ()  # of the actor
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the batch file
 
     def submit(
         self, *overrides: str, server: Sequence[str] = (), options: Sequence[str] = (), **variables: str
     ) -> Job:
-        """
-        Args:
-            overrides: more of the actor.
-            server: more of the server.
-            options: of `sbatch`, for component 0.
-            variables: more of the batch file.
-        """
+        """Submit a job with more overrides and variables; `options` are `sbatch`'s for component 0."""
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
         actor = [*self.world.actor_overrides(self.run_dir, *self.overrides), *overrides]
         return self.lab.submit(
@@ -120,14 +105,14 @@ class SlurmRun:
 
     @property
     def step(self) -> int:
-        """Of the last complete line of its metrics; -1 before there is one."""
+        """Return the step of the last complete metrics line; -1 if none."""
         with contextlib.suppress(DataError, FileNotFoundError):
             lines = read_metrics(self.run_dir / "metrics.jsonl")
             return lines[-1]["step"] if lines else -1
         return -1
 
     def wait_for_step(self, job: Job, step: int, seconds: float = START_SECONDS) -> None:
-        """Until the metrics have that step."""
+        """Wait until the metrics have the step."""
         deadline = time.monotonic() + seconds
         while self.step < step:
             if time.monotonic() > deadline:
@@ -135,14 +120,14 @@ class SlurmRun:
             time.sleep(0.2)
 
     def wait(self, job: Job, seconds: float = RUN_SECONDS) -> list[Component]:
-        """The components of a job that has ended."""
+        """Wait for the job's end and return its components."""
         try:
             return self.lab.wait(job, seconds)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.report(job)}") from None
 
     def ranks(self, job: Job, script: str) -> dict[int, psutil.Process]:
-        """The processes of a program that run now, by rank; wrappers are not among them."""
+        """Return a program's running processes by rank, without wrappers."""
         found = {}
         for process in processes_of(self.lab, job):
             with contextlib.suppress(psutil.Error):
@@ -153,13 +138,12 @@ class SlurmRun:
         return found
 
     def rank(self, job: Job, script: str, number: int) -> psutil.Process:
-        """The process of one."""
         found = self.ranks(job, script)
         assert number in found, f"no rank {number} of {script} among {found}:\n{self.report(job)}"
         return found[number]
 
     def report(self, job: Job) -> str:
-        """All that the job wrote, shortened."""
+        """Return the job's output, shortened."""
         parts = [f"--- {job.log.name}", job.output]
         for path in sorted((self.run_dir / "slurm").glob("*/*.log")):
             parts += [f"--- {path.relative_to(self.run_dir)}", *path.read_text(errors="replace").splitlines()[-40:]]
@@ -167,25 +151,24 @@ class SlurmRun:
 
     @property
     def status(self) -> dict:
-        """What status.json says."""
         return json.loads((self.run_dir / "status.json").read_text())
 
     @property
     def saved_step(self) -> int:
-        """Of the newest checkpoint; -1 where there is none."""
+        """Return the step of the newest checkpoint; -1 if none."""
         checkpoint = latest_checkpoint(self.run_dir / "checkpoints")
         return -1 if checkpoint is None else checkpoint.trainer_state["step"]
 
 
 def results(run_dir: Path) -> list[dict]:
-    """The metrics of a run less what depends on clocks; each step must be there once. Step 0 is a validation."""
+    """Return a run's metrics without timings, one line per step; step 0 is a validation."""
     lines = json_lines(run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [lines[0]["step"] + i for i in range(len(lines))], "each step once"
     return [without_times(line) for line in lines]
 
 
 def assert_same_weights(run_dir: Path, other: Path) -> None:
-    """Of the exported models, bit for bit."""
+    """Assert that the exported models are bitwise equal."""
     found, expected = (load_file(folder / "hf" / "model.safetensors") for folder in (run_dir, other))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)

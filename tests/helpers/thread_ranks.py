@@ -1,4 +1,4 @@
-"""Data-parallel ranks as threads, for pure functions that take an all-reduce as an argument."""
+"""Data-parallel ranks as threads, for functions that take an all-reduce as an argument."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DEADLINE = 60.0  # seconds, after which a rank that waits for the others gives u
 
 
 def on_ranks(count: int, function: Callable[[int, Callable[[Tensor], Tensor]], T]) -> list[T]:
-    """What `function(rank, total)` gives on each rank, `total` being a sum over all of them.
+    """Return `function(rank, total)` of each rank, where `total` sums over ranks.
 
-    A call of `total` that some rank leaves out fails instead of hanging.
+    A call of `total` that a rank skips fails instead of hanging.
     """
     parts: list[Tensor] = [torch.zeros(0)] * count
     barrier = threading.Barrier(count, timeout=DEADLINE)

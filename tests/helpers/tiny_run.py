@@ -1,4 +1,4 @@
-"""The whole trainer on a tiny model, with a reward function in place of the server."""
+"""The whole trainer on a tiny model, with a reward function instead of the server."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MAX_LENGTH = 5
 
 
 def odd_share(ids: list[int]) -> float:
-    """The reward of most tests: the share of odd token ids in a response; 0.5 for an empty one."""
+    """Return the share of odd token ids; 0.5 for an empty response."""
     return sum(i % 2 for i in ids) / len(ids) if ids else 0.5
 
 
 def odd_share_or_alike(row: list[int]) -> float:
-    """`odd_share` of a whole sequence's response, but 1 after a prompt that begins with t, a, o or i."""
+    """Return `odd_share` of the response, but 1 if the prompt begins with t, a, o or i."""
     return 1.0 if row[0] in (6, 7, 8, 9) else odd_share(row[PROMPT_TOKENS:])
 
 
@@ -43,7 +43,7 @@ SOME_ALIKE = FunctionReward(odd_share_or_alike, 0)
 
 
 def three_letters(count: int) -> list[str]:
-    """So many different prompts of `PROMPT_TOKENS` tokens."""
+    """Return `count` different prompts of `PROMPT_TOKENS` tokens."""
     letters = "etaoinshr"
     return [letters[i % 9] + letters[i // 9 % 9] + letters[i // 81 % 9] for i in range(count)]
 
@@ -54,7 +54,7 @@ def write_prompts(path: Path, texts: Sequence[str]) -> Path:
 
 
 def tiny_overrides(folder: Path, *, num_prompts: int = 8, prompts: Sequence[str] | None = None) -> list[str]:
-    """Write a model and prompts below `folder`, and return the command line of a short run on them."""
+    """Write a model and prompts below `folder`; return the overrides of a short run."""
     model = folder / "model"
     if not model.exists():
         tiny_llama_folder(model, vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16)
@@ -78,7 +78,7 @@ def tiny_overrides(folder: Path, *, num_prompts: int = 8, prompts: Sequence[str]
 
 
 def compose(*overrides: str, name: str = "train_reinforce_actor") -> DictConfig:
-    """A shipped configuration with overrides, as Hydra composes it for the script."""
+    """Compose a shipped configuration with overrides."""
     with hydra.initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
         return hydra.compose(name, overrides=list(overrides))
 
@@ -91,12 +91,9 @@ def tiny_config(folder: Path, *overrides: str, prompts: Sequence[str] | None = N
 def tiny_trainer(
     config: TrainConfig, mesh: Mesh, rm: RewardSource | Callable[[list[int]], float] = odd_share
 ) -> Iterator[ReinforceTrainer]:
-    """What `build.train` builds, resume included, without the server and the export; the loggers end with the block.
+    """Yield the trainer of `build.train`, resumed, without server and export; loggers close with the block.
 
-    Args:
-        config: of the run.
-        mesh: of this process.
-        rm: a reward source, or a function of a response's token ids.
+    `rm` is a reward source, or a function of a response's token ids.
     """
     tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
     datasets = build_datasets(config, tokenizer)
@@ -116,14 +113,14 @@ def run(
     rm: RewardSource | Callable[[list[int]], float] = odd_share,
     prompts: Sequence[str] | None = None,
 ) -> list[dict]:
-    """A whole run, going on from the checkpoint that lies below `folder`; the lines of its metrics.jsonl."""
+    """Run to the end, resuming from a checkpoint below `folder`; return the lines of metrics.jsonl."""
     with tiny_trainer(tiny_config(folder, *overrides, prompts=prompts), mesh, rm) as trainer:
         trainer.fit()
     return metrics_of(folder)
 
 
 def weights(trainer: ReinforceTrainer) -> list[Tensor]:
-    """A copy of the policy's weights."""
+    """Copy the policy's weights."""
     return [parameter.detach().clone() for parameter in trainer.model.lm.parameters()]
 
 
@@ -140,18 +137,18 @@ def rollouts_of(folder: Path, step: int) -> list[dict]:
 
 
 def without_times(line: dict) -> dict:
-    """A line of metrics.jsonl less what depends on the clock and on the process."""
+    """Drop metrics that depend on the clock or the process."""
     of_clock = ("timers/", "timing/", "memory/")
     return {key: value for key, value in line.items() if key != "time" and not key.startswith(of_clock)}
 
 
 def however_cut(line: dict) -> dict:
-    """`without_times`, less what depends on micro-batches and ranks."""
+    """Drop metrics that depend on micro-batches and ranks, too."""
     return {key: value for key, value in without_times(line).items() if key != "train/padding_fraction"}
 
 
 def largest_difference(left: dict, right: dict) -> float:
-    """Over the numbers of two lines with the same keys; infinite where one is null and the other is not."""
+    """Return the largest difference of two lines with the same keys; infinite if only one value is null."""
     assert left.keys() == right.keys()
     pairs = [(left[key], right[key]) for key in left if left[key] != right[key]]
     return max((math.inf if None in pair else abs(pair[0] - pair[1]) for pair in pairs), default=0.0)

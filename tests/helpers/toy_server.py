@@ -1,4 +1,4 @@
-"""Starts `serve_toy_scorer.py` for a test, and knows what must be gone after its end."""
+"""Start `serve_toy_scorer.py` and check what it leaves behind."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class ToyServer:
         return next(p for p in self.descendants if "reinforce_rl.reward_server.front.process" in p.cmdline())
 
     def kill_group(self) -> None:
-        """As a failing node would: no process of the group gets a chance to clean up."""
+        """Kill the process group without cleanup, as a failing node would."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def left_behind(self) -> list[str]:
-        """What should be gone once the server has ended."""
+        """Return what should be gone after the server's end."""
         found = [f"process {p.pid} {p.name()}" for p in self.descendants if is_alive(p)]
         found += [str(path) for path in Path("/dev/shm").glob(f"pytrtion{self.server_pid}-*")]
         found += [str(path) for path in [*self.temporary.iterdir(), self.ready_file] if path.exists()]
@@ -97,7 +97,7 @@ class ToyServer:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """A zombie has ended; nobody may ever collect it in a container."""
+    """Return False for zombies, too, which nobody may collect in a container."""
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -108,7 +108,7 @@ def free_port() -> int:
 
 
 def wait_for(condition, seconds: float) -> bool:
-    """Whether the condition came true within this time."""
+    """Return whether the condition became true in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():

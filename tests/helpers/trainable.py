@@ -1,4 +1,4 @@
-"""A tiny reward model on any layout of ranks, and what it computes from fixed examples."""
+"""A tiny reward model on any layout, and its results on fixed examples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[Objective[Any], str]] = {
 
 
 def examples_of(objective: Objective[Any], count: int = 7) -> list[Any]:
-    """Of unequal lengths, some ending in the padding token; a rating in three is missing."""
+    """Return examples of unequal lengths, some ending in padding tokens; every third rating is missing."""
     rng = random.Random(1)
 
     def tokens(least: int, most: int) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ def model_of(
 
 
 def take_gradient(model: TrainableRewardModel, case: str, examples: list[Any]) -> float:
-    """Leave the gradient of these examples' loss in the buffers, and return the loss over all ranks."""
+    """Fill the gradient buffers; return the loss over all ranks."""
     objective, _ = CASES[case]
     mesh = model.mesh
     mine = shard(examples, mesh.dp_rank, mesh.dp_size)
@@ -68,14 +68,14 @@ def take_gradient(model: TrainableRewardModel, case: str, examples: list[Any]) -
 
 
 def gradient_of(model: TrainableRewardModel) -> Tensor:
-    """As one vector in Hugging Face's layout; a collective call."""
+    """Return the gradient as one vector in Hugging Face's layout; a collective call."""
     gradients = {name: parameter.main_grad for name, parameter in parameters_of(model.lm).items()}  # type: ignore
     tensors: Any = dict(hf_tensors(model.lm, gradients))
     return model.mesh.from_block_leader(flat(tensors) if model.mesh.is_block_leader else None)
 
 
 def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = None) -> dict[str, Any]:
-    """Everything that must not depend on the layout, the same on every rank; a collective call."""
+    """Compute everything that must not depend on the layout; a collective call."""
     found: dict[str, Any] = {}
     for case, (objective, _) in CASES.items():
         model = model_of(folder, mesh, case, layout)

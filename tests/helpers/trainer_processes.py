@@ -1,4 +1,4 @@
-"""Whole runs on the tiny model in processes that can be killed, and what it means that two runs are equal."""
+"""Whole runs on the tiny model in killable processes, and their comparison."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = [
 
 
 class TrainerProcesses:
-    """Makes runs in processes that can be killed, one after the other; see `train_tiny.py`."""
+    """Run in killable processes, one run at a time; see `train_tiny.py`."""
 
     def __init__(self):
         self._process = subprocess.Popen(
@@ -45,7 +45,7 @@ class TrainerProcesses:
     def start(
         self, folder: Path, *overrides: str, die_before: str = "", ranks: int = 1, **options: object
     ) -> list[int]:
-        """Start a run and return the ids of its processes, a rank each; for the options see `train_tiny.py`."""
+        """Start a run and return one process id per rank; see `train_tiny.py` for the options."""
         assert self._process.stdin is not None
         base = [*tiny_overrides(folder, num_prompts=NUM_PROMPTS), f"trainer.devices={ranks}"]
         command = [str(folder / "log"), {"die_before": die_before, **options}, ranks, *base, *overrides]
@@ -53,7 +53,7 @@ class TrainerProcesses:
         return [int(process) for process in self._answer().split()]
 
     def wait(self) -> int:
-        """The exit status of the run, negative for a signal; those of its ranks are then in `statuses`."""
+        """Return the run's exit status, negative for a signal; sets `statuses` of the ranks."""
         status, *self.statuses = [int(text) for text in self._answer().split()]
         return status
 
@@ -79,7 +79,7 @@ def kill_tree_of(process: subprocess.Popen) -> None:
 
 
 def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
-    """But for times: metrics, samples and weights bit for bit; the last checkpoint, and how many are left."""
+    """Assert bitwise equal metrics, samples, weights and last checkpoint, ignoring times."""
     found, expected = metrics_of(folder), metrics_of(uninterrupted)
     assert [line["step"] for line in found] == list(range(len(expected))), "each step once"
     for line, other in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Reads back what wandb wrote offline."""
+"""Read wandb's offline files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ BLOCK, FULL, FIRST, LAST = 32768, 1, 2, 4
 
 
 def read_offline_file(path: Path) -> Iterator:
-    """The records of a `.wandb` file: a 7-byte head, then LevelDB's log format with protobuf payloads.
+    """Yield the records of a `.wandb` file: a 7-byte head, then LevelDB's log format with protobuf payloads.
 
-    wandb 0.31 reads these files in its Go core alone and has no reader in Python.
+    wandb 0.31 has no Python reader.
     """
     from wandb.proto import wandb_internal_pb2
 

@@ -1,4 +1,4 @@
-"""Layouts with and without Transformer Engine, for runs with its fake and without it."""
+"""Layouts for runs with and without the fake Transformer Engine."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ SAVED = {1: "TE", 2: "TE TP2 SP full recompute"}
 
 
 def run_with_fake(monkeypatch, ranks: int, out: Path, *families: str) -> None:
-    """Run the rank script where Transformer Engine can be imported."""
+    """Run the rank script with the fake Transformer Engine importable."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(FAKE), os.environ.get("PYTHONPATH")))))
     run_ranks(SCRIPT, ranks, out, *families, timeout=280)

@@ -22,9 +22,8 @@ class GraphedStep:
 
     def __call__(self, rows: int) -> None:
         if rows not in self._graphs:
-            self._graphs[rows] = (
-                None  # warm up: libraries allocate workspaces at their first call, illegal in a capture
-            )
+            # Warm up on the capture stream: libraries allocate workspaces at their first call, illegal in a capture.
+            self._graphs[rows] = None
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 self._step(rows)

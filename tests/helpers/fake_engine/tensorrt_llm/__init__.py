@@ -28,7 +28,7 @@ OUTSIDE = 1_000_000
 
 
 def bind(name: str, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-    """The arguments as TensorRT-LLM's own function would take them, defaults left out."""
+    """Bind the arguments to TensorRT-LLM's signature, without defaults."""
     parameters = [
         inspect.Parameter(
             p["name"],
@@ -48,7 +48,7 @@ def bind(name: str, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
 
 
 def strikes(fault: str) -> bool:
-    """Whether this fault happens now."""
+    """Return True if this fault is due."""
     if OPTIONS.get("fault") != fault:
         return False
     file = Path(OPTIONS["folder"]) / f"{fault}.txt"

@@ -1,4 +1,4 @@
-"""The model behind the fake: the native engine, given its weights as a folder and its noise by each request's seed."""
+"""The fake's model: the native engine, with weights from a folder and noise from request seeds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NativeModel:
         )
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Take the weights; one that is missing, unknown or of another shape is an error."""
+        """Load the weights; fail on missing, unknown or misshapen ones."""
         with tempfile.TemporaryDirectory() as folder:
             shutil.copy(self._folder / "config.json", folder)
             save_file(weights, Path(folder) / "model.safetensors")

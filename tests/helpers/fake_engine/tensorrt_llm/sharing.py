@@ -1,4 +1,4 @@
-"""Files in place of CUDA IPC: the trainer's side for a test to put in, and the engine's."""
+"""Files in place of CUDA IPC, for the trainer and the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def file_handle(tensor: Tensor) -> tuple[Any, ...]:
-    """As `weight_transfer.handle_of`: a function and its arguments, of which the one numbered 6 is the device."""
+    """Return a rebuild function and its arguments, like `weight_transfer.handle_of`; argument 6 is the device."""
     path = Path(json.loads(os.environ["FAKE_ENGINE"])["folder"]) / f"{uuid.uuid4().hex}.pt"
     torch.save(tensor.clone(), path)
     return _from_file, (str(path), None, None, None, None, None, "sender's device")
@@ -30,7 +30,7 @@ def _from_file(path: str, *rest: Any) -> Tensor:
 
 
 def received(handles: dict[str, str], devices: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """What each worker makes of its handles; they must all be given the same."""
+    """Yield the tensors of the handles, which must be equal for all workers."""
     of_workers = []
     for device in devices:
         if device not in handles:
