@@ -237,8 +237,6 @@ def _saved(timer: RunTimer, control: RunControl | None, seconds: float) -> None:
 
 
 class DefaultBatchIterator:
-    """Cut this rank's prompts into generation batches; `validation` chooses between the two sizes."""
-
     def __init__(self, micro_batch_size: int, val_micro_batch_size: int, prompts: Sequence[Prompt], validation: bool):
         self._prompts = prompts
         self._size = val_micro_batch_size if validation else micro_batch_size

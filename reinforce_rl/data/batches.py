@@ -47,10 +47,7 @@ class Completions:
         return [prompt for prompt in prompts for _ in range(samples)]
 
     def within_vocabulary(self, size: int, pad_id: int) -> Completions:
-        """Replace ids >= `size` by `pad_id` and mark their responses `FINISH_OUTSIDE`.
-
-        Engines with a padded vocabulary have been seen to draw such ids.
-        """
+        """Replace ids >= `size`, which padded engines may draw, by `pad_id`; mark their responses `FINISH_OUTSIDE`."""
         outside = (self.tokens < 0) | (self.tokens >= size)
         if not bool(outside.any()):
             return self

@@ -221,7 +221,6 @@ def _is_weight(entry: object) -> bool:
 
 
 def _split_weights(entries: Sequence[Any], faults: list[str]) -> tuple[tuple[float, ...], list[Any]]:
-    """Split `[0.3, a.jsonl, 0.7, b.jsonl]` into weights and paths."""
     weights, paths = list(entries[::2]), list(entries[1::2])
     if len(weights) != len(paths) or not all(map(_is_weight, weights)) or any(map(_is_weight, paths)):
         faults.append(

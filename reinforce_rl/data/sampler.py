@@ -20,10 +20,8 @@ class Blend:
     """Weighted blending of files: how many of an epoch's draws each file gives.
 
     An epoch has as many draws as the files have prompts. Each file is walked through in its own shuffled order and
-    reshuffled when exhausted, across epochs. Draws interleave evenly, so that every batch has each file's share.
-
-    A repeated prompt gets the number `index + pass * prompts`, because a small file with a large weight may give it
-    twice in a batch, and its samples must form two groups.
+    reshuffled when exhausted, across epochs. Draws interleave evenly, so that every batch has each file's share. A
+    repeated prompt gets the number `index + pass * prompts`, so that its samples form two groups even within a batch.
 
     Raises:
         ConfigError: a weight is not above 0, or too small for a single draw; a file without prompts.

@@ -49,11 +49,7 @@ class Inputs:
         ]
 
     def checked(self) -> tuple[PreTrainedTokenizerBase, RLHFDatasets]:
-        """Return tokenizer and data sets.
-
-        Raises:
-            ReinforceError: the fault; several are joined in a `ConfigError`.
-        """
+        """Return tokenizer and data sets; raise the fault, or a `ConfigError` of several."""
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors or self.tokenizer is None or self.datasets is None:

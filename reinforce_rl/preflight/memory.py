@@ -1,11 +1,4 @@
-"""Estimate what a rank holds of a model and how many bytes it needs; arithmetic only.
-
-Activation sizes were read off torch's saved tensors, temporaries off its allocator (tests/preflight/test_memory.py).
-With fused GPU kernels less is saved.
-
-Notation: t positions of a micro-batch on this rank, n its response tokens, h hidden, f feed-forward, d head size, V
-vocabulary.
-"""
+"""Estimate what a rank holds of a model and how many bytes it needs; arithmetic only."""
 
 from __future__ import annotations
 
@@ -18,6 +11,11 @@ from reinforce_rl.generation.native.schedule import Schedule
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.lora import LoraSettings, lora_map
 from reinforce_rl.megatron.weights.weight_map import EMBEDDING, Row, weight_map
+
+# Activation sizes were read off torch's saved tensors, temporaries off its allocator
+# (tests/preflight/test_memory.py). With fused GPU kernels less is saved.
+# Notation: t positions of a micro-batch on this rank, n its response tokens, h hidden, f feed-forward, d head size,
+# V vocabulary.
 
 FP32 = 4
 ADAM_MOMENTS = 2 * FP32
@@ -204,8 +202,8 @@ def kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:
 
 
 def _gathered_keys(shape: StageShape, policy: Policy, micro: Pass) -> int:
-    """Keys and values of all context-parallel ranks, and the masks of this rank's two chunks in the weights' dtype."""
     whole = micro.positions * policy.context
+    # Of all context-parallel ranks; the masks of this rank's two chunks have the weights' dtype.
     keys = 2 * micro.rows * whole * shape.groups * shape.head_size * policy.weight_bytes
     return keys + micro.positions * whole * policy.weight_bytes
 

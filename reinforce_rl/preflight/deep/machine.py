@@ -1,7 +1,4 @@
-"""GPU clusters as a few rates, and the cost of a phase on one rank. Torch-free.
-
-Every number is from a data sheet, or a commonly reached share of one; none is fitted to a run of this project.
-"""
+"""GPU clusters as a few rates, and the cost of a phase on one rank. Torch-free."""
 
 from __future__ import annotations
 
@@ -92,6 +89,7 @@ class Hardware(Section):
         return moved / self.pcie
 
 
+# Every number is from a data sheet, or a commonly reached share of one; none is fitted to a run of this project.
 # Data sheets: NVIDIA H100 Tensor Core GPU (SXM), NVIDIA H200 Tensor Core GPU (SXM), NVIDIA A100 80GB (SXM), without
 # sparsity; DGX H100/H200 and DGX A100: one ConnectX-7 of 400 Gb/s, one ConnectX-6 of 200 Gb/s a GPU.
 # Share of matrix products: cuBLAS at 8192^3 gives about 700 TFLOP/s on an H100 under its power limit, 250 on an A100.

@@ -1,8 +1,4 @@
-"""Measure single ranks of a run on fake GPUs, in their own process: `python -m reinforce_rl.preflight.deep.rank`.
-
-No torch import at module level, as the device guard must be loaded first. Reads cases as JSON lines from stdin and
-writes a JSON line per phase to stdout, which is kept free of the run's own output.
-"""
+"""Measure single ranks of a run on fake GPUs, in a process: `python -m reinforce_rl.preflight.deep.rank`."""
 
 from __future__ import annotations
 
@@ -26,6 +22,8 @@ if TYPE_CHECKING:
     from reinforce_rl.megatron.optimizer import ActorOptimizer
     from reinforce_rl.preflight.fake_cuda.machine import Machine
 
+# No torch import at module level: the device guard must be loaded first.
+
 DECODE_STEPS = 3  # the first may set things up and is not counted
 
 
@@ -45,8 +43,8 @@ class Case:
 
 
 def main() -> None:
-    """Answer each line of stdin until it is closed."""
-    out, sys.stdout = sys.stdout, sys.stderr
+    """Read cases as JSON lines from stdin; write a JSON line per phase to stdout."""
+    out, sys.stdout = sys.stdout, sys.stderr  # the run's own output must not mix in
 
     def write(**values: Any) -> None:
         print(json.dumps(values), file=out, flush=True)
@@ -64,7 +62,6 @@ def main() -> None:
 
 
 def _told(error: BaseException) -> str:
-    """Describe an error with the frames of this package and megatron that led to it, innermost first."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "fake_cuda" not in f.filename]
     frames = [f for f in frames if "/reinforce_rl/" in f.filename or "/megatron/" in f.filename]
     where = " < ".join(f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno}" for f in reversed(frames[-4:]))
@@ -181,7 +178,6 @@ class RankRun:
         return "all" if len(ranks) == mesh.world_size else "several"
 
     def _away(self, optimizer: ActorOptimizer, actor: MegatronGPTReinforceActorModel, *, offloads: bool) -> None:
-        """Measure generation: memory that stays, memory that is offloaded, and a call."""
         before = self._gpu.memory.bytes
         buffers: Any = actor.ddp.buffers
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)

@@ -1,7 +1,4 @@
-"""Predict a step of the whole job from the cost of single ranks: seconds per phase and what bounds them.
-
-An inference engine is modelled: weights and keys over bandwidth, one CUDA graph per step.
-"""
+"""Predict a step of the whole job from the cost of single ranks: seconds per phase and what bounds them."""
 
 from __future__ import annotations
 
@@ -49,12 +46,9 @@ class Lengths:
         return low
 
     def of_slowest(self, ranks: int, calls: int, together: int) -> tuple[float, float]:
-        """Return the average steps per call, and the factor by which the slowest rank takes longer.
+        """Return the average steps per call, and the slowest of `ranks` parallel ranks over the average one.
 
-        Args:
-            ranks: ranks that generate in parallel and wait for each other at the end.
-            calls: consecutive calls per rank.
-            together: sequences per call, which lasts as long as its longest.
+        Each makes `calls` consecutive calls of `together` sequences, which last as long as their longest.
         """
         scale, draw = self.scale, random.Random(0)
         if scale == math.inf:
@@ -71,6 +65,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Engine:
+    """Model of an inference engine: weights and keys over bandwidth, one CUDA graph per step."""
+
     architecture: Architecture  # of the model, served in bf16
     machine: Hardware  # of its GPUs
     gpus: int  # tensor-parallel ranks
@@ -139,8 +135,6 @@ class Role:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase of a step, on a rank of the slowest stage."""
-
     name: str
     bound: str  # what takes most of its time
     parts: dict[str, float]  # seconds by part
@@ -277,7 +271,6 @@ def _passes(job: PredictedJob, roles: Sequence[Role], name: str, count: int, tim
 
 
 def _native(job: PredictedJob, roles: Sequence[Role]) -> PhaseTime:
-    """Time the native engine: prefill, then a decode step per token, through all stages in turn."""
     machine, plan, arch = job.machine, job.batches, job.architecture
     limit = job.cfg.model.reinforce.generation_cache_tokens
     decoding = Decoding(job.prompts_of_call, plan.samples, plan.longest_prompt, job.lengths.longest, limit)

@@ -142,10 +142,8 @@ def roles(job: PredictedJob) -> list[tuple[int, int]]:
 
 
 def depths_of(cfg: TrainConfig, layers: int) -> tuple[int, ...]:
-    """Return the layers per stage to measure: two depths for a linear fit, or all if they are few.
-
-    Recomputed layers keep their share of a stage.
-    """
+    """Return the layers per stage to measure: two depths for a linear fit, or all if they are few."""
+    # Recomputed layers keep their share of a stage.
     number, unit = cfg.model.activations_checkpoint_num_layers or 1, 1
     if cfg.model.activations_checkpoint_method == "uniform":
         unit = number

@@ -1,4 +1,1 @@
-"""Run the GPU path without a GPU: CUDA tensors without data, a process group of any size, and a record of it all.
-
-`install` does so for the life of the process, and must come before torch or megatron is imported.
-"""
+"""Run the GPU path without a GPU: `install`, before torch is imported, fakes CUDA and the process group for good."""

@@ -1,8 +1,4 @@
-"""`torch.distributed` for one rank of an imagined job: calls are checked, recorded and answered at once.
-
-A rank's own data stand in for its peers': gathers repeat it, sums keep it. Objects reach ranks whose turn comes later,
-and all ranks if turns are repeated.
-"""
+"""`torch.distributed` for one rank of an imagined job: calls are checked, recorded and answered at once."""
 
 from __future__ import annotations
 
@@ -27,7 +23,11 @@ class _Work:
 
 
 class Network:
-    """Replacements for functions of `torch.distributed`, with the same names and arguments."""
+    """Replacements for functions of `torch.distributed`, with the same names and arguments.
+
+    A rank's own data stand in for its peers': gathers repeat it, sums keep it. Objects reach ranks whose turn comes
+    later, and all ranks if turns are repeated.
+    """
 
     def __init__(self, gpu: FakeCuda):
         self._gpu = gpu

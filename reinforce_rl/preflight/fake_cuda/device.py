@@ -1,9 +1,4 @@
-"""Fake `torch.cuda`, and replacements for functions that would bypass fake tensors or fail on them.
-
-The attention kernel is chosen by torch 2.13's order on Hopper
-(`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`): cuDNN, flash, memory-efficient, math, if its conditions hold
-and `torch.nn.attention.sdpa_kernel` allows it. The rule is copied by hand; torch is not asked.
-"""
+"""Fake `torch.cuda`, and replacements for functions that would bypass fake tensors or fail on them."""
 
 from __future__ import annotations
 
@@ -22,6 +17,9 @@ from torch.utils._pytree import tree_map_only
 from reinforce_rl.preflight.fake_cuda.mode import CUDA, LOW_PRECISION, FakeCuda, size_of
 
 GPUS_OF_NODE = 8
+# The attention kernel is chosen by torch 2.13's order on Hopper (ATen/native/transformers/cuda/sdp_utils.cpp): cuDNN,
+# flash, memory-efficient, math, if its conditions hold and `torch.nn.attention.sdpa_kernel` allows it. The rule is
+# copied by hand; torch is not asked.
 _MAX_HEAD = 256  # head size, of flash and cuDNN
 _aten = torch.ops.aten
 

@@ -1,8 +1,4 @@
-"""Dispatch mode of fake CUDA: each operator on a CUDA tensor is checked, counted, and computes shapes only.
-
-Small tensors, which steer control flow, carry their real values on the CPU (`_value`), so that `.item()`, `nonzero`
-and boolean masks work. Unknown values are zeros, and results of them are kept finite.
-"""
+"""Dispatch mode of fake CUDA: each operator on a CUDA tensor is checked, counted, and computes shapes only."""
 
 from __future__ import annotations
 
@@ -29,7 +25,8 @@ from reinforce_rl.preflight.fake_cuda.ledger import Kernel, Ledger, Memory
 
 CUDA = torch.device("cuda", 0)
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-# Larger tensors have no values.
+# Small tensors, which steer control flow, carry their real values on the CPU (`_value`), so that `.item()`, `nonzero`
+# and boolean masks work. Unknown values are zeros, and results of them are kept finite. Larger tensors have no values.
 MAX_INTEGERS, MAX_FLOATS, MAX_HOST_BYTES = 1 << 21, 1 << 12, 1 << 24
 _RANDOM = {"normal_", "uniform_", "random_", "exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"}
 _NO_KERNEL = {
