@@ -68,7 +68,7 @@ def kl_loss_terms(
     """Return the KL as a loss term per token, [N, T]: the estimate as value, with the gradient that `weights` selects.
 
     Tokens were sampled from the policy, so the gradient of the expected estimate is the estimate's own plus a
-    score-function part, of which `weights` keeps:
+    score-function part; `weights` selects what is kept of the latter:
 
         none: nothing (GRPO, TRL, verl). Biased; for k1 zero in expectation, so the KL is not constrained at all.
         token: the token's own, sg(k_t) l_t. Biased: ignores the divergence of later tokens.

@@ -158,7 +158,11 @@ class TrainRewardModelConfig(Section):
 
 
 def load_config(cfg: DictConfig) -> TrainRewardModelConfig:
-    """Convert and check the composed config; raise ConfigError with all errors."""
+    """Convert and check the composed config.
+
+    Raises:
+        ConfigError: unknown or missing keys, wrong types and invalid values, in one message.
+    """
     config, faults = read(TrainRewardModelConfig, cfg)
     faults += find_faults(config)
     if faults:

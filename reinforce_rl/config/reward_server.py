@@ -98,7 +98,11 @@ class ServeRewardModelConfig(Section):
 
 
 def load_config(cfg: DictConfig) -> ServeRewardModelConfig:
-    """Convert and check the composed config; raise ConfigError with all errors."""
+    """Convert and check the composed config.
+
+    Raises:
+        ConfigError: unknown or missing keys, wrong types and invalid values, in one message.
+    """
     config, faults = read_config(cfg)
     if faults:
         raise ConfigError(faults)
