@@ -214,7 +214,7 @@ def _hidden(shape: StageShape, policy: Policy, micro: Pass) -> int:
 
 
 def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
-    """Return the worst of four moments of the backward pass, which starts with all saved activations alive."""
+    # Return the worst of four moments of the backward pass, which starts with all saved activations alive.
     t, kept, all_trained = micro.tokens, policy.weight_bytes, policy.lora is None
     layer, border = kept_by_layer(shape, policy, micro), _hidden(shape, policy, micro)
     again = min(policy.recompute, shape.layers)

@@ -152,7 +152,7 @@ def _check_sha256(gguf_file: Path) -> None:
 
 
 def _convert(gguf_file: Path, built: Path, console: Console) -> None:
-    """Write the Hugging Face folder. Imports are local because a cached call needs none of them."""
+    # Write the Hugging Face folder. Imports are local because a cached call needs none of them.
     with _step(console, "loading torch and transformers"):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig

@@ -122,7 +122,7 @@ class RankRun:
         return done
 
     def _passes(self, name: str, first: int, run: Callable[[int], object]) -> None:
-        """Split the cost into fixed and per micro-batch, by two runs; the peak is the smaller run's."""
+        # Split the cost into fixed and per micro-batch, by two runs; the peak is the smaller run's.
         self.phase = name
         found = []
         for count in (first, first + 1):
@@ -163,7 +163,7 @@ class RankRun:
         return Cost(counts, calls, sent)
 
     def _group(self, ranks: tuple[int, ...]) -> str:
-        """Name the parallelism of a group; "several" if no single one fits."""
+        # Name the parallelism of a group; "several" if no single one fits.
         mesh: Mesh = self._mesh
         layout = mesh.layout
         steps = {  # size, and rank distance of neighbours
@@ -209,6 +209,7 @@ class RankRun:
         finally:
             hook.remove()
         steps += [self._cost(ledger)] if len(steps) <= DECODE_STEPS else []
+        # Costs are cumulative: a decode step is the slope after the first one.
         first, last, count = steps[min(1, len(steps) - 2)], steps[-1], max(len(steps) - 2, 1)
         self._tell("prefill", steps[0], ledger.peak)
         self._tell("decode", total([(1 / count, last), (-1 / count, first)]), ledger.peak)

@@ -86,7 +86,7 @@ def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> PredictedJob:
 
 
 def _most_of_update(batches: BatchPlan, ranks: int) -> float:
-    """Average prompts of an optimizer step on the busiest rank; they are drawn from all ranks at random."""
+    # Average prompts of an optimizer step on the busiest rank; they are drawn from all ranks at random.
     size = batches.prompts_of_update.least
     if size >= batches.prompts:
         return batches.prompts_of_rank.most

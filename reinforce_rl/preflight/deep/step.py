@@ -237,7 +237,7 @@ def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
 
 
 def _reads_log_probs(cfg: TrainConfig) -> bool:
-    """Follows `StepRolloutMaker`."""
+    # Follows `StepRolloutMaker`.
     rl = cfg.trainer.reinforce
     if rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None:
         return True
@@ -246,7 +246,7 @@ def _reads_log_probs(cfg: TrainConfig) -> bool:
 
 
 def _passes(job: PredictedJob, roles: Sequence[Role], name: str, count: int, times: int = 1) -> PhaseTime:
-    """Time `times` 1F1B pipeline runs: all micro-batches in the slowest stage, one in each other."""
+    # Time `times` 1F1B pipeline runs: all micro-batches in the slowest stage, one in each other.
     machine, bubble, once, slowest = job.machine, 0.0, 0.0, (0.0, 0.0, Cost())
     for role in roles:
         fixed, each = role.costs[f"{name} once"], role.costs[f"{name} each"]
@@ -295,7 +295,7 @@ def _native(job: PredictedJob, roles: Sequence[Role]) -> PhaseTime:
 
 
 def _engine(job: PredictedJob, resident: float) -> tuple[PhaseTime, float]:
-    """Time one engine per block beside the training states; also return a GPU's bytes meanwhile."""
+    # Time one engine per block beside the training states; also return a GPU's bytes meanwhile.
     settings, machine, plan = job.cfg.tensorrt_llm, job.machine, job.batches
     gpus = settings.tensor_parallel_size or job.cfg.model.block_size
     engine = Engine(job.architecture, machine, gpus, settings.max_batch_size)
@@ -313,7 +313,7 @@ def _engine(job: PredictedJob, resident: float) -> tuple[PhaseTime, float]:
 
 
 def _refit(job: PredictedJob) -> PhaseTime:
-    """Time the refit: weights are gathered in the block by buckets and copied to each of its GPUs."""
+    # Time the refit: weights are gathered in the block by buckets and copied to each of its GPUs.
     machine, block = job.machine, job.cfg.model.block_size
     weights = Engine(job.architecture, machine, 1, 1).weight_bytes
     bucket, nodes = job.cfg.tensorrt_llm.weight_bucket_megabytes * 2.0**20, -(-block // machine.gpus_per_node)

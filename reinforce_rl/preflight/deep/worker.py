@@ -116,7 +116,7 @@ class Worker:
 
 
 def _at_depth(job: PredictedJob, stage: int, stages: int, full: Sequence[Phases], usual: Sequence[Phases]) -> Role:
-    """Extrapolate linearly in depth: costs at the average length, peaks at the longest."""
+    # Extrapolate linearly in depth: costs at the average length, peaks at the longest.
     layers, depths = job.layers[stage], depths_of(job.cfg, job.layers[stage])
     share = 0.0 if len(depths) == 1 else (layers - depths[0]) / (depths[1] - depths[0])
     costs = {name: total([(1 - share, cost), (share, usual[-1][name][0])]) for name, (cost, _) in usual[0].items()}

@@ -172,7 +172,7 @@ class Network:
         return _Work() if async_op else None
 
     def _exchanged(self, kind: str, group: Any, value: Any, device: Any = None) -> list[Any]:
-        """Return each rank's object; this rank's own for ranks that had no turn yet."""
+        # Return each rank's object; this rank's own for ranks that had no turn yet.
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         given = self.objects.setdefault((ranks, self._object_calls[ranks]), {})
         self._object_calls[ranks] += 1
@@ -181,7 +181,7 @@ class Network:
         return [given.get(rank, value) for rank in ranks]
 
     def _note_objects(self, kind: str, group: Any, device: Any = None) -> None:
-        """NCCL carries objects as CUDA tensors, and the host waits for their sizes; gloo does not."""
+        # NCCL carries objects as CUDA tensors, and the host waits for their sizes; gloo does not.
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         if len(ranks) == 1:
             return

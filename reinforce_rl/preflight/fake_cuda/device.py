@@ -131,7 +131,7 @@ def _replace_cuda(gpu: FakeCuda, gigabytes: int) -> None:
 
 
 class _Graph:
-    """A CUDA graph; each replay counts the captured kernels again, as one launch."""
+    # A CUDA graph; each replay counts the captured kernels again, as one launch.
 
     _gpu: FakeCuda
 
@@ -281,7 +281,7 @@ def _choice(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) ->
 
 
 def _math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """Attention with repeated keys and values and whole scores, for the sake of its memory."""
+    # Attention with repeated keys and values and whole scores, for the sake of its memory.
     key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
     scores = torch.matmul(query * math.sqrt(scale), key.transpose(-1, -2) * math.sqrt(scale))
     if is_causal:
@@ -302,7 +302,7 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """One kernel forward and two backward, like torch on CUDA."""
+    # One kernel forward and two backward, like torch on CUDA.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gpu: FakeCuda) -> Tensor:

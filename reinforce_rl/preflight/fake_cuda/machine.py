@@ -125,7 +125,7 @@ def load_guard() -> None:
 
 
 def _library(torch: Path) -> Path:
-    """Return the compiled guard, built once per torch and source, which takes seconds."""
+    # Return the compiled guard, built once per torch and source, which takes seconds.
     content = SOURCE.read_bytes() + (torch / "version.py").read_bytes() + str(torch).encode()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reinforce_rl"
     library = cache / f"cuda_guard-{hashlib.sha256(content).hexdigest()[:16]}.so"

@@ -149,7 +149,7 @@ class FakeCuda(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
-        """Call an operator on fake tensors, with a cache by `_key`; torch's own cache keys are too slow to compute."""
+        # Call an operator on fake tensors, with a cache by `_key`; torch's own cache keys are too slow to compute.
         key: Any = None
         if name not in _NOT_BY_SHAPE and all(tensor.constant is None for tensor in tensors):
             key = (func, _key(args), *((name, _key((kwargs[name],))) for name in kwargs))
@@ -174,7 +174,7 @@ class FakeCuda(TorchDispatchMode):
         return FakeTensor(self.fake, tensor, one.device)
 
     def _special(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Handle what fake tensors cannot do or a real device would refuse; else return NotImplemented."""
+        # Handle what fake tensors cannot do or a real device would refuse; else return NotImplemented.
         first: Any = args[0] if args else None
         if name in _RANDOM:
             self.launch(name, [first])
@@ -243,7 +243,7 @@ class FakeCuda(TorchDispatchMode):
         return found
 
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute a value-dependent operator on the CPU from known values."""
+        # Compute a value-dependent operator on the CPU from known values.
         device = next(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
         if device.type == "cuda":
             self.sync(func._schema.name.split("::")[1])
@@ -260,7 +260,7 @@ class FakeCuda(TorchDispatchMode):
         return tensor if isinstance(tensor, FakeTensor) else self.wrap(tensor.detach(), torch.device("cpu"))
 
     def _count_host_copies(self, name: str, args: Any, kwargs: Any, *, to_cuda: bool) -> None:
-        """Record a sync for a copy from the host that is not `non_blocking`, and for an index on the host."""
+        # Record a sync for a copy from the host that is not `non_blocking`, and for an index on the host.
         if name == "_to_copy" and to_cuda and not is_cuda(args[0]) and not kwargs.get("non_blocking"):
             self.sync("to cuda")
         elif name == "copy_" and is_cuda(args[0]) and not is_cuda(args[1]):
@@ -349,7 +349,7 @@ class _Outputs(NamedTuple):
 
 
 def _key(args: Any) -> tuple[Any, ...]:
-    """Cache key of arguments; numbers carry their type, as 1 == 1.0 == True."""
+    # Cache key of arguments; numbers carry their type, as 1 == 1.0 == True.
     found: list[Any] = []
     for arg in args:
         if isinstance(arg, FakeTensor):
@@ -381,7 +381,7 @@ def _outputs(out: Any, args: Any, tensors: list[Any]) -> _Outputs | None:
 
 
 def _leaves(args: Any, kwargs: Any) -> list[Any]:
-    """Flatten an operator's arguments, which nest in lists at most once."""
+    # Flatten an operator's arguments, which nest in lists at most once.
     found = []
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, (list, tuple)):
