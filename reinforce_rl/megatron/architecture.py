@@ -1,4 +1,4 @@
-"""The shape of a dense decoder, from a Hugging Face `config.json`, and its padding for tensor parallelism."""
+"""Shape of a dense decoder, read from a Hugging Face `config.json`, and its padding for tensor parallelism."""
 
 from __future__ import annotations
 
@@ -20,21 +20,13 @@ _QWEN = {
 
 @dataclass(frozen=True)
 class _Family:
-    """How a family differs from a decoder with RMSNorm, SwiGLU, RoPE and no biases.
+    """Differences of a family from a decoder with RMSNorm, SwiGLU, RoPE and no biases."""
 
-    Attributes:
-        defaults: what transformers assumes for a key that config.json leaves out.
-        has_attention_bias_key: `attention_bias` gives biases to q, k, v and attention's output projection.
-        qkv_bias: q, k and v have biases in any case.
-        qk_norm: RMSNorm over each head's query and key.
-        windows: `sliding_window` holds for "all" layers, or for those that "layer_types" names; None: it is not read.
-    """
-
-    defaults: dict[str, Any]
-    has_attention_bias_key: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    windows: Literal["all", "layer_types"] | None = None
+    defaults: dict[str, Any]  # transformers' values for keys missing in config.json
+    has_attention_bias_key: bool = False  # `attention_bias` adds biases to q, k, v and the output projection
+    qkv_bias: bool = False  # q, k and v always have biases
+    qk_norm: bool = False  # RMSNorm over each head's query and key
+    windows: Literal["all", "layer_types"] | None = None  # layers with `sliding_window`; None: not read
 
 
 # The supported families by `model_type`. To add one, add a row; see CONTRIBUTING.md.
@@ -62,9 +54,9 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Architecture:
-    """The sizes of a decoder with RMSNorm, SwiGLU, RoPE and grouped-query attention."""
+    """Sizes of a decoder with RMSNorm, SwiGLU, RoPE and grouped-query attention."""
 
-    vocab_size: int  # true rows of the embedding, as in the checkpoint
+    vocab_size: int  # embedding rows, without padding
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -73,20 +65,20 @@ class Architecture:
     ffn_size: int
     norm_eps: float
     tied_embeddings: bool  # the output layer shares the embedding's weight
-    max_positions: int  # the longest sequence the model was made for, in tokens
-    qkv_bias: bool  # the query, key and value projections have biases
-    output_bias: bool  # attention's output projection has one
+    max_positions: int  # in tokens
+    qkv_bias: bool
+    output_bias: bool  # on attention's output projection
     qk_norm: bool  # RMSNorm over each head's query and key, with one weight for all heads
-    window: int | None  # tokens that a position attends to, itself included; None for all before it
+    window: int | None  # tokens that a position attends to, itself included; None for all
     raw: dict[str, Any]  # the whole Hugging Face config, kept for RoPE's scaling and for export
-    num_labels: int | None = None  # scores of a sequence, of a classifier; None for a language model
+    num_labels: int | None = None  # scores of a classifier; None for a language model
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Architecture:
         """Read `config.json` of a Hugging Face folder.
 
         Raises:
-            ConfigError: no such folder or file, or an architecture that is not supported; all faults together.
+            ConfigError: no such folder or file, or an unsupported architecture; all faults together.
         """
         path = Path(folder) / "config.json"
         if not path.is_file():
@@ -101,7 +93,7 @@ class Architecture:
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], source: str = "config") -> Architecture:
-        """From the values of a Hugging Face config; see `from_folder`."""
+        """Read the values of a Hugging Face config; see `from_folder`."""
         family = _FAMILIES.get(str(raw.get("model_type")), _Family({}))
         values = {**family.defaults, **raw}
         faults = _faults(values, family)
@@ -128,15 +120,14 @@ class Architecture:
         )
 
     def as_classifier(self, num_labels: int) -> Architecture:
-        """The same decoder with a linear head of `num_labels` scores in place of the output layer."""
+        """Return the same decoder with a linear head of `num_labels` scores in place of the output layer."""
         return replace(self, num_labels=num_labels, tied_embeddings=False)
 
     def padded(self, tp_size: int) -> PaddedSizes:
-        """Heads, groups and vocabulary rounded up so that `tp_size` ranks can share them.
+        """Round heads, groups and vocabulary up to multiples that `tp_size` ranks can share.
 
-        A padded group has zero query, key, value and output weights, and zero biases: it adds exactly 0 to the output
-        and to every gradient, so SmolLM2's 9 heads in 3 groups run at TP=2 as 12 heads in 4 groups with unchanged
-        numbers. Padded vocabulary rows are zero, and their logits are set to minus infinity.
+        Padded groups have zero weights and biases, so outputs and gradients are exact: SmolLM2's 9 heads in 3 groups
+        run at TP=2 as 12 in 4. Padded vocabulary rows are zero, with logits at -inf.
 
         Raises:
             ConfigError: the feed-forward size does not divide.
@@ -158,7 +149,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class PaddedSizes:
-    """Sizes after padding for one tensor-parallel size; see `Architecture.padded`."""
+    """Sizes for one tensor-parallel size; see `Architecture.padded`."""
 
     vocab_size: int
     num_groups: int
@@ -166,7 +157,6 @@ class PaddedSizes:
 
 
 def _faults(values: dict[str, Any], family: _Family) -> list[str]:
-    """Find what is missing, contradictory or not supported."""
     faults = []
     if values.get("model_type") not in _FAMILIES:
         faults.append(
@@ -202,12 +192,11 @@ def _faults(values: dict[str, Any], family: _Family) -> list[str]:
 
 
 def _rope(values: dict[str, Any]) -> dict[str, Any]:
-    """transformers' name for it is `rope_scaling` before version 5, and null where there is none."""
     return values.get("rope_parameters") or values.get("rope_scaling") or {}
 
 
 def _windows(values: dict[str, Any], family: _Family) -> set[int | None]:
-    """The sliding windows of the layers. None: there is none, or it is as long as the model's longest sequence."""
+    """Return the layers' windows; None for no window, or one as long as the longest sequence."""
     window = values.get("sliding_window")
     if window is None or window >= values.get("max_position_embeddings", 0):
         return {None}
@@ -227,10 +216,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def with_old_rope_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a config.json so that transformers 4 reads RoPE's from them too.
-
-    Version 5 writes `rope_parameters`, which version 4 passes over without a word, and takes its own default.
-    """
+    """Add RoPE's keys for transformers 4, which silently ignores version 5's `rope_parameters`."""
     rope = values.get("rope_parameters")
     if not rope:
         return values

@@ -1,10 +1,6 @@
-"""Between Hugging Face folders and checkpoints of `dist_checkpointing`, at any tensor-parallel size.
+"""Converts between Hugging Face folders and `dist_checkpointing` checkpoints, at any tensor-parallel size.
 
-A folder of weights alone, which `to_megatron` writes:
-
-FOLDER/
-  model/                      sharded weights, as in a checkpoint of a run
-  config.json, tokenizer.json, ...   carried over, so that the folder can be turned back
+`to_megatron` writes `model/` (sharded weights, as in a run's checkpoint) beside copied config and tokenizer files.
 """
 
 from __future__ import annotations
@@ -44,16 +40,15 @@ MODEL = "model"
 def to_megatron(
     source: str | Path, out: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, track: Track = iter
 ) -> Path:
-    """Write the weights of a Hugging Face folder as a checkpoint; a collective call.
+    """Write a Hugging Face folder's weights as a checkpoint, atomically; a collective call.
 
     Args:
-        out: the folder to write, whole or not at all; replaced where it exists.
-        mesh: this rank's place; its tensor-parallel ranks share the weights.
-        dtype: of the weights in the checkpoint; None for that in the folder.
+        out: replaced if it exists.
+        dtype: None for the folder's.
 
     Raises:
         ConfigError: the model is not supported.
-        CheckpointError: the folder cannot be read or the checkpoint not be written.
+        CheckpointError: the folder cannot be read or the checkpoint cannot be written.
     """
     source, out = Path(source), Path(out)
     architecture, weights = Architecture.from_folder(source), HFFolder(source)
@@ -89,19 +84,18 @@ def to_hf(
     max_shard_bytes: int = 5_000_000_000,
     track: Track = iter,
 ) -> Path:
-    """Write the weights of a checkpoint as a Hugging Face folder; a collective call.
+    """Write a checkpoint's weights as a Hugging Face folder, atomically; a collective call.
 
     Args:
-        checkpoint: what `to_megatron` wrote, a checkpoint of a run, or a folder of such whose newest is taken.
-        out: the folder to write, whole or not at all; replaced where it exists.
-        mesh: this rank's place. The checkpoint may have been written by another number of ranks.
-        model: the Hugging Face folder that gives config and tokenizer; None where the checkpoint has them. For a run
-            with LoRA, the one that it began with: it gives the weights too, and the updates are merged into them.
-        dtype: of the weights in the folder; None for that in the checkpoint.
+        checkpoint: from `to_megatron` or a run, of any number of ranks, or a run's folder, whose newest is taken.
+        out: replaced if it exists.
+        model: folder with config and tokenizer; None if the checkpoint has them. For a LoRA run, its base model, into
+            which the updates are merged.
+        dtype: None for the checkpoint's.
 
     Raises:
         ConfigError: no config.json, or the model is not supported.
-        CheckpointError: the checkpoint cannot be read, is another model's, or the folder cannot be written.
+        CheckpointError: the checkpoint cannot be read or is another model's, or the folder cannot be written.
     """
     checkpoint = _checkpoint_in(Path(checkpoint))
     source = checkpoint if model is None else Path(model)
@@ -116,15 +110,15 @@ def to_hf(
 
 
 def load_weights(lm: CausalLM, checkpoint: Path) -> None:
-    """Fill the model from a checkpoint that any number of tensor-parallel ranks wrote; a collective call.
+    """Fill the model from a checkpoint written by any number of ranks; a collective call.
 
     Raises:
-        CheckpointError: on every rank, it is damaged or another model's.
+        CheckpointError: on every rank, if it is damaged or another model's.
     """
     with lm.mesh.together(
         lambda error: CheckpointError(f"checkpoint {checkpoint} cannot be loaded: {reason_of(error)}")
     ):
-        if (checkpoint / MANIFEST_FILE).is_file():  # checkpoints of a run have one
+        if (checkpoint / MANIFEST_FILE).is_file():  # only a run's checkpoints have one
             check_files(checkpoint, lm.mesh.rank, lm.mesh.world_size)
         sharded = trained_state(lm)
         faults = allow_other_padding(lm, sharded, checkpoint / MODEL)
@@ -135,10 +129,9 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
 
 
 def _add_lora_of(checkpoint: Path, lm: CausalLM, source: Path) -> MergedWeights | None:
-    """Where a checkpoint holds LoRA updates alone, load the weights below them from the folder they began with.
+    """For a checkpoint of LoRA updates alone, load the base from `source`; return the merged weights, else None.
 
-    Returns:
-        the merged weights, to be read when the updates are loaded; None for a checkpoint of all weights.
+    Read them only after the updates are loaded.
     """
     state = checkpoint / STATE_FILE
     trainer_state = json.loads(state.read_text(encoding="utf-8")) if state.is_file() else {}
@@ -153,7 +146,7 @@ def _add_lora_of(checkpoint: Path, lm: CausalLM, source: Path) -> MergedWeights 
 
 
 def _checkpoint_in(folder: Path) -> Path:
-    """The folder itself where it is a checkpoint, else the newest one of a run.
+    """Return the folder if it is a checkpoint, else a run's newest one.
 
     Raises:
         CheckpointError: there is none.

@@ -1,15 +1,13 @@
-"""LoRA (arXiv:2106.09685): frozen weights, and low-rank updates of them that are trained.
+"""LoRA (arXiv:2106.09685): trained low-rank updates of frozen weights.
 
-`alpha / r * B A` is added to a frozen weight W [out, in], with A [r, in] and B [out, r]. A column-parallel weight is
-cut along `out`, and so is B; a row-parallel one along `in`, and so is A. The other matrix is whole on every rank.
+`alpha / r * B A` is added to a frozen W [out, in], with A [r, in] and B [out, r]. A column-parallel weight and its B
+are split along `out`; a row-parallel one and its A along `in`. The other matrix is replicated.
 
-An update is a submodule of megatron's layer and adds to its output by a forward hook, so the layer's own parameters
-keep their names. Each Hugging Face projection has an update of its own, added at its rows of a fused output.
+An update is a submodule of megatron's layer and adds to its output by a forward hook, which keeps parameter names.
+Each Hugging Face projection has its own update, at its rows of a fused output.
 
-Gradients of what every rank holds whole (A of a column-parallel layer, B of a row-parallel one) need no sum
-afterwards: the ranks meet at the r numbers between A and B, where megatron's region functions do what the layer itself
-does at its input or output. With sequence parallelism each rank has them of its own positions only, and megatron sums
-them as it does those of the norms.
+Replicated matrices need no gradient sum: megatron's region functions act on the r numbers between A and B. With
+sequence parallelism, megatron sums their gradients as for norms.
 
 Notation: s sequence, b batch, r rank of the update.
 """
@@ -43,26 +41,24 @@ from reinforce_rl.utils.files import replace_folder
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL = "all"
-# Of a megatron layer, where its updates are submodules.
+# Submodule name of the updates in a megatron layer.
 SUBMODULE = "lora"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
-# PEFT's names begin at its own wrapper of the model.
+# PEFT's names start at its wrapper of the model.
 PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Rank, scale and targets of the updates."""
-
-    rank: int  # r
-    alpha: float  # an update is scaled by alpha / r
-    targets: tuple[str, ...]  # Hugging Face's names of the projections that have one, in the order of `PROJECTIONS`
-    seed: int = 0  # of A
+    rank: int
+    alpha: float  # updates are scaled by alpha / rank
+    targets: tuple[str, ...]  # Hugging Face projection names, in the order of `PROJECTIONS`
+    seed: int = 0  # initializes A
 
     @classmethod
     def from_names(cls, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> LoraSettings:
-        """With "all" for every projection."""
+        """Build settings; "all" in `target_modules` selects every projection."""
         named = tuple(name for name in PROJECTIONS if ALL in target_modules or name in target_modules)
         return cls(rank, alpha, named, seed)
 
@@ -73,16 +69,14 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class LoraRow:
-    """The update of one projection."""
-
-    projection: str  # Hugging Face's name of it in its layer, such as q_proj
-    base: Row  # the weight that it is added to
+    projection: str  # Hugging Face name, such as q_proj
+    base: Row  # the updated weight
     a: Row  # A, as in PEFT's folder and in megatron's layer
     b: Row
 
 
 def lora_map(arch: Architecture, tp_size: int, settings: LoraSettings) -> list[LoraRow]:
-    """Every update of a model, layer by layer, in the order of `weight_map`."""
+    """Return every update of a model, layer by layer, in the order of `weight_map`."""
     found = []
     for base in weight_map(arch, tp_size):
         projection = base.hf.split(".")[-2]
@@ -114,28 +108,24 @@ def _lora_row(base: Row, projection: str, rank: int) -> LoraRow:
 
 
 class LowRank(torch.nn.Module):
-    """A and B of one projection.
-
-    Args:
-        sequence_parallel: positions are shared by the ranks, and with them the gradients of what is whole.
-    """
+    """A and B of one projection; `sequence_parallel` marks replicated matrices for megatron's gradient sum."""
 
     def __init__(self, row: LoraRow, settings: LoraSettings, like: Tensor, tp_rank: int, sequence_parallel: bool):
         super().__init__()
         values = initial_a(row.a, settings.seed), torch.zeros(row.b.shape)
         for name, matrix, whole in zip(("lora_A", "lora_B"), (row.a, row.b), values, strict=True):
-            own = torch.zeros(matrix.local_shape)  # what is not filled below is padding, and stays zero
+            own = torch.zeros(matrix.local_shape)  # padding stays zero
             matrix.place(own, tp_rank).copy_(matrix.part_in(whole, tp_rank))
             parameter: Any = torch.nn.Parameter(own.to(like.device, like.dtype))
             if matrix.split is None:
                 parameter.sequence_parallel = sequence_parallel
-            else:  # else the norm of the gradient would count the first rank's share only
+            else:  # else the gradient norm would count the first rank's share only
                 tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, matrix.split.axis, 1)
             self.register_parameter(name, parameter)
 
 
 def initial_a(row: Row, seed: int) -> Tensor:
-    """A as PEFT draws it (Kaiming's uniform distribution, a = sqrt(5)): float32 [r, in], the same at any layout."""
+    """Draw A as PEFT does (Kaiming uniform, a = sqrt(5)): float32 [r, in], the same for any layout."""
     key = hashlib.sha256(f"{seed}:{row.hf}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
     whole = torch.empty(row.shape)
@@ -148,7 +138,7 @@ class LayerUpdates(torch.nn.Module):
 
     Args:
         layer: a ColumnParallelLinear or a RowParallelLinear.
-        blocks: all projections that lie in its weight, in the order of their rows, these among them.
+        blocks: all projections in its weight, in row order, including those with updates.
     """
 
     def __init__(
@@ -163,7 +153,7 @@ class LayerUpdates(torch.nn.Module):
             self.add_module(row.projection, pair)
 
     def hook(self, layer: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor | None]) -> Any:
-        """The layer's output with the updates added, as a forward hook of it."""
+        """Forward hook: return the layer's output with the updates added."""
         if not self.enabled:
             return outputs
         output, bias = outputs
@@ -171,9 +161,9 @@ class LayerUpdates(torch.nn.Module):
         return output + update(inputs[0], layer.sequence_parallel), bias
 
     def _of_columns(self, x: Tensor, sequence_parallel: bool) -> Tensor:
-        """[s, b, in], or the rank's part of s, to the rank's columns: [s, b, out / tp]."""
+        """Map [s, b, in], or the rank's part of s, to the rank's columns [s, b, out / tp]."""
         low = torch.cat([F.linear(x, self.pair(row).lora_A) for row in self._rows], dim=-1) * self.settings.scale
-        # Each rank's columns give a part of the gradient of `low`; this sums them, for A and for x alike.
+        # Sums each rank's part of the gradient of `low`, for both A and x.
         if sequence_parallel:
             low = tensor_parallel.gather_from_sequence_parallel_region(low, group=self._group)
         else:
@@ -192,7 +182,7 @@ class LayerUpdates(torch.nn.Module):
         return torch.cat(blocks, dim=-1).flatten(-2)
 
     def _of_rows(self, x: Tensor, sequence_parallel: bool) -> Tensor:
-        """The rank's columns [s, b, in / tp] to [s, b, out], or the rank's part of s."""
+        """Map the rank's columns [s, b, in / tp] to [s, b, out], or the rank's part of s."""
         (row,) = self._rows
         pair = self.pair(row)
         low = F.linear(x, pair.lora_A) * self.settings.scale
@@ -204,7 +194,7 @@ class LayerUpdates(torch.nn.Module):
 
     @property
     def weight_name(self) -> str:
-        """The layer's weight, as `parameters_of` names it."""
+        """Return the layer's weight name in `parameters_of`."""
         return self._blocks[0].megatron
 
     def pair(self, row: LoraRow) -> Any:
@@ -212,7 +202,7 @@ class LayerUpdates(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """W + scale B A of this rank's part of the layer's weight, added in float32 at least."""
+        """Return this rank's part of W + scale B A, added in at least float32."""
         total = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
         for row in self._rows:
             pair, split = self.pair(row), row.base.split
@@ -224,10 +214,7 @@ class LayerUpdates(torch.nn.Module):
 
 
 def add_lora(lm: CausalLM, settings: LoraSettings) -> None:
-    """Freeze the model and give its projections updates, zero at first since B is.
-
-    After the weights are loaded, and before `wrap_data_parallel`, which gives gradient buffers to what is trained.
-    """
+    """Freeze the model and attach updates (B = 0); call after loading weights and before `wrap_data_parallel`."""
     lm.requires_grad_(False)
     arch, mesh = lm.architecture, lm.mesh
     blocks, updates = weight_map(arch, mesh.tp_size), lora_map(arch, mesh.tp_size, settings)
@@ -250,26 +237,25 @@ def add_lora(lm: CausalLM, settings: LoraSettings) -> None:
 
 
 def _keep_gradients(embedding: Any, inputs: Any, output: Tensor) -> None:
-    # A layer that is computed again in the backward pass has gradients only where its input asks for one, and nothing
-    # below the first layer does: the embedding is frozen.
+    # Recomputed layers need an input that requires grad, but the embedding is frozen.
     if torch.is_grad_enabled() and embedding.config.recompute_granularity == "full":
         output.requires_grad_()
 
 
 def updates_of(lm: CausalLM) -> list[LayerUpdates]:
-    """Those of this rank's layers, in order; none where the whole model is trained."""
+    """Return the updates of this rank's layers, in order; empty without LoRA."""
     return [module for module in lm.modules() if isinstance(module, LayerUpdates)]
 
 
 def lora_settings_of(lm: CausalLM) -> LoraSettings | None:
-    """None where the whole model is trained."""
+    """Return the model's LoRA settings; None without LoRA."""
     found = updates_of(lm)
     return found[0].settings if found else None
 
 
 @contextlib.contextmanager
 def updates_off(lm: CausalLM) -> Iterator[None]:
-    """The model is its frozen base inside the block."""
+    """Disable the updates inside the block, leaving the frozen base."""
     found = updates_of(lm)
     before = [updates.enabled for updates in found]
     for updates in found:
@@ -282,7 +268,7 @@ def updates_off(lm: CausalLM) -> Iterator[None]:
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """This rank's weights with their updates added, named as by `parameters_of`; each is made when it is read."""
+    """This rank's weights with updates added, keyed as in `parameters_of`; each is computed when read."""
 
     def __init__(self, lm: CausalLM):
         self._own = parameters_of(lm)
@@ -300,7 +286,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
 
 def adapter_rows(lm: CausalLM) -> list[Row]:
-    """A and B of every update of the whole model; none where the whole model is trained."""
+    """Return A and B of every update of the whole model; empty without LoRA."""
     settings = lora_settings_of(lm)
     if settings is None:
         return []
@@ -308,7 +294,7 @@ def adapter_rows(lm: CausalLM) -> list[Row]:
 
 
 def trained_state(lm: CausalLM) -> dict[str, Any]:
-    """What a checkpoint holds of the model, for megatron: all weights, or the updates alone under PEFT's names."""
+    """Return the sharded state to save: all weights, or the updates alone under PEFT's names."""
     rows = {row.megatron: row for row in adapter_rows(lm)}
     if not rows:
         return lm.sharded_state_dict()
@@ -317,7 +303,7 @@ def trained_state(lm: CausalLM) -> dict[str, Any]:
     found = {}
     for name, row in rows.items():
         if name not in own:
-            continue  # of another rank's layers
+            continue  # on another stage
         axes = {} if row.split is None else {row.hf: row.split.axis}
         sharded = make_sharded_tensors_for_checkpoint({row.hf: own[name]}, "", axes)
         found[local_names[id(own[name])]] = sharded[row.hf]
@@ -325,14 +311,14 @@ def trained_state(lm: CausalLM) -> dict[str, Any]:
 
 
 def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
-    """Write A and B of every update; a collective call of all ranks, of which the first one writes.
+    """Write PEFT's adapter folder atomically; a collective call, the first rank writes.
 
     Args:
-        source: the folder of the base model, which PEFT's configuration names.
-        out: the folder to write, whole or not at all; replaced where it exists.
+        source: base model folder, named in PEFT's configuration.
+        out: replaced if it exists.
 
     Raises:
-        CheckpointError: on every rank, it cannot be written.
+        CheckpointError: on every rank, if it cannot be written.
     """
     out, mesh, settings = Path(out), lm.mesh, lora_settings_of(lm)
     if settings is None:
@@ -354,7 +340,7 @@ def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
 
 
 def peft_config(settings: LoraSettings, source: str | Path) -> dict[str, Any]:
-    """What `peft.LoraConfig` reads; everything else has its default there."""
+    """Return the settings for `peft.LoraConfig` that differ from its defaults."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -374,37 +360,36 @@ def _write(folder: Path, tensors: dict[str, Any], config: dict[str, Any]) -> Non
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it readable by its owner only
+    (folder / WEIGHTS_FILE).chmod(0o644)  # safetensors creates it with mode 0600
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class LoraIdentity:
-    """What the updates in a checkpoint belong to. They mean nothing on other weights or at another scale."""
+    """Identifies the base weights and settings that a checkpoint's updates belong to."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    base_weights: str  # fingerprint of the frozen weights; see `HFFolder.fingerprint`
+    base_weights: str  # `HFFolder.fingerprint` of the frozen weights
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> LoraIdentity:
-        """Inverse of `state`."""
         return cls(**{**state, "targets": tuple(state["targets"])})
 
     def state(self) -> dict[str, Any]:
-        """For the trainer's state, which is JSON."""
+        """Return a JSON-serializable dict for the trainer's state."""
         return {**dataclasses.asdict(self), "targets": list(self.targets)}
 
 
 def check_lora_identity(own: LoraIdentity | None, checkpoint: str | Path, trainer_state: dict[str, Any]) -> None:
-    """Refuse a checkpoint whose weights do not belong to this run.
+    """Reject a checkpoint whose weights do not belong to this run.
 
     Args:
-        own: of this run; None where the whole model is trained.
+        own: this run's; None without LoRA.
 
     Raises:
-        CheckpointError: what differs, all in one message.
+        CheckpointError: lists all differences.
     """
     stored: dict[str, Any] | None = trainer_state.get("lora")
     mine = None if own is None else own.state()

@@ -1,9 +1,6 @@
-"""Process groups: who this rank is in the grid of data-, pipeline-, context- and tensor-parallel ranks.
+"""Process groups and this rank's place in them; the only file that reads megatron's global `parallel_state`.
 
-The ranks that share one copy of the model and work on the same prompts (tensor x context x pipeline) are a block;
-there are as many blocks as data-parallel ranks.
-
-The only file that reads megatron's global `parallel_state`. Everything else is handed a `Mesh`.
+A block is the tensor x context x pipeline ranks that share one model copy and work on the same prompts.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from reinforce_rl.errors import (
 )
 from reinforce_rl.utils.ranks import STORE_VARIABLE
 
-# Errors that mean the same on every rank, by the name under which they travel.
+# Errors re-raised on the other ranks as the same type, by name.
 _KINDS = (
     CheckpointError,
     DataError,
@@ -52,11 +49,9 @@ _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place."""
-
-    rank: int  # in the whole job
+    rank: int  # global
     world_size: int
-    dp_rank: int  # data parallel, context parallel not counted: ranks of one dp_rank hold the same prompts
+    dp_rank: int  # data parallel, without context parallel: ranks of one dp_rank hold the same prompts
     dp_size: int
     tp_rank: int  # tensor parallel: ranks of one tp_rank hold the same slice of each weight
     tp_size: int
@@ -64,23 +59,22 @@ class Mesh:
     pp_size: int
     cp_rank: int  # context parallel: holds a part of each sequence
     cp_size: int
-    sequence_parallel: bool  # tensor-parallel ranks also share the positions between their matrices
-    device: torch.device  # where this rank computes
+    sequence_parallel: bool  # tensor-parallel ranks also split positions outside their matrices
+    device: torch.device
     block_group: dist.ProcessGroup  # the ranks of this rank's block
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that writes files and talks to the terminal."""
+        """Return True on the rank that writes files and prints."""
         return self.rank == 0
 
     @property
     def is_block_leader(self) -> bool:
-        """True on one rank of each block: the one that asks for rewards and gathers weights."""
+        """Return True on the rank of each block that requests rewards and gathers weights."""
         return self.tp_rank == self.pp_rank == self.cp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True where the pipeline's output layer is."""
         return self.pp_rank == self.pp_size - 1
 
     @property
@@ -105,89 +99,88 @@ class Mesh:
 
     @property
     def sequence_multiple(self) -> int:
-        """See `Layout`."""
         return self.layout.sequence_multiple
 
     def grid(self) -> str:
-        """Which ranks form which block, one line a block."""
+        """Return the ranks of each block, one line per block."""
         return self.layout.grid()
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
-        """Sum over the data-parallel ranks, where the input is; the input is left as it is."""
+        """Return the sum over data-parallel ranks, on the input's device."""
         total = values.clone()
         dist.all_reduce(total, group=self.dp_group)
         return total
 
     def gather_over_dp(self, value: Any) -> list[Any]:
-        """Every data-parallel rank's picklable value, in rank order, on every rank."""
+        """Return each data-parallel rank's picklable value, in rank order, on every rank."""
         return _gathered(value, self.dp_group)
 
     def join_over_dp(self, values: list[Any]) -> list[Any]:
-        """The picklable values of every data-parallel rank in one list, in rank order, on every rank."""
+        """Concatenate the data-parallel ranks' lists of picklable values, in rank order, on every rank."""
         return [value for part in self.gather_over_dp(values) for value in part]
 
     def gather_on_main(self, value: Any) -> list[Any]:
-        """Every rank's picklable value, in rank order, on the first rank; an empty list on the others."""
+        """Return each rank's picklable value in rank order on the first rank; an empty list on the others."""
         gathered: list[Any] | None = [None] * self.world_size if self.is_main else None
         dist.gather_object(value, gathered, dst=0)
         return gathered or []
 
     def gather_over_cp(self, value: Any) -> list[Any]:
-        """Every context-parallel rank's picklable value, in rank order, on every rank of the group."""
+        """Return each context-parallel rank's picklable value, in rank order, on every rank of the group."""
         return _gathered(value, self.cp_group)
 
     def gather_over_pp(self, value: Any) -> list[Any]:
-        """Every stage's picklable value, in order, on every stage."""
+        """Return each stage's picklable value, in order, on every stage."""
         return _gathered(value, self.pp_group)
 
     def from_main(self, value: Any) -> Any:
-        """The picklable value that the first rank holds, on every rank."""
+        """Broadcast a picklable value from the first rank."""
         return _from_rank(value, 0, dist.group.WORLD)
 
     def from_block_leader(self, value: Any) -> Any:
-        """The picklable value that the leader holds, on every rank of its block."""
+        """Broadcast a picklable value from the leader within its block."""
         return _from_rank(value, 0, self.block_group)
 
     def gather_on_block_leader(self, value: Any) -> list[Any]:
-        """Every picklable value of this rank's block, in rank order, on its leader; an empty list on the others."""
+        """Return the block's picklable values in rank order on its leader; an empty list on the others."""
         count = dist.get_world_size(self.block_group)
         gathered: list[Any] | None = [None] * count if self.is_block_leader else None
         dist.gather_object(value, gathered, group=self.block_group, group_dst=0)
         return gathered or []
 
     def copy_from_block_leader(self, tensor: Tensor) -> None:
-        """Fill a tensor of the same shape and dtype on every rank of the block with the leader's."""
+        """Broadcast the leader's tensor into `tensor`, of the same shape and dtype, within the block."""
         if dist.get_world_size(self.block_group) > 1:
             dist.broadcast(tensor, group=self.block_group, group_src=0)
 
     def from_last_stage(self, value: Any) -> Any:
-        """The picklable value that the last stage holds, on every stage."""
+        """Broadcast a picklable value from the last stage to all stages."""
         return value if self.pp_size == 1 else _from_rank(value, self.pp_size - 1, self.pp_group)
 
     def copy_from_last_stage(self, tensor: Tensor) -> None:
-        """Fill a tensor of the same shape and dtype on every stage with the last one's."""
+        """Broadcast the last stage's tensor into `tensor`, of the same shape and dtype, on all stages."""
         if self.pp_size > 1:
             dist.broadcast(tensor, group=self.pp_group, group_src=self.pp_size - 1)
 
     def send_to_stage(self, tensor: Tensor, stage: int) -> None:
-        """Hand a contiguous tensor to another stage, which calls `receive_from_stage`; waits."""
+        """Send a contiguous tensor to another stage, which calls `receive_from_stage`; blocks."""
         dist.send(tensor, group=self.pp_group, group_dst=stage)
 
     def receive_from_stage(self, tensor: Tensor, stage: int) -> None:
-        """Fill a contiguous tensor with what another stage sends."""
+        """Receive into a contiguous tensor from another stage."""
         dist.recv(tensor, group=self.pp_group, group_src=stage)
 
     def any_rank(self, flag: bool) -> bool:
-        """True on every rank as soon as one rank says True."""
+        """Return True on every rank if `flag` is True on any."""
         votes = torch.tensor([int(flag)])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item())
 
     def check_together(self, error: Exception | None) -> None:
-        """Raise on every rank when one rank failed, so that nobody waits in a collective for a rank that is gone.
+        """Raise on every rank if one failed, so that none waits in a collective for a lost one.
 
         Raises:
-            the rank's own error where there is one, else one of the same kind naming the first rank that failed.
+            the rank's own error if it has one, else one of the same kind naming the first rank that failed.
         """
         found = _gathered(None if error is None else (type(error).__name__, str(error)), None)
         if error is not None:
@@ -199,29 +192,29 @@ class Mesh:
 
     @contextlib.contextmanager
     def together(self, failure_of: Callable[[BaseException], Exception]) -> Iterator[None]:
-        """Raise on every rank where the block failed on one; a collective call.
+        """Raise on every rank if the block failed on one; a collective call.
 
         Args:
-            failure_of: makes this rank's error of what was raised.
+            failure_of: converts what was raised into this rank's error.
         """
         failure: Exception | None = None
         try:
             yield
-        except (Exception, CheckpointException) as error:  # torch's own is not an Exception
+        except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
             failure = failure_of(error)
             failure.__cause__ = error
         self.check_together(failure)
 
     def reset_count(self, name: str) -> None:
-        """The counter begins again; by one rank, while no rank counts."""
+        """Reset a counter; call on one rank, while none counts."""
         _store().delete_key(name)
 
     def count(self, name: str, by: int = 1) -> int:
-        """Add to a counter that all ranks of the job share, and which begins with 0; its value then."""
+        """Add to a job-wide counter, which starts at 0, and return its new value."""
         return _store().add(name, by)
 
     def count_by_block(self, name: str) -> int:
-        """Add 1 for the whole block, whose ranks call it together; the value then, on all of them."""
+        """Add 1 for the whole block and return the new value on its ranks, which call this together."""
         value = self.count(name) if self.is_block_leader else 0
         return value if self.dp_size == self.world_size else self.from_block_leader(value)
 
@@ -230,7 +223,7 @@ class Mesh:
 
 
 def world_size_from_environment() -> int:
-    """Ranks of this job as torchrun says; 1 for a plain `python`."""
+    """Return torchrun's world size; 1 for a plain `python`."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -244,19 +237,17 @@ def parallel_mesh(
     seed: int = 0,
     timeout_seconds: float = 1800,
 ) -> Iterator[Mesh]:
-    """Join the job's process group, lay out the ranks, and take both down again on leaving.
+    """Initialize process groups and megatron's parallel state, and destroy both on exit.
 
-    A process group that exists already is used, and left as it is.
+    An existing default process group is used and left open.
 
     Args:
-        tensor_model_parallel_size: ranks that share each weight matrix.
-        context_parallel_size: ranks that share each sequence. The product of the three must divide the ranks.
-        sequence_parallel: share the positions among tensor-parallel ranks where no matrix is.
-        timeout_seconds: how long a collective may wait for a rank before the job fails.
+        context_parallel_size: the product of the three sizes must divide the number of ranks.
+        timeout_seconds: limit on a collective's wait for a rank.
 
     Raises:
-        ConfigError: the ranks cannot be laid out so.
-        LostRankError: a rank did not come, or went again.
+        ConfigError: the ranks cannot be laid out this way.
+        LostRankError: a rank did not join, or left.
     """
     world_size, rank = world_size_from_environment(), int(os.environ.get("RANK", "0"))
     tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
@@ -275,8 +266,7 @@ def parallel_mesh(
                 store = dist.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]
                 if world_size > 1 and STORE_VARIABLE in os.environ:
                     store = dist.FileStore(os.environ[STORE_VARIABLE], world_size)  # type: ignore[attr-defined]
-                # A wait in NCCL is a kernel that spins on the GPU until the last rank comes. Objects, votes and
-                # barriers, which may take as long as a generation, go over gloo; new groups have both too.
+                # NCCL waits spin on the GPU, so objects, votes and barriers, which may wait long, use gloo.
                 backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
                 dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
                 stack.callback(dist.destroy_process_group)
@@ -309,7 +299,7 @@ def parallel_mesh(
 
 @contextlib.contextmanager
 def before_the_watch(rank: int, world_size: int) -> Iterator[None]:
-    """Nobody watches over the ranks yet in this block: torch's own error is all that is known of a lost one.
+    """Convert torch's connection errors before the watchdog runs.
 
     Raises:
         LostRankError: naming this rank and its host.
@@ -328,12 +318,11 @@ def before_the_watch(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _leave_groups() -> None:
-    """megatron leaves most groups open, and each of gloo's has threads that wake a hundred times a second."""
     groups = list(parallel_state._global_process_group_list or [])
     parallel_state.destroy_model_parallel()
     for group in groups:
-        if group is not None:  # which stands for the job's own
-            with contextlib.suppress(ValueError):  # megatron has ended some itself
+        if group is not None:  # None stands for the default group
+            with contextlib.suppress(ValueError):  # megatron destroyed some already
                 dist.destroy_process_group(group)
 
 
@@ -352,11 +341,10 @@ def _block_group(rank: int, sizes: tuple[int, int, int, int], timeout: timedelta
 
 
 def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()  # torch has no other name for it
+    return dist.distributed_c10d._get_default_store()  # no public name
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's picklable value, in rank order, on every rank of the group."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered

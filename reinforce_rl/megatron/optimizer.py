@@ -1,4 +1,4 @@
-"""Megatron's data-parallel wrapper, optimizer and learning-rate schedule."""
+"""megatron's data-parallel wrapper, optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFAULT_OPTIM = OptimConfig()
 
 
 def wrap_data_parallel(lm: CausalLM, optim: OptimConfig = DEFAULT_OPTIM) -> DistributedDataParallel:
-    """Gradients are accumulated in fp32 and summed, not averaged, over data- and context-parallel ranks."""
+    """Wrap the model; gradients accumulate in fp32 and are summed, not averaged, over data and context parallelism."""
     ddp = DistributedDataParallel(
         lm.config,
         DistributedDataParallelConfig(
@@ -53,15 +53,12 @@ def wrap_data_parallel(lm: CausalLM, optim: OptimConfig = DEFAULT_OPTIM) -> Dist
 def build_optimizer(
     ddp: DistributedDataParallel, optim: OptimConfig, *, clip_grad: float, total_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Adam with decoupled weight decay on matrices, and its learning-rate schedule.
+    """Build Adam, with decoupled weight decay on matrices, and its learning-rate schedule.
 
-    The scheduler is stepped before each optimizer step, so the k-th step (from 1) uses the schedule at k, and the
-    first step of a warm-up does something.
+    The scheduler is stepped before each optimizer step, so the first step of a warm-up has a non-zero rate.
 
     Args:
-        ddp: the wrapped model.
-        optim: `model.optim`.
-        clip_grad: bound on the gradient's norm over all parameters; 0 for none.
+        clip_grad: maximum global gradient norm; 0 disables clipping.
         total_steps: optimizer steps of the whole run.
     """
     optimizer = get_megatron_optimizer(
@@ -92,14 +89,14 @@ def build_optimizer(
         max_lr=optim.lr,
         min_lr=schedule.min_lr,
         lr_warmup_steps=warmup,
-        # A schedule needs one step after the warm-up, if only to have an end.
+        # megatron requires at least one step after the warm-up.
         lr_decay_steps=max(total_steps - schedule.constant_steps, warmup + 1),
         lr_decay_style=SCHEDULES[schedule.name],
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,
         wd_incr_steps=max(total_steps, 1),
         wd_incr_style="constant",
-        # A resumed run takes the number of steps from its checkpoint, everything else from its configuration.
+        # A resumed run takes only the step count from its checkpoint.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
@@ -110,26 +107,24 @@ def build_optimizer(
 
 
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    # The loss carries its global denominator already, so megatron's division by the token count is left out.
+    # The loss carries its global denominator, so skip megatron's division by token count.
     megatron_finalize(model, None, **kwargs)
 
 
 @dataclass(frozen=True)
 class OptimizerUpdate:
-    """Result of an optimizer step."""
-
     grad_norm: float  # over all parameters and ranks, before clipping
-    lr: float  # the learning rate used
-    skipped: bool  # True where the gradient was not finite and nothing was changed
-    weights_lost: bool = False  # True where it was skipped and this rank's trained weights are not finite either
+    lr: float
+    skipped: bool  # the gradient was not finite; nothing changed
+    weights_lost: bool = False  # skipped, and this rank's weights are not finite either
 
 
 class ActorOptimizer:
-    """Applies the gradient that `schedule.accumulate_gradients` left in the buffers.
+    """Applies the gradients accumulated by `schedule.accumulate_gradients`.
 
     Args:
-        ddp: the wrapped model, whose gradient buffers `offloaded` frees too; None leaves them.
-        overlap_restore: `offloaded` ends before the states are back; the next step waits for them.
+        ddp: gradient buffers that `offloaded` also frees; None keeps them.
+        overlap_restore: leave `offloaded` before the states are back; the next step waits for them.
     """
 
     def __init__(
@@ -144,23 +139,20 @@ class ActorOptimizer:
         self._scheduler = scheduler
         self._ddp = ddp
         self._parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-        self._on_gpu = torch.cuda.is_available()  # where it is, all of the model is there
+        self._on_gpu = torch.cuda.is_available()  # then the whole model is
         self._host = HostCopies(pin=self._on_gpu, overlap_restore=overlap_restore)
         attach_copies(optimizer, self._host)
 
     @contextlib.contextmanager
     def offloaded(self) -> Iterator[None]:
-        """Free the GPU memory of moments, fp32 main weights and gradient buffers inside the block.
-
-        The first two wait in host memory; the gradients are lost. Does nothing on a CPU.
-        """
+        """Move moments and fp32 main weights to host memory inside the block, and drop gradients; no-op on a CPU."""
         if not self._on_gpu:
             yield
             return
         self._host.take(large_states(self._optimizer))
         if self._ddp is not None:
             self._ddp.offload_grad_buffers(synchronize=False, empty_cache=False)
-        torch.cuda.empty_cache()  # an engine is another process
+        torch.cuda.empty_cache()  # an engine in another process needs it
         try:
             yield
         finally:
@@ -169,11 +161,11 @@ class ActorOptimizer:
             self._host.give_back()
 
     def step(self) -> OptimizerUpdate:
-        """One step of schedule and optimizer, with clipping; a collective call."""
+        """Step the schedule and the optimizer, with clipping; a collective call."""
         self._host.wait()
         self._scheduler.step(1)
         lr = float(self._optimizer.param_groups[0]["lr"])
-        # A NaN would spoil weights and moments for good. Every rank sees the same norm, so all skip alike.
+        # A NaN would corrupt weights and moments. The norm is global, so all ranks skip together.
         self._optimizer.prepare_grads()
         norm = float(self._foreach_norm() if self._on_gpu else self._optimizer.get_grad_norm())
         if not math.isfinite(norm):
@@ -185,17 +177,16 @@ class ActorOptimizer:
         return OptimizerUpdate(norm, lr, skipped=False)
 
     def _foreach_norm(self) -> float:
-        """Compute megatron's `get_grad_norm` by foreach kernels: the GPU is waited for once, not once a parameter."""
+        """Compute megatron's `get_grad_norm` by foreach kernels: one GPU sync, not one per parameter."""
         grads = [grad for part in self._parts for grad in part.get_main_grads_for_grad_norm()]
         if grads:
             squares = get_total_norm(grads, foreach=True).square()
-        else:  # a rank whose shard holds nothing
+        else:  # empty shard
             squares = torch.zeros((), device=self._optimizer.get_loss_scale().device)
         dist.all_reduce(squares, group=self._optimizer.get_grad_stats_parallel_group())
         return math.sqrt(squares.item())
 
     def _clip(self, part: Any, norm: float) -> None:
-        """Scale one optimizer's gradients as megatron does; on a GPU by a foreach kernel."""
         bound, parameters = part.config.clip_grad, part.get_parameters()
         if bound <= 0 or not parameters:
             return

@@ -1,12 +1,10 @@
-"""Adam's state: away in host memory while a GPU generates, and in a checkpoint.
+"""Adam's state: offloading to host memory, and its layout in checkpoints.
 
-A tensor's storage is resized to nothing and back, as FSDP does, so that the tensor itself, and every view and
-optimizer state that refers to it, stays the same object.
+Storage is resized to zero and back, as in FSDP, so tensors and views stay the same objects.
 
-In a checkpoint the tensors are the same whether data-parallel ranks share them or not. megatron's own form does not
-serve. For the distributed optimizer it gathers weights and moments, 12 bytes a parameter, on each rank; and with
-torch's Adam it fails before the first step, and a load gives all parameters one counter of steps. Here every rank
-writes and reads the part that it holds, as rectangles of the whole tensors.
+Checkpoints are independent of the distributed optimizer: each rank writes its part as rectangles of whole tensors.
+megatron's own format gathers 12 bytes a parameter on each rank, and with torch's Adam fails before the first step
+and loads one step count for all parameters.
 """
 
 from __future__ import annotations
@@ -24,32 +22,32 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-# torch rounds pinned blocks up to a power of two, so the host memory is made of such blocks, and each is filled.
+# torch rounds pinned allocations up to a power of two, so allocate blocks of that size and fill them.
 BLOCK_BYTES = 2**28
 _COPIES = "reinforce_rl_host_copies"
-PREFIX = "optimizer.state."  # then what it is, then the parameter's key
+PREFIX = "optimizer.state."  # followed by the kind of state and the parameter's key
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "fp32_param"
 STEP = "step"
 
 
 class HostCopies:
-    """Moves tensors to host memory and back. The host memory is kept for the next time, as pinning takes long.
+    """Moves tensors to host memory and back, reusing the host buffers since pinning is slow.
 
     Args:
-        pin: page-locked memory, which copies to and from a GPU need to run at the bus's speed.
-        overlap_restore: copy back on a stream of its own; `wait` must come before the tensors are used.
+        pin: use page-locked memory.
+        overlap_restore: copy back on a side stream; call `wait` before using the tensors.
     """
 
     def __init__(self, *, pin: bool, overlap_restore: bool = False, block_bytes: int = BLOCK_BYTES):
         self._pin, self._overlap, self._block_bytes = pin, overlap_restore, block_bytes
         self._blocks: list[Tensor] = []
-        self._away: list[tuple[Tensor, int]] = []  # each with the bytes of its storage
+        self._away: list[tuple[Tensor, int]] = []  # and the storage's bytes
         self._stream: Any = None
         self._event: Any = None
 
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Copy contiguous tensors to the host and free their memory. Each must have a storage of its own.
+        """Copy contiguous tensors, each with its own storage, to the host and free their memory.
 
         Raises:
             ValueError: a tensor is a view of a larger storage, or not contiguous.
@@ -68,7 +66,7 @@ class HostCopies:
         self._away = away
 
     def give_back(self) -> None:
-        """Give the tensors of `take` their memory and contents again."""
+        """Restore the tensors given to `take`."""
         for tensor, size in self._away:
             tensor.untyped_storage().resize_(size)
         tensors, self._away = [tensor for tensor, _ in self._away], []
@@ -76,14 +74,14 @@ class HostCopies:
             self._copy_back(tensors)
             return
         self._stream = self._stream or torch.cuda.Stream()
-        # The memory may still be read by kernels that were launched before it was free.
+        # Kernels launched earlier may still use this memory.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._copy_back(tensors)
             self._event = self._stream.record_event()
 
     def wait(self) -> None:
-        """Let what comes next on the current stream wait for an overlapped `give_back`."""
+        """Make the current stream wait for an overlapped `give_back`."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
             self._event = None
@@ -93,7 +91,7 @@ class HostCopies:
             part.copy_(host, non_blocking=True)
 
     def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The tensors' bytes in order, cut where a block of host memory ends: uint8 [n], on the host and there."""
+        """Yield (host, device) pairs of uint8 [n] views, split at host-block boundaries."""
         block, offset = 0, 0
         for tensor in tensors:
             flat, start = tensor.detach().view(-1).view(torch.uint8), 0
@@ -113,23 +111,20 @@ def attach_copies(optimizer: Any, copies: HostCopies) -> None:
 
 
 def wait_for_copies(optimizer: Any) -> None:
-    """Call before reading an optimizer's states: they may still be on their way back."""
+    """Wait for states still being restored; call before reading them."""
     copies: HostCopies | None = getattr(optimizer, _COPIES, None)
     if copies is not None:
         copies.wait()
 
 
 def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds of Adam, for megatron's `dist_checkpointing`. A load writes into the tensors themselves.
+    """Return the sharded Adam state for `dist_checkpointing`; loading writes in place.
 
-    Where Adam has no state yet, before its first step or where all were skipped, it gets that of step 0.
+    Contains the step count, both moments, and fp32 weights where the model's dtype is lower. Missing state is created
+    as of step 0.
 
     Args:
-        model: the sharded state of the parameters that it updates.
-
-    Returns:
-        the number of steps, and for each parameter both moments and, where the model's dtype is a lower one, the fp32
-        weights.
+        model: sharded state of the parameters that Adam updates.
     """
     wait_for_copies(optimizer)
     sharded = {id(entry.data): (name, entry) for name, entry in model.items() if hasattr(entry, "data")}
@@ -146,11 +141,11 @@ def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str,
 
 
 def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
-    """Give every parameter its number of steps: after a load, which fills the tensors."""
+    """Set every parameter's step count; call after a load, which fills the tensors."""
     for inner in inner_optimizers(optimizer):
         if _counts_by_parameter(inner):
             for state in inner.state.values():
-                # One of its own each: they are counted up in place.
+                # Not shared: each is incremented in place.
                 place = _step_device(inner, state[MOMENTS[0]])
                 state[STEP] = torch.full((), float(step), dtype=torch.float32, device=place)
         else:
@@ -160,13 +155,11 @@ def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
 
 @dataclass(frozen=True)
 class _Main:
-    """The part of a parameter that Adam updates on this rank."""
-
     parameter: Tensor  # the model's
-    tensor: Tensor  # itself, its copy in fp32, or a flat range of one of them
-    start: int  # of the range within the flattened parameter
-    shared: bool  # the data- and context-parallel ranks have a range each; else all have the same
-    inner: Any  # torch's optimizer
+    tensor: Tensor  # what Adam updates here: the parameter, its fp32 copy, or a flat range of either
+    start: int  # offset of the range in the flattened parameter
+    shared: bool  # sharded over data- and context-parallel ranks
+    inner: Any  # inner optimizer
 
     def moment(self, name: str) -> Tensor:
         state = self.inner.state[self.tensor]
@@ -198,23 +191,22 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[_Main]:
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """torch's, or those of Apex and Transformer Engine, that megatron drives."""
+    """Return the torch, Apex or Transformer Engine optimizers that megatron wraps."""
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in parts]
 
 
 def _counts_by_parameter(inner: Any) -> bool:
-    # The fused ones of Apex and Transformer Engine, which megatron prefers where they are installed, count by group.
+    # Apex's and Transformer Engine's fused Adams, preferred by megatron, keep the step in the group.
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _step_device(inner: Any, tensor: Tensor) -> torch.device:
-    """Where Adam expects a tensor's counter of steps: its fused kernel reads it on the tensor's own device."""
     return tensor.device if any(group.get("fused") for group in inner.param_groups) else torch.device("cpu")
 
 
 def large_states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Moments and fp32 main weights: the tensors, beside the model's own, that are as large as its parameters."""
+    """Yield moments and fp32 main weights, the states as large as the parameters."""
     for main in _main_parameters(optimizer):
         state = main.inner.state.get(main.tensor, {})
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
@@ -223,7 +215,7 @@ def large_states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _step_of(optimizer: MegatronOptimizer) -> float:
-    """The same for all parameters, since a step is made of all or of none; 0 on a rank that holds none."""
+    # All parameters share one step count; a rank without parameters returns 0.
     for inner in inner_optimizers(optimizer):
         holders = inner.state.values() if _counts_by_parameter(inner) else inner.param_groups
         for holder in holders:
@@ -234,9 +226,9 @@ def _step_of(optimizer: MegatronOptimizer) -> float:
 def _parts(
     entry: ShardedTensor | ShardedTensorFactory, prefix: str, flat: Tensor, main: _Main
 ) -> Iterator[ShardedTensor]:
-    """Cut a tensor like a parameter, or its range, into rectangles of whole tensors; each is a view."""
+    """Cut a parameter-shaped tensor, or its flat range, into rectangles (views) of whole tensors."""
     pieces: Any = [entry]
-    if isinstance(entry, ShardedTensorFactory):  # of several tensors, one after the other
+    if isinstance(entry, ShardedTensorFactory):  # several tensors, concatenated
         pieces = entry.build_fn(entry.key, entry.data, entry.replica_id, None)
     end, before = main.start + len(flat), 0
     for piece in pieces:
@@ -252,7 +244,7 @@ def _parts(
                 dtype=flat.dtype,
                 local_shape=(1,) * axes + shape,
                 global_offset=tuple(a + b for a, b in zip(piece.global_offset, (0,) * axes + offset, strict=True)),
-                axis_fragmentations=None,  # of no regular grid
+                axis_fragmentations=None,  # not a regular grid
                 prepend_axis_num=0,
                 # The last number is the data- and context-parallel rank; each writes its own range.
                 replica_id=(*piece.replica_id[:-1], 0) if main.shared else piece.replica_id,
@@ -261,11 +253,7 @@ def _parts(
 
 
 def rectangles(shape: Sequence[int], start: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The elements start .. end-1 of a flattened tensor as rectangles, in order.
-
-    Returns:
-        offset and shape of each; at most two more a dimension after the first, and one.
-    """
+    """Return (offset, shape) of rectangles that cover elements start .. end-1 of a flattened tensor, in order."""
     if start >= end:
         return []
     if len(shape) == 1:

@@ -1,4 +1,4 @@
-"""Passes over micro-batches by megatron's own schedules, with or without a pipeline of stages."""
+"""Forward and backward passes over micro-batches by megatron's schedules, with or without a pipeline."""
 
 from __future__ import annotations
 
@@ -24,15 +24,12 @@ def forward_passes(
     result_of: Callable[[Tensor, MicroBatch], Result],
     shape_of: Callable[[MicroBatch], tuple[int, ...]] | None = None,
 ) -> list[Result]:
-    """Run every micro-batch through all stages, without gradient.
+    """Run every micro-batch without gradient; return results in order on the last stage, [] on the others.
 
     Args:
         micro_batches: the same on every rank of a block.
-        hidden_of: runs the model; what it gives is what the next stage goes on with.
-        shape_of: what `CausalLM.stage_shape` says of a micro-batch; None only where there is one stage.
-
-    Returns:
-        the results on the last stage, in order; nothing on the others.
+        hidden_of: runs the model and returns the next stage's input.
+        shape_of: `CausalLM.stage_shape` of a micro-batch; may be None without a pipeline.
     """
 
     def loss_of(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Result]:
@@ -49,24 +46,20 @@ def accumulate_gradients(
     loss_of: Callable[[Tensor, MicroBatch], tuple[Tensor, Result]],
     shape_of: Callable[[MicroBatch], tuple[int, ...]] | None = None,
 ) -> list[Result]:
-    """Sum the gradients of all micro-batches on all data- and context-parallel ranks into the gradient buffers.
+    """Zero the gradient buffers, then sum all micro-batches' gradients over data- and context-parallel ranks.
 
     Args:
-        ddp: the wrapped model; its gradients are zeroed first.
-        micro_batches: at least one on every rank, or the ranks' collectives would not meet; the same on every rank of
-            a block.
-        hidden_of: runs the model; what it gives is what the next stage goes on with.
-        loss_of: on the last stage, the micro-batch's share of the global loss, a scalar with gradient, and whatever
-            is wanted besides.
-        shape_of: what `CausalLM.stage_shape` says of a micro-batch; None only where there is one stage.
+        micro_batches: at least one per rank, or collectives would mismatch; the same on every rank of a block.
+        hidden_of: runs the model and returns the next stage's input.
+        loss_of: on the last stage, returns the micro-batch's share of the global loss and a result to collect.
+        shape_of: `CausalLM.stage_shape` of a micro-batch; may be None without a pipeline.
 
     Returns:
-        what `loss_of` gave besides, in order, on the last stage; nothing on the others.
+        the results of `loss_of` in order on the last stage; [] on the others.
     """
     ddp.zero_grad_buffer()
     for parameter in ddp.parameters():
-        # The fp32 optimizer leaves the buffer itself here. Autograd would add to it, and megatron's hook once more,
-        # so that the first micro-batch counted twice from the second step on.
+        # The fp32 optimizer leaves the buffer as `.grad`: autograd and megatron's hook would both add to it.
         parameter.grad = None
     return _run(ddp, micro_batches, hidden_of, loss_of, shape_of, forward_only=False)
 
@@ -86,7 +79,7 @@ def _run(
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             loss, result = loss_of(hidden, micro_batch)
-            return loss, torch.zeros((), dtype=torch.int, device=loss.device), result  # no tokens to divide by
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), result  # 0 tokens: no division
 
         return hidden, finish
 
@@ -101,7 +94,7 @@ def _run(
         data_iterator=iterator,
         model=[model],  # type: ignore[arg-type]
         num_microbatches=len(micro_batches),
-        seq_length=1,  # of pipeline buffers, whose shapes `_KnownShapes` gives
+        seq_length=1,  # unused: `_KnownShapes` provides the pipeline's shapes
         micro_batch_size=1,
         forward_only=forward_only,
         **options,
@@ -109,12 +102,12 @@ def _run(
 
 
 class _Ahead:
-    """Iterates over micro-batches, and gives the shapes that stages hand over, in their order."""
+    """Iterates over micro-batches, and yields the shapes sent between stages, in their order."""
 
     def __init__(self, micro_batches: Iterator[Any], shape_of: Callable[[Any], tuple[int, ...]]):
         self._micro_batches, self._shape_of = micro_batches, shape_of
-        self._next: deque[Any] = deque()  # made for its shape, not run yet; at most one
-        self._unanswered: deque[tuple[int, ...]] = deque()  # of micro-batches whose gradients are still to come
+        self._next: deque[Any] = deque()  # fetched for its shape, not run yet; at most one
+        self._unanswered: deque[tuple[int, ...]] = deque()  # shapes of pending gradients
 
     def __iter__(self) -> _Ahead:
         return self
@@ -129,14 +122,13 @@ class _Ahead:
         return self._shape_of(self._next[0])
 
     def next_gradient_shape(self) -> tuple[int, ...]:
-        """Return the shape of the next gradient: of the earliest micro-batch that has none yet."""
         return self._unanswered.popleft()
 
 
 class _KnownShapes(P2PCommunicator):
-    """megatron's hand-overs between stages, without the exchange of shapes before each, which waits for the GPU.
+    """megatron's pipeline communicator without its shape exchange, which syncs the GPU.
 
-    All stages have the same micro-batches, so each works the shapes out.
+    All stages have the same micro-batches, so each computes the shapes.
     """
 
     def __init__(self, group: Any, config: Any, ahead: _Ahead):

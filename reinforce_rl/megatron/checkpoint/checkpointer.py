@@ -47,23 +47,21 @@ from reinforce_rl.utils.files import write_atomically
 
 STATE_FILE = "trainer_state.json"
 LATEST_FILE = "latest"
-# The last three are what torch's writer says of a file that could not be written.
+# The last three are raised by torch's writer when a file cannot be written.
 _NO_SPACE = re.compile(r"No space left|quota exceeded|File too large|unexpected pos|failed writing|iostream error")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
-
     folder: Path
     trainer_state: dict[str, Any]
 
 
 def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
-    """The newest complete checkpoint in a folder of checkpoints, or None where there is none.
+    """Return the newest complete checkpoint in a folder, or None.
 
     Raises:
-        CheckpointError: `latest` names a checkpoint that is not there or whose state cannot be read.
+        CheckpointError: `latest` names a checkpoint that is missing or whose state cannot be read.
     """
     pointer = Path(folder) / LATEST_FILE
     if not pointer.is_file():
@@ -79,7 +77,6 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
 
 
 def _way_out(damaged: Path) -> str:
-    """Advise on a checkpoint that cannot be used; nothing older is taken unasked, since it costs steps."""
     pointer = damaged.parent / LATEST_FILE
     others = [path for path in _complete_checkpoints(damaged.parent) if path != damaged]
     if not others:
@@ -97,7 +94,7 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def state_bytes(ddp: DistributedDataParallel, mesh: Mesh) -> int:
-    """Estimate a checkpoint's size: weights, Adam's two moments, and fp32 main weights where they are others."""
+    """Estimate a checkpoint's size: weights, Adam's two moments, and fp32 main weights if separate."""
     sizes = [(p.numel(), p.element_size()) for p in ddp.module.parameters() if p.requires_grad]
     return mesh.tp_size * mesh.pp_size * sum(n * (size + 8 + (4 if size < 4 else 0)) for n, size in sizes)
 
@@ -108,30 +105,30 @@ def folder_name(step: int) -> str:
 
 @dataclass
 class _Save:
-    """A save under way."""
+    """A save in progress."""
 
-    final: Path  # the folder it becomes
-    trainer_state: dict[str, Any]  # to be written at the end
-    keep: set[str]  # names of older checkpoints that stay
-    writer: ShardedWriter  # of the sharded state
-    random_state: dict[str, Any]  # of this rank
-    preparing: float  # seconds that the training waited for it before anything was written in the background
-    thread: threading.Thread | None = None  # writes
+    final: Path  # destination folder
+    trainer_state: dict[str, Any]  # written last
+    keep: set[str]  # older checkpoints to retain
+    writer: ShardedWriter
+    random_state: dict[str, Any]  # this rank's
+    preparing: float  # seconds that training was blocked before the background write
+    thread: threading.Thread | None = None
     # This rank's part of the index, and of the manifest; None until it is written.
     written: tuple[list[Any], Records] = field(default_factory=lambda: ([], {}))
-    writing: float = 0.0  # seconds that this rank has written for
-    error: BaseException | None = None  # why it could not be
+    writing: float = 0.0  # seconds this rank spent writing
+    error: BaseException | None = None  # why writing failed
 
     @property
     def part(self) -> Path:
         return self.final.with_name(self.final.name + ".part")
 
     def write(self, rank: int) -> None:
-        """This rank's files, on any thread."""
+        """Write this rank's files; thread-safe."""
         began = time.monotonic()
         try:
             rng = self.part / "rng" / f"rank_{rank:05d}.pt"
-            content = io.BytesIO()  # written directly, a full disk would be told as an assertion of torch's
+            content = io.BytesIO()  # written directly, a full disk would surface as an assertion in torch
             torch.save(self.random_state, content)
             try:
                 rng.write_bytes(content.getvalue())
@@ -145,13 +142,13 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves and restores a run: the trainer's `ckpt_callback`.
+    """Saves and restores a run; the trainer's `ckpt_callback`.
 
     Args:
-        keep_last: how many complete checkpoints stay on disk; at least 1.
-        asynchronous: write while the training goes on; see `poll`.
-        on_saved: told on the first rank how many seconds a complete save took: of a background one those in which
-            the training waited for it, and those in which the slowest rank wrote.
+        keep_last: complete checkpoints to retain, at least 1.
+        asynchronous: write in the background; see `poll`.
+        on_saved: called on the first rank with the seconds a complete save took; for a background save, those that
+            training was blocked plus the slowest rank's writing.
     """
 
     def __init__(
@@ -177,17 +174,16 @@ class Checkpointer:
     def save(self, step: int, trainer_state: dict[str, Any], keep: Collection[int] = ()) -> Path:
         """Write a checkpoint; a collective call. `latest` moves only when everything is on disk.
 
-        An asynchronous one is complete after `finish`, or a `poll` that finds it written. Its content is the state at
-        this call. The one before it is finished first.
+        An asynchronous save, of the state at this call, completes in `finish` or `poll`; a running one ends first.
 
         Args:
-            step: after which the state is saved.
-            trainer_state: what the trainer needs besides, for JSON.
-            keep: steps whose checkpoints stay besides the newest ones.
+            step: the state is the one after this step.
+            trainer_state: JSON-serializable.
+            keep: steps whose checkpoints are retained besides the newest.
 
         Raises:
-            CheckpointError: on every rank where one rank could not write; the previous checkpoint stays as it was.
-            DivergedError: on every rank where weights of one rank are not finite.
+            CheckpointError: on every rank, if one could not write; the previous checkpoint is unchanged.
+            DivergedError: on every rank, if weights of one are not finite.
         """
         self.finish()
         began = time.monotonic()
@@ -211,8 +207,7 @@ class Checkpointer:
         state = random_state(self._mesh)
         waited = time.monotonic() - began
         save = self._running = _Save(final, trainer_state, keep_names, writer, state, waited)
-        # Not on the main thread, which handles signals: a Ctrl-C within torch's writer in C++ can abort the process.
-        # A run that ends by an error does not wait for it.
+        # Off the main thread, where a Ctrl-C in torch's C++ writer can abort the process; a daemon for failing runs.
         save.thread = threading.Thread(target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True)
         save.thread.start()
         if not self._asynchronous:
@@ -220,19 +215,19 @@ class Checkpointer:
         return final
 
     def poll(self) -> None:
-        """Complete the save that runs in the background, if all ranks have written; a collective call.
+        """Complete the background save if all ranks have written; a collective call.
 
         Raises:
             CheckpointError: as `save`.
         """
-        if self._running is None:  # on all ranks alike
+        if self._running is None:  # the same on all ranks
             return
         thread = self._running.thread
         if not self._mesh.any_rank(thread is not None and thread.is_alive()):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save that runs in the background, if there is one, and complete it; a collective call.
+        """Wait for the background save, if any, and complete it; a collective call.
 
         Raises:
             CheckpointError: as `save`.
@@ -255,7 +250,6 @@ class Checkpointer:
             self._on_saved(save.preparing + writing + time.monotonic() - began)
 
     def _complete(self, save: _Save, parts: list[Any]) -> None:
-        """Write the index, the state and the manifest, and let `latest` name the checkpoint."""
         part = save.part
         save.writer.finish([results for results, *_ in parts])
         write_atomically(part / STATE_FILE, json.dumps(save.trainer_state, indent=2))
@@ -270,17 +264,15 @@ class Checkpointer:
 
     @property
     def is_writing(self) -> bool:
-        """True while a save runs in the background; the same on all ranks."""
+        """Return True while a background save runs; the same on all ranks."""
         return self._running is not None
 
     def holds(self, step: int) -> bool:
-        """True where there is a checkpoint of this step."""
+        """Return True if there is a checkpoint of this step."""
         return (self.folder / folder_name(step)).is_dir()
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Load weights, optimizer, schedule and random state, whatever the layout they were saved from.
-
-        A collective call.
+        """Load weights, optimizer, schedule and random state, saved from any layout; a collective call.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or of another model or precision.
@@ -304,12 +296,12 @@ class Checkpointer:
             raise CheckpointError("\n".join(["it is another model's:", *(f"  {fault}" for fault in faults)]))
         loaded: Any = dist_checkpointing.load(sharded, str(folder / "model"))
         lm.load_state_dict(loaded["model"], strict=False)
-        # The tensors are filled. Rates and such come from the configuration, so that a changed one has an effect.
+        # Tensors are filled in place; hyperparameters come from the configuration, so changes take effect.
         set_adam_step(self._optimizer, loaded["optimizer"][STEP])
-        self._scheduler.num_steps = 0  # megatron adds the checkpoint's steps to those already taken
+        self._scheduler.num_steps = 0  # megatron adds the checkpoint's steps to it
         self._scheduler.load_state_dict(loaded["scheduler"])
         rng = folder / "rng" / f"rank_{self._mesh.rank:05d}.pt"
-        if rng.is_file():  # absent where the run goes on with more ranks than it was saved with
+        if rng.is_file():  # absent if resumed with more ranks
             set_random_state(torch.load(rng, weights_only=True), self._mesh)
 
     def _sharded_state(self) -> dict[str, Any]:
@@ -320,7 +312,7 @@ class Checkpointer:
 
     def _remove_old(self, newest: Path, keep: set[str]) -> None:
         complete = _complete_checkpoints(self.folder)
-        # Later steps than the newest's are left from before the run went on from an older one: they go first.
+        # Steps after the newest are left over from before resuming at an older one; delete them first.
         complete.sort(key=lambda p: (p.name <= newest.name, p.name))
         for folder in complete[: -self._keep_last]:
             if folder.name not in keep:
@@ -329,8 +321,6 @@ class Checkpointer:
             shutil.rmtree(leftover)
 
     def _writing(self, part: Path) -> contextlib.AbstractContextManager[None]:
-        """Raise on every rank where one rank failed in the block."""
-
         def failed(error: BaseException) -> CheckpointError:
             _raise_interrupt(error)
             reason = reason_of(error)
@@ -344,16 +334,16 @@ class Checkpointer:
 
 
 def reason_of(error: BaseException) -> str:
-    """torch's own exception has the tracebacks of all ranks as its text; the errors below them say what is wrong."""
+    """Return the underlying errors of torch's exception, whose own text is the tracebacks of all ranks."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {inner[0]}" for rank, inner in error.failures.items())
     return str(error)
 
 
 def _raise_interrupt(error: BaseException) -> None:
-    """A Ctrl-C that torch has wrapped, or that made it fail in closing a file, stays one."""
+    """Re-raise a Ctrl-C that torch wrapped, or that made it fail while closing a file."""
     causes = [error]
-    for one in causes:  # which grows
+    for one in causes:  # grows while iterating
         if isinstance(one, KeyboardInterrupt):
             raise KeyboardInterrupt from None
         of_ranks = [inner for inner, _ in one.failures.values()] if isinstance(one, CheckpointException) else []
@@ -361,7 +351,7 @@ def _raise_interrupt(error: BaseException) -> None:
 
 
 def random_state(mesh: Mesh) -> dict[str, Any]:
-    """State of Python, NumPy, torch, this rank's GPU and megatron's tracker, in types that `torch.load` trusts."""
+    """Return the state of Python, NumPy, torch, this rank's GPU and megatron's tracker, in `weights_only` types."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     tracker: Any = get_cuda_rng_tracker()
     state = {
@@ -377,7 +367,7 @@ def random_state(mesh: Mesh) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], mesh: Mesh) -> None:
-    """Inverse of `random_state`. A state of another layout means nothing here, and is left out."""
+    """Restore `random_state`; a state of another layout is ignored."""
     if state["layout"] != _layout(mesh):
         return
     torch.set_rng_state(state["torch"])

@@ -1,10 +1,7 @@
-"""The files of a checkpoint: megatron's, written in parts, and a manifest of all of them.
+"""Writes megatron's checkpoint files in separate steps, and a manifest that detects truncated or altered files.
 
-`dist_checkpointing.save` in one piece leaves other ranks waiting in a collective where one cannot write, and its
-writers are forked processes, which outlive a run that is killed. Here every part says on its own rank whether it
-failed, the writer is this process, and it can run while the training goes on.
-
-By the manifest a file that is cut short or altered is found before it is loaded:
+`dist_checkpointing.save` hangs the other ranks if one cannot write, and forks writers that outlive a killed run. Here
+each step reports its failure per rank, and writing happens in this process, possibly in the background.
 
 manifest.json               {"files": {"model/__0_0.distcp": {"bytes": 1234, "crc32": "0badcafe"}, ...}}
 """
@@ -36,15 +33,15 @@ _CHUNK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class FileRecord:
-    bytes: int  # its size
-    crc32: str  # its checksum, eight hexadecimal digits
+    bytes: int
+    crc32: str  # eight hexadecimal digits
 
 
 Records = dict[str, FileRecord]
 
 
 def record_files(folder: Path, paths: Iterable[Path]) -> Records:
-    """Force files below `folder` to disk, and say what they are by their path in it."""
+    """Sync files below `folder` to disk and return their records by relative path."""
     records = {}
     for path in paths:
         with path.open("rb") as file:
@@ -60,10 +57,10 @@ def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
 
 
 def check_files(folder: Path, rank: int = 0, world_size: int = 1) -> None:
-    """Compare a folder with its manifest. Each rank looks at all sizes and reads its share of the files.
+    """Compare a folder with its manifest; each rank checks all sizes and the contents of its share of files.
 
     Raises:
-        CheckpointError: the manifest or a file is missing, of another size, or of other contents.
+        CheckpointError: the manifest or a file is missing, or a file has another size or contents.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -96,13 +93,12 @@ def _crc32(path: Path) -> str:
     return f"{checksum:08x}"
 
 
-# In its place megatron would start a manager process, which outlives a run that is killed and needs an importable main
-# module. Nothing is put into it: the results stay in this process.
+# Replaces megatron's manager process, which outlives a killed run and needs an importable main module. Stays empty.
 filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """megatron's, which hands out the plan instead of functions that run it."""
+    """megatron's strategy, returning the plan instead of functions that run it."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
@@ -112,10 +108,10 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 class ShardedWriter:
-    """One save of a sharded state. The methods are called in the order in which they stand here.
+    """One save of a sharded state; call the methods in the order of their definition.
 
     Args:
-        state: the sharded state; what is not sharded in it is the same on every rank.
+        state: unsharded entries must be the same on every rank.
         folder: an empty one, for megatron's checkpoint.
     """
 
@@ -127,7 +123,7 @@ class ShardedWriter:
         self._sharded, self._common = save_preprocess(state)
 
     def write_common(self) -> None:
-        """What is not sharded; the first rank writes it.
+        """Write the unsharded entries, on the first rank.
 
         Raises:
             OSError: it cannot be written.
@@ -138,7 +134,7 @@ class ShardedWriter:
             raise OSError(f"{self._folder / 'common.pt'}: {error}") from error
 
     def plan(self, *, copy: bool) -> None:
-        """Settle which rank writes what, and bring it to host memory; a collective call."""
+        """Assign writes to ranks and copy this rank's to host memory; a collective call."""
         plan: Any = _Strategy().async_save(self._sharded, self._folder)
         self._writer, self._metadata = plan
         self._buckets = [
@@ -148,10 +144,7 @@ class ShardedWriter:
         self._sharded = self._common = None
 
     def write(self) -> tuple[list[Any], list[Path]]:
-        """Write this rank's share, on any thread.
-
-        Returns:
-            what `finish` needs of this rank; the files.
+        """Write this rank's share, on any thread; return the results for `finish`, and the files.
 
         Raises:
             OSError: a file cannot be written; the text names it.
@@ -172,7 +165,6 @@ class ShardedWriter:
         return results, paths
 
     def finish(self, results: list[list[Any]]) -> None:
-        """Write the index, on the first rank."""
         self._writer.finish(self._metadata, results)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
 

@@ -1,4 +1,4 @@
-"""Loading what another tensor-parallel size padded otherwise: weights, and Adam's moments, which are 0 there."""
+"""Loads checkpoints that another tensor-parallel size padded differently: weights, and Adam's moments (0 there)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from reinforce_rl.megatron.weights.weight_map import Split, weight_map
 def allow_other_padding(
     lm: CausalLM, model: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None = None
 ) -> list[str]:
-    """Mark what another tensor-parallel size pads otherwise, so that megatron cuts it or adds zeros.
+    """Let megatron cut or zero-pad what another tensor-parallel size padded differently; return other differences.
+
+    Any sentence returned means the checkpoint is another model's.
 
     Args:
-        model: its sharded state, about to be loaded.
-        optimizer: the optimizer's sharded state, about to be loaded too.
-
-    Returns:
-        what differs in more than padding, a sentence each; then the checkpoint is another model's.
+        model: sharded state about to be loaded.
+        optimizer: optimizer's sharded state about to be loaded too.
     """
     stored: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
     splits = {row.megatron: row.split for row in (*weight_map(lm.architecture, lm.mesh.tp_size), *adapter_rows(lm))}
@@ -33,7 +32,7 @@ def allow_other_padding(
     for name, tensor in model.items():
         if not isinstance(tensor, ShardedTensor):
             continue
-        # The last stage's copy of tied embeddings goes by their key.
+        # The last stage's copy of tied embeddings uses their key.
         expected, split = tuple(tensor.global_shape), splits[name if name in splits else tensor.key]
         if tensor.key not in stored:
             faults.append(f"{tensor.key} is missing; expected shape {expected}")
@@ -43,7 +42,7 @@ def allow_other_padding(
         if found != expected and not _differ_in_padding(found, expected, split, tensor):
             faults.append(f"{tensor.key} has shape {found}; expected {expected}")
         padded[tensor.key] = tensor.allow_shape_mismatch = found != expected
-    if optimizer is not None:  # Adam updates fp32 weights: these themselves, or ones of its own
+    if optimizer is not None:  # Adam updates fp32 weights: the model's or separate ones
         faults += [
             f"its weights are {there}, those of this run {here}; trainer.precision must be as it was"
             for there, here in dtypes.items()
@@ -52,7 +51,7 @@ def allow_other_padding(
     for tensor in _sharded_tensors(optimizer):
         _, _, parameter = tensor.key.removeprefix(PREFIX).partition(".")
         tensor.allow_shape_mismatch = padded.get(parameter, False)
-    return list(dict.fromkeys(faults))  # megatron gives all layers one key
+    return list(dict.fromkeys(faults))  # megatron uses one key for all layers
 
 
 def _sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
@@ -68,6 +67,6 @@ def _differ_in_padding(
 ) -> bool:
     if split is None or len(found) != len(expected):
         return False
-    axis = len(expected) - len(tensor.local_shape) + split.axis  # megatron puts the layers before
+    axis = len(expected) - len(tensor.local_shape) + split.axis  # megatron prepends the layer axis
     rest = [size for i, size in enumerate(found) if i != axis] == [s for i, s in enumerate(expected) if i != axis]
     return rest and found[axis] >= split.units * split.width and found[axis] % split.width == 0

@@ -1,9 +1,7 @@
-"""Gradients of weights added to megatron's gradient buffers where they arise.
+"""Accumulates weight gradients directly into megatron's buffers on a CPU, where temporaries are slow (page faults).
 
-Otherwise each matrix's gradient is made anew in every micro-batch, and added to the buffer afterwards. On a CPU that
-is slow: the system has to clear the pages of each new tensor, and the vocabulary's table alone is often as large as
-all layers' activations. megatron has the way for its linear layers (`gradient_accumulation_fusion`), with a kernel of
-Apex. Here torch's product takes the kernel's place, and embedding and output layer do the same.
+Replaces the Apex kernel of megatron's `gradient_accumulation_fusion` by torch's product, and adds embedding and
+output layer.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from reinforce_rl.megatron.model.log_probs import IN_PLACE, was_added
 
 
 def add_gradients_in_place(lm: Any) -> None:
-    """Let backward passes add to the buffers from now on."""
+    """Make later backward passes add to the gradient buffers directly."""
     has_head = lm.post_process and lm.architecture.num_labels is None
     is_shared = has_head and lm.share_embeddings_and_output_weights
     megatron_layers.fused_weight_gradient_mlp_cuda = _Kernel  # type: ignore[attr-defined]
     for module in lm.modules():
         weight = getattr(module, "weight", None)
         if weight is None or not hasattr(weight, "main_grad"):
-            continue  # frozen, or shared with the embedding
+            continue  # frozen, or tied to the embedding
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module.gradient_accumulation_fusion = True
             setattr(weight, IN_PLACE, True)
@@ -44,22 +42,21 @@ def add_gradients_in_place(lm: Any) -> None:
 
 
 class _Kernel:
-    """Stands for Apex's `fused_weight_gradient_mlp_cuda`."""
+    """Replaces Apex's `fused_weight_gradient_mlp_cuda`."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        """[n, in] and [n, out] to the sum in [out, in]."""
         main_grad.addmm_(grad_output.t(), inputs)
 
 
 class _Lookup:
-    """Takes the place of an embedding's `forward`."""
+    """Replaces an embedding's `forward`."""
 
     def __init__(self, embedding: Any, is_shared: bool):
         self._embedding, self._is_shared = embedding, is_shared
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """int64 [b, s] to [b, s, h], or this rank's share of [s, b, h] with sequence parallelism."""
+        """Look up int64 [b, s] to [b, s, h], or with sequence parallelism to this rank's share of [s, b, h]."""
         module = self._embedding
         if module.tp_group.size() == 1:
             return _RowsOf.apply(module.weight, tokens, self._is_shared)  # type: ignore[no-any-return]
@@ -85,5 +82,5 @@ class _RowsOf(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         weight, tokens = ctx.saved_tensors
         weight.main_grad.index_add_(0, tokens.flatten(), gradient.flatten(0, -2))
-        # The output layer answers for a shared weight: autograd would add up what stands for the two gradients.
+        # For a tied weight only the output layer returns a gradient: autograd would sum the two placeholders.
         return None if ctx.is_shared else was_added(weight), None, None

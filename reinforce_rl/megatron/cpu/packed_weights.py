@@ -1,4 +1,4 @@
-"""Products with weights that oneDNN has laid out for a handful of rows: two to three times as fast in decode steps."""
+"""Products with oneDNN-packed weights for few rows; two to three times as fast in decode steps."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# oneDNN chooses a layout for so many rows; the product is right for any number of them.
+# Rows that oneDNN's layout is optimized for; the product is correct for any number.
 _ROWS = 16
 
 
 def packed_product(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
-    """(x, bias) to x weight^T + bias from a packed copy; None on a GPU, and where oneDNN does not know the dtype.
+    """Return (x, bias) -> x weight^T + bias on a packed copy; None on a GPU or for a dtype oneDNN does not support.
 
-    It knows float32, and bf16 if the CPU has instructions for it.
+    oneDNN supports float32, and bf16 if the CPU has instructions for it.
     """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None

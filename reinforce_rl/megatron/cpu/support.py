@@ -1,13 +1,12 @@
-"""Lets megatron-core 0.16 train and generate on a machine without CUDA. Does nothing where CUDA is available.
+"""Lets megatron-core 0.16 run without CUDA; does nothing where CUDA is available.
 
-megatron-core names CUDA literally on its training path (`device="cuda"`, `torch.cuda.current_device()`,
-`tensor.type() == "torch.cuda.FloatTensor"`), and no setting or hook of its own avoids that. So, on a CPU machine:
+megatron-core hard-codes CUDA (`device="cuda"`, `torch.cuda.current_device()`, `tensor.type() ==
+"torch.cuda.FloatTensor"`) with no setting to avoid it. On a CPU machine, therefore:
 
-* the module-global name `torch` inside each `megatron.core.*` module is bound to a facade, a module object that
-  forwards to torch except for `cuda` and for tensor factories given a CUDA device. Everybody else's `torch` is
-  untouched;
-* its RNG tracker reads and writes the CPU generator;
-* `Tensor.type()` and `Tensor.cuda()` answer callers inside megatron.core, and only those, as a CUDA tensor would.
+* the global `torch` of each `megatron.core.*` module is a facade that forwards to torch, except for `cuda` and
+  tensor factories given a CUDA device; all other modules keep the real torch;
+* megatron's RNG tracker uses the CPU generator;
+* `Tensor.type()` and `Tensor.cuda()` act like a CUDA tensor's for callers inside megatron.core only.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _FACTORIES = (
 
 
 class _NoEvent:
-    """Stands for torch.cuda.Event: on the CPU everything has happened already."""
+    """Replaces torch.cuda.Event; CPU work is already complete."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -65,7 +64,7 @@ class _NoEvent:
 
 
 class _NoStream:
-    """Stands for torch.cuda.Stream: on the CPU there is one, and it is in order."""
+    """Replaces torch.cuda.Stream; the CPU runs in order."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -81,7 +80,7 @@ class _NoStream:
 
 
 def _on_cpu(factory: Any) -> Any:
-    """Wrap a tensor factory so that a CUDA device means the CPU and memory is not pinned."""
+    """Wrap a tensor factory to map CUDA devices to the CPU and ignore pinning."""
 
     @functools.wraps(factory)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -129,7 +128,7 @@ def _torch_facade() -> types.ModuleType:
 
 
 class _RebindOnImport(importlib.abc.MetaPathFinder):
-    """Gives each megatron.core module that is imported later the facade too."""
+    """Installs the facade in megatron.core modules that are imported later."""
 
     def __init__(self, facade: types.ModuleType):
         self._facade = facade
@@ -182,10 +181,10 @@ def _patch_tensor_methods() -> None:
 
 
 def _import_megatron() -> None:
-    """Import megatron.core without what takes two thirds of the time of it, and of no use here.
+    """Import megatron.core without its slow parts, two thirds of the import time and unused here.
 
-    Its jit_fuser is torch.compile, which loads dynamo and inductor, and would look for a C++ compiler at run time. It
-    also loads wandb where that is installed, for the metrics of an inference engine of its own.
+    jit_fuser is torch.compile, which loads dynamo and inductor and looks for a C++ compiler. wandb, if installed,
+    is for megatron's inference engine.
     """
     if _MEGATRON in sys.modules:
         torch._dynamo.config.disable = True  # type: ignore[assignment]
@@ -216,15 +215,11 @@ def _patch_rng_tracker() -> None:
 
 @functools.cache
 def enable_cpu_support() -> bool:
-    """Make megatron-core usable without CUDA; called once when `reinforce_rl.megatron` is imported.
-
-    Returns:
-        True where the patches were applied, False on a machine with CUDA, where nothing was touched.
-    """
-    # Said at every start: neither Transformer Engine nor Apex is needed here, and no CUDA graph scope is set.
+    """Patch megatron-core for machines without CUDA; return False, with nothing patched, where CUDA is available."""
+    # Irrelevant start-up warnings: Transformer Engine, Apex and CUDA graph scopes are not used here.
     for text in ("Transformer Engine", "Apex", "transformer_engine", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=f".*{text}.*")
-    # Of what megatron calls by names that torch 2.13 has changed: collectives, checkpoints. Each rank would say so.
+    # megatron uses names deprecated in torch 2.13 (collectives, checkpoints); each rank would warn.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if torch.cuda.is_available():

@@ -1,12 +1,11 @@
-"""Keys and values of the sequences being decoded: of a prompt once for all its samples, of each response its own.
+"""KV caches for decoding: a prompt's keys and values are stored once for all its samples.
 
-`KVCache` is for any device. It copies all that a step reads to float32 and takes a new shape at each token.
+`KVCache` runs on any device; it copies what a step reads to float32, and shapes grow with each token.
 
-`FlashCache` is for a GPU: read in its own dtype, in static shapes. A step is one call of FlashAttention's kernel for
-sequences of unequal length, which has every query twice: among the queries of its prompt, whose keys are thus read
-once for all samples, and with those of its row over the keys of its own response. What the two give is one softmax by
-their log-sum-exps (Juravsky et al., "Hydragen", arXiv:2402.05099, section 3). Nothing in a step depends on the host:
-lengths and places are read by the kernels, so that a CUDA graph may replay it.
+`FlashCache` is for a GPU, in the model's dtype with static shapes. A step is one variable-length FlashAttention call
+that has each query twice: with its prompt's keys, read once for all samples, and with its own response's. Both are
+merged by log-sum-exp (Juravsky et al., "Hydragen", arXiv:2402.05099, section 3). Nothing depends on the host, so a
+CUDA graph can replay a step.
 
 Notation: P prompt slots, L tokens of the longest prompt, R rows in use (sequences in flight), T response tokens at
 most, W rows of one prompt at most, h query heads, g key-value groups, n query heads a group, d head size.
@@ -25,15 +24,13 @@ from reinforce_rl.megatron.model.attention import causal_attention
 
 
 class KVCache:
-    """What megatron's layers get as `attention_mask` while prompts are read and responses decoded.
-
-    The rows in use are the first ones, so that no step copies what it attends to.
+    """Cache given to megatron's layers as `attention_mask`; rows in use come first, so that steps copy none.
 
     Args:
-        layers: numbers of this rank's layers, from 0 in the whole model.
-        rows: sequences in flight at most.
+        layers: global numbers of this rank's layers, from 0.
+        rows: maximum sequences in flight.
         groups: g on this tensor-parallel rank.
-        window: tokens that a position attends to, itself included; None for all before it.
+        window: tokens that a position attends to, itself included; None for all.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class KVCache:
         window: int | None = None,
     ):
         self._first_layer, self._window, self._device = layers.start, window, device
-        # Zeros: what no row may see yet is multiplied by a weight of zero, and must be finite.
+        # Zeros: unwritten values get weight 0, so they must be finite.
         shape = (len(layers), 2, prompts, groups, prompt_tokens, head_size)
         self._prompts = torch.zeros(shape, dtype=dtype, device=device)
         shape = (len(layers), 2, rows, groups, response_tokens, head_size)
@@ -63,11 +60,11 @@ class KVCache:
         self._all_responses = self._responses.flatten(1, 4).unbind()
 
     def read(self, slots: Sequence[int]) -> None:
-        """The next pass is over prompts, right-padded, and fills these slots."""
+        """Prepare a pass over right-padded prompts, which fills these slots."""
         self._reading = torch.tensor(slots, device=self._device)
 
     def place(self, slots: Sequence[int]) -> None:
-        """Row i belongs to the prompt in slots[i]; there are as many rows from now on."""
+        """Assign row i to the prompt in slots[i]; sets the number of rows."""
         self._rows = len(slots)
         self._slot_of_row = torch.tensor(slots, device=self._device)
         # The rows of a prompt side by side, [P, W] with junk in what is left: one product reads its keys for all.
@@ -79,17 +76,17 @@ class KVCache:
             row_of_cell[cells[-1]] = row
             filled[slot] += 1
         self._width = width
-        # Rows that already lie so need not be moved, the usual case while no response has ended.
+        # Usually true until a response ends: nothing to move.
         self._in_place = cells == list(range(len(row_of_cell)))
         self._cell_of_row = torch.tensor(cells, device=self._device)
         self._row_of_cell = torch.tensor(row_of_cell, device=self._device)
 
     def at(self, prompt_lengths: Tensor, written: Tensor, used: int) -> None:
-        """The next pass is over one token of each row.
+        """Prepare a pass over one token per row.
 
         Args:
             prompt_lengths: int64 [R].
-            written: int64 [R], response tokens whose keys are stored already.
+            written: int64 [R], response tokens already stored.
             used: the largest of `written`, plus one.
         """
         self._reading = None
@@ -108,20 +105,20 @@ class KVCache:
         self._hidden = ~torch.cat(seen, dim=1)[:, None, None, :]
 
     def keep(self, order: Sequence[int]) -> None:
-        """Row i becomes what row order[i] was; all others are dropped. Only rows that change are copied."""
+        """Move row order[i] to row i and drop the others; copies only rows that change."""
         moved = [(new, old) for new, old in enumerate(order) if new != old]
         if moved:
             new, old = torch.tensor(moved, device=self._device).t()
             self._responses[:, :, new] = self._responses[:, :, old]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Store this pass's keys and values and attend over all stored so far.
+        """Store this pass's keys and values and attend over all stored ones.
 
         query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d].
 
         Args:
-            layer: its number in the whole model, from 0.
-            scale: of the scores; None for 1 / sqrt(d).
+            layer: global number, from 0.
+            scale: None for 1 / sqrt(d).
         """
         prompts = self._prompts[layer - self._first_layer]
         if self._reading is not None:
@@ -129,14 +126,14 @@ class KVCache:
                 stored[self._reading, :, : new.shape[2]] = new
             return causal_attention(query, key, value, scale, self._window)
         rows, heads, _, head_size = query.shape
-        # One query a row: the heads of a group stand in for the sequence axis, so keys are read once a group.
+        # One query a row: use a group's heads as the sequence axis, so keys are read once a group.
         queries = query.reshape(rows, prompts.shape[2], -1, head_size) * (scale or head_size**-0.5)
         return self.step(layer, queries, torch.cat((key, value), dim=2)).view(rows, heads, 1, head_size)
 
     def step(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
-        """As `attend` for one token of each row, its heads by key-value group.
+        """Run `attend` on one token per row, heads by group.
 
-        Scaled queries [R, g, h / g, d], and new keys and values [R, g, 2, d], to [R, g, h / g, d].
+        Scaled queries [R, g, h / g, d] and new keys and values [R, g, 2, d], to [R, g, h / g, d].
         """
         at = layer - self._first_layer
         self._all_responses[at].index_copy_(0, self._write_at, new.reshape(-1, new.shape[-1]))
@@ -150,19 +147,18 @@ class KVCache:
 
     def _to_cells(self, values: Tensor) -> Tensor:
         """[R, g, h / g, x] to [P * g, W * h / g, x]: the rows of a prompt side by side."""
-        # index_select copies whole rows; indexing with a tensor would go through them number by number.
+        # index_select copies whole rows; advanced indexing goes element by element.
         cells = values if self._in_place else values.index_select(0, self._row_of_cell)
         return cells.unflatten(0, (-1, self._width)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
     def _to_rows(self, values: Tensor) -> Tensor:
-        """Back again."""
         groups = self._responses.shape[3]
         cells = values.unflatten(0, (-1, groups)).unflatten(2, (self._width, -1)).transpose(1, 2).flatten(0, 1)
         return cells if self._in_place else cells.index_select(0, self._cell_of_row)
 
 
 def _product(queries: Tensor, keys: Tensor) -> Tensor:
-    """Products in float32 at least: a score rounded to bf16 would be off by several percent of its weight."""
+    """Multiply in at least float32: bf16 scores would change softmax weights by several percent."""
     dtype = torch.promote_types(queries.dtype, torch.float32)
     return torch.bmm(queries.to(dtype), keys.to(dtype))
 
@@ -176,19 +172,16 @@ def varlen_attention(
     used: Tensor,
     most: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """Attention of some sequences' queries, each to all keys of its sequence, unscaled.
+    """Attend to all keys of each packed sequence, unscaled; return [q, g, d] and log-sum-exps, float32 [g, q].
 
-    torch's operator under `torch.nn.attention.varlen.varlen_attn`, which torch 2.9 has not: with `seqused_k`, the
-    kernel reads of `starts` only where a sequence begins, so that sequences may lie anywhere.
-
-    query [q, g, d], key and value [k, g, d] of any strides but the last, to [q, g, d] and the log-sum-exp of the
-    scores, float32 [g, q].
+    query [q, g, d], key and value [k, g, d], contiguous in d only. Calls the operator under
+    `torch.nn.attention.varlen.varlen_attn`, which torch 2.9 lacks; with `seqused_k`, keys may lie anywhere.
 
     Args:
         query_starts: int32 [sequences + 1], ascending.
         starts: int32 [sequences + 1], where each sequence's keys begin; the last is not read.
-        used: int32 [sequences], its keys.
-        most: queries and keys of a sequence at most.
+        used: int32 [sequences], number of keys.
+        most: maximum queries and keys of a sequence.
     """
     out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, query_starts, starts, *most, 0.0, False, False, scale=1.0, seqused_k=used
@@ -197,12 +190,9 @@ def varlen_attention(
 
 
 class FlashCache:
-    """As `KVCache`, of static shapes.
+    """`KVCache` with static shapes; arguments as there.
 
-    Rows lie in lanes; a row keeps its lane for as long as it lives, whatever its place in a step. The last token of
-    the pool is nobody's: rows of a step that stand for none read and write it.
-
-    Args: as of `KVCache`.
+    A row keeps its lane for life, whatever its place in a step. The pool's last token is scratch for empty rows.
     """
 
     def __init__(
@@ -231,22 +221,22 @@ class FlashCache:
         self._first_queries: Tensor | None = None
 
     def lane_start(self, lane: int) -> int:
-        """Where a lane's tokens begin."""
+        """Return the index of a lane's first token."""
         prompts, prompt_tokens, response_tokens = self._shape
         return prompts * prompt_tokens + lane * response_tokens
 
     def read(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """The next pass is over prompts of these lengths, right-padded, and fills these slots."""
+        """Prepare a pass over right-padded prompts of these lengths, which fills these slots."""
         self._reading = torch.tensor(slots, device=self._device)
         self._prompt_lengths[self._reading] = torch.tensor(lengths, dtype=torch.int32, device=self._device)
 
     def at(self, starts: Tensor, written: Tensor, rows_of_slots: Tensor, most_rows: int) -> None:
-        """The next pass is over one token of each row, the rows of a slot side by side.
+        """Prepare a pass over one token per row, the rows of a slot adjacent.
 
         Args:
             starts: int64 [R], of each row's lane.
-            written: int64 [R], response tokens whose keys are stored already.
-            rows_of_slots: int32 [P + 2], the number of the first row of each slot, of that of no row, and R.
+            written: int64 [R], response tokens already stored.
+            rows_of_slots: int32 [P + 2], each slot's first row, then the first unused row, then R.
         """
         self._reading, self._most_rows, self._write_at = None, most_rows, starts + written
         # Sequences are the slots, and then the rows; what comes after the last one's start is not read.
@@ -273,7 +263,7 @@ class FlashCache:
         pool, keys, values = self._layers[layer - self._first_layer]
         pool.index_copy_(0, self._write_at, new)
         rows, groups, heads, head_size = queries.shape
-        # The heads of a group stand in for the sequence axis, so that their keys are read once.
+        # Use a group's heads as the sequence axis, so that keys are read once.
         query = queries.transpose(1, 2).expand(2, -1, -1, -1, -1).reshape(-1, groups, head_size)
         if self._first_queries is None:  # in the first layer
             self._first_queries = self._first_rows * heads

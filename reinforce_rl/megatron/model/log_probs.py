@@ -1,9 +1,7 @@
-"""Log-probs of response tokens, and entropies, by an output layer whose logits never exist all at once.
+"""Log-probs and entropies of response tokens, computed in chunks so that the full logits never exist.
 
-The logits of n positions are n x V numbers, and a softmax with its gradient holds them several times over. Here a few
-positions are taken at a time, the backward pass computes their logits once more, and what stays in between is a few
-numbers a position (Liger kernel and Cut Cross-Entropy do so too, arXiv:2410.10989 and arXiv:2411.09009; there is no
-entropy in them, nor tensor parallelism).
+The backward pass recomputes each chunk's logits, as Liger kernel and Cut Cross-Entropy do (arXiv:2410.10989,
+arXiv:2411.09009), here with entropy and tensor parallelism.
 
 Notation: N sequences, T response tokens, n positions, h hidden, V vocabulary, tp tensor-parallel ranks,
 z logits / temperature, p softmax(z).
@@ -39,33 +37,29 @@ def chunked_log_probs(
     chunk_tokens: int,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(target) and the entropy of p = softmax(hidden weight^T / temperature), with gradient.
+    """Return log p(target) [n] and entropies in nats [n] or None, on every rank; with gradient.
 
-    All of it in float32, or float64 where `hidden` is; on a CPU logits are computed in the dtype of `hidden`.
-    A collective call over `shard.group`, and so is its backward pass.
+    p = softmax(hidden weight^T / temperature), in at least float32; on a CPU logits keep the dtype of `hidden`.
+    A collective call over `shard.group`, also in the backward pass.
 
     Args:
         hidden: [n, h], the same on every tensor-parallel rank.
         weight: [V / tp, h], this rank's rows.
-        targets: int64 [n], tokens of the whole vocabulary.
+        targets: int64 [n], ids in the whole vocabulary.
         temperature: above 0.
-        chunk_tokens: positions whose logits exist at a time, at least 1. Memory is in proportion to it.
-        with_entropy: False saves a little time and a second buffer of a chunk's logits. The entropy's gradient costs
-            nothing where the entropy is no part of the loss.
-
-    Returns:
-        log-probs [n], and the entropies in nats [n] or None; the same on every rank.
+        chunk_tokens: positions per chunk, at least 1; memory is proportional to it.
+        with_entropy: False saves a little time and a second logits buffer.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
-    # Each rank's gradient of `hidden` comes from its own columns only; this sums them.
+    # Sums the gradient of `hidden` over the ranks' vocabulary shards.
     hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=shard.group)
     outputs: Any = _ChunkedHead.apply(hidden, weight, targets, shard, temperature, chunk_tokens, with_entropy)
     return outputs
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Saves a log-sum-exp and an entropy a position; the weight is saved too, but it exists anyway."""
+    """Saves a log-sum-exp and an entropy per position, and the weight."""
 
     @staticmethod
     def forward(
@@ -80,7 +74,7 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         logits = _ShardLogits(hidden, weight, targets, shard, temperature, chunk_tokens)
         dtype = logits.dtype
-        # A rank without tokens keeps these: no finite logit is smaller, and nothing is added.
+        # A rank without tokens keeps these neutral values.
         highest = torch.full(targets.shape, torch.finfo(dtype).min, dtype=dtype, device=hidden.device)
         sums = highest.new_zeros((3, *targets.shape))
         exponentials = logits.new_buffer() if with_entropy else None
@@ -93,7 +87,7 @@ class _ChunkedHead(torch.autograd.Function):
             sums[1, chunk] = e.sum(dim=-1)
             if with_entropy:
                 sums[2, chunk] = z.mul_(e).sum(dim=-1)
-        # Two collectives a call, not a chunk: each rank's sums are relative to its own maximum until here.
+        # Sums are relative to each rank's own maximum until here, so two collectives suffice for all chunks.
         local = highest.clone()
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)
         shift = local - highest
@@ -123,7 +117,7 @@ class _ChunkedHead(torch.autograd.Function):
         to_entropies = None if entropy_grad is None else entropy_grad / temperature
         probabilities = None if entropy_grad is None else logits.new_buffer()
         grad_hidden = hidden.new_zeros(hidden.shape) if ctx.needs_input_grad[0] else None
-        # The weight's gradient is a sum over chunks, so it keeps full precision until all of them are in it.
+        # Accumulate over chunks in full precision.
         buffer = buffer_of(weight) if ctx.needs_input_grad[1] else None
         grad_weight = buffer
         if ctx.needs_input_grad[1] and buffer is None:
@@ -151,24 +145,24 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 class _ShardLogits:
-    """z of one rank's tokens, a chunk of positions at a time."""
+    """Computes z for one rank's tokens, a chunk of positions at a time."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, temperature: float, chunk_tokens: int
     ):
-        # A view. To mask padded columns at minus infinity would cost a pass, and 0 x inf in the entropy.
+        # A view; masking padded columns with -inf would cost a pass, and give 0 x inf in the entropy.
         self.weight = weight[: shard.size]
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self._hidden, self._targets, self._shard, self._temperature = hidden, targets, shard, temperature
         self._chunk_tokens = chunk_tokens
 
     def new_buffer(self) -> Tensor:
-        """Room for a chunk's logits. Allocating it for every chunk anew would cost a CPU a page fault every 4 kB."""
+        """Allocate a reusable chunk buffer; a new one per chunk costs page faults on a CPU."""
         rows = min(self._chunk_tokens, len(self._hidden))
         return torch.empty((rows, self._shard.size), dtype=self.dtype, device=self._hidden.device)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Pairs of a slice of the positions and z [positions, shard.size], which the next pair overwrites."""
+        """Yield (slice of the positions, z [positions, shard.size]); the next step overwrites z."""
         if self._shard.size == 0:
             return
         buffer = self.new_buffer()
@@ -186,28 +180,24 @@ class _ShardLogits:
             yield slice(start, start + len(hidden)), z
 
     def targets_of(self, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows, columns, mine): where z holds the targets' logits; any column where the target is another rank's."""
+        """Return (rows, columns, mine): indices of the targets in z, valid where `mine`."""
         columns = self._targets[chunk] - self._shard.start
         mine = (columns >= 0) & (columns < self._shard.size)
         return torch.arange(len(columns), device=columns.device), columns.clamp(0, self._shard.size - 1), mine
 
 
 def buffer_of(weight: Tensor) -> Tensor | None:
-    """Where the gradient of a weight is added; None where it is returned to autograd as ever."""
+    """Return the buffer that accumulates a weight's gradient; None if autograd does."""
     return weight.main_grad if getattr(weight, IN_PLACE, False) else None  # type: ignore[attr-defined]
 
 
 def was_added(weight: Tensor) -> Tensor:
-    """What a backward pass returns in place of a gradient that it has added to the buffer.
-
-    Its memory is never touched. megatron's hook looks for a gradient, and does not add it.
-    """
+    """Return a placeholder for a gradient already in the buffer: megatron's hook requires one, but ignores it."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.empty_like(weight)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, where `total` may have the higher precision."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
@@ -218,9 +208,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 class TokenScores:
     """Scores of each response token, given everything before it."""
 
-    log_probs: Tensor  # [N, T], of the token itself, in nats; 0 on padding
-    # [N, T], of the distribution that the token was drawn from, in nats; 0 on padding. None where it was not asked
-    # for.
+    log_probs: Tensor  # [N, T], in nats; 0 on padding
+    # [N, T], of the distribution at the token, in nats; 0 on padding; None if not requested.
     entropy: Tensor | None
 
 
@@ -234,26 +223,23 @@ def response_scores(
     chunk_tokens: int,
     with_entropy: bool = False,
 ) -> TokenScores:
-    """log pi(response token | everything before it) and the entropy of pi there, pi = softmax(logits / temperature).
+    """Compute log-probs and entropies of response tokens under pi = softmax(logits / temperature).
 
-    A collective call over tensor- and context-parallel ranks, and so is its backward pass.
+    A collective call over tensor- and context-parallel ranks, also in the backward pass. The result, in at least
+    float32, is the same on every rank.
 
     Args:
-        hidden: what `layout.hidden` gave on the last stage.
-        temperature: of the sampling that produced the responses; above 0.
+        hidden: output of `layout.hidden` on the last stage.
+        temperature: that of sampling; above 0.
         width: T, columns of the result.
-        chunk_tokens: response tokens whose logits exist at a time.
-
-    Returns:
-        float32, or float64 where the model is; with gradient where gradients are on; the same on every rank.
+        chunk_tokens: response tokens per chunk of logits.
     """
     found = layout.predictions(hidden)
     shape = (len(layout.response_lengths), width)
     empty = torch.zeros(shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
     entropy = None
     if found.rows.numel() == 0:
-        # Keep the graph connected, so that a rank with nothing to train on still takes part in the collectives: those
-        # of the layers, and the one that starts when the output layer has its gradient.
+        # Keep the graph connected, so that a rank without tokens joins the collectives of the backward pass.
         log_probs = empty + 0.0 * (hidden.to(empty.dtype).sum() + lm.output_weight[0, 0])
         entropy = log_probs if with_entropy else None
     else:

@@ -1,16 +1,12 @@
-"""How sequences lie in a forward pass, and where in its output the predictions of their response tokens are.
+"""Layout of sequences in a forward pass, and where their response tokens are predicted.
 
-All indices are computed on the CPU, where the lengths are, and moved with `to_device`: no pass waits for a GPU.
+Indices are computed on the CPU and copied with `to_device`, so no pass syncs the GPU.
 
-`PaddedSequences` has a sequence a row. `PackedGroups` has groups of samples in one row, without padding: the samples
-of a group share their prompt, so all that a causal model computes at its positions is the same for each of them. It is
-computed once, and every response attends to it:
+`PaddedSequences` has one sequence per row. `PackedGroups` packs groups of samples into one row without padding; a
+prompt is computed once, and every response of its group attends to it:
 
     tokens     p p p p  q q q  a a a  b b b b b  c c  ...    a and b answer p, c answers q
     positions  0 1 2 3  0 1 2  4 5 6  4 5 6 7 8  3 4  ...
-
-All layers but attention see one long row. In attention a response has its prompt's keys and values in front of its
-own. The gradient of a prompt's keys is then the sum over its responses, as it is where each has a copy of the prompt.
 
 Notation: N sequences, S prompt plus response, B groups, P longest prompt, T longest response (of a group less its last
 token, which predicts nothing), s tokens of the row, n response tokens of the pass on this rank, h hidden or query
@@ -45,25 +41,25 @@ Span = tuple[int, int]  # columns of the row, the end excluded
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of CPU tensors on a device; on a GPU the host does not wait for them."""
+    """Copy CPU tensors to a device without a GPU sync."""
     if device.type == "cpu":
         return list(tensors)
-    # From pageable memory, and without `non_blocking`, `to` waits until the stream has come to the copy.
+    # `to` waits for the stream unless the memory is pinned and `non_blocking` is set.
     return [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """The response tokens of a pass, and the positions that predict them."""
+    """Response tokens of a pass, and the hidden states that predict them."""
 
-    rows: Tensor  # int64 [n], a token's sequence
-    columns: Tensor  # int64 [n], its place in the response
+    rows: Tensor  # int64 [n], sequence
+    columns: Tensor  # int64 [n], index in the response
     hidden: Tensor  # [n, h], the hidden state before each token
     targets: Tensor  # int64 [n], the tokens
 
 
 class SequenceLayout(Protocol):
-    """One pass over N sequences."""
+    """A pass over N sequences."""
 
     @property
     def response_lengths(self) -> Tensor:
@@ -72,26 +68,26 @@ class SequenceLayout(Protocol):
 
     @property
     def stage_shape(self) -> tuple[int, int, int]:
-        """The shape that a pipeline stage sends to the next; see `CausalLM.stage_shape`."""
+        """Return the shape sent between stages; see `CausalLM.stage_shape`."""
         ...
 
     def hidden(self, model: torch.nn.Module) -> Tensor:
-        """Run `model`, the language model or a wrapper around it; what its next stage or `predictions` takes."""
+        """Run the language model or its wrapper; return the input of the next stage or of `predictions`."""
         ...
 
     def predictions(self, hidden: Tensor) -> Predictions:
-        """Of what `hidden` gave on the last stage: those at this context-parallel rank's positions."""
+        """Return the predictions at this context-parallel rank's positions, on the last stage."""
         ...
 
 
 class PaddedSequences:
-    """A sequence a row, padded on the right to the longest one.
+    """One right-padded sequence per row.
 
     Args:
         sequences: int64 [N, S], right-padded; all tensors on the CPU.
         prompt_lengths: int64 [N], at least 1.
         response_lengths: int64 [N]; 0 is allowed.
-        pad_to: tokens that every row has at least in the pass.
+        pad_to: minimum tokens per row.
     """
 
     def __init__(
@@ -121,7 +117,7 @@ class PaddedSequences:
         self.stage_shape = lm.stage_shape(len(sequences), self._used)
 
     def hidden(self, model: torch.nn.Module) -> Tensor:
-        """[N, s', h] at the model's `own_positions`."""
+        """Return [N, s', h] at the model's `own_positions`."""
         return model(self._tokens)
 
     def predictions(self, hidden: Tensor) -> Predictions:
@@ -131,17 +127,17 @@ class PaddedSequences:
 
 
 class PackedGroups(PackedSeqParams):
-    """A `SequenceLayout` without padding, which megatron hands through to the core attention.
+    """A `SequenceLayout` without padding, which megatron passes through to the core attention.
 
     Args:
-        lm: reads them; without context parallelism.
+        lm: the model; without context parallelism.
         sequences: int64 [N, S], right-padded; all tensors on the CPU.
         prompt_lengths: int64 [N], at least 1.
         response_lengths: int64 [N]; 0 is allowed.
-        group_ids: int64 [N]; equal where the prompt is the same.
+        group_ids: int64 [N]; equal for equal prompts.
 
     Raises:
-        ValueError: the samples of a group have different prompts, or a rank would hold a share of the positions.
+        ValueError: prompts differ within a group, or context parallelism is on.
     """
 
     def __init__(
@@ -192,12 +188,12 @@ class PackedGroups(PackedSeqParams):
 
 
 def _spans(prompts: list[int], responses: list[int], group_of: list[int], padding: int) -> list[tuple[Span, ...]]:
-    """Which columns each sequence of the row attends to, the last span being its own.
+    """Return the columns that each sequence attends to, its own span last.
 
     Args:
-        prompts: [B], tokens of each.
-        responses: [N], tokens of each in the row; one without any is no sequence.
-        padding: tokens at the end of the row, a sequence by themselves; 0 is allowed.
+        prompts: [B], lengths.
+        responses: [N], lengths; empty ones are omitted.
+        padding: tokens at the end of the row, treated as one sequence.
     """
     lengths = [*prompts, *responses, padding]
     ends = itertools.accumulate(lengths)
@@ -208,10 +204,7 @@ def _spans(prompts: list[int], responses: list[int], group_of: list[int], paddin
 
 
 class _UnpaddedAttention:
-    """Attention of a packed row by a kernel for sequences of unequal lengths, without a mask and without padding.
-
-    A response is a sequence whose queries are fewer than its keys; the last of them lie at the same position.
-    """
+    """Varlen attention of a packed row, without mask or padding; a response's queries align with its last keys."""
 
     def __init__(self, spans: list[tuple[Span, ...]], window: int | None, device: torch.device):
         lengths = [
@@ -224,7 +217,6 @@ class _UnpaddedAttention:
         self._columns, *self._starts = to_device((columns, *starts), device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Query [s, 1, h, d], key and value [s, 1, g, d] to [s, 1, h, d]."""
         keys: Any = _Repeated.apply(key[:, 0], self._columns)
         values: Any = _Repeated.apply(value[:, 0], self._columns)
         out = flash_attention_of_sequences(query[:, 0], keys, values, self._starts, self._longest, scale, self._window)
@@ -232,10 +224,10 @@ class _UnpaddedAttention:
 
 
 class _PaddedAttention:
-    """Attention of a packed row that is taken apart into padded prompts and padded responses, these with a mask.
+    """Attention of a packed row as padded prompts and padded responses, the latter with a mask.
 
     Args:
-        in_prompts: bool [B, P], where tokens are.
+        in_prompts: bool [B, P], True on tokens.
         in_responses: bool [N, T].
         response_positions: int64 [N, T].
         group_of: int64 [N], rows of `in_prompts`.
@@ -260,7 +252,6 @@ class _PaddedAttention:
         self._exists, self._slots, self._columns, *self._where = to_device(indices, device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Query [s, 1, h, d], key and value [s, 1, g, d] to [s, 1, h, d]."""
         prompt_query, own_query = self._take_apart(query)
         prompt_key, own_key = self._take_apart(key)
         prompt_value, own_value = self._take_apart(value)
@@ -275,7 +266,7 @@ class _PaddedAttention:
         return F.pad(row, (0, 0, 0, 0, 0, len(query) - self._size))[:, None]
 
     def _take_apart(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """[s, 1, heads, d] to prompts [B, heads, P, d] and responses [N, heads, T, d]."""
+        """Split [s, 1, heads, d] into prompts [B, heads, P, d] and responses [N, heads, T, d]."""
         flat: Any = _Rearranged.apply(row[: self._size, 0], self._columns, self._slots, None)
         prompts, responses = flat.split([shape.numel() for shape in self._shapes])
         return (
@@ -285,7 +276,7 @@ class _PaddedAttention:
 
     @cached_property
     def _mask(self) -> Tensor:
-        """bool [N, 1, T, P + T]: which positions of its prompt and of its own a response's position attends to."""
+        """Return bool [N, 1, T, P + T]: keys of the prompt and the response that each response position attends to."""
         in_prompts, own, group_of = self._where  # padding lies behind, where causality hides it
         prompts = torch.arange(in_prompts.shape[1], device=own.device).expand(len(own), -1)
         mask = visible(own[:, :, None], torch.cat((prompts, own), dim=1)[:, None, :], self._window)
@@ -294,7 +285,7 @@ class _PaddedAttention:
 
 
 class _Repeated(torch.autograd.Function):
-    """Rows of a tensor, some of them several times. Their gradients are added up in float32 at least."""
+    """Selects rows, possibly repeated; gradients are summed in at least float32."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
@@ -309,22 +300,21 @@ class _Repeated(torch.autograd.Function):
 
 
 class _Rearranged(torch.autograd.Function):
-    """Rows of a tensor in another order, padding among them, and its gradient the other way.
+    """Permutes rows and inserts padding; the gradient is a gather too.
 
-    Each row is taken once besides padding, so the gradient is a rearrangement too. That of an index adds up instead:
-    slow on a CPU, and in an arbitrary order on a GPU.
+    Autograd's index_add is slow on a CPU, and sums in arbitrary order on a GPU.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, source: Tensor, back: Tensor, exists: Tensor | None) -> Tensor:
-        """Args: int64 indices there and back; where `back` is padding, `exists` is False. None: it never is."""
+        """`exists` is False where `back` is padding; None if it never is."""
         ctx.back, ctx.exists = back, exists
         return rows.index_select(0, source)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """The gradient of padding is 0: nothing visible depends on it."""
+        """The gradient of padding is 0."""
         found = gradient.index_select(0, ctx.back)
         if ctx.exists is not None:
             found *= ctx.exists[:, None, None]
@@ -332,7 +322,6 @@ class _Rearranged(torch.autograd.Function):
 
 
 def _check_prompts(sequences: Tensor, prompt_lengths: Tensor, first: Tensor, width: int) -> None:
-    """Args: first int64 [N], the first row of each row's group."""
     prompts = sequences[:, :width].masked_fill(~length_mask(prompt_lengths, width), -1)
     if not torch.equal(prompts, prompts[first]):
         row = int((prompts != prompts[first]).any(dim=1).nonzero()[0])

@@ -1,4 +1,4 @@
-"""The safetensors of a Hugging Face folder: what is in them, read slice by slice, and what should be in them."""
+"""Reads and checks the safetensors of a Hugging Face folder, slice by slice."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor as its file's header has it: safetensors' name of its dtype, e.g. BF16."""
-
     file: Path
     shape: tuple[int, ...]
     dtype: str
 
 
 class HFFolder:
-    """The weights of a Hugging Face folder. Making one reads the files' headers only.
+    """Weights of a Hugging Face folder; the constructor reads only the files' headers.
 
     Raises:
-        CheckpointError: no safetensors, or a file that is damaged or not there.
+        CheckpointError: no safetensors, or a file is damaged or missing.
     """
 
     def __init__(self, folder: str | Path):
@@ -74,20 +72,19 @@ class HFFolder:
         return DTYPES[self._entries[name].dtype]
 
     def read(self, name: str, axis: int = 0, part: tuple[int, int] | None = None) -> Tensor:
-        """One tensor, or what lies between two positions of one of its axes; the rest stays on disk.
+        """Read a tensor, or the range `part` of `axis`; the rest stays on disk.
 
         Raises:
-            CheckpointError: the file cannot be read any more.
+            CheckpointError: the file can no longer be read.
         """
         with _opened(self._entries[name].file) as file:
             start, end = part or (None, None)
             return file.get_slice(name)[(slice(None),) * axis + (slice(start, end),)]
 
     def fingerprint(self) -> str:
-        """Tells the weights of one folder from those of another without reading them all.
+        """Return a digest of every tensor's name, shape, dtype and first row, to tell two folders' weights apart.
 
-        A digest of every tensor's name, shape, type and first row. Training changes every row of a matrix, but for
-        embeddings of tokens that it never meets.
+        Training changes every row of a matrix, except embeddings of tokens that never occur.
         """
         digest = hashlib.sha256()
         for name in sorted(self._entries):
@@ -97,16 +94,15 @@ class HFFolder:
         return digest.hexdigest()[:16]
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None:
-        """Compare the headers with what the model takes.
+        """Compare the headers with `expected`, the shape of each of the model's tensors.
 
         Args:
-            expected: shape of each tensor that the model has.
-            ignored: names that may be there besides.
+            ignored: names of additional tensors to allow.
 
         Raises:
-            CheckpointError: all tensors that are missing, not known, or of another shape or kind.
+            CheckpointError: lists all missing, unknown, misshapen or mistyped tensors.
         """
-        # Layers with the same fault share a line; a wrong config.json would else fill the screen.
+        # Merge layers with the same fault, or a wrong config.json would fill the screen.
         faults: dict[tuple[str, str], list[int]] = {}
 
         def add(name: str, text: str) -> None:
@@ -149,12 +145,12 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except Exception as error:  # safetensors raises its own, undocumented type for a damaged file
+    except Exception as error:  # safetensors raises an undocumented type for a damaged file
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 
 
 def _with_layers(name: str, layers: list[int]) -> str:
-    """`model.layers.N.a` of one layer under its own name, of several with N = 0-3, 5."""
+    """Format `model.layers.N.a`: the name itself for one layer, or with N = 0-3, 5 for several."""
     if len(layers) < 2:
         return name.replace(".N.", f".{layers[0]}.") if layers else name
     runs: list[list[int]] = []

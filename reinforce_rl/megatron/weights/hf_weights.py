@@ -1,7 +1,6 @@
-"""Weights between a Hugging Face folder and a megatron model shared by ranks, both ways, one parameter at a time.
+"""Converts weights between a Hugging Face folder and a sharded megatron model, by the table in `weight_map`.
 
-Where each tensor lies is `weight_map`'s table. A rank reads its own slices only; on the way back rank 0 holds one file
-of weights at most, and the parameter that is being gathered.
+Each rank reads only its slices; on export rank 0 holds at most one weight file and the parameter being gathered.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from reinforce_rl.megatron.weights.weight_map import (
 from reinforce_rl.utils.files import replace_folder
 
 T = TypeVar("T")
-# Runs through a sequence, as `iter` does, and may show how far it is.
+# Iterates like `iter`; may show progress.
 Track = Callable[[Sequence[T]], Iterable[T]]
 
-# Frequencies of RoPE, which older folders hold and the model computes.
+# RoPE frequencies, stored in older folders; the model computes them.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _NOT_OF_A_CLASSIFIER = re.compile(rf"{_COMPUTED.pattern}|^lm_head\.weight$")
-# What an exported folder takes over from the one that the model came from: config and tokenizer.
+# Config and tokenizer files copied into an exported folder.
 _CARRIED_OVER = (
     "*config.json",
     "tokenizer*",
@@ -55,11 +54,7 @@ _CARRIED_OVER = (
 
 
 def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> None:
-    """Fill this rank's slice of the model.
-
-    Args:
-        lm: the model, of any tensor-parallel size. A classifier also takes a language model's folder; its head then
-            keeps the values that it has.
+    """Fill this rank's slice of the model; a classifier keeps its head if the folder holds a language model.
 
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape than config.json says; all in one message.
@@ -73,13 +68,13 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
         rows = [row for row in rows if row.hf != SCORE_LAYER]
         own.pop(SCORE_LAYER, None)
     if arch.tied_embeddings and OUTPUT_PARAMETER in own:
-        # The last stage of a pipeline has a copy of the first one's embedding.
+        # With tied weights, the pipeline's last stage has a copy of the embedding.
         rows = [*rows, *(replace(row, megatron=OUTPUT_PARAMETER) for row in rows if row.hf == EMBEDDING)]
     with torch.no_grad():
         for name, parts in track(_by_parameter(rows)):
             if name not in own:
-                continue  # of another rank's layers
-            parameter = own.pop(name).zero_()  # what no tensor fills is padding
+                continue  # on another stage
+            parameter = own.pop(name).zero_()  # padding stays zero
             for row in parts:
                 start, end = row.part(rank)
                 if start < end:
@@ -92,10 +87,10 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
 
 
 def check_headers(arch: Architecture, folder: HFFolder) -> None:
-    """Whether a folder's tensors are those of a model, by their names, shapes and types; no weight is read.
+    """Check tensor names, shapes and dtypes of a folder against the model, without reading weights.
 
     Raises:
-        CheckpointError: they are not; all that differ in one message.
+        CheckpointError: lists all differences.
     """
     shapes = {row.hf: row.shape for row in weight_map(arch, 1)}
     if _lacks_head(arch, folder):
@@ -105,17 +100,16 @@ def check_headers(arch: Architecture, folder: HFFolder) -> None:
 
 
 def _holds_tied_output(arch: Architecture, folder: HFFolder) -> bool:
-    """Some folders hold the output layer as well, though it is the embedding."""
+    """Return True if the folder stores the output layer although it is tied to the embedding."""
     return arch.tied_embeddings and OUTPUT_LAYER in folder
 
 
 def _lacks_head(arch: Architecture, folder: HFFolder) -> bool:
-    """A classifier may begin as a language model, which has none."""
     return arch.num_labels is not None and SCORE_LAYER not in folder
 
 
 def parameters_of(lm: CausalLM) -> dict[str, Tensor]:
-    """This rank's parameters, their layers numbered as in the whole model."""
+    """Return this rank's parameters by name, with global layer numbers."""
     layers: Any = lm.decoder.layers
     numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(layers)}  # megatron counts from 1
     return {
@@ -133,22 +127,18 @@ def hf_tensors(
     device: torch.device | str = "cpu",
     track: Track = iter,
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """The model's weights in Hugging Face names and shapes, one at a time.
+    """Yield (name, tensor) of the model in Hugging Face layout; a collective call that every rank must exhaust.
 
-    A collective call: every tensor-parallel rank of every stage must run the iterator to its end.
+    The tensor, with its own memory, is on the first tensor-parallel rank of the first stage; elsewhere it is None.
 
     Args:
-        values: what to map in place of the weights, such as their gradients, by the names of `parameters_of`.
-        rows: which of them; None for all of `weight_map`.
-        dtype: of the result; None for that of the weights.
-
-    Yields:
-        name and whole tensor, with memory of its own, on the first tensor-parallel rank of the first
-        stage; elsewhere name and None.
+        values: map these instead of the weights (such as gradients), keyed as in `parameters_of`.
+        rows: subset to map; None for all of `weight_map`.
+        dtype: None for that of the weights.
     """
     mesh = lm.mesh
     own = parameters_of(lm) if values is None else values
-    dtype = dtype or next(value.dtype for value in own.values() if value is not None)  # a frozen one has no gradient
+    dtype = dtype or next(value.dtype for value in own.values() if value is not None)  # frozen: no gradient
     stages = mesh.gather_over_pp(set(own))
     rows = weight_map(lm.architecture, mesh.tp_size) if rows is None else rows
     for name, of_parameter in track(_by_parameter(rows)):
@@ -174,7 +164,6 @@ def _check_tied(folder: HFFolder, embedding: Tensor, start: int, end: int) -> No
 
 
 def _on_first_rank(value: Tensor, mesh: Mesh, shared: bool) -> list[Tensor] | None:
-    """A parameter's slices in rank order on the first tensor-parallel rank, None on the others."""
     if mesh.tp_size == 1 or not shared:
         return [value] if mesh.tp_rank == 0 else None
     parts = [torch.empty_like(value) for _ in range(mesh.tp_size)] if mesh.tp_rank == 0 else None
@@ -185,7 +174,6 @@ def _on_first_rank(value: Tensor, mesh: Mesh, shared: bool) -> list[Tensor] | No
 def _on_first_stage(
     whole: Tensor | None, row: Row, dtype: torch.dtype, device: torch.device | str, stage: int, mesh: Mesh
 ) -> Tensor | None:
-    """A tensor that the first tensor-parallel rank of a stage holds, on that of the first stage."""
     if stage == 0 or mesh.tp_rank:
         return whole
     if whole is not None:
@@ -217,21 +205,18 @@ def export_hf_folder(
     track: Track = iter,
     config_values: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the model as a Hugging Face folder that transformers loads: weights, config and tokenizer files.
-
-    A collective call of all ranks; the first one writes. The folder appears whole or not at all.
+    """Write a Hugging Face folder (weights, config, tokenizer) atomically; a collective call, the first rank writes.
 
     Args:
-        source: the folder it came from, whose config and tokenizer files are carried over.
-        out: the folder to write; replaced where it exists.
-        values: what to write in place of the weights, by the names of `parameters_of`.
-        dtype: of the weights in the folder; None for the model's.
-        max_shard_bytes: of one file of weights, which is also what the first rank holds of the model besides its own
-            share. A larger tensor has a file of its own.
-        config_values: keys of the source's config.json that are other ones in this folder.
+        source: folder whose config and tokenizer files are copied.
+        out: replaced if it exists.
+        values: written instead of the weights, keyed as in `parameters_of`.
+        dtype: None for the model's.
+        max_shard_bytes: per weight file, also what the first rank buffers. A larger tensor gets its own file.
+        config_values: overrides for config.json.
 
     Raises:
-        CheckpointError: on every rank, it cannot be written.
+        CheckpointError: on every rank, if it cannot be written.
     """
     source, out, mesh = Path(source), Path(out), lm.mesh
     part = out.with_name(out.name + ".part")
@@ -254,7 +239,7 @@ def export_hf_folder(
                     "weight_map": {name: file for file, names in files.items() for name in names},
                 }
                 (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    # The other data- and context-parallel ranks hold the same weights: they wait at the end of each file only.
+    # Other data- and context-parallel ranks hold the same weights; they only wait at the end of each file.
     first_copy = mesh.dp_rank == mesh.cp_rank == 0
     tensors = hf_tensors(lm, values, dtype=dtype, track=track) if first_copy else iter(())
     for file, names in files.items():
@@ -262,7 +247,7 @@ def export_hf_folder(
         with mesh.together(failed):
             if mesh.is_main:
                 _save(shard, part / file)
-        shard.clear()  # else it would live on while the next one is gathered
+        shard.clear()  # free it before the next one is gathered
     with mesh.together(failed):
         if mesh.is_main:
             replace_folder(part, out)
@@ -270,7 +255,7 @@ def export_hf_folder(
 
 
 def shard_files(rows: list[Row], dtype: torch.dtype, max_bytes: int) -> dict[str, dict[str, int]]:
-    """File names to the tensors in each, in order, and the bytes of each tensor."""
+    """Return, per file name, the bytes of each tensor in it, in order."""
     shards: list[dict[str, int]] = [{}]
     for row in rows:
         size = math.prod(row.shape) * dtype.itemsize
@@ -283,7 +268,6 @@ def shard_files(rows: list[Row], dtype: torch.dtype, max_bytes: int) -> dict[str
 
 
 def carry_over(source: Path, out: Path) -> None:
-    """Copy config and tokenizer files of a Hugging Face folder."""
     for file in sorted({file for pattern in _CARRIED_OVER for file in source.glob(pattern)}):
         shutil.copyfile(file, out / file.name)
 
@@ -292,11 +276,10 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors makes it readable by its owner only
+    path.chmod(0o644)  # safetensors creates it with mode 0600
 
 
 def _set_config(config: Path, dtype: torch.dtype, others: Mapping[str, Any]) -> None:
-    """transformers loads a folder in the dtype its config names, so that must be the dtype of the weights."""
     values = json.loads(config.read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in values else "dtype"  # its name before transformers 5
     values[key] = str(dtype).removeprefix("torch.")

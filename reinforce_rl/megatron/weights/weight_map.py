@@ -1,8 +1,7 @@
-"""How the tensors of a Hugging Face folder lie in megatron-core's parameters: one table, for both directions.
+"""Table of how Hugging Face tensors lie in megatron-core's parameters, for both directions.
 
-megatron's layout differs in two places: q, k and v are one matrix, interleaved group by group (q heads of group 0,
-k of group 0, v of group 0, q heads of group 1, ...), and gate and up projections are one matrix, gate first on each
-rank. Padding for tensor parallelism is described at `Architecture.padded`. No process group is known here.
+megatron fuses q, k and v, interleaved by group (q heads of group 0, k of group 0, v of group 0, q heads of group 1,
+...), and gate and up projections, gate first on each rank. Padding: see `Architecture.padded`. No process groups.
 """
 
 from __future__ import annotations
@@ -14,36 +13,36 @@ from torch import Tensor
 from reinforce_rl.megatron.architecture import Architecture
 
 OUTPUT_LAYER = "lm_head.weight"
-OUTPUT_PARAMETER = "output_layer.weight"  # megatron's name for it
+OUTPUT_PARAMETER = "output_layer.weight"  # megatron's name
 EMBEDDING = "model.embed_tokens.weight"
-SCORE_LAYER = "score.weight"  # a classifier's head; megatron has none, so the parameter's name is the same
+SCORE_LAYER = "score.weight"  # a classifier's head; same name in both
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a Hugging Face tensor is cut along one axis, and where the cuts lie in megatron's parameter.
+    """Mapping of one axis of a Hugging Face tensor into megatron's parameter.
 
-    The parameter's axis, over all tensor-parallel ranks together, holds `padded_units` units of `width` rows. The
-    tensor's axis holds `units` units of `size` rows, which are the rows from `offset` of the parameter's units.
+    The parameter's axis, over all tensor-parallel ranks, is `padded_units` units of `width` rows; the tensor's `units`
+    units of `size` rows lie at `offset` within them.
     """
 
     axis: int  # 0 or 1
     units: int  # in the tensor
     padded_units: int  # in the parameter; a multiple of the ranks
-    width: int  # rows of a unit in the parameter
-    offset: int  # where the tensor's part of them begins
-    size: int  # rows of it
+    width: int  # rows per unit in the parameter
+    offset: int  # of the tensor's rows in the unit
+    size: int  # rows per unit in the tensor
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of the folder."""
+    """One Hugging Face tensor and its place in megatron's parameters."""
 
-    hf: str  # its name
-    megatron: str  # the name of the parameter that holds it, with the layer's number in the whole model
-    shape: tuple[int, ...]  # of the whole tensor
-    tp_size: int  # tensor-parallel ranks
-    split: Split | None  # None where every rank holds the whole tensor
+    hf: str  # Hugging Face name
+    megatron: str  # parameter name, with the global layer number
+    shape: tuple[int, ...]  # unsharded
+    tp_size: int
+    split: Split | None  # None if replicated on every rank
 
     @property
     def axis(self) -> int:
@@ -51,21 +50,21 @@ class Row:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of what a rank holds where no other tensor shares its parameter, padding included."""
+        """Return this tensor's shape on a rank, padding included."""
         if self.split is None:
             return self.shape
         size = self.split.padded_units // self.tp_size * self.split.width
         return (*self.shape[: self.axis], size, *self.shape[self.axis + 1 :])
 
     def part(self, tp_rank: int) -> tuple[int, int]:
-        """Start and end, along `axis`, of what a rank holds of the tensor. Empty where it holds padding only."""
+        """Return a rank's range along `axis` of the tensor; empty if it holds padding only."""
         if self.split is None:
             return 0, self.shape[0]
         first, end = self._units(tp_rank)
         return first * self.split.size, end * self.split.size
 
     def place(self, parameter: Tensor, tp_rank: int) -> Tensor:
-        """The view of a rank's parameter where `part` lies, with one more axis than `part` where there is a split."""
+        """Return the view of a rank's parameter that holds `part`, with one extra axis if there is a split."""
         if self.split is None:
             return parameter
         first, end = self._units(tp_rank)
@@ -75,7 +74,7 @@ class Row:
         )
 
     def part_in(self, tensor: Tensor, tp_rank: int) -> Tensor:
-        """The view of the whole tensor that is a rank's `part`, in the shape of `place`."""
+        """Return a rank's `part` as a view of the whole tensor, in the shape of `place`."""
         start, end = self.part(tp_rank)
         return self.like_place(tensor.narrow(self.axis, start, end - start))
 
@@ -90,12 +89,12 @@ class Row:
 
 
 def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
-    """Every tensor of a model, layer by layer; those that share a parameter are neighbours."""
+    """Return all tensors of a model, layer by layer; those that share a parameter are neighbours."""
     sizes = arch.padded(tp_size)
     hidden, head = arch.hidden_size, arch.head_size
-    heads = arch.num_heads // arch.num_groups * head  # rows of one group's query heads
+    heads = arch.num_heads // arch.num_groups * head  # query rows per group
     fused = heads + 2 * head
-    ffn = arch.ffn_size // tp_size  # already shared by the ranks: gate comes first on each of them
+    ffn = arch.ffn_size // tp_size  # per rank, since gate comes first on each
 
     def of_groups(axis: int, width: int, offset: int, size: int) -> Split:
         return Split(axis, arch.num_groups, sizes.num_groups, width, offset, size)
@@ -110,7 +109,7 @@ def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
     output = of_groups(1, heads, 0, heads)
     gate, up, down = of_ranks(0, 2 * ffn, 0), of_ranks(0, 2 * ffn, ffn), of_ranks(1, ffn, 0)
 
-    # In the folder, in megatron-core, the size of the axis that is not split, how the other one is.
+    # (Hugging Face name, megatron name, size of the unsplit axis, split of the other)
     qkv, biases = "self_attention.linear_qkv.weight", arch.qkv_bias
     layer: list[tuple[str, str, int | None, Split | None, bool]] = [
         ("input_layernorm.weight", "input_layernorm.weight", hidden, None, True),
