@@ -124,7 +124,7 @@ class _Save:
         return self.final.with_name(self.final.name + ".part")
 
     def write(self, rank: int) -> None:
-        """Write this rank's files; thread-safe."""
+        """Write this rank's files; may run on any thread."""
         began = time.monotonic()
         try:
             rng = self.part / "rng" / f"rank_{rank:05d}.pt"
