@@ -94,7 +94,7 @@ class ReinforceConfig(Section):
 
     advantage_estimator: Annotated[str, AfterValidator(_registered)] = key(
         "rloo",
-        "none, running_mean, moving_average, exponential_moving_average, batch_mean, prompt_mean, rloo, grpo or raft",
+        ", ".join(ADVANTAGE_ESTIMATORS),
         expected=f"one of {', '.join(ADVANTAGE_ESTIMATORS)}",
         heading="Baseline and credit",
         more="; see [algorithms.md](algorithms.md#baselines-and-advantages)",

@@ -14,9 +14,9 @@ NOT_SET = "(not set)"  # default of a required key
 
 
 class Section(BaseModel):
-    """A group of keys. Types are strict; an int may stand for a float."""
+    """A group of keys. Types are strict; an int may stand for a float, and every float is finite."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def key(
@@ -67,8 +67,8 @@ def _not_zero(value: Any) -> Any:
 
 Text = Annotated[str, BeforeValidator(_digits_as_text)]  # YAML and Hydra read 32 as a number
 Fields = Annotated[dict[str, Any], BeforeValidator(_keys_as_text)]  # names that the user chooses
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Weight = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_zero)]
+Positive = Annotated[float, Field(gt=0)]
+Weight = Annotated[float, AfterValidator(_not_zero)]
 PRECISIONS = ("auto", "32", "bf16")
 Precision = Annotated[Literal["auto", "32", "bf16"], BeforeValidator(_digits_as_text)]
 Steps = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]  # -1: no bound

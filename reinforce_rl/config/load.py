@@ -151,7 +151,10 @@ def _set(section: Section, name: str, value: Any, key: str) -> Iterator[str]:
             value = float(value) if type(value) is int and bounds and type(bounds[0]) is float else value
             if isinstance(value, str) or found["type"] != "literal_error":
                 setattr(section, name, value)
-        yield f"{key} is {value!r}; expected {_expected(type(section), name, bool(of_value))}"
+        expected = _expected(type(section), name, bool(of_value))
+        if of_value and of_value[0]["type"] == "finite_number" and "finite" not in expected:
+            expected += ", and finite"
+        yield f"{key} is {value!r}; expected {expected}"
 
 
 def _missing(section: Section, path: str, faults: list[str]) -> Iterator[str]:
@@ -180,7 +183,8 @@ def _expected(schema: type[Section], name: str, is_of_value: bool) -> str:
         return " or ".join(["null", *choices])
     if choices:
         return f"one of {', '.join(choices)}"
-    return (_bounds(options[0]) if is_of_value else "") or describe(properties)
+    bounds = _bounds(options[0]) if is_of_value else ""
+    return f"{bounds}{', or null' if len(options) > 1 else ''}" if bounds else describe(properties)
 
 
 def _choices(option: dict[str, Any]) -> list[str]:

@@ -127,11 +127,15 @@ def _explained(error: Exception, name: str, overrides: Sequence[str]) -> ConfigE
 
 
 def _unknown_key(wanted: str, config_file: Path) -> str:
-    known = _dotted_keys(OmegaConf.to_container(OmegaConf.load(config_file)))
+    config = OmegaConf.load(config_file)
+    known = _dotted_keys(OmegaConf.to_container(config))
     if wanted in known:  # an empty group; Hydra adds keys to it only with a plus
         return f"{wanted} has entries of your own names; give each as +{wanted}.NAME=VALUE"
     if advice := renamed(wanted):
         return advice
+    for key in known:
+        if wanted.startswith(f"{key}.") and OmegaConf.is_config(OmegaConf.select(config, key)):
+            return f"{key} has entries of your own names; give {wanted} as +{wanted}=VALUE"
     close = difflib.get_close_matches(wanted, known, n=3)
     last_part = [key for key in known if key.split(".")[-1] == wanted.split(".")[-1]]
     suggestions = list(dict.fromkeys([*last_part, *close]))[:3]

@@ -259,6 +259,17 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("no memory", ["reward_function.sample_memory_mb=0"], ["sample_memory_mb is 0", "at least 1"]),
     ("no time for it", ["reward_function.sample_timeout_seconds=0"], ["sample_timeout_seconds is 0", "above 0"]),
     ("temperature", [f"{ROLLOUT}.sampling_params.temperature=0"], ["temperature is 0", "above 0", "use_greedy"]),
+    (
+        "not a number",
+        ["trainer.reinforce.reward_shaping.standardisation=given", "trainer.reinforce.reward_shaping.mean=nan"],
+        ["reward_shaping.mean is nan", "a number", "finite"],
+    ),
+    (
+        "infinite penalty",
+        ["trainer.reinforce.initial_policy_kl_penalty=inf"],
+        ["initial_policy_kl_penalty is inf", "at least 0, and finite"],
+    ),
+    ("a key that may be null", ["trainer.reinforce.kl_target=0"], ["kl_target is 0", "above 0 and finite, or null"]),
     ("infinite temperature", [f"{ROLLOUT}.sampling_params.temperature=inf"], ["temperature is inf", "finite number"]),
     (
         "no time limit of a sample",
