@@ -110,7 +110,7 @@ class Links:
         dealer = context.socket(zmq.DEALER)
         dealer.routing_id = b"rank %d" % rank
         dealer.reconnect_ivl = -1  # never: a closed connection is a lost rank
-        dealer.connect_timeout = dealer.handshake_ivl = round(1000 * seconds)
+        dealer.handshake_ivl = 0  # `_wait_for_handshake` has the deadline
         dealer.curve_serverkey = invitation.server_key
         dealer.curve_publickey, dealer.curve_secretkey = invitation.public_key, invitation.secret_key
         links = cls(dealer, rank)
