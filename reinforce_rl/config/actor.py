@@ -1,4 +1,4 @@
-"""Schema of `examples/train_reinforce_actor.py`; `config/load.py` reads it and `config/actor_rules.py` checks it."""
+"""Schema of `examples/train_reinforce_actor.py`; `config/load.py` reads it, `actor_rules.py` checks it."""
 
 from __future__ import annotations
 
