@@ -341,7 +341,7 @@ def test_a_killed_server_delays_a_patient_run_and_ends_an_impatient_one(world, s
         assert wait_for(lambda: patient.output.count(waiting) >= 2, 60), patient.output
         assert patient.process.poll() is None
         assert patient.step < STEPS
-        assert wait_for(lambda: not server.left_behind(), 20), server.left_behind()
+        assert wait_for(lambda: not server.left_behind()), server.left_behind()
         server.start()
         resumed = Actor(world, impatient.run_dir, server.port)
         actors.append(resumed)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SCRIPT = Path(__file__).with_name("serve_toy_scorer.py")
 START_SECONDS = 240.0  # a busy machine imports slowly
+END_SECONDS = 60.0  # until what was killed has left nothing behind
 
 
 class ToyServer:
@@ -46,6 +47,8 @@ class ToyServer:
         return [sys.executable, str(SCRIPT), *places, *self.options]
 
     def start(self) -> Self:
+        self.temporary.mkdir(exist_ok=True)
+        self.ready_file.unlink(missing_ok=True)
         environment = {**os.environ, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -70,6 +73,13 @@ class ToyServer:
     def front(self) -> psutil.Process:
         return next(p for p in self.descendants if "reinforce_rl.reward_server.front.process" in p.cmdline())
 
+    def ensure_running(self) -> Self:
+        """Start it again if a test has ended it: pytest may repeat that test."""
+        if self.process.poll() is not None:
+            self.close()
+            self.start()
+        return self
+
     def kill_group(self) -> None:
         """Kill the process group without cleanup, as a failing node would."""
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -79,7 +89,7 @@ class ToyServer:
         """Return what should be gone after the server's end."""
         found = [f"process {p.pid} {p.name()}" for p in self.descendants if is_alive(p)]
         found += [str(path) for path in Path("/dev/shm").glob(f"pytrtion{self.server_pid}-*")]
-        found += [str(path) for path in [*self.temporary.iterdir(), self.ready_file] if path.exists()]
+        found += [str(path) for path in [*self.temporary.glob("*"), self.ready_file] if path.exists()]
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -92,7 +102,7 @@ class ToyServer:
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self.kill_group()
-        wait_for(lambda: not self.left_behind(), 5)
+        wait_for(lambda: not self.left_behind())
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
@@ -107,7 +117,7 @@ def free_port() -> int:
     return launch.free_port("127.0.0.1")
 
 
-def wait_for(condition, seconds: float) -> bool:
+def wait_for(condition, seconds: float = END_SECONDS) -> bool:
     """Return whether the condition became true in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -26,13 +26,13 @@ def test_each_state_is_told_with_what_to_do(tmp_path):
         assert "it is starting; ask again in a minute" in told(front.port)
         front.process.set_state("ready")
         front.backend.status = 7
-        assert wait_for(lambda: front.get("/v2/health/ready").code == 200, 10)
+        assert wait_for(lambda: front.get("/v2/health/ready").code == 200)
         assert "does not score them: a small sample failed" in told(front.port)
         front.process.set_state(FAILED, "tritonserver died")
-        assert wait_for(lambda: front.health()[1]["state"] == "failed", 10)
+        assert wait_for(lambda: front.health()[1]["state"] == "failed")
         assert "it has failed and is ending: tritonserver died" in told(front.port)
         front.process.set_state("draining")
-        assert wait_for(lambda: front.health()[1]["state"] == "draining", 10)
+        assert wait_for(lambda: front.health()[1]["state"] == "draining")
         assert "it was told to stop" in told(front.port)
     finally:
         front.close()

@@ -127,7 +127,7 @@ def test_half_sent_headers_of_one_address_shut_nobody_out(start):
         answer = connections[-1].recv(1000)
         assert answer.startswith(b"HTTP/1.1 503 ") and b"Retry-After" in answer
         assert connections[0].recv(1000) == b""  # the header did not come in time
-        assert wait_for(lambda: health_from(front.port, "127.0.0.1") == b"HTTP/1.1 200 OK", 20)
+        assert wait_for(lambda: health_from(front.port, "127.0.0.1") == b"HTTP/1.1 200 OK")
     finally:
         for connection in connections:
             connection.close()
@@ -170,7 +170,7 @@ def test_a_full_queue_is_busy_and_frees_itself(start):
     front.backend.go.clear()
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(front.infer, BODY) for _ in range(3)]
-        assert wait_for(lambda: front.health()[1]["in_flight"] + front.health()[1]["queued"] == 3, 10)
+        assert wait_for(lambda: front.health()[1]["in_flight"] + front.health()[1]["queued"] == 3)
         answer = front.infer(BODY)
         assert (answer.code, "busy" in error_of(answer)) == (503, True)
         assert answer.retry_after is not None and 1 <= answer.retry_after <= 60
@@ -190,9 +190,9 @@ def test_a_client_that_hangs_up_frees_its_place(start):
     request = b"POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
     with socket.create_connection(("127.0.0.1", front.port)) as connection:
         connection.sendall(request)
-        assert wait_for(lambda: front.health()[1]["in_flight"] == 1, 10)
+        assert wait_for(lambda: front.health()[1]["in_flight"] == 1)
         assert front.infer(BODY).code == 503
-    assert wait_for(lambda: front.health()[1]["in_flight"] == 0, 10)
+    assert wait_for(lambda: front.health()[1]["in_flight"] == 0)
     front.backend.go.set()
     assert front.infer(BODY).code == 200
 
@@ -213,20 +213,20 @@ def test_health_tells_busy_from_stuck_and_from_dead(start):
         code, values = front.health()
         assert code == 200, values
     assert "busy" in values["text"]
-    assert wait_for(lambda: front.health()[0] == 503, 10)  # nothing was finished any more
+    assert wait_for(lambda: front.health()[0] == 503)  # nothing was finished any more
     assert "stuck" in front.health()[1]["text"]
     front.progress.end()
-    assert wait_for(lambda: front.health()[0] == 200, 10)
+    assert wait_for(lambda: front.health()[0] == 200)
 
     front.backend.go.clear()  # idle, and yet no answer
-    assert wait_for(lambda: front.health()[0] == 503, 10)
+    assert wait_for(lambda: front.health()[0] == 503)
     assert "no answer within 0.5 s" in front.health()[1]["text"]
     front.backend.go.set()
-    assert wait_for(lambda: front.health()[0] == 200, 10)
+    assert wait_for(lambda: front.health()[0] == 200)
     front.backend.status = 7
-    assert wait_for(lambda: "raised an error" in front.health()[1]["text"], 10)
+    assert wait_for(lambda: "raised an error" in front.health()[1]["text"])
     front.backend.dead = True
-    assert wait_for(lambda: "does not answer" in front.health()[1]["text"], 10)
+    assert wait_for(lambda: "does not answer" in front.health()[1]["text"])
     assert front.infer(BODY).code == 502
 
 
@@ -238,7 +238,7 @@ def test_health_is_not_held_up_by_other_work(start):
     found = []
     canary = threading.Thread(target=lambda: found.append(front.health()))
     canary.start()
-    assert wait_for(lambda: front.backend.inferences == 1, 10)
+    assert wait_for(lambda: front.backend.inferences == 1)
     assert front.infer(BODY).code == 200
     canary.join(20)
     assert found[0][0] == 200 and "answered other requests" in found[0][1]["text"]
@@ -249,7 +249,7 @@ def test_a_canary_that_was_scored_and_not_answered_is_no_health(start):
     front.backend.go.clear()
     canary = threading.Thread(target=front.health)
     canary.start()
-    assert wait_for(lambda: front.backend.inferences == 1, 10)
+    assert wait_for(lambda: front.backend.inferences == 1)
     front.progress.begin()
     front.progress.count(1, {0: 1}, 3, 0.1)
     front.progress.end()
@@ -266,7 +266,7 @@ def test_states(start):
     assert front.get("/v2/health/live").code == 200
     assert front.get("/v2/health/ready").code == 503
     front.process.set_state(FAILED, "tritonserver died")
-    assert wait_for(lambda: front.health()[1]["state"] == "failed", 10)
+    assert wait_for(lambda: front.health()[1]["state"] == "failed")
     assert front.health()[1]["text"] == "tritonserver died"
 
 
@@ -275,9 +275,9 @@ def test_a_drain_finishes_what_is_in_flight_and_refuses_the_rest(start):
     front.backend.go.clear()
     with ThreadPoolExecutor(3) as pool:
         served = pool.submit(front.infer, BODY)
-        assert wait_for(lambda: front.health()[1]["in_flight"] == 1, 10)
+        assert wait_for(lambda: front.health()[1]["in_flight"] == 1)
         waiting = pool.submit(front.infer, BODY)
-        assert wait_for(lambda: front.health()[1]["queued"] == 1, 10)
+        assert wait_for(lambda: front.health()[1]["queued"] == 1)
         drained = pool.submit(front.process.drain, 30.0)
         assert waiting.result(20).code == 503
         assert front.infer(BODY).retry_after is not None

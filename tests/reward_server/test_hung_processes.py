@@ -64,7 +64,7 @@ def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds
         assert which == "front" or texts
         error = next(line for line in server.log.read_text().splitlines() if line.startswith("error: "))
         assert f"process {victim.pid}" in error and "inference.stuck_seconds" in error
-        assert wait_for(lambda: not server.left_behind(), 10), server.left_behind()
+        assert wait_for(lambda: not server.left_behind()), server.left_behind()
     finally:
         server.close()
 
@@ -92,7 +92,7 @@ def test_a_lost_guard_is_replaced_and_the_next_one_cleans_up(tmp_path, how):
         time.sleep(2.0)  # it looks for what is there once a second
         os.kill(server.server_pid, signal.SIGKILL)
         server.process.wait(10)
-        assert wait_for(lambda: not server.left_behind(), 10), server.left_behind()
+        assert wait_for(lambda: not server.left_behind()), server.left_behind()
         assert not is_alive(first)
     finally:
         server.close()

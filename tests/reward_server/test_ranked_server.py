@@ -63,7 +63,7 @@ def start(files, tmp_path) -> Iterator[Callable[..., ToyServer]]:
 def check_end(server: ToyServer, seconds: float) -> str:
     """It ends by itself, says by its exit code that a rank was lost, and leaves nothing; its log."""
     assert server.process.wait(seconds) == EXIT_LOST_RANK
-    assert wait_for(lambda: not server.left_behind(), 10), server.left_behind()
+    assert wait_for(lambda: not server.left_behind()), server.left_behind()
     return server.log.read_text()
 
 
@@ -145,7 +145,7 @@ def test_deterministic_scores_of_several_ranks_do_not_depend_on_other_clients(st
     assert server.process.wait(60) == EXIT_FINISHED
     assert "event=stopped signal=SIGTERM" in server.log.read_text()
     assert "rank_lost" not in server.log.read_text()
-    assert wait_for(lambda: not server.left_behind(), 10), server.left_behind()
+    assert wait_for(lambda: not server.left_behind()), server.left_behind()
 
 
 @pytest.mark.slow
@@ -216,5 +216,5 @@ def test_a_killed_launcher_takes_the_ranks_along(start):
     server = start(*TENSOR_PARALLEL)
     server.process.kill()
     server.process.wait(10)
-    assert wait_for(lambda: not server.left_behind(), 60), server.left_behind()
+    assert wait_for(lambda: not server.left_behind()), server.left_behind()
     assert "event=stopped signal=SIGTERM" in server.log.read_text()

@@ -50,11 +50,16 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def shared_server(tmp_path_factory):
     options = ["--batch-noise", str(NOISE), "--max-queue-delay", "0.05", "--slow", str(SLOW_SECONDS)]
     server = ToyServer(tmp_path_factory.mktemp("server"), *options).start()
     yield server
     server.close()
+
+
+@pytest.fixture
+def server(shared_server):
+    return shared_server.ensure_running()
 
 
 def direct(sequences: list[list[int]]) -> list[float]:
@@ -286,7 +291,7 @@ def test_sigterm_lets_calls_finish_and_leaves_nothing(server):
     rewards, status = answers[0]
     assert status.tolist() == [0]
     assert math.isclose(rewards[0], direct([[TOKEN_SLOW, 1]])[0], rel_tol=1e-6)
-    assert wait_for(lambda: not server.left_behind(), 5), server.left_behind()
+    assert wait_for(lambda: not server.left_behind()), server.left_behind()
     log = Path(server.log).read_text()
     assert "event=stopped signal=SIGTERM" in log
     assert "Timeout 0:" not in log  # of Triton, which waits so long for an open connection

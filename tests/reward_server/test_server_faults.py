@@ -41,11 +41,16 @@ SECRET = ", ".join(map(str, SECRET_IDS))
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def shared_server(tmp_path_factory):
     server = ToyServer(tmp_path_factory.mktemp("server"), "--token", TOKEN, "--front", '{"max_request_bytes": 100000}')
     server.start()
     yield server
     server.close()
+
+
+@pytest.fixture
+def server(shared_server):
+    return shared_server.ensure_running()
 
 
 @pytest.fixture
@@ -145,7 +150,7 @@ def test_nothing_of_a_request_is_in_the_logs_and_ids_are(server, client, caplog)
     assert call("127.0.0.1", server.port, path, 60.0, body=body.encode(), headers=headers).code == 200
     for wrong in (body.replace("sentences", "xylophone"), body[:-9], body.replace('"BYTES"', '"xylophone"')):
         assert call("127.0.0.1", server.port, path, 60.0, body=wrong.encode(), headers=headers).code >= 400
-    assert wait_for(lambda: server.log.read_text().count("id=mine ") == 4, 10)
+    assert wait_for(lambda: server.log.read_text().count("id=mine ") == 4)
     log = server.log.read_text()
     assert "id=run-rank2-call0-" in log
     for text in (log, caplog.text):
@@ -262,7 +267,7 @@ def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
             client.infer_rm(request_of([1, TOKEN_SLOW])).result()
         client.close()
         assert server.process.wait(60) == 1
-        assert wait_for(lambda: not server.left_behind(), 10), server.left_behind()
+        assert wait_for(lambda: not server.left_behind()), server.left_behind()
         said = re.search(r"error: the model has been in one call for (\d+) s (.*)", server.log.read_text())
         assert said and int(said.group(1)) in range(4, 60)
         assert said.group(2).startswith("(inference.stuck_seconds is 2)")
@@ -274,25 +279,22 @@ def test_a_dead_front_door_ends_the_server_and_leaves_nothing(server):
     server.front.kill()
     assert server.process.wait(60) == 1
     assert "the front door" in server.log.read_text()
-    assert wait_for(lambda: not server.left_behind(), 10), server.left_behind()
+    assert wait_for(lambda: not server.left_behind()), server.left_behind()
 
 
 def test_a_killed_server_takes_its_front_door_along(server):
     """Only the server's own process is killed; its guard and the end of a pipe do the rest."""
-    server.start()
     front = server.front
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait(30)
-    assert wait_for(lambda: not server.left_behind(), 20), server.left_behind()
+    assert wait_for(lambda: not server.left_behind()), server.left_behind()
     assert front in server.descendants
 
 
 @pytest.mark.slow
 def test_a_front_door_that_hangs_is_ended_with_its_server(server):
-    """The last one: it ends the server. A stopped process reads no pipe and ignores no signal."""
-    if server.process.poll() is not None:  # the tests before this one end it, where they are run
-        server.start()
+    """A stopped process reads no pipe and ignores no signal."""
     server.front.suspend()
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait(30)
-    assert wait_for(lambda: not server.left_behind(), 20), server.left_behind()
+    assert wait_for(lambda: not server.left_behind()), server.left_behind()

@@ -33,11 +33,16 @@ SLOW_SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def shared_server(tmp_path_factory):
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     server = ToyServer(tmp_path_factory.mktemp("server"), "--slow", str(SLOW_SECONDS)).start()
     yield server
     server.close()
+
+
+@pytest.fixture
+def server(shared_server):
+    return shared_server.ensure_running()
 
 
 @pytest.fixture
@@ -145,15 +150,14 @@ def test_a_kill_during_a_call_and_a_restart_give_the_right_scores(server, make_c
     time.sleep(SLOW_SECONDS / 4)
     assert not future.done()
     server.kill_group()
-    assert wait_for(lambda: not server.left_behind(), 5), server.left_behind()
-    assert wait_for(lambda: any("connection refused" in text for text in said), 5), said
+    assert wait_for(lambda: not server.left_behind()), server.left_behind()
+    assert wait_for(lambda: any("connection refused" in text for text in said)), said
     server.start()
     assert future.result().values.tolist() == toy_scores(sequences)
     assert any(f"127.0.0.1:{server.port}" in text and "s of 400 s" in text for text in said)
 
 
 def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(server, make_client):
-    """The last one with the real server: it ends it."""
     client = make_client(server.port, deadline_seconds=3.0)
     client.wait_until_ready()
     future = client.infer_rm(request_of([[TOKEN_SLOW, 1]]))
@@ -165,7 +169,7 @@ def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(se
         future.result()
     assert server.process.wait(30) == 1
     assert "died" in server.log.read_text()  # not as its last line: an interpreter that ends may warn after it
-    assert wait_for(lambda: not server.left_behind(), 5), server.left_behind()
+    assert wait_for(lambda: not server.left_behind()), server.left_behind()
 
 
 @pytest.mark.slow
