@@ -149,11 +149,7 @@ class MegatronGPTReinforceActorModel:
         return found.within_vocabulary(self.lm.architecture.vocab_size, self.pad_id)
 
     def get_inference_log_probs(
-        self,
-        sequences: Tensor,
-        prompt_lengths: Tensor,
-        response_lengths: Tensor,
-        group_ids: Tensor | None = None,
+        self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None = None
     ) -> Tensor:
         """Compute log-probs of the response tokens under the policy, without gradient.
 
@@ -184,11 +180,7 @@ class MegatronGPTReinforceActorModel:
         return self.mesh.from_last_stage(out)
 
     def get_init_policy_logprobs(
-        self,
-        sequences: Tensor,
-        prompt_lengths: Tensor,
-        response_lengths: Tensor,
-        group_ids: Tensor | None = None,
+        self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None = None
     ) -> Tensor:
         """Compute `get_inference_log_probs` under the reference policy, at the same temperature."""
         if self._as_reference is None:

@@ -36,14 +36,7 @@ from reinforce_rl.errors import (
 from reinforce_rl.utils.ranks import STORE_VARIABLE
 
 # Errors re-raised on the other ranks as the same type, by name.
-_KINDS = (
-    CheckpointError,
-    DataError,
-    GenerationError,
-    RewardServerError,
-    StoppedEarly,
-    TooManyFailedRewardsError,
-)
+_KINDS = (CheckpointError, DataError, GenerationError, RewardServerError, StoppedEarly, TooManyFailedRewardsError)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 

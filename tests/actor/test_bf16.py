@@ -65,13 +65,7 @@ def test_log_probs_and_entropy_are_fp32_from_the_logits(folder, mesh):
         hidden = layout.hidden(actor.lm)
         assert hidden.dtype == BF16
         found = response_scores(
-            layout,
-            hidden,
-            actor.lm,
-            temperature=TEMPERATURE,
-            width=rollouts.width,
-            chunk_tokens=5,
-            with_entropy=True,
+            layout, hidden, actor.lm, temperature=TEMPERATURE, width=rollouts.width, chunk_tokens=5, with_entropy=True
         )
         table = torch.log_softmax(actor.lm.full_logits(hidden.flatten(0, 1)).double() / TEMPERATURE, dim=-1)
     table = table.view(*hidden.shape[:2], -1)

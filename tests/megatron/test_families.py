@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.families import (
-    MAX_SHARD_BYTES,
-    MODELS,
-    computed_by_transformers,
-    computed_here,
-    family_folder,
-    tokens_of,
-)
+from helpers.families import MAX_SHARD_BYTES, MODELS, computed_by_transformers, computed_here, family_folder, tokens_of
 from helpers.policies import transformers_logits, transformers_model
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file

@@ -11,14 +11,7 @@ import torch
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
 from helpers.ranks import run_ranks
-from helpers.tiny_run import (
-    largest_difference,
-    metrics_of,
-    tiny_config,
-    tiny_overrides,
-    tiny_trainer,
-    without_times,
-)
+from helpers.tiny_run import largest_difference, metrics_of, tiny_config, tiny_overrides, tiny_trainer, without_times
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 
@@ -149,11 +142,7 @@ def test_a_checkpoint_of_all_weights_is_refused(mesh, tmp_path):
 )
 def test_two_ranks_equal_one(layout, mesh, tmp_path):
     short = [*LORA, "trainer.reinforce.max_steps=3", "trainer.reinforce.max_epochs=2"]
-    more = [
-        "trainer.devices=2",
-        *layout,
-        "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
-    ]
+    more = ["trainer.devices=2", *layout, "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true"]
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         tiny_llama_folder(folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16)

@@ -12,12 +12,7 @@ from helpers.policies import megatron_model
 from megatron.core.optimizer import clip_grads
 
 from reinforce_rl.config.model import OptimConfig, ScheduleConfig
-from reinforce_rl.megatron.optimizer import (
-    SCHEDULES,
-    ActorOptimizer,
-    build_optimizer,
-    wrap_data_parallel,
-)
+from reinforce_rl.megatron.optimizer import SCHEDULES, ActorOptimizer, build_optimizer, wrap_data_parallel
 from reinforce_rl.megatron.optimizer_state import HostCopies, inner_optimizers, large_states
 
 LR, MIN_LR, WEIGHT_DECAY, TOTAL_STEPS = 1e-3, 1e-4, 0.1, 10

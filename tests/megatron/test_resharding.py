@@ -30,12 +30,7 @@ SHARED = "DP2 distributed optimizer"
 ON_TWO = ("TP2 SP", "PP2", "PP2 uneven", "CP2", "DP2", SHARED, "CP2 distributed optimizer")
 ON_FOUR = ("TP2 PP2 SP", "PP2 DP2 distributed optimizer", "PP4", "CP2 DP2")
 # Each kind of layout to another kind, the shared optimizer to the plain one and back.
-QUICK = {
-    "TP2 SP": [ONE, "PP2 uneven"],
-    "PP2 uneven": [SHARED],
-    "CP2": ["TP2 SP"],
-    SHARED: [SHARED, "TP2 SP"],
-}
+QUICK = {"TP2 SP": [ONE, "PP2 uneven"], "PP2 uneven": [SHARED], "CP2": ["TP2 SP"], SHARED: [SHARED, "TP2 SP"]}
 
 
 def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]) -> None:
@@ -44,12 +39,7 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
     for case in cases:
         write_model(out, case)
         uninterrupted[case], _ = save_and_go_on(out, case, ONE, mesh)
-    plan = {
-        "cases": cases,
-        "saves": layouts,
-        "loads": loads,
-        "full_disk": SHARED if SHARED in layouts else None,
-    }
+    plan = {"cases": cases, "saves": layouts, "loads": loads, "full_disk": SHARED if SHARED in layouts else None}
     run_ranks(SCRIPT, LAYOUTS[layouts[0]].ranks, out, json.dumps(plan), timeout=600)
     for case in cases:
         if case == "bf16":
