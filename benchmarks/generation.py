@@ -35,9 +35,9 @@ from reinforce_rl.data.tokenizer import load_tokenizer  # noqa: E402
 from reinforce_rl.generation.base import SamplingParams  # noqa: E402
 from reinforce_rl.generation.native.generator import NativeGenerator  # noqa: E402
 from reinforce_rl.megatron.architecture import Architecture  # noqa: E402
+from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights  # noqa: E402
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh  # noqa: E402
 from reinforce_rl.megatron.model.model import CausalLM  # noqa: E402
-from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights  # noqa: E402
 
 OURS, PEER = "native engine", "transformers"
 SHORT = {"pairs": 1, "prompts": 2, "group": 2, "prompt_tokens": 8, "response_tokens": 6, "threads": 1}

@@ -67,9 +67,9 @@ def check(options: argparse.Namespace) -> int:
     from reinforce_rl.generation.comparison import compare
     from reinforce_rl.generation.native.generator import NativeGenerator
     from reinforce_rl.megatron.architecture import Architecture
+    from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
     from reinforce_rl.megatron.mesh import parallel_mesh
     from reinforce_rl.megatron.model.model import CausalLM
-    from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
     from reinforce_rl.trainer.build import DTYPES, stop_token_ids
 
     with parallel_mesh(options.tensor_parallel, options.pipeline_parallel) as mesh:

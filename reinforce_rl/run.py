@@ -13,7 +13,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.loader import FixedPrompts, PromptLoader
 from reinforce_rl.data.prompts import RLHFDatasets
-from reinforce_rl.megatron.checkpoint.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
+from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer

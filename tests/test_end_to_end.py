@@ -37,7 +37,7 @@ from helpers.toy_server import is_alive, wait_for
 import reinforce_rl.run
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
-from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.rollouts import RolloutRow, read_rollouts, rollout_files
 from reinforce_rl.reward_model.scorer import load_reward_model
 from reinforce_rl.rewards.base import RewardRequest

@@ -117,7 +117,7 @@ def test_cpu_support_is_met_in_three_places() -> None:
     cpu = PACKAGE / "megatron" / "cpu"
     found = uses_of([path for path in source_files(PACKAGE) if cpu not in path.parents], "reinforce_rl.megatron.cpu")
     files = {use.partition(":")[0].removeprefix("reinforce_rl/megatron/") for use in found}
-    assert files == {"__init__.py", "optimizer.py", "model/fast_decode.py"}
+    assert files == {"__init__.py", "optimizer.py", "model/decoding.py"}
 
 
 def test_the_algorithm_knows_neither_processes_nor_configurations() -> None:

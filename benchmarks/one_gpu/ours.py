@@ -34,10 +34,10 @@ from reinforce_rl.data.batches import (
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.preflight.memory import Decoding, Pass, Policy, RankMemory, rank_memory, stage_shapes
 
 BETA = 0.05  # what a nat of KL costs

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reinforce_rl.megatron.hf_weights import parameters_of
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.weights.hf_weights import parameters_of
-from reinforce_rl.megatron.weights.weight_map import weight_map
+from reinforce_rl.megatron.weight_map import weight_map
 
 
 def random_weight(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -23,6 +23,7 @@ from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch, length_mask
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.generation.base import Generator, SamplingParams
+from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.lora import LoraIdentity, MergedWeights, export_adapter, lora_settings_of, updates_off
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.log_probs import TokenScores, response_scores
@@ -30,7 +31,6 @@ from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.sequences import PackedGroups, PaddedSequences, SequenceLayout, to_device
 from reinforce_rl.megatron.optimizer import DEFAULT_OPTIM, wrap_data_parallel
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
-from reinforce_rl.megatron.weights.hf_weights import export_hf_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

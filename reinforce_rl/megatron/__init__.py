@@ -1,6 +1,6 @@
 """Everything that imports megatron-core; no other folder imports `megatron.core`.
 
-Importing this package patches megatron for machines without CUDA (`cpu/support.py`).
+Importing this package patches megatron for machines without CUDA (`cpu`).
 """
 
 import os
@@ -9,6 +9,6 @@ import os
 # Set before CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-from reinforce_rl.megatron.cpu.support import enable_cpu_support
+from reinforce_rl.megatron.cpu import enable_cpu_support
 
 enable_cpu_support()

@@ -16,9 +16,9 @@ from megatron.core import dist_checkpointing
 
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.checkpoint.checkpointer import STATE_FILE, latest_checkpoint, reason_of
-from reinforce_rl.megatron.checkpoint.files import MANIFEST_FILE, check_files
-from reinforce_rl.megatron.checkpoint.resharding import allow_other_padding
+from reinforce_rl.megatron.checkpoint_files import MANIFEST_FILE, allow_other_padding, check_files
+from reinforce_rl.megatron.checkpointer import STATE_FILE, latest_checkpoint, reason_of
+from reinforce_rl.megatron.hf_weights import HFFolder, Track, carry_over, export_hf_folder, load_hf_weights
 from reinforce_rl.megatron.lora import (
     LoraIdentity,
     LoraSettings,
@@ -29,9 +29,7 @@ from reinforce_rl.megatron.lora import (
 )
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.weights.hf_folder import HFFolder
-from reinforce_rl.megatron.weights.hf_weights import Track, carry_over, export_hf_folder, load_hf_weights
-from reinforce_rl.megatron.weights.weight_map import EMBEDDING
+from reinforce_rl.megatron.weight_map import EMBEDDING
 from reinforce_rl.utils.files import replace_folder
 
 MODEL = "model"

@@ -33,10 +33,10 @@ from torch import Tensor
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
-from reinforce_rl.megatron.weights.weight_map import Row, Split, weight_map
+from reinforce_rl.megatron.weight_map import Row, Split, weight_map
 from reinforce_rl.utils.files import replace_folder
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

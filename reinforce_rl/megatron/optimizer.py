@@ -1,28 +1,36 @@
-"""megatron's data-parallel wrapper, optimizer and learning-rate schedule."""
+"""megatron's data-parallel wrapper, optimizer and learning-rate schedule; Adam's state on the host and in checkpoints.
+
+Checkpoints are independent of the distributed optimizer: each rank writes its part as rectangles of whole tensors.
+megatron's own format gathers 12 bytes a parameter on each rank, and with torch's Adam fails before the first step
+and loads one step count for all parameters.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from reinforce_rl.config.model import OptimConfig
-from reinforce_rl.megatron.cpu.in_place_gradients import add_gradients_in_place
+from reinforce_rl.megatron.cpu.fast import add_gradients_in_place
 from reinforce_rl.megatron.model.layers import fuse_weight_gradients
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.optimizer_state import HostCopies, attach_copies, inner_optimizers, large_states
 
 # NeMo's scheduler names -> megatron's decay styles.
 SCHEDULES = {"constant": "constant", "linear": "linear", "CosineAnnealing": "cosine"}
@@ -195,3 +203,259 @@ class ActorOptimizer:
         elif (coefficient := bound / (norm + 1e-6)) < 1:
             grads = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_mul_(grads, coefficient)  # type: ignore[reportPrivateImportUsage]
+
+
+# torch rounds pinned allocations up to a power of two, so allocate blocks of that size and fill them.
+BLOCK_BYTES = 2**28
+_COPIES = "reinforce_rl_host_copies"
+PREFIX = "optimizer.state."  # followed by the kind of state and the parameter's key
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN = "fp32_param"
+STEP = "step"
+
+
+class HostCopies:
+    """Moves tensors to host memory and back, reusing the host buffers since pinning is slow.
+
+    Args:
+        pin: use page-locked memory.
+        overlap_restore: copy back on a side stream; call `wait` before using the tensors.
+    """
+
+    def __init__(self, *, pin: bool, overlap_restore: bool = False, block_bytes: int = BLOCK_BYTES):
+        self._pin, self._overlap, self._block_bytes = pin, overlap_restore, block_bytes
+        self._blocks: list[Tensor] = []
+        self._away: list[tuple[Tensor, int]] = []  # and the storage's bytes
+        self._stream: Any = None
+        self._event: Any = None
+
+    def take(self, tensors: Iterable[Tensor]) -> None:
+        """Copy contiguous tensors, each with its own storage, to the host and free their memory.
+
+        Raises:
+            ValueError: a tensor is a view of a larger storage, or not contiguous.
+        """
+        self.wait()
+        away = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
+        for tensor, size in away:
+            if size != tensor.nbytes or not tensor.is_contiguous():
+                raise ValueError(f"a tensor of {tensor.nbytes} bytes cannot leave its storage of {size} bytes")
+        for host, part in self._pieces([tensor for tensor, _ in away]):
+            host.copy_(part, non_blocking=True)
+        if self._pin:
+            torch.cuda.current_stream().synchronize()
+        for tensor, _ in away:
+            tensor.untyped_storage().resize_(0)
+        self._away = away
+
+    def give_back(self) -> None:
+        """Restore the tensors given to `take`."""
+        for tensor, size in self._away:
+            tensor.untyped_storage().resize_(size)
+        tensors, self._away = [tensor for tensor, _ in self._away], []
+        if not (self._overlap and self._pin):
+            self._copy_back(tensors)
+            return
+        self._stream = self._stream or torch.cuda.Stream()
+        # Kernels launched earlier may still use this memory.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy_back(tensors)
+            self._event = self._stream.record_event()
+
+    def wait(self) -> None:
+        """Make the current stream wait for an overlapped `give_back`."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+            self._event = None
+
+    def _copy_back(self, tensors: list[Tensor]) -> None:
+        for host, part in self._pieces(tensors):
+            part.copy_(host, non_blocking=True)
+
+    def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (host, device) pairs of uint8 [n] views, split at host-block boundaries."""
+        block, offset = 0, 0
+        for tensor in tensors:
+            flat, start = tensor.detach().view(-1).view(torch.uint8), 0
+            while start < len(flat):
+                if block == len(self._blocks):
+                    memory = torch.empty(self._block_bytes, dtype=torch.uint8)
+                    self._blocks.append(memory.pin_memory() if self._pin else memory)
+                size = min(len(flat) - start, self._block_bytes - offset)
+                yield self._blocks[block][offset : offset + size], flat[start : start + size]
+                start, offset = start + size, offset + size
+                if offset == self._block_bytes:
+                    block, offset = block + 1, 0
+
+
+def attach_copies(optimizer: Any, copies: HostCopies) -> None:
+    setattr(optimizer, _COPIES, copies)
+
+
+def wait_for_copies(optimizer: Any) -> None:
+    """Wait for states still being restored; call before reading them."""
+    copies: HostCopies | None = getattr(optimizer, _COPIES, None)
+    if copies is not None:
+        copies.wait()
+
+
+def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str, Any]:
+    """Return the sharded Adam state for `dist_checkpointing`; loading writes in place.
+
+    Contains the step count, both moments, and fp32 weights where the model's dtype is lower. Missing state is created
+    as of step 0.
+
+    Args:
+        model: sharded state of the parameters that Adam updates.
+    """
+    wait_for_copies(optimizer)
+    sharded = {id(entry.data): (name, entry) for name, entry in model.items() if hasattr(entry, "data")}
+    found: dict[str, Any] = {STEP: _step_of(optimizer)}
+    for main in _main_parameters(optimizer):
+        name, entry = sharded[id(main.parameter)]
+        tensors = {key: main.moment(key) for key in MOMENTS}
+        if main.tensor.dtype != main.parameter.dtype:
+            tensors[MAIN] = main.tensor.detach()
+        for kind, tensor in tensors.items():
+            for number, part in enumerate(_parts(entry, f"{PREFIX}{kind}.", tensor.view(-1), main)):
+                found[f"{kind}.{name}.{number}"] = part
+    return found
+
+
+def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
+    """Set every parameter's step count; call after a load, which fills the tensors."""
+    for inner in inner_optimizers(optimizer):
+        if _counts_by_parameter(inner):
+            for state in inner.state.values():
+                # Not shared: each is incremented in place.
+                place = _step_device(inner, state[MOMENTS[0]])
+                state[STEP] = torch.full((), float(step), dtype=torch.float32, device=place)
+        else:
+            for group in inner.param_groups:
+                group[STEP] = int(step)
+
+
+@dataclass(frozen=True)
+class _Main:
+    parameter: Tensor  # the model's
+    tensor: Tensor  # what Adam updates here: the parameter, its fp32 copy, or a flat range of either
+    start: int  # offset of the range in the flattened parameter
+    shared: bool  # sharded over data- and context-parallel ranks
+    inner: Any  # inner optimizer
+
+    def moment(self, name: str) -> Tensor:
+        state = self.inner.state[self.tensor]
+        if _counts_by_parameter(self.inner):
+            place = _step_device(self.inner, self.tensor)
+            state.setdefault(STEP, torch.zeros((), dtype=torch.float32, device=place))
+        if name not in state:
+            state[name] = torch.zeros_like(self.tensor)
+        return state[name]
+
+
+def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[_Main]:
+    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    for part in parts:
+        inner = part.optimizer
+        if isinstance(part, DistributedOptimizer):
+            for parameter, (group, place) in part.model_param_group_index_map.items():
+                start = part._get_model_param_range_map(parameter)["param"].start
+                yield _Main(parameter, inner.param_groups[group]["params"][place], start, True, inner)
+        elif isinstance(part, Float16OptimizerWithFloat16Params):
+            pairs = zip(chain(*part.float16_groups), chain(*part.fp32_from_float16_groups), strict=True)
+            for parameter, tensor in pairs:
+                yield _Main(parameter, tensor, 0, False, inner)
+            for parameter in chain(*part.fp32_from_fp32_groups):
+                yield _Main(parameter, parameter, 0, False, inner)
+        else:
+            for parameter in chain(*(group["params"] for group in inner.param_groups)):
+                yield _Main(parameter, parameter, 0, False, inner)
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    """Return the torch, Apex or Transformer Engine optimizers that megatron wraps."""
+    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts]
+
+
+def _counts_by_parameter(inner: Any) -> bool:
+    # Apex's and Transformer Engine's fused Adams, preferred by megatron, keep the step in the group.
+    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _step_device(inner: Any, tensor: Tensor) -> torch.device:
+    return tensor.device if any(group.get("fused") for group in inner.param_groups) else torch.device("cpu")
+
+
+def large_states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Yield moments and fp32 main weights, the states as large as the parameters."""
+    for main in _main_parameters(optimizer):
+        state = main.inner.state.get(main.tensor, {})
+        yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
+        if main.tensor.dtype != main.parameter.dtype:
+            yield main.tensor
+
+
+def _step_of(optimizer: MegatronOptimizer) -> float:
+    # All parameters share one step count; a rank without parameters returns 0.
+    for inner in inner_optimizers(optimizer):
+        holders = inner.state.values() if _counts_by_parameter(inner) else inner.param_groups
+        for holder in holders:
+            return float(holder.get(STEP, 0.0))
+    return 0.0
+
+
+def _parts(
+    entry: ShardedTensor | ShardedTensorFactory, prefix: str, flat: Tensor, main: _Main
+) -> Iterator[ShardedTensor]:
+    """Cut a parameter-shaped tensor, or its flat range, into rectangles (views) of whole tensors."""
+    pieces: Any = [entry]
+    if isinstance(entry, ShardedTensorFactory):  # several tensors, concatenated
+        pieces = entry.build_fn(entry.key, entry.data, entry.replica_id, None)
+    end, before = main.start + len(flat), 0
+    for piece in pieces:
+        size = math.prod(piece.local_shape)
+        own = max(main.start - before, 0), min(end - before, size)
+        axes = piece.prepend_axis_num
+        for offset, shape in rectangles(piece.local_shape, *own):
+            first = before + _flat_index(offset, piece.local_shape) - main.start
+            yield replace(
+                piece,
+                key=prefix + piece.key,
+                data=flat[first : first + math.prod(shape)].view((1,) * axes + shape),
+                dtype=flat.dtype,
+                local_shape=(1,) * axes + shape,
+                global_offset=tuple(a + b for a, b in zip(piece.global_offset, (0,) * axes + offset, strict=True)),
+                axis_fragmentations=None,  # not a regular grid
+                prepend_axis_num=0,
+                # The last number is the data- and context-parallel rank; each writes its own range.
+                replica_id=(*piece.replica_id[:-1], 0) if main.shared else piece.replica_id,
+            )
+        before += size
+
+
+def rectangles(shape: Sequence[int], start: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return (offset, shape) of rectangles that cover elements start .. end-1 of a flattened tensor, in order."""
+    if start >= end:
+        return []
+    if len(shape) == 1:
+        return [((start,), (end - start,))]
+    row = math.prod(shape[1:])
+
+    def within(number: int, first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return [((number, *offset), (1, *size)) for offset, size in rectangles(shape[1:], first, last)]
+
+    first, last = -(-start // row), end // row  # whole rows
+    if first > last:
+        return within(last, start - last * row, end - last * row)
+    whole = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
+    head = within(first - 1, start - (first - 1) * row, row) if start < first * row else []
+    return [*head, *whole, *within(last, 0, end - last * row)]
+
+
+def _flat_index(offset: Sequence[int], shape: Sequence[int]) -> int:
+    index = 0
+    for place, size in zip(offset, shape, strict=True):
+        index = index * size + place
+    return index

@@ -17,7 +17,7 @@ from reinforce_rl.data.prompts import RLHFDatasets
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, ReinforceError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.model.transformer_config import layers_of_stages
+from reinforce_rl.megatron.model.model import layers_of_stages
 from reinforce_rl.preflight.memory import ModelSize
 from reinforce_rl.preflight.plan import DiskNeed, disk_need
 from reinforce_rl.trainer.build import DTYPES, build_datasets, build_sampler, lora_settings, model_options

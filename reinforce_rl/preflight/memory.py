@@ -10,7 +10,7 @@ from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.generation.native.schedule import Schedule
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.lora import LoraSettings, lora_map
-from reinforce_rl.megatron.weights.weight_map import EMBEDDING, Row, weight_map
+from reinforce_rl.megatron.weight_map import EMBEDDING, Row, weight_map
 
 # Activation sizes were read off torch's saved tensors, temporaries off its allocator
 # (tests/preflight/test_memory.py). With fused GPU kernels less is saved.

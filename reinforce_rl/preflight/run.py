@@ -17,8 +17,7 @@ from reinforce_rl.config.base import DEEP, NOT_SET
 from reinforce_rl.config.load import read_config
 from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.errors import CheckpointError, ConfigError, RewardServerError
-from reinforce_rl.megatron.weights.hf_folder import HFFolder
-from reinforce_rl.megatron.weights.hf_weights import check_headers
+from reinforce_rl.megatron.hf_weights import HFFolder, check_headers
 from reinforce_rl.preflight.inputs import Inputs, layout_of, read_inputs
 from reinforce_rl.preflight.memory import ModelSize, RankMemory
 from reinforce_rl.preflight.plan import gigabytes, longest_of, plan_batches, plan_memory

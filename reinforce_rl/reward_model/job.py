@@ -31,9 +31,9 @@ from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.data.tokenizer import load_tokenizer, token_id
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer, latest_checkpoint
+from reinforce_rl.megatron.checkpointer import Checkpointer, latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
-from reinforce_rl.megatron.model.transformer_config import ModelOptions
+from reinforce_rl.megatron.model.model import ModelOptions
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.reward_model.card import (
     CARD_FILE,

@@ -21,11 +21,11 @@ from torch import Tensor
 from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, head_scores
 from reinforce_rl.megatron.schedule import forward_passes
-from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.rewards.base import AttributeScores
 
 

@@ -24,19 +24,18 @@ from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.sampler import PromptSampler, shard
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import HFFolder, export_hf_folder, load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, CausalLM, ModelOptions
 from reinforce_rl.megatron.model.reward_head import POOLING_KEY, RewardHead, counted_lengths, head_scores
-from reinforce_rl.megatron.model.transformer_config import DEFAULT_OPTIONS, ModelOptions
 from reinforce_rl.megatron.optimizer import DEFAULT_OPTIM, wrap_data_parallel
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
-from reinforce_rl.megatron.weights.hf_weights import HFFolder, export_hf_folder, load_hf_weights
-from reinforce_rl.megatron.weights.weight_map import SCORE_LAYER
+from reinforce_rl.megatron.weight_map import SCORE_LAYER
 from reinforce_rl.reward_model.objectives import Best, Evaluation, Objective
 
 if TYPE_CHECKING:
     from reinforce_rl.config.reward_model import FullConfig
-    from reinforce_rl.megatron.checkpoint.checkpointer import Checkpoint, Checkpointer
+    from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer
     from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerUpdate
     from reinforce_rl.reward_model.report import RewardModelMonitor
 

@@ -17,11 +17,10 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.lora import LoraIdentity, LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.model.transformer_config import ModelOptions
-from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.model.model import CausalLM, ModelOptions
 
 if TYPE_CHECKING:
     import torch

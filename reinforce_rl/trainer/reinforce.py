@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.config.actor import ReinforceConfig
     from reinforce_rl.data.loader import FixedPrompts, PromptLoader
-    from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
+    from reinforce_rl.megatron.checkpointer import Checkpointer
     from reinforce_rl.monitoring.rollouts import RolloutRow
     from reinforce_rl.monitoring.run import RunMonitor
 

@@ -15,7 +15,7 @@ from helpers.fake_cuda import check_collectives
 from helpers.layouts import ALL_LAYOUTS, SETTINGS, Layout
 
 from reinforce_rl.config.model import OptimConfig
-from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer, latest_checkpoint
+from reinforce_rl.megatron.checkpointer import Checkpointer, latest_checkpoint
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine

@@ -34,9 +34,9 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.trtllm.engine import Answer
 from reinforce_rl.generation.trtllm.generator import requests_of
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.trainer.build import build_generator
 
 ENGINE = ("generation=tensorrt_llm", "tensorrt_llm.weight_bucket_megabytes=1")

@@ -28,9 +28,9 @@ from reinforce_rl.generation.trtllm.weight_transfer import (
     plan_buckets,
     send_weights,
 )
+from reinforce_rl.megatron.hf_weights import HFFolder, export_hf_folder
 from reinforce_rl.megatron.lora import MergedWeights
-from reinforce_rl.megatron.weights.hf_weights import HFFolder, export_hf_folder
-from reinforce_rl.megatron.weights.weight_map import Row
+from reinforce_rl.megatron.weight_map import Row
 
 # What the worker of TensorRT-LLM 1.2 lets a pickle import, by llmapi/rlhf_utils.py and serialization.py.
 BUILTINS = ("list", "tuple", "str", "int", "float", "bool", "bytes", "dict", "NoneType", "type")

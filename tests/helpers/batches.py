@@ -15,10 +15,10 @@ from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.lora import LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model.transformer_config import DEFAULT_OPTIONS, ModelOptions
-from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
+from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, ModelOptions
 
 TEMPERATURE = 0.7
 VOCAB_SIZE = 61

@@ -10,12 +10,12 @@ from helpers.policies import megatron_model
 from torch import Tensor
 
 from reinforce_rl.config.model import OptimConfig, ScheduleConfig
-from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
+from reinforce_rl.megatron.checkpointer import Checkpointer
 from reinforce_rl.megatron.lora import add_lora
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.log_probs import response_scores
+from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS
 from reinforce_rl.megatron.model.sequences import PaddedSequences
-from reinforce_rl.megatron.model.transformer_config import DEFAULT_OPTIONS
 from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
     build_optimizer,

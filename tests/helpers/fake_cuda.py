@@ -23,8 +23,7 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.model.transformer_config import DEFAULT_OPTIONS, ModelOptions
+from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, CausalLM, ModelOptions
 from reinforce_rl.megatron.optimizer import (
     DEFAULT_OPTIM,
     ActorOptimizer,

@@ -17,13 +17,13 @@ from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.megatron.hf_weights import export_hf_folder, hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
     build_optimizer,
     wrap_data_parallel,
 )
-from reinforce_rl.megatron.weights.hf_weights import export_hf_folder, hf_tensors, parameters_of
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

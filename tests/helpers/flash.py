@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import Library
 
 from reinforce_rl.generation.native import generator as native
-from reinforce_rl.megatron.model import attention, kv_cache, sequences
+from reinforce_rl.megatron.model import attention, decoding, sequences
 
 
 @contextlib.contextmanager
@@ -168,5 +168,5 @@ def emulated_varlen_attention(
 
 def decode_statically(patch: pytest.MonkeyPatch) -> None:
     """Make the native engine decode as on a GPU in bf16, with the kernel emulated."""
-    patch.setattr(kv_cache, "varlen_attention", emulated_varlen_attention)
+    patch.setattr(decoding, "varlen_attention", emulated_varlen_attention)
     patch.setattr(native, "can_decode_statically", lambda *_: True)

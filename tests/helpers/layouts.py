@@ -18,11 +18,11 @@ from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.megatron.hf_weights import hf_tensors
 from reinforce_rl.megatron.lora import PROJECTIONS, LoraSettings, MergedWeights, lora_settings_of
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
-from reinforce_rl.megatron.model.transformer_config import ModelOptions
+from reinforce_rl.megatron.model.model import ModelOptions
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-from reinforce_rl.megatron.weights.hf_weights import hf_tensors
 
 NUM_VALID = 10
 NUM_STEPS = 3

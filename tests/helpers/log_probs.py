@@ -8,11 +8,11 @@ import torch
 from helpers.policies import megatron_model, padded_sequences
 from torch import Tensor
 
+from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.log_probs import TokenScores, response_scores
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.sequences import PaddedSequences
-from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
 
 PROMPT_LENGTHS = [5, 1, 9, 3]
 RESPONSE_LENGTHS = [4, 7, 1, 0]

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
+from reinforce_rl.megatron.checkpointer import Checkpointer
+from reinforce_rl.megatron.hf_weights import export_hf_folder, hf_tensors, parameters_of
 from reinforce_rl.megatron.lora import (
     PROJECTIONS,
     LoraSettings,
@@ -32,7 +33,6 @@ from reinforce_rl.megatron.optimizer import (
     build_optimizer,
     wrap_data_parallel,
 )
-from reinforce_rl.megatron.weights.hf_weights import export_hf_folder, hf_tensors, parameters_of
 
 EVERY = LoraSettings(rank=3, alpha=7.0, targets=PROJECTIONS, seed=5)
 SOME = LoraSettings(rank=2, alpha=3.0, targets=("q_proj", "v_proj", "o_proj", "up_proj"), seed=5)

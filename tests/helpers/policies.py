@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.model.transformer_config import DEFAULT_OPTIONS, ModelOptions
-from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, CausalLM, ModelOptions
 
 
 def megatron_model(

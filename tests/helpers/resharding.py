@@ -15,7 +15,7 @@ from helpers.models import tiny_family_folder
 from megatron.core import dist_checkpointing
 from torch import Tensor
 
-from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.lora import LoraSettings
 from reinforce_rl.megatron.mesh import Mesh
 

@@ -18,7 +18,7 @@ from helpers.tiny_run import json_lines, without_times
 from safetensors.torch import load_file
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.loggers import read_metrics
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.launch.cli import CONF_FOLDER
-from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.run import build_monitor, build_trainer

@@ -11,10 +11,10 @@ from helpers.layouts import SETTINGS, Layout
 from torch import Tensor
 
 from reinforce_rl.data.sampler import shard
-from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
+from reinforce_rl.megatron.checkpointer import Checkpointer
+from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.reward_model.data import EncodedPair, EncodedRating
 from reinforce_rl.reward_model.objectives import Objective, Ranking, Regression
 from reinforce_rl.reward_model.train_full import TrainableRewardModel, load_trainable

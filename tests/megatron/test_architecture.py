@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.model import rope_parameters
-from reinforce_rl.megatron.weights.weight_map import weight_map
+from reinforce_rl.megatron.weight_map import weight_map
 
 SMOLLM2 = {
     "model_type": "llama",

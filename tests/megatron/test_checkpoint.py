@@ -17,11 +17,11 @@ from helpers.models import tiny_llama_folder
 
 from reinforce_rl.config.model import OptimConfig, ScheduleConfig
 from reinforce_rl.errors import CheckpointError
-from reinforce_rl.megatron.checkpoint import checkpointer as subject
-from reinforce_rl.megatron.checkpoint.checkpointer import Checkpoint, latest_checkpoint, state_bytes
-from reinforce_rl.megatron.checkpoint.files import ShardedWriter
+from reinforce_rl.megatron import checkpointer as subject
+from reinforce_rl.megatron.checkpoint_files import ShardedWriter
+from reinforce_rl.megatron.checkpointer import Checkpoint, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.convert import load_weights
-from reinforce_rl.megatron.optimizer_state import large_states
+from reinforce_rl.megatron.optimizer import large_states
 
 
 @pytest.fixture(scope="module")

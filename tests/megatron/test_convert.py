@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.errors import CheckpointError, ConfigError
-from reinforce_rl.megatron.checkpoint.checkpointer import Checkpointer
+from reinforce_rl.megatron.checkpointer import Checkpointer
 from reinforce_rl.megatron.convert import to_hf, to_megatron
 from reinforce_rl.megatron.optimizer import build_optimizer, wrap_data_parallel
 

@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from reinforce_rl.errors import CheckpointError
+from reinforce_rl.megatron import hf_weights
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.weights import hf_weights
-from reinforce_rl.megatron.weights.hf_folder import HFFolder
-from reinforce_rl.megatron.weights.hf_weights import export_hf_folder, load_hf_weights
-from reinforce_rl.megatron.weights.weight_map import EMBEDDING, weight_map
+from reinforce_rl.megatron.hf_weights import HFFolder, export_hf_folder, load_hf_weights
+from reinforce_rl.megatron.weight_map import EMBEDDING, weight_map
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",

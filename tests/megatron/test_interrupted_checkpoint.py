@@ -19,8 +19,8 @@ from helpers.checkpoint_run import Run
 from helpers.models import tiny_llama_folder
 
 from reinforce_rl.errors import CheckpointError
-from reinforce_rl.megatron.checkpoint import checkpointer as subject
-from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron import checkpointer as subject
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
 
 MOMENTS = 40
 

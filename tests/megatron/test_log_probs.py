@@ -98,7 +98,7 @@ def test_independent_of_padding_and_of_the_rest_of_the_batch(lm, batch):
 
 
 def test_gradient_equals_plain_torch(lm, theirs, batch):
-    from reinforce_rl.megatron.weights.hf_weights import hf_tensors, parameters_of
+    from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 
     for_log_probs, for_entropy = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
     lm.zero_grad()

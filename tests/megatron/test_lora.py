@@ -30,6 +30,7 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.convert import load_weights
+from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.lora import (
     ALL,
     PROJECTIONS,
@@ -40,7 +41,6 @@ from reinforce_rl.megatron.lora import (
     lora_map,
     updates_off,
 )
-from reinforce_rl.megatron.weights.hf_weights import export_hf_folder
 
 every_case = pytest.mark.parametrize("name", CASES)
 

@@ -16,9 +16,9 @@ from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 
 from reinforce_rl.errors import CheckpointError
-from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.convert import to_hf
-from reinforce_rl.megatron.weights.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import HFFolder
 
 DRIVER = Path(__file__).parents[1] / "helpers" / "train_tiny.py"
 RECOMPUTED = (

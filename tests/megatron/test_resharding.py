@@ -22,7 +22,7 @@ from helpers.resharding import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from reinforce_rl.megatron.checkpoint import resharding
+from reinforce_rl.megatron import checkpoint_files
 from reinforce_rl.megatron.lora import trained_state
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/resharding.py"
@@ -106,7 +106,7 @@ def test_a_smaller_vocabulary_is_no_padding(more, fits, mesh, tmp_path, monkeypa
     }
     embeddings = next(key for key in stored if "word_embeddings" in key)
     stored[embeddings].global_shape = (vocabulary + more, *stored[embeddings].global_shape[1:])
-    monkeypatch.setattr(resharding.dist_checkpointing, "load_tensors_metadata", lambda folder: stored)
-    assert [embeddings in fault for fault in resharding.allow_other_padding(lm, state, tmp_path)] == [True] * (
+    monkeypatch.setattr(checkpoint_files.dist_checkpointing, "load_tensors_metadata", lambda folder: stored)
+    assert [embeddings in fault for fault in checkpoint_files.allow_other_padding(lm, state, tmp_path)] == [True] * (
         not fits
     )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.weights.weight_map import weight_map
+from reinforce_rl.megatron.weight_map import weight_map
 
 
 @st.composite

@@ -24,7 +24,7 @@ from helpers.trainable import (
 )
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.megatron.checkpoint.checkpointer import Checkpoint, Checkpointer
+from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer
 from reinforce_rl.megatron.optimizer import build_optimizer
 from reinforce_rl.reward_model.train_full import load_trainable
 

@@ -21,7 +21,7 @@ from helpers.tiny_run import PROMPT_TOKENS, metrics_of, odd_share, rollouts_of, 
 from helpers.toy_server import wait_for
 
 from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
-from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient, RemoteRewardFuture
 from reinforce_rl.utils.addresses import Address

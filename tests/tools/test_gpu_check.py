@@ -32,8 +32,8 @@ from one_gpu.weights import fill_ours  # noqa: E402
 
 from reinforce_rl.generation.trtllm import weight_transfer  # noqa: E402
 from reinforce_rl.megatron.architecture import Architecture  # noqa: E402
+from reinforce_rl.megatron.hf_weights import hf_tensors  # noqa: E402
 from reinforce_rl.megatron.model.model import CausalLM  # noqa: E402
-from reinforce_rl.megatron.weights.hf_weights import hf_tensors  # noqa: E402
 
 
 @pytest.fixture

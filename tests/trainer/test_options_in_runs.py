@@ -22,7 +22,7 @@ from helpers.tiny_run import (
 )
 
 from reinforce_rl.algorithm.kl import token_kl
-from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.rewards.base import STATUS_BAD_TEXT, RewardRequest, Rewards, WeightedSource
 from reinforce_rl.rewards.sources import CombinedRewards
 

@@ -29,7 +29,7 @@ from helpers.tiny_run import (
 
 from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt
 from reinforce_rl.errors import RewardServerError, StoppedEarly, TooManyFailedRewardsError
-from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.rewards.base import STATUS_INTERNAL, RewardRequest, Rewards
 from reinforce_rl.runtime.timer import Due, Outlook, RunTimer
 

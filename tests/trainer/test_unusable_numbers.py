@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from reinforce_rl.data.batches import FINISH_STOP, Completions
 from reinforce_rl.errors import EXIT_DIVERGED, DivergedError, RewardServerError, TooManyFailedRewardsError
-from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.runtime.status import read_status
 
 RL = "trainer.reinforce"

@@ -14,9 +14,9 @@ from one_gpu.weights import fill_ours
 from gpu_checks.base import Context, Finding, judged
 from reinforce_rl.generation.trtllm.weight_transfer import send_weights
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import hf_tensors
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.weights.hf_weights import hf_tensors
 
 BUCKET_BYTES = 1 << 17  # the tiny model has more, so that a bucket's memory is filled several times
 

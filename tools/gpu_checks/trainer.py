@@ -13,7 +13,7 @@ from typing import Any
 from gpu_checks.base import FAKE, Context, Finding, judged
 from gpu_checks.runner import ROOT
 from gpu_checks.runs import Line, Runs, largest_difference, not_finite
-from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
 
 STEPS, KILLED_AFTER = 12, 3
 TOLERANCE = 1e-2  # of the metrics of the step after a resumption; see `compared`

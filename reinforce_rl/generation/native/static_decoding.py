@@ -23,7 +23,7 @@ from reinforce_rl.generation.native.cuda_graphs import GraphedStep
 from reinforce_rl.generation.native.decoding import Decoding
 from reinforce_rl.generation.native.schedule import Running
 from reinforce_rl.megatron.model.attention import flash_takes
-from reinforce_rl.megatron.model.kv_cache import FlashCache
+from reinforce_rl.megatron.model.decoding import FlashCache
 from reinforce_rl.megatron.model.model import CausalLM
 
 _STEPS = 8

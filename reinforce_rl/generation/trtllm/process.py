@@ -21,7 +21,7 @@ from reinforce_rl.errors import EngineLostError, GenerationError
 from reinforce_rl.generation.trtllm import engine
 from reinforce_rl.generation.trtllm.engine import Answer, EngineArguments, Request, Started
 from reinforce_rl.megatron.architecture import with_old_rope_keys
-from reinforce_rl.megatron.weights.hf_weights import carry_over
+from reinforce_rl.megatron.hf_weights import carry_over
 from reinforce_rl.utils.process import PACKAGE_PARENT, ModuleChild
 
 KEY = "tensorrt_llm"

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.megatron.hf_weights import hf_tensors
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.weights.hf_weights import hf_tensors
-from reinforce_rl.megatron.weights.weight_map import Row, weight_map
+from reinforce_rl.megatron.weight_map import Row, weight_map
 
 _ALIGNED = 64  # elements; a tensor begins at a multiple of them
 

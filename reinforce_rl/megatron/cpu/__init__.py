@@ -1,1 +1,235 @@
+"""Lets megatron-core 0.16 run without CUDA; does nothing where CUDA is available.
 
+megatron-core hard-codes CUDA (`device="cuda"`, `torch.cuda.current_device()`, `tensor.type() ==
+"torch.cuda.FloatTensor"`) with no setting to avoid it. On a CPU machine, therefore:
+
+* the global `torch` of each `megatron.core.*` module is a facade that forwards to torch, except for `cuda` and
+  tensor factories given a CUDA device; all other modules keep the real torch;
+* megatron's RNG tracker uses the CPU generator;
+* `Tensor.type()` and `Tensor.cuda()` act like a CUDA tensor's for callers inside megatron.core only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import logging
+import sys
+import types
+import warnings
+from typing import Any
+
+import torch
+
+_MEGATRON = "megatron.core"
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
+
+
+class _NoEvent:
+    """Replaces torch.cuda.Event; CPU work is already complete."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def record(self, *args: Any) -> None: ...
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _NoEvent) -> float:
+        return 0.0
+
+
+class _NoStream:
+    """Replaces torch.cuda.Stream; the CPU runs in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def wait_stream(self, *args: Any) -> None: ...
+
+    def wait_event(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *args: Any) -> _NoEvent:
+        return _NoEvent()
+
+
+def _on_cpu(factory: Any) -> Any:
+    """Wrap a tensor factory to map CUDA devices to the CPU and ignore pinning."""
+
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def _cuda_facade() -> types.ModuleType:
+    facade = types.ModuleType("torch.cuda")
+    facade.__dict__.update({k: v for k, v in torch.cuda.__dict__.items() if not k.startswith("__")})
+    replacements: dict[str, Any] = {
+        "current_device": lambda: _CPU,
+        "device_count": lambda: 1,
+        "set_device": lambda *args: None,
+        "synchronize": lambda *args, **kwargs: None,
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda *args: 0,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+        "current_stream": lambda *args: _NoStream(),
+        "default_stream": lambda *args: _NoStream(),
+        "stream": lambda *args: contextlib.nullcontext(),
+        "Stream": _NoStream,
+        "Event": _NoEvent,
+    }
+    facade.__dict__.update(replacements)
+    return facade
+
+
+def _torch_facade() -> types.ModuleType:
+    facade = types.ModuleType("torch")
+    facade.__dict__.update({k: v for k, v in torch.__dict__.items() if k != "__name__"})
+    # torch creates some attributes on first use; PEP 562 lets the facade find them then.
+    facade.__dict__["__getattr__"] = functools.partial(getattr, torch)
+    for name in _FACTORIES:
+        facade.__dict__[name] = _on_cpu(getattr(torch, name))
+    facade.__dict__["cuda"] = _cuda_facade()
+    return facade
+
+
+class _RebindOnImport(importlib.abc.MetaPathFinder):
+    """Installs the facade in megatron.core modules that are imported later."""
+
+    def __init__(self, facade: types.ModuleType):
+        self._facade = facade
+        self._searching = False
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if not fullname.startswith(_MEGATRON) or self._searching:
+            return None
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching = False
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_and_rebind(module: types.ModuleType) -> None:
+                execute(module)
+                _rebind(module, self._facade)
+
+            spec.loader.exec_module = exec_and_rebind  # type: ignore[method-assign]
+        return spec
+
+
+def _rebind(module: types.ModuleType, facade: types.ModuleType) -> None:
+    if module.__dict__.get("torch") is torch:
+        module.__dict__["torch"] = facade
+
+
+def _called_from_megatron() -> bool:
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(_MEGATRON)
+
+
+def _patch_tensor_methods() -> None:
+    original_type, original_cuda = torch.Tensor.type, torch.Tensor.cuda
+
+    @functools.wraps(original_type)
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original_type(self, dtype, *args, **kwargs)
+        name = original_type(self)
+        return name.replace("torch.", "torch.cuda.", 1) if _called_from_megatron() else name
+
+    @functools.wraps(original_cuda)
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _called_from_megatron() else original_cuda(self, *args, **kwargs)
+
+    torch.Tensor.type = type_  # type: ignore[method-assign]
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+
+
+def _import_megatron() -> None:
+    """Import megatron.core without its slow parts, two thirds of the import time and unused here.
+
+    jit_fuser is torch.compile, which loads dynamo and inductor and looks for a C++ compiler. wandb, if installed,
+    is for megatron's inference engine.
+    """
+    if _MEGATRON in sys.modules:
+        torch._dynamo.config.disable = True  # type: ignore[assignment]
+        return
+    compile_, has_wandb = torch.compile, "wandb" in sys.modules
+    torch.compile = lambda function, **_: function  # type: ignore[assignment]
+    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch.compile = compile_
+        if not has_wandb:
+            del sys.modules["wandb"]
+
+
+def _patch_rng_tracker() -> None:
+    import megatron.core.tensor_parallel.random as tracker
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    tracker._get_cuda_rng_state = get_state
+    tracker._set_cuda_rng_state = set_state
+
+
+@functools.cache
+def enable_cpu_support() -> bool:
+    """Patch megatron-core for machines without CUDA; return False, with nothing patched, where CUDA is available."""
+    # Irrelevant start-up warnings: Transformer Engine, Apex and CUDA graph scopes are not used here.
+    for text in ("Transformer Engine", "Apex", "transformer_engine", "full scope is deprecated"):
+        warnings.filterwarnings("ignore", message=f".*{text}.*")
+    # megatron uses names deprecated in torch 2.13 (collectives, checkpoints); each rank would warn.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    if torch.cuda.is_available():
+        return False
+    _import_megatron()
+    facade = _torch_facade()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_MEGATRON):
+            _rebind(module, facade)
+    sys.meta_path.insert(0, _RebindOnImport(facade))
+    _patch_rng_tracker()
+    _patch_tensor_methods()
+    return True

@@ -39,6 +39,7 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.attention import CoreAttention
 
+IN_PLACE = "gradient_is_added_in_place"  # attribute of weights whose gradient goes straight to `main_grad`
 # Transformer Engine's lower bound in megatron-core 0.16.1's extra `dev`, which also requires < 2.12.
 OLDEST_VERSION = "2.9.0"
 # Without Transformer Engine, megatron mocks this name with something isinstance() rejects.
@@ -221,3 +222,14 @@ def fuse_weight_gradients(lm: torch.nn.Module) -> None:
     for module in modules:
         if isinstance(module, _TE_LINEAR):
             module.fuse_wgrad_accumulation = hasattr(module.weight, "main_grad")
+
+
+def buffer_of(weight: Tensor) -> Tensor | None:
+    """Return the buffer that accumulates a weight's gradient; None if autograd does."""
+    return weight.main_grad if getattr(weight, IN_PLACE, False) else None  # type: ignore[attr-defined]
+
+
+def was_added(weight: Tensor) -> Tensor:
+    """Return a placeholder for a gradient already in the buffer: megatron's hook requires one, but ignores it."""
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)

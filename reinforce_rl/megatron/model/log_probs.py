@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from reinforce_rl.megatron.model.attention import sum_of_shares
+from reinforce_rl.megatron.model.layers import buffer_of, was_added
 from reinforce_rl.megatron.model.model import CausalLM, VocabShard
 from reinforce_rl.megatron.model.sequences import SequenceLayout
 
-IN_PLACE = "gradient_is_added_in_place"  # attribute of weights whose gradient goes straight to `main_grad`
 _KEEPS_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads()  # of bf16 in float32: from torch 2.8 on, on a GPU
 
 
@@ -184,17 +184,6 @@ class _ShardLogits:
         columns = self._targets[chunk] - self._shard.start
         mine = (columns >= 0) & (columns < self._shard.size)
         return torch.arange(len(columns), device=columns.device), columns.clamp(0, self._shard.size - 1), mine
-
-
-def buffer_of(weight: Tensor) -> Tensor | None:
-    """Return the buffer that accumulates a weight's gradient; None if autograd does."""
-    return weight.main_grad if getattr(weight, IN_PLACE, False) else None  # type: ignore[attr-defined]
-
-
-def was_added(weight: Tensor) -> Tensor:
-    """Return a placeholder for a gradient already in the buffer: megatron's hook requires one, but ignores it."""
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.empty_like(weight)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

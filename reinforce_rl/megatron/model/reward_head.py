@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.megatron.hf_weights import HFFolder
 from reinforce_rl.megatron.model.attention import sum_of_shares
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.weights.hf_folder import HFFolder
-from reinforce_rl.megatron.weights.weight_map import SCORE_LAYER
+from reinforce_rl.megatron.weight_map import SCORE_LAYER
 
 POOLINGS = ("mean", "last")
 # Key in a classifier's config.json for a pooling other than transformers'.

@@ -17,7 +17,7 @@ from rich.console import Console
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.actor_rules import find_faults
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.megatron.model.transformer_config import layers_of_stages
+from reinforce_rl.megatron.model.model import layers_of_stages
 from reinforce_rl.preflight.deep.machine import Hardware, load_machine
 from reinforce_rl.preflight.deep.step import Lengths, PredictedJob, StepTime, predict
 from reinforce_rl.preflight.deep.worker import DeepFault, Worker

@@ -18,7 +18,7 @@ from helpers.checkpoint_run import Run
 from helpers.resharding import ALL_LAYOUTS, SAVED_AFTER, load_and_go_on, run_of, save_and_go_on
 
 from reinforce_rl.errors import CheckpointError
-from reinforce_rl.megatron.checkpoint.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh
 
 

@@ -15,11 +15,11 @@ from helpers import families, lora
 from helpers.log_probs import head_inputs, scores_and_gradients
 from helpers.policies import all_logits, megatron_model, random_tokens
 
+from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.lora import add_lora
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.log_probs import chunked_log_probs
 from reinforce_rl.megatron.model.model import VocabShard
-from reinforce_rl.megatron.weights.hf_weights import export_hf_folder
 
 
 def save(found: Any, path: Path, mesh: Mesh) -> None:

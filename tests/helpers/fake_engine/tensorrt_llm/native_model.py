@@ -19,9 +19,9 @@ from reinforce_rl.generation.native import decoding
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.generation.native.sampling import position_keys
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.weights.hf_weights import HFFolder, load_hf_weights
 
 
 class NativeModel:

@@ -9,7 +9,7 @@ from helpers.policies import megatron_model, random_tokens
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.model.attention import CoreAttention
-from reinforce_rl.megatron.model.transformer_config import ModelOptions
+from reinforce_rl.megatron.model.model import ModelOptions
 
 LAYERS = 3
 

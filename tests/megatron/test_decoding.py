@@ -7,9 +7,9 @@ import torch
 from helpers.flash import emulated_varlen_attention
 from torch import Tensor
 
-from reinforce_rl.megatron.model import kv_cache
+from reinforce_rl.megatron.model import decoding
 from reinforce_rl.megatron.model.attention import causal_attention
-from reinforce_rl.megatron.model.kv_cache import FlashCache, KVCache, varlen_attention
+from reinforce_rl.megatron.model.decoding import FlashCache, KVCache, varlen_attention
 
 HEADS, GROUPS, SIZE = 6, 2, 8
 LENGTHS, RESPONSE, ROWS = (5, 9, 1), 7, 5
@@ -99,7 +99,7 @@ def test_scale_and_bf16():
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    monkeypatch.setattr(kv_cache, "varlen_attention", emulated_varlen_attention)
+    monkeypatch.setattr(decoding, "varlen_attention", emulated_varlen_attention)
 
 
 def sequences(count: int, length: int, seed: int, dtype: torch.dtype) -> list[torch.Tensor]:

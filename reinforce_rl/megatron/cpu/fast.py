@@ -1,11 +1,8 @@
-"""Accumulates weight gradients directly into megatron's buffers on a CPU, where temporaries are slow (page faults).
-
-Replaces the Apex kernel of megatron's `gradient_accumulation_fusion` by torch's product, and adds embedding and
-output layer.
-"""
+"""Faster products on a CPU: weight gradients straight into megatron's buffers, and packed weights for decode steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from reinforce_rl.megatron.model.log_probs import IN_PLACE, was_added
+from reinforce_rl.megatron.model.layers import IN_PLACE, was_added
 
 
 def add_gradients_in_place(lm: Any) -> None:
@@ -84,3 +81,22 @@ class _RowsOf(torch.autograd.Function):
         weight.main_grad.index_add_(0, tokens.flatten(), gradient.flatten(0, -2))
         # For a tied weight only the output layer returns a gradient: autograd would sum the two placeholders.
         return None if ctx.is_shared else was_added(weight), None, None
+
+
+# Rows that oneDNN's layout is optimized for; the product is correct for any number.
+_ROWS = 16
+
+
+def packed_product(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+    """Return (x, bias) -> x weight^T + bias on a packed copy; None on a GPU or for a dtype oneDNN does not support.
+
+    oneDNN supports float32, and bf16 if the CPU has instructions for it.
+    """
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return None
+    if weight.dtype != torch.float32 and not (
+        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
+        return None
+    copy = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+    return lambda x, bias: torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")

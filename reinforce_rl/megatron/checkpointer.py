@@ -38,11 +38,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.utils import get_total_norm
 
 from reinforce_rl.errors import CheckpointError, DivergedError
-from reinforce_rl.megatron.checkpoint.files import Records, ShardedWriter, check_files, record_files, write_manifest
-from reinforce_rl.megatron.checkpoint.resharding import allow_other_padding
+from reinforce_rl.megatron.checkpoint_files import (
+    Records,
+    ShardedWriter,
+    allow_other_padding,
+    check_files,
+    record_files,
+    write_manifest,
+)
 from reinforce_rl.megatron.lora import trained_state
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.optimizer_state import STEP, adam_state, set_adam_step
+from reinforce_rl.megatron.optimizer import STEP, adam_state, set_adam_step
 from reinforce_rl.utils.files import write_atomically
 
 STATE_FILE = "trainer_state.json"
