@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
-from reinforce_rl.launch.slurm.submission.submit import main
+from reinforce_rl.launch.slurm.submit import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

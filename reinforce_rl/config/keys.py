@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _SAVING = "exp_manager.checkpoint_callback_params"
 _ADVICE = {  # of keys, each with all below it
@@ -49,3 +49,8 @@ def override_of(args: Sequence[str], key: str) -> str | None:
         value for name, found, value in (arg.partition("=") for arg in args) if found and name.lstrip("+") == key
     ]
     return values[-1] if values else None
+
+
+def with_missing(args: Sequence[str], values: Mapping[str, object]) -> list[str]:
+    """Return Hydra overrides and, for each key of `values` that they do not set, one more."""
+    return [*args, *(f"{key}={value}" for key, value in values.items() if override_of(args, key) is None)]

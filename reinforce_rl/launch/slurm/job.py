@@ -20,27 +20,11 @@ from pathlib import Path
 from types import FrameType
 
 from reinforce_rl.errors import EXIT_DIVERGED, EXIT_ERROR, EXIT_FINISHED, EXIT_STOPPED, ConfigError
-from reinforce_rl.launch.slurm import commands, history
-from reinforce_rl.launch.slurm.commands import (
-    SlurmCallError,
-    StepPlan,
-    actor_plan,
-    server_plan,
-    srun_environment,
-    srun_line,
-)
-from reinforce_rl.launch.slurm.history import Attempt, History
-from reinforce_rl.launch.slurm.outcome import FAILED, FINISHED, STOPPED, Journal, Outcome, judge, last_lines
+from reinforce_rl.launch.slurm import outcome, steps
+from reinforce_rl.launch.slurm.outcome import FAILED, FINISHED, STOPPED, Attempt, History, Journal, Outcome, judge
 from reinforce_rl.launch.slurm.rendezvous import Endpoint, health_fault, read_endpoint
-from reinforce_rl.launch.slurm.settings import (
-    REPOSITORY,
-    RESTART_AFTER_CRASH,
-    Allocation,
-    Settings,
-    read_allocation,
-    read_settings,
-)
-from reinforce_rl.launch.slurm.steps import POLL_SECONDS, Step, end_stale_steps
+from reinforce_rl.launch.slurm.settings import REPOSITORY, Allocation, Settings, read_allocation, read_settings
+from reinforce_rl.launch.slurm.steps import POLL_SECONDS, SlurmCallError, Step, StepPlan, call
 
 REPORT_SECONDS = 30.0
 REQUEUE_SECONDS = 30.0  # reserved for the requeue before the end of the allocation
@@ -72,78 +56,68 @@ class Job:
         self._folder = settings.slurm_folder / allocation.label
         self._folder.mkdir(parents=True, exist_ok=True)
         self._log = Journal(self._folder / "job.log").log
-        self._history = History(settings.slurm_folder / history.HISTORY_FILE)
+        self._history = History(settings.slurm_folder / outcome.HISTORY_FILE)
         self._steps: list[Step] = []
         self._end_time: int | None = None
 
     def run(self) -> int:
+        settings, job, restart = self._settings, self._allocation.job_id, self._allocation.restart
         jobs = (self._allocation.server.job_id, self._allocation.actor.job_id)
-        end_stale_steps(jobs, self._settings.grace_seconds, self._log)
+        steps.end_stale_steps(jobs, settings.grace_seconds, self._log)
         attempts = self._history.attempts()
-        args = (self._settings.actor_args, self._settings.server_args)
-        text = history.finished(self._settings.run_dir, attempts, args)
-        if text is not None:
+        args = (settings.actor_args, settings.server_args)
+        if text := outcome.finished(settings.run_dir, attempts, args):
             self._log(f"{text}; nothing was started")
             return EXIT_FINISHED
         step = self._newest_checkpoint()
-        text = self._refusal(attempts, step)
-        if text is not None:
+        if text := self._refusal(attempts, step):
             self._log(f"error: {text}. Nothing was started; the run stands at step {step}.")
             return EXIT_ERROR
-        attempt = Attempt(self._allocation.job_id, self._allocation.restart, time.time(), step, args)
+        attempt = Attempt(job, restart, time.time(), step, args)
         self._history.write(attempt)
-        self._log(
-            f"job {self._allocation.job_id}, restart {self._allocation.restart}: run {self._settings.run_dir} at step "
-            f"{step}, logs in {self._folder}"
-        )
+        self._log(f"job {job}, restart {restart}: run {settings.run_dir} at step {step}, logs in {self._folder}")
         for other in attempts:
-            if other.job == attempt.job and other.end is None:
-                self._log(f"restart {other.restart} ended without a word: a node failed, or somebody requeued the job")
+            if other.job == job and other.end is None:
+                self._log(f"restart {other.restart} left no record: a node failed, or somebody requeued the job")
         try:
-            outcome = self._attempt()
+            result = self._attempt()
         finally:
             for left in self._steps:  # after an error of the supervisor itself
                 if not left.has_ended:
-                    left.end(signal.SIGTERM, time.monotonic() + self._settings.grace_seconds)
-        return self._close(attempt, outcome)
+                    left.end(signal.SIGTERM, time.monotonic() + settings.grace_seconds)
+        return self._close(attempt, result)
 
     def _newest_checkpoint(self) -> int:
-        return history.newest_checkpoint(self._settings.run_dir)
+        return outcome.newest_checkpoint(self._settings.run_dir)
 
     def _refusal(self, attempts: Sequence[Attempt], step: int) -> str | None:
         job, restart = self._allocation.job_id, self._allocation.restart
-        open_jobs = {attempt.job for attempt in attempts if attempt.end is None and attempt.job != job}
-        for other in sorted(open_jobs):
-            if commands.is_running(other):
+        for other in sorted({attempt.job for attempt in attempts if attempt.end is None and attempt.job != job}):
+            if steps.job_states(other) & {"R", "CF", "S", "ST"}:  # it has nodes
                 return f"job {other} works in {self._settings.run_dir}; wait for it, or cancel it (scancel {other})"
-        return history.refusal(attempts, job=job, restart=restart, max_restarts=self._settings.max_restarts, step=step)
+        return outcome.refusal(attempts, job=job, restart=restart, max_restarts=self._settings.max_restarts, step=step)
 
     def _attempt(self) -> Outcome:
         self._make_token()
         self._set_times()
-        server_nodes = commands.node_names(self._environment["SLURM_JOB_NODELIST_HET_GROUP_0"])
-        actor_nodes = commands.node_names(self._environment["SLURM_JOB_NODELIST_HET_GROUP_1"])
+        settings, allocation = self._settings, self._allocation
+        nodes = [
+            call(["scontrol", "show", "hostnames", self._environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]]).split()
+            for group in (0, 1)
+        ]
         servers = [
-            self._start(
-                server_plan(self._settings, self._allocation, number, server_nodes, self._folder, actor_nodes[:1])
-            )
-            for number in range(self._settings.servers)
+            self._start(steps.server_plan(settings, allocation, number, nodes[0], self._folder, nodes[1][:1]))
+            for number in range(settings.servers)
         ]
         endpoints = self._wait_until_healthy(servers)
         if isinstance(endpoints, Outcome):
             return endpoints
-        actor = self._start(actor_plan(self._settings, self._allocation, endpoints, server_nodes[:1]))
+        actor = self._start(steps.actor_plan(settings, allocation, endpoints, nodes[0][:1]))
         unasked = self._watch(servers, actor)
         by_itself = self._end_all(servers, actor, unasked)
-        return judge(
-            actor.ends(),
-            [end for server in servers for end in server.ends()],
-            [end for step in self._steps for end in step.lost()],
-            unasked=unasked,
-            signalled=self._stop.number,
-            killed=not by_itself,
-            unstarted=[] if actor.ends() or actor.lost() or self._stop.number else [actor.name],
-        )
+        ends = [end for server in servers for end in server.ends()]
+        lost = [end for step in self._steps for end in step.lost()]
+        return judge(actor.ends(), ends, lost, unasked=unasked, signalled=self._stop.number, killed=not by_itself)
 
     def _make_token(self) -> None:
         path = self._settings.token_file
@@ -156,8 +130,8 @@ class Job:
 
     def _set_times(self) -> None:
         try:
-            start, end = commands.job_times(self._allocation.server.job_id)
-            _, actor_end = commands.job_times(self._allocation.actor.job_id)
+            start, end = steps.job_times(self._allocation.server.job_id)
+            _, actor_end = steps.job_times(self._allocation.actor.job_id)
         except SlurmCallError as error:
             self._log(f"warning: when this job ends is not known: {error}")
             return
@@ -168,10 +142,10 @@ class Job:
                 self._environment[name] = str(value)
 
     def _start(self, plan: StepPlan) -> Step:
-        line = srun_line(self._settings, plan, self._folder)
-        step = Step(plan, line, srun_environment(self._environment), self._folder, self._log)
+        line = steps.srun_line(self._settings, plan, self._folder)
+        step = Step(plan, line, self._environment, self._folder, self._log)
         self._steps.append(step)
-        self._log(f"{plan.name}: {plan.ranks} rank{'s' if plan.ranks > 1 else ''}, log {step.log_file}")
+        self._log(f"{plan.name}: {plan.ranks} rank{'s' if plan.ranks > 1 else ''}, log {self._folder / plan.name}.log")
         return step
 
     def _wait_until_healthy(self, servers: Sequence[Step]) -> list[Endpoint] | Outcome:
@@ -197,15 +171,13 @@ class Job:
                 why = f"{server.name}: {fault}"
             if len(healthy) == len(servers):
                 return [healthy[server.name] for server in servers]
-            elapsed = time.monotonic() - start
+            elapsed, limit = time.monotonic() - start, self._settings.ready_seconds
             if self._stop.number is not None:
                 return self._never_healthy(servers, f"{self._stop.name} came before the reward server was healthy")
-            if elapsed > self._settings.ready_seconds:
-                return self._never_healthy(
-                    servers, f"no healthy reward server within {self._settings.ready_seconds:.0f} s ({why})"
-                )
+            if elapsed > limit:
+                return self._never_healthy(servers, f"no healthy reward server within {limit:.0f} s ({why})")
             if time.monotonic() >= next_report:
-                self._log(f"waiting, {elapsed:.0f} s of {self._settings.ready_seconds:.0f} s: {why}")
+                self._log(f"waiting, {elapsed:.0f} s of {limit:.0f} s: {why}")
                 next_report += REPORT_SECONDS
             time.sleep(HEALTH_POLL_SECONDS)
 
@@ -218,8 +190,8 @@ class Job:
             return Outcome(FAILED, EXIT_ERROR, text, None, servers[0].name)
         ends = [end for server in ended for end in server.ends()]
         lost = [end for server in ended for end in server.lost()]
-        outcome = judge([], ends, lost, unasked=ended[0].name, signalled=None)
-        return Outcome(FAILED, outcome.code, f"{text}; {outcome.text}", outcome.first, ended[0].name)
+        result = judge([], ends, lost, unasked=ended[0].name, signalled=None)
+        return replace(result, kind=FAILED, text=f"{text}; {result.text}", log_of=ended[0].name)
 
     def _watch(self, servers: Sequence[Step], actor: Step) -> str:
         """Wait for the actor's end, a signal, or the last server's end; return that server's name."""
@@ -271,36 +243,36 @@ class Job:
         for server in servers:
             server.end(signal.SIGTERM, deadline)
 
-    def _close(self, attempt: Attempt, outcome: Outcome) -> int:
+    def _close(self, attempt: Attempt, result: Outcome) -> int:
         step = self._newest_checkpoint()
-        if outcome.log_of:
-            self._log(last_lines(self._folder / f"{outcome.log_of}.log"))
-        self._log(outcome.text)
-        requeue, what = self._next(attempt, outcome, step)
+        if result.log_of:
+            self._log(outcome.last_lines(self._folder / f"{result.log_of}.log"))
+        self._log(result.text)
+        requeue, what = self._next(attempt, result, step)
         self._log(f"the run stands at step {step}, which was {attempt.step_before} when this attempt began; {what}")
         closed = replace(
             attempt,
             end=time.time(),
             step_after=step,
-            reason=outcome.text,
-            exit_code=outcome.code,
-            first_failed=outcome.first.name if outcome.first else None,
+            reason=result.text,
+            exit_code=result.code,
+            first_failed=result.first.name if result.first else None,
             requeued=requeue,
         )
         with contextlib.suppress(OSError):
             self._history.write(closed)
         if requeue:
             try:
-                commands.requeue(self._allocation.job_id)
+                call(["scontrol", "requeue", self._allocation.job_id])  # with all its components
             except SlurmCallError as error:
                 self._log(f"error: the job could not be requeued ({error}); submit the same command again")
                 with contextlib.suppress(OSError):
                     self._history.write(replace(closed, requeued=False))
-        return outcome.code
+        return result.code
 
-    def _next(self, attempt: Attempt, outcome: Outcome, step: int) -> tuple[bool, str]:
+    def _next(self, attempt: Attempt, result: Outcome, step: int) -> tuple[bool, str]:
         """Decide whether to requeue the job at `step`; return the decision and what comes next."""
-        if outcome.kind == FINISHED:
+        if result.kind == FINISHED:
             return False, "nothing is left to do"
         go_on = f"submit the same command again to go on from step {step}"
         if nodes := self._failed_nodes():
@@ -308,11 +280,11 @@ class Job:
             return False, f"Slurm itself requeues the job, since {names} failed; it goes on from step {step}"
         if self._stop.number not in (None, signal.SIGUSR1):
             return False, f"not requeued after {self._stop.name}; {go_on}"
-        if outcome.code == EXIT_DIVERGED:
+        if result.code == EXIT_DIVERGED:
             return False, "not requeued: the policy has diverged, and would again from the same checkpoint"
-        if outcome.kind == FAILED and not self._settings.restart_after_crash:
-            return False, f"not requeued after a failure ({RESTART_AFTER_CRASH} is false); {go_on}"
-        requeue, why = history.may_requeue(
+        if result.kind == FAILED and not self._settings.restart_after_crash:
+            return False, f"not requeued after a failure (REINFORCE_RESTART_AFTER_CRASH is false); {go_on}"
+        requeue, why = outcome.may_requeue(
             restart=self._allocation.restart,
             max_restarts=self._settings.max_restarts,
             step_before=attempt.step_before,

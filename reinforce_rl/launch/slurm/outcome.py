@@ -1,4 +1,4 @@
-"""How each task ended, which failed first, and the job's exit code and log.
+"""How tasks and attempts of a run's jobs ended, and what follows: exit code, log, and whether a job is requeued.
 
 Each task writes its own exit code to a file, since `srun` returns 143 or so whatever the tasks' codes are.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import sys
@@ -16,15 +17,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_LOST_RANK, EXIT_STOPPED
-from reinforce_rl.launch.slurm.commands import ACTOR
+from reinforce_rl.launch.slurm.settings import ACTOR
+from reinforce_rl.runtime.status import Status, read_status
 from reinforce_rl.utils.files import write_atomically
 
 EXIT_FOLDER = "exit"
+HISTORY_FILE = "history.jsonl"
 LAST_LOG_LINES = 20
 TAIL_BYTES = 1 << 18
+IDLE_ATTEMPTS = 3  # attempts of one job from the same checkpoint, after which it gives up
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 # Exit codes caused by another task's end: a rank that lost its peer, and tasks killed by `srun` or by us.
 CONSEQUENCES = (EXIT_LOST_RANK, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+
+Arguments = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,7 @@ class TaskEnd:
             verb = "were" if "-" in self.ranks else "was"
             how = f"{verb} ended by {_signal_name(self.code - 128)} (exit code {self.code})"
         why = f": {self.reason}" if self.reason else ""
-        at = time.strftime("%H:%M:%S", time.localtime(self.time))
-        return f"{self.name} {how} at {at}{why}"
+        return f"{self.name} {how} at {time.strftime('%H:%M:%S', time.localtime(self.time))}{why}"
 
 
 def _signal_name(number: int) -> str:
@@ -75,10 +80,10 @@ def first_failed(
 
     `lost` are tasks that did not record their end; `harmless` are exit codes that are not failures.
     """
-    failed = sorted((end for end in ends if end.code not in harmless), key=lambda end: end.time)
-    if lost and (not failed or failed[0].code in CONSEQUENCES):
+    failed = min((end for end in ends if end.code not in harmless), key=lambda end: end.time, default=None)
+    if lost and (failed is None or failed.code in CONSEQUENCES):
         return lost[0]
-    return failed[0] if failed else None
+    return failed
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,6 @@ def judge(
     unasked: str,
     signalled: int | None,
     killed: bool = False,
-    unstarted: Sequence[str] = (),
 ) -> Outcome:
     """Judge an attempt whose servers were healthy.
 
@@ -108,39 +112,127 @@ def judge(
         unasked: step of the last server if it ended unasked; else empty.
         signalled: signal received by this job, if any.
         killed: the actor did not end in time after that signal and was killed.
-        unstarted: steps without a started task.
     """
     by = "" if signalled is None else _signal_name(signalled)
-    if unstarted:
-        return Outcome(FAILED, EXIT_ERROR, f"srun could not start {unstarted[0]}; it says why above", None, "")
     if signalled is not None and killed:
-        return Outcome(
-            STOPPED,
-            EXIT_STOPPED,
+        text = (
             f"the actor had not saved in time after {by}, and was killed; it goes on from its newest checkpoint. The "
-            "lead of sbatch --signal=B:USR1@SECONDS must be above a step and a save, and 60 s",
-            None,
-            ACTOR,
+            "lead of sbatch --signal=B:USR1@SECONDS must be above a step and a save, and 60 s"
         )
+        return Outcome(STOPPED, EXIT_STOPPED, text, None, ACTOR)
     stopped = {EXIT_FINISHED, EXIT_STOPPED}
     if signalled is not None:  # a program still starting has no handler and dies of it
         stopped |= {128 + signal.SIGTERM, 128 + signal.SIGUSR1}
-    codes = {end.code for end in actor}
     ends = [*actor, *servers]
     if not unasked:  # a server that failed while others went on, or during shutdown, is not the cause
         ends = list(actor)
         lost = [end for end in lost if end.component == ACTOR]
-    if not unasked and codes == {EXIT_FINISHED} and not lost:
-        return Outcome(FINISHED, EXIT_FINISHED, "the run has finished")
+        if not ends and not lost and signalled is None:
+            return Outcome(FAILED, EXIT_ERROR, "srun could not start actor; it says why above")
+    codes = {end.code for end in actor}
     if not unasked and codes and codes <= stopped and not lost:
-        if signalled is not None:
-            return Outcome(STOPPED, EXIT_STOPPED, f"the actor has ended in good order, after {by}")
+        if codes == {EXIT_FINISHED}:
+            return Outcome(FINISHED, EXIT_FINISHED, "the run has finished")
         text = "the actor's time was used up, or its tasks were signalled; it has saved"
-        return Outcome(STOPPED, EXIT_STOPPED, text)
+        return Outcome(STOPPED, EXIT_STOPPED, f"the actor has ended in good order, after {by}" if by else text)
     first = first_failed(ends, lost, harmless=stopped)
     if first is None:
         return Outcome(FAILED, EXIT_ERROR, f"{unasked or 'the actor'} ended without being asked to", None, unasked)
     return Outcome(FAILED, first.code or EXIT_ERROR, f"first to fail: {first}", first, first.component)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a job."""
+
+    job: str
+    restart: int  # number of earlier requeues
+    start: float  # unix seconds, as `end`
+    step_before: int  # of the newest checkpoint, as `step_after`
+    arguments: Arguments = ((), ())  # of actor and server
+    end: float | None = None  # None while it runs, or if not recorded
+    step_after: int | None = None
+    reason: str = ""
+    exit_code: int | None = None  # of the job
+    first_failed: str | None = None  # first task to fail
+    requeued: bool = False  # by itself
+
+
+class History:
+    """File of attempts; the last line of an attempt counts."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def attempts(self) -> list[Attempt]:
+        """Return all attempts, oldest first; skips lines cut off by a full disk or of another version."""
+        found: dict[tuple[str, int], Attempt] = {}
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        for line in lines:
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                values = json.loads(line)
+                values["arguments"] = tuple(tuple(args) for args in values["arguments"])
+                attempt = Attempt(**values)
+                found[attempt.job, attempt.restart] = attempt
+        return list(found.values())
+
+    def write(self, attempt: Attempt) -> None:
+        """Append a line; starts a new line after one that was cut off."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = (json.dumps(asdict(attempt)) + "\n").encode()
+        with self.path.open("a+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+                line = b"\n" + line
+            file.write(line)
+            os.fsync(file.fileno())
+
+
+def newest_checkpoint(run_dir: Path) -> int:
+    """Return the step to resume from; 0 without a checkpoint."""
+    names = [path.name for path in (run_dir / "checkpoints").glob("step_*")]
+    return max((int(name[5:]) for name in names if name[5:].isdecimal()), default=0)
+
+
+def status_of(run_dir: Path) -> Status | None:
+    """Return the status of a run; None if there is none that this version reads."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return read_status(run_dir)
+    return None
+
+
+def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -> str | None:
+    """Return a sentence if the run has finished, else None.
+
+    None too if `arguments` (of actor and server) have changed: the trainer decides, as they may add steps.
+    """
+    status = status_of(run_dir)
+    if status is None or status.state != "finished":
+        return None
+    complete = [attempt for attempt in attempts if attempt.exit_code == EXIT_FINISHED]
+    if complete and complete[-1].arguments != arguments:
+        return None
+    return f"the run in {run_dir} has finished, at step {status.step}"
+
+
+def may_requeue(*, restart: int, max_restarts: int, step_before: int, step_after: int) -> tuple[bool, str]:
+    """Decide whether to requeue a job whose run has not finished; return the decision and its reason for the log.
+
+    `restart` counts earlier requeues; the steps are of the newest checkpoint at start and end of this attempt.
+    """
+    if restart >= max_restarts:
+        return False, f"it was requeued {restart} times, of {max_restarts} (REINFORCE_MAX_RESTARTS)"
+    if step_after <= step_before:
+        return False, f"this attempt saved nothing beyond step {step_before}, so the next one might not either"
+    return True, f"from step {step_before} to step {step_after}, restart {restart + 1} of {max_restarts}"
+
+
+def refusal(attempts: Sequence[Attempt], *, job: str, restart: int, max_restarts: int, step: int) -> str | None:
+    """Return why a job restarted by Slurm (as after a node failure) must not train; None if it may."""
+    if restart > max_restarts:
+        return f"the job was requeued {restart} times, of {max_restarts} (REINFORCE_MAX_RESTARTS)"
+    idle = sum(attempt.job == job and attempt.step_before == step for attempt in attempts)
+    return f"{idle} attempts of this job began at step {step} and got no further" if idle >= IDLE_ATTEMPTS else None
 
 
 class Journal:

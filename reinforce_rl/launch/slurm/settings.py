@@ -2,88 +2,134 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from reinforce_rl.config.keys import override_of
 from reinforce_rl.errors import ConfigError
 
+PREFIX = "REINFORCE_"
 RUN_DIR = "REINFORCE_RUN_DIR"
 PYTHON = "REINFORCE_PYTHON"
-LAUNCHER = "REINFORCE_LAUNCHER"
 ACTOR_DEVICES = "REINFORCE_ACTOR_DEVICES"
 SERVER_DEVICES = "REINFORCE_SERVER_DEVICES"
-SERVERS = "REINFORCE_SERVERS"
-READY_SECONDS = "REINFORCE_READY_SECONDS"
-GRACE_SECONDS = "REINFORCE_GRACE_SECONDS"
-MAX_RESTARTS = "REINFORCE_MAX_RESTARTS"
-RESTART_AFTER_CRASH = "REINFORCE_RESTART_AFTER_CRASH"
-MPI = "REINFORCE_MPI"
 CONTAINER_IMAGE = "REINFORCE_CONTAINER_IMAGE"
 SERVER_CONTAINER_IMAGE = "REINFORCE_SERVER_CONTAINER_IMAGE"
-CONTAINER_MOUNTS = "REINFORCE_CONTAINER_MOUNTS"
-SRUN_ARGS = "REINFORCE_SRUN_ARGS"
-SETUP = "REINFORCE_SETUP"
 REPOSITORY = "REINFORCE_REPO"
-
+ACTOR, SERVER = "actor", "server"
 SRUN, TORCHRUN = "srun", "torchrun"
 SEPARATOR = "--"
+# Keys set by the job itself.
+SERVER_KEYS = ("inference.host", "inference.port", "inference.token_file", "inference.ready_file")
+ACTOR_KEYS = tuple(f"remote_rm.reward_model.{name}" for name in ("ip", "port", "replicas", "token_file"))
 
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable, a row of the table in docs/slurm.md; an empty default means none."""
+    """An environment variable, a row of the table in docs/slurm.md."""
 
     name: str
-    default: str
+    default: str  # empty for none
     meaning: str
+    parse: Callable[[str], Any] = str  # raises ValueError with what it expected
+
+    @property
+    def option(self) -> str:
+        """Name of the option in `slurm/submit.py`, without leading dashes."""
+        return self.name[len(PREFIX) :].lower().replace("_", "-")
 
 
-VARIABLES = (
-    Variable(RUN_DIR, "", "the run's folder, on a file system that all nodes share; needed"),
-    Variable(PYTHON, "", "interpreter of the tasks; else the repository's .venv, else python3"),
-    Variable(LAUNCHER, SRUN, "srun: one task a rank; torchrun: one task a node, which starts its ranks"),
-    Variable(ACTOR_DEVICES, "", "ranks on each node of the actor; else the tasks a node of component 1"),
-    Variable(SERVER_DEVICES, "", "ranks on each node of a reward server; else the tasks a node of component 0"),
-    Variable(SERVERS, "1", "reward servers of one model that the nodes of component 0 are dealt to"),
-    Variable(READY_SECONDS, "600", "how long the reward servers may take to become healthy, model loading included"),
-    Variable(GRACE_SECONDS, "600", "between the signal that asks a task to end and SIGKILL"),
-    Variable(MAX_RESTARTS, "10", "how often a job may be requeued; 0: never"),
-    Variable(RESTART_AFTER_CRASH, "false", "true: a job of which a task died is requeued as after a time limit"),
-    Variable(MPI, "", "for srun --mpi, such as pmix"),
-    Variable(CONTAINER_IMAGE, "", "for srun --container-image (pyxis), of all tasks"),
-    Variable(SERVER_CONTAINER_IMAGE, "", "another image for the reward servers"),
-    Variable(CONTAINER_MOUNTS, "", "HOST:CONTAINER,... besides the repository and the run's folder"),
-    Variable(SRUN_ARGS, "", "further arguments for every srun"),
-    Variable(SETUP, "", "a shell file that every task sources first, or a shell line such as `module load cuda`"),
-    Variable(REPOSITORY, "", "the repository; else the folder of sbatch, else that of the batch file"),
-)
+def _choice(**choices: Any) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        if text not in choices:
+            raise ValueError(" or ".join(choices))
+        return choices[text]
+
+    return parse
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError(f"a whole number from {least}")
+        return int(text)
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < float("inf"):
+            return float(text)
+    raise ValueError("seconds")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ValueError(f"arguments as in a shell ({error})") from error
+
+
+def _absolute(text: str) -> Path:
+    if not text.startswith("/"):
+        raise ValueError("an absolute path")
+    return Path(text)
+
+
+def _mounts(text: str) -> tuple[str, ...]:
+    entries = tuple(entry.strip() for entry in text.split(",") if entry.strip())
+    if not all(entry.startswith("/") for entry in entries):
+        raise ValueError("absolute paths, HOST:CONTAINER,...")
+    return entries
+
+
+def _variable(meaning: str, text: str = "", parse: Callable[[str], Any] = str, empty: Any = "") -> Any:
+    """Return a field that is read from an environment variable; `text` is its default, else the value is `empty`."""
+    return field(default=parse(text) if text else empty, metadata={"of": (text, meaning, parse)})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked settings of a job, see `VARIABLES`. Unset texts are empty."""
+    """Checked settings of a job."""
 
-    run_dir: Path
+    run_dir: Path = field(
+        metadata={"of": ("", "the run's folder, on a file system that all nodes share; needed", _absolute)}
+    )
     repository: Path
-    python: str | None = None
-    launcher: str = SRUN
-    actor_devices: int | None = None  # None: from the allocation
-    server_devices: int | None = None  # None: from the allocation
-    servers: int = 1
-    ready_seconds: float = 600.0
-    grace_seconds: float = 600.0
-    max_restarts: int = 10
-    restart_after_crash: bool = False
-    mpi: str = ""
-    container_image: str = ""
-    server_container_image: str = ""
-    container_mounts: tuple[str, ...] = ()
-    srun_args: tuple[str, ...] = ()
-    setup: str = ""
+    python: str = _variable("interpreter of the tasks; else the repository's .venv, else python3")
+    launcher: str = _variable(
+        "srun: one task a rank; torchrun: one task a node, which starts its ranks",
+        SRUN,
+        _choice(srun=SRUN, torchrun=TORCHRUN),
+    )
+    actor_devices: int | None = _variable(
+        "ranks on each node of the actor; else the tasks a node of component 1", "", _count(1), None
+    )
+    server_devices: int | None = _variable(
+        "ranks on each node of a reward server; else the tasks a node of component 0", "", _count(1), None
+    )
+    servers: int = _variable("reward servers of one model that the nodes of component 0 are dealt to", "1", _count(1))
+    ready_seconds: float = _variable(
+        "how long the reward servers may take to become healthy, model loading included", "600", _seconds
+    )
+    grace_seconds: float = _variable("between the signal that asks a task to end and SIGKILL", "600", _seconds)
+    max_restarts: int = _variable("how often a job may be requeued; 0: never", "10", _count(0))
+    restart_after_crash: bool = _variable(
+        "true: a job of which a task died is requeued as after a time limit", "false", _choice(false=False, true=True)
+    )
+    mpi: str = _variable("for srun --mpi, such as pmix")
+    container_image: str = _variable("for srun --container-image (pyxis), of all tasks")
+    server_container_image: str = _variable("another image for the reward servers")
+    container_mounts: tuple[str, ...] = _variable(
+        "HOST:CONTAINER,... besides the repository and the run's folder", "", _mounts, ()
+    )
+    srun_args: tuple[str, ...] = _variable("further arguments for every srun", "", _words, ())
+    setup: str = _variable("a shell file that every task sources first, or a shell line such as `module load cuda`")
     actor_args: tuple[str, ...] = ()  # Hydra overrides
     server_args: tuple[str, ...] = ()  # Hydra overrides
 
@@ -102,132 +148,51 @@ class Settings:
         return self.python or (str(own) if not image and own.exists() else "python3")
 
 
+VARIABLES = (
+    *(Variable(PREFIX + f.name.upper(), *f.metadata["of"]) for f in fields(Settings) if f.metadata),
+    Variable(REPOSITORY, "", "the repository; else the folder of sbatch, else that of the batch file"),
+)
+
+
 def split_arguments(argv: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Split at `--` into overrides of the actor and of the server."""
-    if SEPARATOR not in argv:
-        return tuple(argv), ()
-    place = list(argv).index(SEPARATOR)
+    place = argv.index(SEPARATOR) if SEPARATOR in argv else len(argv)
     return tuple(argv[:place]), tuple(argv[place + 1 :])
 
 
-# Keys set by the job itself.
-SERVER_KEYS = ("inference.host", "inference.port", "inference.token_file", "inference.ready_file")
-ACTOR_KEYS = tuple(f"remote_rm.reward_model.{name}" for name in ("ip", "port", "replicas", "token_file"))
-
-
 def read_settings(argv: Sequence[str], environment: Mapping[str, str], repository: Path) -> Settings:
-    """Read and check the settings of a job.
+    """Read and check the settings of a job; an empty variable counts as unset.
 
     Raises:
         ConfigError: with all faults.
     """
-    reader = _Reader(environment)
     actor_args, server_args = split_arguments(argv)
-    settings = Settings(
-        run_dir=reader.run_dir(actor_args),
-        repository=repository,
-        python=reader.text(PYTHON) or None,
-        launcher=reader.choice(LAUNCHER, (SRUN, TORCHRUN)),
-        actor_devices=reader.optional_count(ACTOR_DEVICES),
-        server_devices=reader.optional_count(SERVER_DEVICES),
-        servers=reader.count(SERVERS, 1),
-        ready_seconds=reader.seconds(READY_SECONDS),
-        grace_seconds=reader.seconds(GRACE_SECONDS),
-        max_restarts=reader.count(MAX_RESTARTS, 0),
-        restart_after_crash=reader.choice(RESTART_AFTER_CRASH, ("false", "true")) == "true",
-        mpi=reader.text(MPI),
-        container_image=reader.text(CONTAINER_IMAGE),
-        server_container_image=reader.text(SERVER_CONTAINER_IMAGE),
-        container_mounts=reader.mounts(),
-        srun_args=reader.words(SRUN_ARGS),
-        setup=reader.text(SETUP),
-        actor_args=actor_args,
-        server_args=server_args,
-    )
-    faults = [*reader.faults, *_argument_faults(actor_args, server_args)]
+    faults: list[str] = []
+    values: dict[str, Any] = {"run_dir": Path()}
+    for variable in VARIABLES[:-1]:
+        text = environment.get(variable.name, "").strip()
+        try:
+            if text:
+                values[variable.option.replace("-", "_")] = variable.parse(text)
+        except ValueError as error:
+            faults.append(f"{variable.name} is '{text}'; expected {error}")
+    settings = Settings(**values, repository=repository, actor_args=actor_args, server_args=server_args)
+    run_dir = environment.get(RUN_DIR, "").strip()
+    if not run_dir:
+        faults.append(f"{RUN_DIR} is not set; expected the run's folder, which all nodes share")
+    own = override_of(actor_args, "exp_manager.explicit_log_dir")
+    if own is not None and run_dir and Path(own) != Path(run_dir):
+        expected = "expected the same folder, or only the latter"
+        faults.append(f"exp_manager.explicit_log_dir is {own}, but {RUN_DIR} is {run_dir}; {expected}")
+    if settings.container_mounts and not (settings.container_image or settings.server_container_image):
+        faults.append(f"REINFORCE_CONTAINER_MOUNTS is set, but neither {CONTAINER_IMAGE} nor another image")
+    for whose, args, keys in (("actor", actor_args, ACTOR_KEYS), ("server", server_args, SERVER_KEYS)):
+        faults += [f"'{arg}' among the {whose}'s arguments; expected KEY=VALUE" for arg in args if "=" not in arg]
+        given = [key for key in keys if override_of(args, key) is not None]
+        faults += [f"{key} is given among the {whose}'s arguments; the job sets it, leave it out" for key in given]
     if faults:
         raise ConfigError(faults)
     return settings
-
-
-def _argument_faults(actor_args: Sequence[str], server_args: Sequence[str]) -> list[str]:
-    faults = []
-    for whose, args, keys in (("actor", actor_args, ACTOR_KEYS), ("server", server_args, SERVER_KEYS)):
-        faults += [f"'{arg}' among the {whose}'s arguments; expected KEY=VALUE" for arg in args if "=" not in arg]
-        faults += [
-            f"{key} is given among the {whose}'s arguments; the job sets it, leave it out"
-            for key in keys
-            if override_of(args, key) is not None
-        ]
-    return faults
-
-
-class _Reader:
-    """Reads variables and collects their faults. An empty variable counts as unset."""
-
-    def __init__(self, environment: Mapping[str, str]):
-        self.faults: list[str] = []
-        self._environment = environment
-        self._defaults = {variable.name: variable.default for variable in VARIABLES}
-
-    def text(self, name: str) -> str:
-        return self._environment.get(name, "").strip() or self._defaults[name]
-
-    def choice(self, name: str, choices: Sequence[str]) -> str:
-        found = self.text(name)
-        if found not in choices:
-            self.faults.append(f"{name} is '{found}'; expected {' or '.join(choices)}")
-        return found
-
-    def count(self, name: str, least: int) -> int:
-        found = self.text(name)
-        if found.isdecimal() and int(found) >= least:
-            return int(found)
-        self.faults.append(f"{name} is '{found}'; expected a whole number from {least}")
-        return least
-
-    def optional_count(self, name: str) -> int | None:
-        return self.count(name, 1) if self.text(name) else None
-
-    def seconds(self, name: str) -> float:
-        found = self.text(name)
-        try:
-            value = float(found)
-        except ValueError:
-            value = -1.0
-        if not 0 <= value < float("inf"):
-            self.faults.append(f"{name} is '{found}'; expected seconds")
-        return value
-
-    def words(self, name: str) -> tuple[str, ...]:
-        try:
-            return tuple(shlex.split(self.text(name)))
-        except ValueError as error:
-            self.faults.append(f"{name} is '{self.text(name)}'; expected arguments as in a shell ({error})")
-            return ()
-
-    def mounts(self) -> tuple[str, ...]:
-        entries = tuple(entry.strip() for entry in self.text(CONTAINER_MOUNTS).split(",") if entry.strip())
-        for entry in entries:
-            if not entry.startswith("/"):
-                self.faults.append(f"{CONTAINER_MOUNTS} has '{entry}'; expected absolute paths, HOST:CONTAINER,...")
-        if entries and not (self.text(CONTAINER_IMAGE) or self.text(SERVER_CONTAINER_IMAGE)):
-            self.faults.append(f"{CONTAINER_MOUNTS} is set, but neither {CONTAINER_IMAGE} nor another image")
-        return entries
-
-    def run_dir(self, actor_args: Sequence[str]) -> Path:
-        found = self.text(RUN_DIR)
-        if not found:
-            self.faults.append(f"{RUN_DIR} is not set; expected the run's folder, which all nodes share")
-        elif not found.startswith("/"):
-            self.faults.append(f"{RUN_DIR} is '{found}'; expected an absolute path")
-        own = override_of(actor_args, "exp_manager.explicit_log_dir")
-        if own is not None and found and Path(own) != Path(found):
-            self.faults.append(
-                f"exp_manager.explicit_log_dir is {own}, but {RUN_DIR} is {found}; expected the same folder, or "
-                "only the latter"
-            )
-        return Path(found)
 
 
 @dataclass(frozen=True)
@@ -262,63 +227,48 @@ def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Alloc
     Raises:
         ConfigError: not two components, or the numbers contradict the settings.
     """
-    if environment.get("SLURM_HET_SIZE") != "2":
-        found = environment.get("SLURM_HET_SIZE")
-        what = f"a heterogeneous job of {found} components" if found else "no heterogeneous job"
-        raise ConfigError(
-            [
-                f"this is {what}; expected two: sbatch [OPTIONS of the reward servers] : [OPTIONS of the actor] "
-                "slurm/train_hetjob.sbatch ..."
-            ]
-        )
+    if (size := environment.get("SLURM_HET_SIZE")) != "2":
+        what = f"a heterogeneous job of {size} components" if size else "no heterogeneous job"
+        expected = "sbatch [OPTIONS of the reward servers] : [OPTIONS of the actor] slurm/train_hetjob.sbatch ..."
+        raise ConfigError([f"this is {what}; expected two: {expected}"])
     server = _component(0, settings.server_devices, environment)
     actor = _component(1, settings.actor_devices, environment)
-    faults = _allocation_faults(settings, server, actor)
-    if faults:
+    if faults := _allocation_faults(settings, server, actor):
         raise ConfigError(faults)
     return Allocation(environment["SLURM_JOB_ID"], int(environment.get("SLURM_RESTART_COUNT", "0")), server, actor)
 
 
 def _component(group: int, devices: int | None, environment: Mapping[str, str]) -> Component:
-    def of(name: str) -> str | None:
-        return environment.get(f"{name}_HET_GROUP_{group}")
+    def of(name: str, default: str) -> str:
+        return environment.get(f"SLURM_{name}_HET_GROUP_{group}") or default
 
     # Without `--ntasks-per-node` Slurm sets only SLURM_TASKS_PER_NODE, such as 4(x2).
-    first = re.match(r"\d+", of("SLURM_TASKS_PER_NODE") or "1")
-    tasks = int(of("SLURM_NTASKS_PER_NODE") or (first.group() if first else 1))
-    cpus = of("SLURM_CPUS_PER_TASK")
-    return Component(
-        group=group,
-        job_id=of("SLURM_JOB_ID") or "",
-        nodes=int(of("SLURM_JOB_NUM_NODES") or 1),
-        devices=devices or tasks,
-        tasks_per_node=tasks,
-        cpus_per_task=int(cpus) if cpus else None,
-    )
+    tasks = int(of("NTASKS_PER_NODE", of("TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0]))
+    cpus = int(of("CPUS_PER_TASK", "0")) or None
+    return Component(group, of("JOB_ID", ""), int(of("JOB_NUM_NODES", "1")), devices or tasks, tasks, cpus)
 
 
 def _allocation_faults(settings: Settings, server: Component, actor: Component) -> list[str]:
     faults = []
+    nodes = server.nodes // settings.servers
     if server.nodes % settings.servers:
         faults.append(
-            f"{SERVERS} is {settings.servers}, and component 0 has {server.nodes} nodes; expected a divisor, "
+            f"REINFORCE_SERVERS is {settings.servers}, and component 0 has {server.nodes} nodes; expected a divisor, "
             "since each server has nodes of its own"
         )
-    wanted = (
+    for key, args, number, what in (
         ("trainer.num_nodes", settings.actor_args, actor.nodes, "nodes of component 1"),
         ("trainer.devices", settings.actor_args, actor.devices, f"ranks a node ({ACTOR_DEVICES})"),
-        ("num_nodes", settings.server_args, server.nodes // settings.servers, "nodes of each reward server"),
+        ("num_nodes", settings.server_args, nodes, "nodes of each reward server"),
         ("devices", settings.server_args, server.devices, f"ranks a node ({SERVER_DEVICES})"),
-    )
-    for key, args, number, what in wanted:
+    ):
         found = override_of(args, key)
         if found is not None and found != str(number):
             faults.append(f"{key} is {found}, but the job has {number} {what}; leave the key out, or ask for as many")
     function = override_of(settings.server_args, "reward_function.name")
-    ranks = server.nodes // settings.servers * server.devices
-    if function not in (None, "null", "") and ranks > 1:
+    if function not in (None, "null", "") and nodes * server.devices > 1:
         faults.append(
-            f"reward_function.name is {function}, which one process serves, but each server has {ranks} ranks; "
-            f"expected one node a server and {SERVER_DEVICES}=1"
+            f"reward_function.name is {function}, which one process serves, but each server has "
+            f"{nodes * server.devices} ranks; expected one node a server and {SERVER_DEVICES}=1"
         )
     return faults

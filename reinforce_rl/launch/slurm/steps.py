@@ -1,30 +1,228 @@
-"""Steps of the job: `srun` processes, their end, and steps left by an earlier attempt."""
+"""Slurm commands with timeouts, and the steps of the job: `srun` processes and those left by an earlier attempt."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from reinforce_rl.launch.slurm.commands import SlurmCallError, StepPlan, is_completing, signal_step, step_id, steps
+from reinforce_rl.config.keys import override_of, with_missing
 from reinforce_rl.launch.slurm.outcome import TaskEnd, read_ends
-from reinforce_rl.launch.slurm.rendezvous import read_endpoint
+from reinforce_rl.launch.slurm.rendezvous import Endpoint, read_endpoint
+from reinforce_rl.launch.slurm.settings import ACTOR, SRUN, Allocation, Component, Settings
 from reinforce_rl.utils.process import Child
 
+CALL_SECONDS = 30.0
 POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
 KILL_SECONDS = 60.0  # from SIGKILL of a step to SIGKILL of its srun
-KILLED = 128 + 9
 STALE_POLL_SECONDS = 1.0
-OUR_STEPS = re.compile(r"actor|rm-\d+")
+KILLED = 128 + signal.SIGKILL
+OUR_STEPS = re.compile(rf"{ACTOR}|rm-\d+")
 LOST_REASON = "it left no word: its wrapper was killed, its node is gone, or the run's folder is full"
+# Not `python -m`: a container image may override PYTHONPATH.
+START_TASK = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from reinforce_rl.launch.slurm.task import main; sys.exit(main(sys.argv[2:]))"
+)
+# srun reads these as options, and Slurm sets them to component 0's values for every component.
+# Without them a step gets all resources of its component on its nodes; ranks select GPUs by LOCAL_RANK.
+FOREIGN_OPTIONS = (
+    *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
+    *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"),
+    *("SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_TRES_PER_TASK", "SLURM_DISTRIBUTION"),
+    *("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_CORE"),
+)
+
+
+class SlurmCallError(Exception):
+    """A Slurm command failed or timed out; `said` is its stderr, or why there is none."""
+
+    def __init__(self, command: Sequence[str], said: str):
+        super().__init__(f"{' '.join(command)}: {said}")
+        self.said = said
+
+
+def call(
+    command: Sequence[str],
+    *,
+    seconds: float = CALL_SECONDS,
+    base: Mapping[str, str] | None = None,
+    with_stderr: bool = False,
+    **environment: str,
+) -> str:
+    """Run a command and return its stdout.
+
+    Args:
+        base: its environment; None for this process's.
+        with_stderr: append its stderr.
+        environment: further variables.
+
+    Raises:
+        SlurmCallError: it failed.
+    """
+    env = {**(os.environ if base is None else base), **environment}
+    try:
+        done = subprocess.run(
+            list(command), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, env=env
+        )
+    except subprocess.TimeoutExpired as error:
+        said = f"no answer within {seconds:.0f} s; is the controller up (scontrol ping)?"
+        raise SlurmCallError(command, said) from error
+    except OSError as error:
+        raise SlurmCallError(command, str(error)) from error
+    if done.returncode:
+        raise SlurmCallError(command, done.stderr.strip() or f"exit code {done.returncode}")
+    return done.stdout + done.stderr if with_stderr else done.stdout
+
+
+def job_times(job_id: str) -> tuple[int | None, int | None]:
+    """Return start and end of an allocation in unix seconds; None if unknown to Slurm."""
+    for line in call(["squeue", "-h", "-j", job_id, "-o", "%A|%S|%e"], SLURM_TIME_FORMAT="%s").splitlines():
+        found, *times = line.split("|")
+        if found == job_id:
+            start, end = (int(value) if value.isdecimal() else None for value in times)
+            return start, end
+    return None, None
+
+
+def job_states(job_id: str) -> set[str]:
+    """Return Slurm's short names of the states of a job's components; CG if it is being ended or requeued."""
+    try:
+        return set(call(["squeue", "-h", "-j", job_id, "-o", "%t"]).split())
+    except SlurmCallError:  # Slurm has forgotten an old job
+        return set()
+
+
+def steps(job_id: str) -> dict[str, str]:
+    """Return names of a component's running steps by id (12.1), including the batch script."""
+    lines = call(["squeue", "-h", "--steps", "-j", job_id, "-o", "%i|%j"]).splitlines()
+    return {step: name for step, _, name in (line.strip().partition("|") for line in lines)}
+
+
+def signal_step(step: str, number: int) -> None:
+    # Through the controller: scancel itself asks all nodes of the component, and fails where a step has only some.
+    call(["scancel", "--ctld", f"--signal={int(number)}", step])
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    name: str  # for `srun -J` and file names: actor, or rm-0, rm-1, ...
+    component: Component
+    nodes: tuple[str, ...]  # names; empty for all of the component's
+    tasks: int  # number of them
+    ranks: int  # number of them
+    program: tuple[str, ...]  # a Python file of the repository and its arguments
+    serves: bool  # it is a reward server
+    image: str  # of the container; empty for none
+    peers: tuple[str, ...]  # a node of the other component
+
+
+def server_plan(
+    settings: Settings, allocation: Allocation, number: int, nodes: Sequence[str], folder: Path, peers: Sequence[str]
+) -> StepPlan:
+    """Plan the step of reward server `number` on its share of component 0's `nodes`."""
+    server = allocation.server
+    each = len(nodes) // settings.servers
+    own = {
+        "inference.token_file": settings.token_file,
+        "inference.ready_file": folder / f"ready-{number}.json",
+        "num_nodes": each,
+        "devices": server.devices,
+    }
+    script = settings.repository / "examples" / "serve_reward_model.py"
+    return StepPlan(
+        name=f"rm-{number}",
+        component=server,
+        nodes=tuple(nodes[number * each : (number + 1) * each]) if settings.servers > 1 else (),
+        tasks=each * (server.devices if settings.launcher == SRUN else 1),
+        ranks=each * server.devices,
+        program=(str(script), *with_missing(settings.server_args, own)),
+        serves=True,
+        image=settings.server_container_image or settings.container_image,
+        peers=tuple(peers),
+    )
+
+
+def actor_plan(
+    settings: Settings, allocation: Allocation, servers: Sequence[Endpoint], peers: Sequence[str]
+) -> StepPlan:
+    """Plan the actor's step, with the servers' addresses."""
+    actor = allocation.actor
+    own: dict[str, object] = {
+        "trainer.num_nodes": actor.nodes,
+        "trainer.devices": actor.devices,
+        "exp_manager.explicit_log_dir": settings.run_dir,
+        "remote_rm.reward_model.ip": servers[0].address,
+        "remote_rm.reward_model.port": servers[0].http_port,
+        "remote_rm.reward_model.token_file": settings.token_file,
+    }
+    if len(servers) > 1:
+        own["remote_rm.reward_model.replicas"] = f"[{','.join(server.http for server in servers[1:])}]"
+    if (name := override_of(settings.server_args, "inference.name")) is not None:
+        own["remote_rm.reward_model.name"] = name
+    script = settings.repository / "examples" / "train_reinforce_actor.py"
+    return StepPlan(
+        name=ACTOR,
+        component=actor,
+        nodes=(),
+        tasks=actor.nodes * (actor.devices if settings.launcher == SRUN else 1),
+        ranks=actor.nodes * actor.devices,
+        program=(str(script), *with_missing(settings.actor_args, own)),
+        serves=False,
+        image=settings.container_image,
+        peers=tuple(peers),
+    )
+
+
+def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
+    """Return the srun command of a step; `folder` is the attempt's."""
+    component = plan.component
+    nodes = len(plan.nodes) or component.nodes
+    line = ["srun", f"--job-name={plan.name}", f"--het-group={component.group}"]
+    line += [f"--nodes={nodes}", f"--ntasks={plan.tasks}", f"--ntasks-per-node={plan.tasks // nodes}"]
+    if plan.nodes:
+        line.append(f"--nodelist={','.join(plan.nodes)}")
+    if component.cpus_per_task is not None:  # srun does not inherit it from the job
+        cpus = component.cpus_per_task * max(1, component.tasks_per_node * nodes // plan.tasks)
+        line.append(f"--cpus-per-task={cpus}")
+    line += ["--kill-on-bad-exit=1", "--export=ALL", "--label", f"--output={folder / plan.name}.log"]
+    if settings.mpi:
+        line.append(f"--mpi={settings.mpi}")
+    if plan.image:
+        own = (settings.repository, settings.run_dir)
+        mounts = [*(f"{path}:{path}" for path in own), *settings.container_mounts]
+        line += [f"--container-image={plan.image}", f"--container-mounts={','.join(mounts)}"]
+    line += settings.srun_args
+    if settings.setup:
+        line += ["bash", "-c", _with_setup(settings.setup), "bash"]
+    line += [settings.interpreter(plan.image), "-c", START_TASK, str(settings.repository)]
+    line += [f"--component={plan.name}", f"--folder={folder}", f"--repository={settings.repository}"]
+    line += [f"--launcher={settings.launcher}", f"--devices={component.devices}"]
+    line += [f"--seconds={settings.ready_seconds:g}", "--peers", *plan.peers]
+    return [*line, *(["--serves"] if plan.serves else []), "--", *plan.program]
+
+
+def _with_setup(setup: str) -> str:
+    """Return a shell script that runs `setup`, then execs the rest of the command line."""
+    first = f". {shlex.quote(setup)}" if Path(setup).is_file() else setup
+    # The signal before the time limit would end a shell that does not ignore it.
+    return (
+        f"trap '' USR1\n{{ {first}\n}} || {{ echo 'error: REINFORCE_SETUP failed' >&2; exit 1; }}\n"
+        'trap - USR1\nexec "$@"'
+    )
 
 
 class Step:
+    """A running `srun`; Slurm's variables for component 0 alone are left out of its `environment`."""
+
     def __init__(
         self,
         plan: StepPlan,
@@ -34,30 +232,23 @@ class Step:
         log: Callable[[str], None],
     ):
         self.plan = plan
-        self.log_file = folder / f"{plan.name}.log"
+        self.name = plan.name
         self._messages: list[tuple[float, str]] = []
         self._folder = folder
         self._log = log
-        self._srun = Child(line, own_session=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
+        env = {name: value for name, value in environment.items() if name not in FOREIGN_OPTIONS}
+        self._srun = Child(line, own_session=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
         self._reader = threading.Thread(target=self._read_messages, daemon=True)
         self._reader.start()
 
     @property
-    def name(self) -> str:
-        return self.plan.name
-
-    @property
-    def code(self) -> int | None:
-        return self._srun.exit_code
-
-    @property
     def has_ended(self) -> bool:
-        return self.code is not None
+        return self._srun.exit_code is not None
 
     @property
     def failed_node(self) -> str | None:
         found = (re.search(r"error: Node failure on (\S+)", message) for _, message in list(self._messages))
-        return next((match.group(1) for match in found if match), None)
+        return next((match[1] for match in found if match), None)
 
     def _read_messages(self) -> None:
         # srun's own messages: killed tasks, or a step that cannot start. Tasks write to the log file.
@@ -69,13 +260,14 @@ class Step:
 
     def signal(self, number: int) -> bool:
         """Signal every process of the step; return False if it must be retried."""
+        job_id = self.plan.component.job_id
         try:
-            found = None if self.has_ended else step_id(self.plan.component.job_id, self.name)
+            found = None if self.has_ended else {name: step for step, name in steps(job_id).items()}.get(self.name)
             if found is not None:
                 signal_step(found, number)
             return found is not None
         except SlurmCallError as error:
-            if is_completing(self.plan.component.job_id):  # and Slurm sends SIGTERM itself
+            if "CG" in job_states(job_id):  # and Slurm sends SIGTERM itself
                 return True
             self._log(f"cannot signal {self.name}, trying again: {error}")
             return False
@@ -107,31 +299,22 @@ class Step:
 
     def lost(self) -> list[TaskEnd]:
         """Return tasks without a recorded end, after the step failed."""
-        if not self.code:
-            return []
         known = {end.task for end in self.ends()}
-        if not known and read_endpoint(self._folder, self.name) is None:
-            return []  # nothing was started
-        tasks = self.plan.tasks
-        each = self.plan.ranks // tasks
-        found = [self._lost_task(task, each) for task in range(tasks) if task not in known]
+        if not self._srun.exit_code or (not known and read_endpoint(self._folder, self.name) is None):
+            return []  # it did not fail, or nothing was started
+        found = [self._lost_task(task) for task in range(self.plan.tasks) if task not in known]
         return sorted(found, key=lambda end: end.time)
 
-    def _lost_task(self, task: int, each: int) -> TaskEnd:
+    def _lost_task(self, task: int) -> TaskEnd:
+        each = self.plan.ranks // self.plan.tasks
         ranks = str(task) if each == 1 else f"{task * each}-{(task + 1) * each - 1}"
         # srun: error: act1: task 2: Killed        srun: error: act0: tasks 0-1: Exited with exit code 1
         for when, message in self._messages:
-            found = re.search(r"error: (\S+): tasks? ([\d,-]+): (Exited with exit code (\d+))?", message)
-            if found and task in _numbers(found.group(2)):
-                code = int(found.group(4) or KILLED)
-                return TaskEnd(self.name, task, ranks, found.group(1), code, when, LOST_REASON)
+            found = re.search(r"error: (\S+): tasks? ([\d,-]+): (?:Exited with exit code (\d+))?", message)
+            spans = [span.split("-") for span in found[2].split(",")] if found else []
+            if found and any(int(span[0]) <= task <= int(span[-1]) for span in spans):
+                return TaskEnd(self.name, task, ranks, found[1], int(found[3] or KILLED), when, LOST_REASON)
         return TaskEnd(self.name, task, ranks, "an unknown node", KILLED, time.time(), LOST_REASON)
-
-
-def _numbers(text: str) -> set[int]:
-    """Parse a list such as 0-1,4."""
-    parts = [part.split("-") for part in text.split(",")]
-    return {number for part in parts for number in range(int(part[0]), int(part[-1]) + 1)}
 
 
 def end_stale_steps(job_ids: Sequence[str], seconds: float, log: Callable[[str], None]) -> None:
@@ -143,28 +326,23 @@ def end_stale_steps(job_ids: Sequence[str], seconds: float, log: Callable[[str],
     Raises:
         SlurmCallError: a step still runs, or the controller did not answer.
     """
-    for number, limit in ((signal.SIGTERM, seconds), (signal.SIGKILL, KILL_SECONDS)):
-        left = _end_stale(job_ids, number, time.monotonic() + limit, log)
-        if not left:
-            return
-    raise SlurmCallError(("squeue", "--steps"), f"cannot end {left}")
-
-
-def _end_stale(job_ids: Sequence[str], number: int, deadline: float, log: Callable[[str], None]) -> str:
-    """Return what still runs at the deadline; empty if nothing."""
-    signalled: set[str] = set()
-    while True:
-        try:
-            found = {step: name for job in job_ids for step, name in steps(job).items() if OUR_STEPS.fullmatch(name)}
-            for step, name in found.items():
-                if step not in signalled:
+    left = ""
+    for number, limit, how in ((signal.SIGTERM, seconds, "asked to end"), (signal.SIGKILL, KILL_SECONDS, "killed")):
+        deadline = time.monotonic() + limit
+        signalled: set[str] = set()
+        while True:
+            try:
+                found = {s: name for job in job_ids for s, name in steps(job).items() if OUR_STEPS.fullmatch(name)}
+                for step in sorted(found.keys() - signalled):
                     signal_step(step, number)
                     signalled.add(step)
-                    how = "it is asked to end" if number == signal.SIGTERM else "it is killed"
-                    log(f"{name} of an earlier attempt still runs, as step {step}; {how}")
-            left = ", ".join(f"step {step} ({name}) of an earlier attempt" for step, name in found.items())
-        except SlurmCallError as error:
-            left = f"what an earlier attempt may have left: {error}"
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(STALE_POLL_SECONDS)
+                    log(f"{found[step]} of an earlier attempt still runs, as step {step}; it is {how}")
+                left = ", ".join(f"step {step} ({name}) of an earlier attempt" for step, name in found.items())
+            except SlurmCallError as error:
+                left = f"what an earlier attempt may have left: {error}"
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                break
+            time.sleep(STALE_POLL_SECONDS)
+    raise SlurmCallError(("squeue", "--steps"), f"cannot end {left}")

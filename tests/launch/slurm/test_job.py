@@ -17,7 +17,7 @@ import pytest
 from helpers.fake_slurm import write_commands, write_repository
 from helpers.ranks import kill_tree
 
-from reinforce_rl.launch.slurm.history import Attempt, History
+from reinforce_rl.launch.slurm.outcome import Attempt, History
 
 REPOSITORY = Path(__file__).parents[3]
 SECONDS = 180.0

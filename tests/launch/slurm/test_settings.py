@@ -50,20 +50,20 @@ def test_all_variables_are_read() -> None:
     given = {
         names.RUN_DIR: "/shared/run",
         names.PYTHON: "/opt/python",
-        names.LAUNCHER: "torchrun",
+        "REINFORCE_LAUNCHER": "torchrun",
         names.ACTOR_DEVICES: "8",
         names.SERVER_DEVICES: "4",
-        names.SERVERS: "2",
-        names.READY_SECONDS: "30.5",
-        names.GRACE_SECONDS: "7",
-        names.MAX_RESTARTS: "0",
-        names.RESTART_AFTER_CRASH: "true",
-        names.MPI: "pmix",
+        "REINFORCE_SERVERS": "2",
+        "REINFORCE_READY_SECONDS": "30.5",
+        "REINFORCE_GRACE_SECONDS": "7",
+        "REINFORCE_MAX_RESTARTS": "0",
+        "REINFORCE_RESTART_AFTER_CRASH": "true",
+        "REINFORCE_MPI": "pmix",
         names.CONTAINER_IMAGE: "a.sqsh",
         names.SERVER_CONTAINER_IMAGE: "b.sqsh",
-        names.CONTAINER_MOUNTS: "/data:/data, /models:/models",
-        names.SRUN_ARGS: "--cpu-bind=none --gres='gpu:a b'",
-        names.SETUP: "module load cuda",
+        "REINFORCE_CONTAINER_MOUNTS": "/data:/data, /models:/models",
+        "REINFORCE_SRUN_ARGS": "--cpu-bind=none --gres='gpu:a b'",
+        "REINFORCE_SETUP": "module load cuda",
     }
     assert {*given, names.REPOSITORY} == {variable.name for variable in VARIABLES}
     assert read_settings([], given, REPOSITORY) == Settings(
@@ -89,13 +89,7 @@ def test_all_variables_are_read() -> None:
 
 def test_all_faults_are_told_at_once() -> None:
     found = faults_of(
-        [
-            "exp_manager.explicit_log_dir=/elsewhere",
-            "nonsense",
-            "remote_rm.reward_model.port=1",
-            "--",
-            "inference.port=2",
-        ],
+        ["nonsense", "remote_rm.reward_model.port=1", "--", "inference.port=2"],
         REINFORCE_RUN_DIR="relative",
         REINFORCE_LAUNCHER="mpirun",
         REINFORCE_SERVERS="0",
@@ -109,17 +103,15 @@ def test_all_faults_are_told_at_once() -> None:
     )
     starts = [
         "REINFORCE_RUN_DIR is 'relative'; expected an absolute path",
-        "exp_manager.explicit_log_dir is /elsewhere",
         "REINFORCE_LAUNCHER is 'mpirun'; expected srun or torchrun",
         "REINFORCE_ACTOR_DEVICES is 'many'; expected a whole number from 1",
         "REINFORCE_SERVERS is '0'; expected a whole number from 1",
         "REINFORCE_READY_SECONDS is '-1'",
-        "REINFORCE_GRACE_SECONDS is 'nan'",
+        "REINFORCE_GRACE_SECONDS is 'nan'; expected seconds",
         "REINFORCE_MAX_RESTARTS is '1.5'; expected a whole number from 0",
         "REINFORCE_RESTART_AFTER_CRASH is 'yes'; expected false or true",
-        "REINFORCE_CONTAINER_MOUNTS has 'data'",
-        "REINFORCE_CONTAINER_MOUNTS is set, but neither",
-        "REINFORCE_SRUN_ARGS is ''open'",
+        "REINFORCE_CONTAINER_MOUNTS is 'data'; expected absolute paths",
+        "REINFORCE_SRUN_ARGS is ''open'; expected arguments as in a shell",
         "'nonsense' among the actor's arguments",
         "remote_rm.reward_model.port is given among the actor's",
         "inference.port is given among the server's",
@@ -132,6 +124,13 @@ def test_run_dir_is_needed_and_may_be_said_twice() -> None:
     assert faults_of([]) == ["REINFORCE_RUN_DIR is not set; expected the run's folder, which all nodes share"]
     args = ["exp_manager.explicit_log_dir=/run/"]
     assert read_settings(args, {names.RUN_DIR: "/run"}, REPOSITORY).run_dir == Path("/run")
+    (fault,) = faults_of(["exp_manager.explicit_log_dir=/elsewhere"], REINFORCE_RUN_DIR="/run")
+    assert fault.startswith("exp_manager.explicit_log_dir is /elsewhere, but REINFORCE_RUN_DIR is /run")
+
+
+def test_mounts_need_a_container() -> None:
+    (fault,) = faults_of([], REINFORCE_RUN_DIR="/run", REINFORCE_CONTAINER_MOUNTS="/data")
+    assert fault.startswith("REINFORCE_CONTAINER_MOUNTS is set, but neither")
 
 
 def test_arguments_are_split_at_the_first_separator() -> None:
@@ -165,7 +164,6 @@ def test_two_components() -> None:
     expected = Allocation("7", 0, Component(0, "7", 2, 1, 1, None), Component(1, "8", 2, 2, 2, 2))
     assert read_allocation(settings_with(), ENVIRONMENT) == expected
     assert expected.label == "7-0"
-    assert expected.actor.ranks == 4
 
 
 def test_a_requeued_job_has_another_label() -> None:

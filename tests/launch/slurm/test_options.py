@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reinforce_rl.launch.slurm import settings as names
-from reinforce_rl.launch.slurm.submission.options import (
+from reinforce_rl.launch.slurm.options import (
     COMPONENT_OPTIONS,
     ComponentOptions,
     parse_gpus,
@@ -42,7 +42,7 @@ def test_what_counts_first():
 
 def test_every_option_of_a_component():
     values = {"gpus": "h100:4", "cpus-per-task": "7", "mem": "64G"}
-    words = [f"{o.option('actor')}={values.get(o.name, f'x-{o.name}')}" for o in COMPONENT_OPTIONS]
+    words = [f"--{o.names('actor')[0]}={values.get(o.name, f'x-{o.name}')}" for o in COMPONENT_OPTIONS]
     words += ["--sbatch-arg=--reservation=r", "--server-sbatch-arg=--switches=1", "--server-gpus", "h100:2"]
     options = parse_options(words, {"REINFORCE_GPUS_PER_NODE": "8"})
     assert options.actor == ComponentOptions(
@@ -53,7 +53,7 @@ def test_every_option_of_a_component():
         nodelist="x-nodelist",
         exclude="x-exclude",
         gpus="h100:4",
-        cpus_per_task=7,
+        cpus_per_task="7",
         mem="64G",
         sbatch_args=("--reservation=r",),
     )
@@ -62,12 +62,17 @@ def test_every_option_of_a_component():
 
 
 def test_variables_of_the_job_are_options_too():
-    environment = {names.MPI: "pmix", names.LAUNCHER: "srun", names.RUN_DIR: "/elsewhere", names.READY_SECONDS: ""}
+    environment = {
+        "REINFORCE_MPI": "pmix",
+        "REINFORCE_LAUNCHER": "srun",
+        names.RUN_DIR: "/elsewhere",
+        "REINFORCE_READY_SECONDS": "",
+    }
     words = ["--launcher", "torchrun", "--servers=2", "--container-image", "image.sqsh"]
     assert dict(parse_options(words, environment).variables) == {
-        names.MPI: "pmix",
-        names.LAUNCHER: "torchrun",
-        names.SERVERS: "2",
+        "REINFORCE_MPI": "pmix",
+        "REINFORCE_LAUNCHER": "torchrun",
+        "REINFORCE_SERVERS": "2",
         names.CONTAINER_IMAGE: "image.sqsh",
     }
 

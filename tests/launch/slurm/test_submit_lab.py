@@ -14,12 +14,12 @@ from helpers.slurm_lab import Job
 from helpers.slurm_run import RUN_SECONDS, SHORT
 from helpers.tiny_run import json_lines
 
-from reinforce_rl.launch.slurm.submission.cluster import ask_cluster
-from reinforce_rl.launch.slurm.submission.options import ComponentOptions
-from reinforce_rl.launch.slurm.submission.plan import Component, JobPlan
+from reinforce_rl.launch.slurm.options import ComponentOptions
+from reinforce_rl.launch.slurm.plan import Component, JobPlan
+from reinforce_rl.launch.slurm.submit import ask_cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 STEPS = 2
 
 
@@ -67,7 +67,7 @@ def test_what_is_told_of_the_cluster(slurm_conf, monkeypatch, tmp_path, servers,
     server = Component("reward server", "rm", servers, 1, 1, options=ComponentOptions(**server_options))
     batch_file = ROOT / "slurm" / "train_hetjob.sbatch"
     plan = JobPlan(server, actor, "10", 600, 300, 1, tmp_path, batch_file, ("a=1",), (), ())
-    answer = ask_cluster(tmp_path, plan, None if expected else 4001, os.environ)
+    answer = ask_cluster(tmp_path, plan, 0 if expected else 4001, os.environ)
     assert bool(answer.faults) == bool(expected)
     assert expected in "".join(answer.faults)
     assert ("nodes with 4000 MB" in "".join(answer.warnings)) == (not expected)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from reinforce_rl.launch.slurm.submission.options import ComponentOptions
-from reinforce_rl.launch.slurm.submission.plan import Component, JobPlan, default_lead, lead_faults, tasks_of
+from reinforce_rl.launch.slurm.options import ComponentOptions
+from reinforce_rl.launch.slurm.plan import Component, JobPlan, default_lead, lead_faults
 
 
 def job(**changes) -> JobPlan:
@@ -103,14 +103,6 @@ def test_test_only_submits_nothing():
     assert plan.command(test_only=True)[1] == plan.test_command(plan.actor)[1] == "--test-only"
     assert plan.test_command(plan.actor)[-1] == "--wrap=true"
     assert plan.test_command(plan.actor, exclude="n[1-2]")[-2] == "--exclude=n[1-2]"
-
-
-@pytest.mark.parametrize(
-    ("launcher", "cpus", "expected"),
-    [("srun", None, (8, None)), ("srun", 4, (8, 4)), ("torchrun", None, (1, 8)), ("torchrun", 96, (1, 96))],
-)
-def test_tasks_of_a_launcher(launcher, cpus, expected):
-    assert tasks_of(8, launcher, cpus) == expected
 
 
 def test_the_lead_follows_the_last_save():

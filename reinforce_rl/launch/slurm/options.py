@@ -1,0 +1,205 @@
+"""Command line of `slurm/submit.py`, with defaults from environment variables."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from reinforce_rl.launch.slurm import settings as names
+from reinforce_rl.launch.slurm.settings import ACTOR, SERVER, VARIABLES, Variable, split_arguments
+
+T = TypeVar("T")
+UNLIMITED = ("UNLIMITED", "INFINITE", "INFINITY", "-1")
+_MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+
+
+def parse_time(text: str) -> int | None:
+    """Convert M, M:S, H:M:S, D-H, D-H:M or D-H:M:S to seconds, else raise ValueError; None for no limit."""
+    if text.upper() in UNLIMITED:
+        return None
+    if found := re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text):
+        days, parts = found[1], found[2].split(":")
+        units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+        seconds = 86400 * int(days or 0) + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
+        if seconds > 0:
+            return seconds
+    raise ValueError(f"'{text}'; expected MINUTES, HH:MM:SS, D-HH:MM:SS or UNLIMITED")
+
+
+def parse_memory(text: str) -> int:
+    """Convert Slurm's SIZE[K|M|G|T] to megabytes, else raise ValueError; 0 stands for all of a node's memory."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
+    if found is None:
+        raise ValueError(f"'{text}'; expected SIZE[K|M|G|T], such as 64G, or 0 for all of a node's memory")
+    return math.ceil(int(found[1]) * _MEGABYTES[found[2] or "M"])
+
+
+def parse_gpus(text: str) -> int:
+    """Return COUNT of [TYPE:]COUNT, else raise ValueError."""
+    found = re.fullmatch(r"(?:[\w.-]*[A-Za-z][\w.-]*:)?(\d+)", text)
+    if found is None:
+        raise ValueError(f"'{text}'; expected GPUs of a node as [TYPE:]COUNT, such as 8 or h100:8, or 0 for none")
+    return int(found[1])
+
+
+def parse_count(text: str) -> int:
+    """Parse a whole number from 1, else raise ValueError."""
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise ValueError(f"'{text}'; expected a whole number from 1")
+
+
+@dataclass(frozen=True)
+class ComponentOption:
+    """`--actor-NAME` and `--server-NAME`, and `--BOTH` for both components."""
+
+    name: str
+    both: str  # empty for no such option
+    metavar: str
+    meaning: str  # help text
+    sbatch_variable: str = ""  # read by sbatch itself; empty for none
+    parse: Callable[[str], Any] = str  # raises ValueError
+
+    def names(self, component: str) -> list[str]:
+        """Return the options that count for a component, without dashes, highest precedence first."""
+        return [name for name in (f"{component}-{self.name}", self.both) if name]
+
+
+COMPONENT_OPTIONS = (
+    ComponentOption("partition", "partition", "NAME", "partition, or several with commas", "SBATCH_PARTITION"),
+    ComponentOption("account", "account", "NAME", "who pays", "SBATCH_ACCOUNT"),
+    ComponentOption("qos", "qos", "NAME", "quality of service", "SBATCH_QOS"),
+    ComponentOption("constraint", "constraint", "FEATURES", "features that the nodes must have", "SBATCH_CONSTRAINT"),
+    ComponentOption("nodelist", "", "NODES", "nodes that must be among them"),
+    ComponentOption("exclude", "exclude", "NODES", "nodes that must not"),
+    ComponentOption("gpus", "gpus-per-node", "[TYPE:]COUNT", "GPUs of each node; 0: none", parse=parse_gpus),
+    ComponentOption(
+        "cpus-per-task", "cpus-per-task", "N", "CPUs of each task; with torchrun a task is a node", parse=parse_count
+    ),
+    ComponentOption("mem", "mem", "SIZE[K|M|G|T]", "memory of each node; 0: all of it", parse=parse_memory),
+)
+JOB_VARIABLES = (
+    Variable("REINFORCE_TIME", "04:00:00", "time limit of a job, as sbatch reads it"),
+    Variable("REINFORCE_SIGNAL_LEAD", "", "seconds before the limit at which the run gets the signal to save"),
+    Variable("REINFORCE_JOB_NAME", "", "components are NAME-rm and NAME-actor; else exp_manager.name"),
+)
+# Set by the plan; every other job variable has an option of the same name.
+PLANNED = (names.RUN_DIR, names.ACTOR_DEVICES, names.SERVER_DEVICES, names.REPOSITORY)
+
+
+@dataclass(frozen=True)
+class ComponentOptions:
+    """Options of one component, see `COMPONENT_OPTIONS`; None if not given."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    gpus: str | None = None
+    cpus_per_task: str | None = None
+    mem: str | None = None
+    sbatch_args: tuple[str, ...] = ()  # passed to sbatch as they are
+
+
+@dataclass(frozen=True)
+class Options:
+    actor_args: tuple[str, ...]  # Hydra overrides
+    server_args: tuple[str, ...]  # Hydra overrides
+    actor: ComponentOptions
+    server: ComponentOptions
+    time: str  # limit, as written
+    seconds: int | None  # limit; None for none
+    lead: int | None  # seconds before the limit; None if not given
+    job_name: str | None  # None for the configuration's
+    chain: int  # number of consecutive jobs
+    dry_run: bool  # print the plan only
+    variables: tuple[tuple[str, str], ...]  # of the job, those that are set
+    faults: tuple[str, ...] = ()  # of values; those fields have their defaults
+
+
+def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Options:
+    """Parse `[options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]`; options not given come from the environment."""
+    own, server_args = split_arguments(argv)
+    args = _parser().parse_intermixed_args(list(own))
+    faults: list[str] = []
+
+    def text(*names: str, last: str = "") -> str | None:
+        """Return the first of these options, then of their variables, then `last`, that is not empty."""
+        given = [getattr(args, name.replace("-", "_")) for name in names]
+        variables = [f"REINFORCE_{name.upper().replace('-', '_')}" for name in names] + [last]
+        return next(filter(None, [*given, *(environment.get(name, "").strip() for name in variables)]), None)
+
+    def parsed(option: str, text: str | None, parse: Callable[[str], T]) -> T | None:
+        try:
+            return None if text is None else parse(text)
+        except ValueError as error:
+            faults.append(f"{option} is {error}")
+            return None
+
+    def component(which: str) -> ComponentOptions:
+        values = {}
+        for option in COMPONENT_OPTIONS:
+            found = text(*option.names(which), last=option.sbatch_variable)
+            is_valid = parsed(f"--{which}-{option.name}", found, option.parse) is not None
+            values[option.name.replace("-", "_")] = found if is_valid else None
+        extra = [*(args.sbatch_arg or ()), *(getattr(args, f"{which}_sbatch_arg") or ())]
+        return ComponentOptions(**values, sbatch_args=tuple(extra))
+
+    time = text("time") or JOB_VARIABLES[0].default
+    variables = {v.name: text(v.option) for v in VARIABLES if v.name not in PLANNED}
+    return Options(
+        actor_args=tuple(args.overrides),
+        server_args=server_args,
+        time=time,
+        seconds=parsed("--time", time, parse_time),
+        lead=parsed("--signal-lead", text("signal-lead"), parse_count),
+        chain=parsed("--chain", args.chain, parse_count) or 1,
+        actor=component(ACTOR),
+        server=component(SERVER),
+        job_name=text("job-name"),
+        dry_run=args.dry_run,
+        variables=tuple((name, value) for name, value in variables.items() if value),
+        faults=tuple(faults),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slurm/submit.py",
+        description="Plan, check and submit a Slurm job of reward servers (component 0) and actor (component 1).",
+        usage="%(prog)s [options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]",
+        epilog="Overrides are Hydra's, as examples/train_reinforce_actor.py and examples/serve_reward_model.py take "
+        "them. An option that is not given is read from the variable REINFORCE_OPTION, such as REINFORCE_PARTITION "
+        "or REINFORCE_ACTOR_PARTITION.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="ACTOR_OVERRIDE", help="KEY=VALUE")
+    parser.add_argument("--dry-run", action="store_true", help="check and print the plan; make and submit nothing")
+    parser.add_argument("--chain", default="1", metavar="N", help="number of jobs, each after the end of the last")
+    _add_variables(parser, JOB_VARIABLES)
+    sbatch = parser.add_argument_group("nodes; --actor-X and --server-X are for one component")
+    for option in COMPONENT_OPTIONS:
+        if option.both:
+            sbatch.add_argument(f"--{option.both}", metavar=option.metavar, help=option.meaning)
+        for component in (ACTOR, SERVER):
+            help = argparse.SUPPRESS if option.both == option.name else option.meaning
+            sbatch.add_argument(f"--{component}-{option.name}", metavar=option.metavar, help=help)
+    sbatch.add_argument("--sbatch-arg", action="append", metavar="ARG", help="as in --sbatch-arg=--reservation=X")
+    for component in (ACTOR, SERVER):
+        sbatch.add_argument(f"--{component}-sbatch-arg", action="append", metavar="ARG", help=argparse.SUPPRESS)
+    _add_variables(parser.add_argument_group("the job"), [v for v in VARIABLES if v.name not in PLANNED])
+    return parser
+
+
+def _add_variables(group: argparse._ActionsContainer, variables: Sequence[Variable]) -> None:
+    for variable in variables:
+        is_seconds = "SECONDS" in variable.name or variable.name.endswith("LEAD")
+        default = f" ({variable.default})" if variable.default else ""
+        metavar = "SECONDS" if is_seconds else "VALUE"
+        group.add_argument(f"--{variable.option}", metavar=metavar, help=variable.meaning + default)

@@ -1,0 +1,271 @@
+"""Turns options and configurations into the plan of a job and its sbatch command, and collects all faults."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from reinforce_rl.config import reward_server
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.keys import override_of
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.launch.cli import compose
+from reinforce_rl.launch.slurm import settings as names
+from reinforce_rl.launch.slurm.options import ComponentOptions, Options, parse_gpus, parse_memory
+from reinforce_rl.launch.slurm.outcome import status_of
+from reinforce_rl.launch.slurm.settings import ACTOR, SEPARATOR, SERVER, TORCHRUN, Settings, read_settings
+from reinforce_rl.preflight.run import examine, host_memory_of_node
+from reinforce_rl.rewards.wire import DEFAULT_NAME
+
+T = TypeVar("T")
+RUN_DIR_KEY = "exp_manager.explicit_log_dir"
+DEFAULT_LEAD, LEAST_LEAD = 300, 120
+# Slurm sends the signal up to a minute before the lead begins, and the job needs time to end.
+LEAD_MARGIN = 60
+MOST_LEAD = 65535  # Slurm keeps it in 16 bits
+
+
+@dataclass(frozen=True)
+class Component:
+    name: str  # for people
+    job_name: str  # differs by component, since a dependency by name would wait for itself
+    nodes: int  # number of them
+    ranks_per_node: int
+    tasks_per_node: int  # started by Slurm: one per rank, or one that starts them
+    cpus_per_task: int | None = None  # None for Slurm's default
+    gpus: str | None = None  # per node, as [TYPE:]COUNT; None for none
+    options: ComponentOptions = field(default_factory=ComponentOptions)
+
+    def requirements(self) -> list[str]:
+        own = ("partition", "account", "qos", "constraint", "nodelist", "exclude")
+        given = [
+            *((name, getattr(self.options, name)) for name in own),
+            ("nodes", self.nodes),
+            ("ntasks-per-node", self.tasks_per_node),
+            ("cpus-per-task", self.cpus_per_task),
+            ("gpus-per-node", self.gpus),
+            ("mem", self.options.mem),
+        ]
+        return [*(f"--{name}={value}" for name, value in given if value is not None), *self.options.sbatch_args]
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    server: Component
+    actor: Component
+    time: str  # limit, as written
+    seconds: int | None  # limit; None for none
+    lead: int  # seconds from the save signal to the limit
+    chain: int  # number of consecutive jobs
+    run_dir: Path  # absolute
+    batch_file: Path  # absolute
+    actor_args: tuple[str, ...]  # Hydra overrides
+    server_args: tuple[str, ...]  # Hydra overrides
+    variables: tuple[tuple[str, str], ...]  # environment of the job
+
+    @property
+    def folder(self) -> Path:
+        """Holds the batch script's output; must exist before the job starts."""
+        return self.run_dir / "slurm"
+
+    def command(self, *, after: str | None = None, test_only: bool = False) -> list[str]:
+        """Return the sbatch command; it starts after the end of job `after`, successful or not."""
+        first = ["--test-only"] if test_only else ["--parsable"]
+        if self.seconds is not None:
+            first.append(f"--signal=B:USR1@{self.lead}")  # on component 0, where the batch script runs
+        if after is not None:
+            first.append(f"--dependency=afterany:{after}")
+        overrides = [*self.actor_args, *([SEPARATOR, *self.server_args] if self.server_args else [])]
+        # Otherwise component 1 would inherit component 0's --exclude.
+        reset = ["--exclude="] if self.server.options.exclude and not self.actor.options.exclude else []
+        components = [*self._arguments(self.server), ":", *reset, *self._arguments(self.actor)]
+        return ["sbatch", *first, *components, str(self.batch_file), *overrides]
+
+    def test_command(self, component: Component, exclude: str = "") -> list[str]:
+        """Return `sbatch --test-only` for one component as a job of its own, avoiding nodes `exclude` too."""
+        own = component.options.exclude
+        if own and "/" in own:  # a file of names
+            own = ",".join(Path(own).read_text().split())
+        more = [f"--exclude={','.join(filter(None, [own, exclude]))}"] if exclude else []
+        return ["sbatch", "--test-only", *self._arguments(component), *more, "--wrap=true"]
+
+    def _arguments(self, component: Component) -> list[str]:
+        output = str(self.folder).replace("%", "%%") + "/%j.out"
+        both = [f"--time={self.time}", f"--output={output}", "--open-mode=append", "--requeue", "--export=ALL"]
+        return [*both, f"--job-name={component.job_name}", *component.requirements()]
+
+
+@dataclass(frozen=True)
+class Request:
+    plan: JobPlan | None  # None if there are faults that prevent one
+    run_dir: Path  # absolute
+    actor_megabytes: int  # host memory needed by the ranks of one actor node; 0 if unknown
+    faults: list[str]  # one sentence each, as the warnings
+    warnings: list[str]
+
+
+def make_request(options: Options, environment: Mapping[str, str], repository: Path, console: Console) -> Request:
+    """Check options and configurations, and plan the job; prints the trainer's own plan if it has no faults."""
+    faults: list[str] = []
+    actor_cfg = _attempt(lambda: compose("train_reinforce_actor", options.actor_args), faults)
+    server_cfg = _attempt(lambda: compose("serve_reward_model", options.server_args), faults)
+    run_dir = _run_dir(options, actor_cfg, environment)
+    # The job sets this key itself, to the absolute path.
+    actor_args = tuple(arg for arg in options.actor_args if arg.partition("=")[0].lstrip("+") != RUN_DIR_KEY)
+    variables = {**dict(options.variables), names.RUN_DIR: str(run_dir)}
+    if not any(name in variables for name in (names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE)):
+        variables[names.PYTHON] = sys.executable
+    argv = [*actor_args, SEPARATOR, *options.server_args]
+    settings = _attempt(lambda: read_settings(argv, variables, repository), faults)
+    settings = settings or Settings(run_dir, repository, actor_args=actor_args, server_args=options.server_args)
+    status = status_of(run_dir)
+    save_seconds = None if status is None else status.save_seconds
+    lead = options.lead or default_lead(save_seconds)
+    faults += [*options.faults, *lead_faults(lead, options.seconds, save_seconds)]
+    if server_cfg is not None:
+        faults += [*_server_faults(server_cfg), *_gpu_faults(SERVER, options.server, server_cfg.devices)]
+    if actor_cfg is None:
+        return Request(None, run_dir, 0, faults, [])
+    OmegaConf.update(actor_cfg, RUN_DIR_KEY, str(run_dir))
+    actor = examine(actor_cfg, console, here=False)
+    cfg = actor.config
+    faults += [*actor.faults, *_actor_faults(cfg, options), *_gpu_faults(ACTOR, options.actor, cfg.trainer.devices)]
+    megabytes = math.ceil(host_memory_of_node(cfg, actor.memory) / 2**20) if actor.memory else 0
+    plan = None if server_cfg is None else _plan(options, lead, cfg, server_cfg, settings)
+    return Request(plan, run_dir, megabytes, faults, list(_warnings(cfg, options, megabytes)))
+
+
+def _attempt(action: Callable[[], T], faults: list[str]) -> T | None:
+    try:
+        return action()
+    except ConfigError as error:
+        faults += error.faults
+        return None
+
+
+def _run_dir(options: Options, cfg: DictConfig | None, environment: Mapping[str, str]) -> Path:
+    given = environment.get(names.RUN_DIR, "").strip()
+    own = override_of(options.actor_args, RUN_DIR_KEY)
+    if own is not None or not given:
+        given = own or "."
+        # Unresolvable values are among the configuration's faults.
+        with contextlib.suppress(OmegaConfBaseException):
+            given = given if cfg is None else str(cfg.exp_manager.explicit_log_dir)
+    return Path(given).absolute()
+
+
+def default_lead(save_seconds: float | None) -> int:
+    """Return the lead in seconds from the duration of the run's last save, if any."""
+    if save_seconds is None:
+        return DEFAULT_LEAD
+    return max(LEAST_LEAD, math.ceil(2 * save_seconds) + LEAD_MARGIN)
+
+
+def lead_faults(lead: int, seconds: int | None, save_seconds: float | None) -> Iterator[str]:
+    """Check a lead against Slurm's range, the time limit and the run's last save, all in seconds."""
+    if lead > MOST_LEAD:
+        yield f"--signal-lead is {lead}; expected at most {MOST_LEAD}, which is what Slurm keeps"
+    if seconds is not None and lead + LEAD_MARGIN >= seconds:
+        yield (
+            f"--signal-lead is {lead} s and --time {seconds} s: the run would have to save as soon as it starts; "
+            f"expected --time above {lead + LEAD_MARGIN} s, or a smaller lead"
+        )
+    if save_seconds is not None and lead < save_seconds + LEAD_MARGIN:
+        yield (
+            f"--signal-lead is {lead} s, but the run's last save took {save_seconds:.0f} s; expected at least "
+            f"{math.ceil(save_seconds) + LEAD_MARGIN} s, so that a save fits before the limit"
+        )
+
+
+def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
+    if cfg.preflight:
+        yield f"preflight is {str(cfg.preflight).lower()}, with which a job would end at once; use --dry-run"
+    if cfg.reward != "server":
+        yield (
+            f"reward is '{cfg.reward}', with which the trainer needs no reward server, and this job starts one; give "
+            "the function to the server (-- reward_function.name=NAME), or start the trainer alone"
+        )
+    if not cfg.exp_manager.resume_if_exists:
+        yield (
+            "exp_manager.resume_if_exists is false: a job that is requeued or follows another one would begin again; "
+            "expected true"
+        )
+    name = override_of(options.actor_args, "remote_rm.reward_model.name")
+    served = override_of(options.server_args, "inference.name") or DEFAULT_NAME
+    if name is not None and name != served:
+        yield (
+            f"remote_rm.reward_model.name is {name}, but the server's inference.name is {served}; expected the same, "
+            "or only the latter"
+        )
+
+
+def _server_faults(cfg: DictConfig) -> Iterator[str]:
+    config, faults = reward_server.read_config(cfg)
+    yield from faults
+    if config.serves_function and (cfg.num_nodes, cfg.devices) != (1, 1):
+        yield f"num_nodes x devices is {cfg.num_nodes} x {cfg.devices}, but one process serves a reward function"
+
+
+def _gpu_faults(component: str, options: ComponentOptions, ranks: object) -> Iterator[str]:
+    if isinstance(ranks, int) and 0 < parse_gpus(options.gpus or "0") < ranks:
+        yield f"--{component}-gpus is {options.gpus}, for {ranks} ranks of a node; expected a GPU for each"
+
+
+def _plan(options: Options, lead: int, cfg: TrainConfig, server: DictConfig, settings: Settings) -> JobPlan | None:
+    of_actor, of_server = (cfg.trainer.num_nodes, cfg.trainer.devices), (server.num_nodes, server.devices)
+    if not all(isinstance(number, int) and number > 0 for number in (*of_actor, *of_server)):
+        return None  # already among the programs' own faults
+    base = options.job_name or cfg.exp_manager.name
+    on_gpus = cfg.trainer.precision == "bf16"  # bf16 means GPUs
+
+    def component(
+        name: str, job_name: str, nodes: int, ranks: int, own: ComponentOptions, needs_gpus: bool
+    ) -> Component:
+        cpus = int(own.cpus_per_task) if own.cpus_per_task else None
+        tasks, cpus = (1, cpus or ranks) if settings.launcher == TORCHRUN else (ranks, cpus)
+        gpus = own.gpus or (str(ranks) if needs_gpus else "0")
+        return Component(name, job_name, nodes, ranks, tasks, cpus, gpus if parse_gpus(gpus) else None, own)
+
+    nodes, ranks = of_server[0] * settings.servers, of_server[1]
+    has_model = server.reward_function.name is None
+    servers = f"reward {SERVER}{'s' if settings.servers > 1 else ''}"
+    variables = {
+        names.RUN_DIR: str(settings.run_dir),
+        names.REPOSITORY: str(settings.repository),
+        **({names.PYTHON: settings.python} if settings.python else {}),
+        **dict(options.variables),
+        names.ACTOR_DEVICES: str(of_actor[1]),
+        names.SERVER_DEVICES: str(of_server[1]),
+    }
+    return JobPlan(
+        server=component(servers, f"{base}-rm", nodes, ranks, options.server, on_gpus and has_model),
+        actor=component(ACTOR, f"{base}-actor", *of_actor, options.actor, on_gpus),
+        time=options.time,
+        seconds=options.seconds,
+        lead=lead,
+        chain=options.chain,
+        run_dir=settings.run_dir,
+        batch_file=settings.repository / "slurm" / "train_hetjob.sbatch",
+        actor_args=settings.actor_args,
+        server_args=settings.server_args,
+        variables=tuple(variables.items()),
+    )
+
+
+def _warnings(cfg: TrainConfig, options: Options, megabytes: int) -> Iterator[str]:
+    if cfg.trainer.reinforce.save_interval == 0:
+        yield "trainer.reinforce.save_interval is 0: the death of a node loses all that the job has trained"
+    limit = parse_memory(options.actor.mem or "0")
+    if megabytes and limit and megabytes > limit:
+        yield f"the actor's ranks need up to {megabytes} MB of host memory a node, and --mem gives them {limit} MB"
+    if options.server.mem and not options.actor.mem:
+        yield f"sbatch gives the actor the server's --mem={options.server.mem}, since it has no --actor-mem"

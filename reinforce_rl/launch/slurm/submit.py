@@ -1,0 +1,346 @@
+"""Main program of `slurm/submit.py`: checks a job with Slurm, prints and submits it.
+
+`sbatch --test-only` considers one component at a time. It accepts components that fit singly but not together,
+partitions that are down, and times above the partition's limit; such a job waits for ever. So does one whose
+component 0 gets nodes that component 1 needs: Slurm chooses component 0's nodes without regard to component 1, the
+same each time (seen with 22.05). Hence each component is also tested without the nodes that the other would get.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError
+from reinforce_rl.launch.slurm.options import PLANNED, parse_memory, parse_options, parse_time
+from reinforce_rl.launch.slurm.outcome import HISTORY_FILE, History, finished
+from reinforce_rl.launch.slurm.plan import Component, JobPlan, make_request
+from reinforce_rl.launch.slurm.steps import SlurmCallError, call
+from reinforce_rl.preflight.report import print_warnings
+from reinforce_rl.preflight.run import wide_console
+from reinforce_rl.utils.files import read_json_lines
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+# All others may belong to an enclosing allocation; the job would take them for its own.
+KEPT_SLURM_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
+SUBMIT_SECONDS = 120.0
+PARTITIONS = ("sinfo", "--noheader", "--format=%P|%a|%l")
+NODES_HINT = "sinfo --Node --format='%N %P %T %c %m %G %f'"
+SUBMITTED_FILE = "submitted.jsonl"
+LAST_JOBS = 100  # queried; more than any chain, and keeps the command line short
+
+
+def main(argv: Sequence[str], console: Console | None = None) -> int:
+    """Plan, check, print and submit `[options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]`.
+
+    Returns:
+        0 if the jobs were submitted (or would be, in a dry run) or the run has finished; else 1.
+    """
+    errors = console or Console(stderr=True, highlight=False, soft_wrap=True)
+    console = console or wide_console()
+    options = parse_options(argv, os.environ)
+    request = make_request(options, os.environ, REPOSITORY, console)
+    plan = request.plan
+    environment = {} if plan is None else job_environment(plan, os.environ)
+    cluster = ask_cluster(request.run_dir, plan, request.actor_megabytes, environment)
+    if plan is not None:
+        print_job(console, plan, cluster.starts)
+    print_warnings(console, [*request.warnings, *cluster.warnings])
+    faults = [*request.faults, *cluster.faults]
+    if not options.dry_run:
+        faults += cluster.unchecked
+    elif cluster.unchecked:
+        console.print("\nNot checked:", *(f"  {reason}" for reason in cluster.unchecked), sep="\n", markup=False)
+    if faults or plan is None:
+        errors.print(f"error: {ConfigError(faults)}\nNothing was submitted.", style="red", markup=False)
+        return EXIT_ERROR
+    print_command(console, plan)
+    attempts = History(plan.folder / HISTORY_FILE).attempts()
+    if text := finished(plan.run_dir, attempts, (plan.actor_args, plan.server_args)):
+        console.print(f"\n{text}. Nothing was submitted.", markup=False)
+        return EXIT_FINISHED
+    if options.dry_run:
+        console.print("\nNo fault was found. Nothing was submitted.")
+        return EXIT_FINISHED
+    return _submit(plan, environment, console, errors)
+
+
+def job_environment(plan: JobPlan, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` without variables of an enclosing allocation, plus those of the plan."""
+    foreign = ("SLURM_", "PMI_", "PMIX_")
+    kept = {k: v for k, v in environment.items() if not k.startswith(foreign) or k in KEPT_SLURM_VARIABLES}
+    return {**kept, **dict(plan.variables)}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Slurm's estimate of when and where a component could start as a job of its own."""
+
+    time: str
+    nodes: str
+
+
+@dataclass
+class Answer:
+    starts: tuple[Start | None, Start | None] = (None, None)  # of server and actor; None if unknown
+    faults: list[str] = field(default_factory=list)  # one sentence each, as the warnings
+    warnings: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)  # what could not be checked, and why
+
+
+def ask_cluster(run_dir: Path, plan: JobPlan | None, actor_megabytes: int, environment: Mapping[str, str]) -> Answer:
+    """Check a job against the queue and the cluster; without a plan, the queue only.
+
+    Args:
+        actor_megabytes: host memory needed by the ranks of one actor node; 0 if unknown.
+        environment: that of sbatch.
+    """
+    if shutil.which("sbatch") is None:
+        what = (
+            "nodes, queue and sbatch --test-only could not be asked; submit from a machine that has Slurm's commands"
+        )
+        return Answer(unchecked=[f"sbatch is not on the PATH, so {what}"])
+    answer = Answer()
+    try:
+        answer.faults += queue_faults(run_dir)
+    except SlurmCallError as error:
+        answer.unchecked.append(f"whether this run is in the queue already: {error}")
+    if plan is None:
+        return answer
+    try:
+        answer.faults += partition_faults(plan, call(PARTITIONS))
+    except SlurmCallError as error:
+        answer.unchecked.append(f"whether the partitions run such a job: {error}")
+    if not answer.faults:
+        _test(plan, environment, answer)
+    actor = answer.starts[1]
+    if actor is not None and actor_megabytes and plan.actor.options.mem is None:
+        answer.warnings += _memory_warnings(actor.nodes, actor_megabytes)
+    return answer
+
+
+def queue_faults(run_dir: Path) -> list[str]:
+    """Return a fault if jobs of this run are pending, running or ending.
+
+    Raises:
+        SlurmCallError: squeue failed.
+    """
+    path = run_dir / "slurm" / SUBMITTED_FILE
+    names = {line["job"]: line["name"] for line in read_json_lines(path)} if path.is_file() else {}
+    for attempt in History(path.with_name(HISTORY_FILE)).attempts():
+        if attempt.end is None or attempt.requeued:
+            names.setdefault(attempt.job, None)  # submitted without this program
+    if not names:
+        return []
+    try:
+        text = call(["squeue", "--noheader", f"--jobs={','.join(list(names)[-LAST_JOBS:])}", "--format=%i|%A|%T|%j"])
+    except SlurmCallError as error:
+        if "Invalid job id" in error.said:  # a single job that ended long ago
+            return []
+        raise
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        shown, job, state, name = line.strip().split("|", 3)
+        if job in names and names[job] in (None, name):  # job ids wrap around
+            found[job] = f"{shown.split('+')[0]} ({name}, {state.lower()})"
+    if not found:
+        return []
+    jobs = ", ".join(found[job] for job in sorted(found, key=int))
+    return [
+        f"the run in {run_dir} is in the queue already: {jobs}; wait for it, cancel it (scancel {' '.join(found)}), "
+        "or set exp_manager.explicit_log_dir to another folder"
+    ]
+
+
+def partition_faults(plan: JobPlan, sinfo: str) -> list[str]:
+    """Check that each component has a partition that is up and allows the job's time.
+
+    Raises:
+        SlurmCallError: `sinfo` is not the output of `PARTITIONS`.
+    """
+    reasons: dict[str, str] = {}  # why a partition cannot be used; empty if it can
+    default = ""
+    for line in filter(str.strip, sinfo.splitlines()):
+        try:
+            name, available, limit = line.strip().split("|")
+            most = parse_time("UNLIMITED" if limit == "n/a" else limit)
+        except ValueError as error:
+            raise SlurmCallError(PARTITIONS, f"printed {line!r}; expected NAME|STATE|LIMIT") from error
+        if name.endswith("*"):
+            name = default = name[:-1]
+        reasons[name] = ""
+        if available != "up":
+            reasons[name] = f"partition {name} is not up"
+        elif most is not None and (plan.seconds is None or plan.seconds > most):
+            reasons[name] = f"partition {name} allows {most} s, the job asks for {plan.seconds or 'no limit'}"
+    faults = []
+    for component in (plan.server, plan.actor):
+        wanted = (component.options.partition or default).split(",")
+        unknown = [name for name in wanted if name not in reasons]
+        if unknown:
+            what = f"partition {unknown[0]} is unknown" if unknown[0] else "the cluster has no default partition"
+            faults.append(f"the {component.name}: {what}; expected --partition to be of {', '.join(sorted(reasons))}")
+        elif all(reasons[name] for name in wanted):
+            faults.append(f"the {component.name}: {'; '.join(reasons[name] for name in wanted)}; use another one")
+    return faults
+
+
+def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None:
+    """Run `sbatch --test-only` for each component, the job, and each component without the other's nodes."""
+    starts = []
+    for component in (plan.server, plan.actor):
+        try:
+            starts.append(_test_component(plan, component, environment))
+        except SlurmCallError as error:
+            what = f"the component of the {component.name} ({' '.join(component.requirements())})"
+            answer.faults.append(f"sbatch --test-only refuses {what}: {_said(error)}")
+    if answer.faults:
+        return
+    try:
+        call(plan.command(test_only=True), seconds=SUBMIT_SECONDS, base=environment)
+    except SlurmCallError as error:
+        answer.faults.append(f"sbatch --test-only refuses the job: {_said(error)}")
+        return
+    server, actor = answer.starts = starts[0], starts[1]
+    if server is None or actor is None:
+        answer.warnings.append("whether both components fit together is not known: sbatch --test-only names no nodes")
+    else:
+        answer.faults += _together_faults(plan, server, actor, environment)
+
+
+def _test_component(
+    plan: JobPlan, component: Component, environment: Mapping[str, str], exclude: str = ""
+) -> Start | None:
+    said = call(plan.test_command(component, exclude), seconds=SUBMIT_SECONDS, base=environment, with_stderr=True)
+    found = re.search(r"to start at (\S+) using \d+ processors on nodes (\S+)", said)
+    return Start(*found.groups()) if found else None
+
+
+def _said(error: SlurmCallError) -> str:
+    said = " ".join(error.said.split())
+    if "node configuration is not available" in said:
+        said += f"; use fewer nodes or ranks a node, or another partition. What the nodes have: {NODES_HINT}"
+    return said
+
+
+def _together_faults(plan: JobPlan, server: Start, actor: Start, environment: Mapping[str, str]) -> list[str]:
+    alone = f"alone, the {plan.server.name} would get {server.nodes} and the {plan.actor.name} {actor.nodes}"
+    try:
+        _test_component(plan, plan.actor, environment, exclude=server.nodes)
+        return []
+    except SlurmCallError as error:
+        alone += f"; without {server.nodes}, sbatch says of the {plan.actor.name}: {' '.join(error.said.split())}"
+    try:
+        _test_component(plan, plan.server, environment, exclude=actor.nodes)
+    except SlurmCallError:
+        return [
+            f"the components fit singly, but not together ({alone}). Slurm gives no node to both, and the job would "
+            f"wait for ever: expected {plan.server.nodes} + {plan.actor.nodes} different nodes; use fewer, or another "
+            "partition or nodelist"
+        ]
+    return [
+        f"the {plan.server.name} may be put on nodes that the {plan.actor.name} cannot do without ({alone}), and the "
+        "job would wait for ever, since Slurm chooses the nodes of component 0 without a look at component 1; keep "
+        "them apart with --server-partition, --server-constraint, --server-exclude or --server-nodelist"
+    ]
+
+
+def _memory_warnings(nodes: str, megabytes: int) -> list[str]:
+    try:
+        sizes = call(["sinfo", "--noheader", f"--nodes={nodes}", "--format=%m"]).split()
+        there = min((parse_memory(size.rstrip("+")) for size in sizes), default=megabytes)
+    except (SlurmCallError, ValueError) as error:
+        return [f"the memory of {nodes} is not known: {error}"]
+    needed = f"the actor's ranks need up to {megabytes} MB of host memory a node"
+    return [f"{needed}, and of {nodes} there are nodes with {there} MB"] if megabytes > there else []
+
+
+def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, errors: Console) -> int:
+    """Submit the chain, each job after the previous one; return the exit code."""
+    jobs: list[str] = []
+    fault = None
+    try:
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        for _ in range(plan.chain):
+            out = call(plan.command(after=jobs[-1] if jobs else None), seconds=SUBMIT_SECONDS, base=environment)
+            jobs.append(out.strip().split(";")[0])  # ID;CLUSTER with several clusters
+            line = {"job": jobs[-1], "name": plan.server.job_name, "time": time.time()}
+            with (plan.folder / SUBMITTED_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        fault = f"exp_manager.explicit_log_dir is {plan.run_dir}: {error}"
+    except SlurmCallError as error:
+        fault = f"sbatch did not take job {len(jobs) + 1} of {plan.chain}: {error.said}"
+    if fault:
+        errors.print(f"error: {fault}", style="red", markup=False)
+    if not jobs:
+        errors.print("Nothing was submitted.")
+        return EXIT_ERROR
+    rows = [
+        ("look", f"squeue -j {','.join(jobs)}"),
+        ("output", f"tail -F {plan.folder}/{jobs[0]}.out"),
+        ("state", f"{plan.run_dir}/status.json"),
+        ("cancel", f"scancel {' '.join(jobs)}"),
+    ]
+    console.print(f"\nSubmitted: {' then '.join(jobs)}")
+    _print_rows(console, rows)
+    return EXIT_FINISHED if len(jobs) == plan.chain else EXIT_ERROR
+
+
+def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -> None:
+    """Print components, times and folders; `starts` are Slurm's estimates, None if unknown."""
+    both = (plan.server, plan.actor)
+    places = [f"{start.time} on {start.nodes}" if start else "not known" for start in starts]
+    components = [
+        ("", *(f"{number}: {c.name}" for number, c in enumerate(both))),
+        ("name", *(c.job_name for c in both)),
+        ("partition", *(c.options.partition or "the default one" for c in both)),
+        ("nodes", *(str(c.nodes) for c in both)),
+        ("ranks", *(f"{c.nodes} x {c.ranks_per_node} = {c.nodes * c.ranks_per_node}" for c in both)),
+        ("tasks a node", *(str(c.tasks_per_node) for c in both)),
+        ("CPUs a node", *(str(c.tasks_per_node * (c.cpus_per_task or 1)) for c in both)),
+        ("GPUs a node", *(c.gpus or "none" for c in both)),
+        ("could start", *places),
+    ]
+    is_limited = plan.seconds is not None
+    rows = [
+        ("time", f"{plan.time} = {plan.seconds} s" if is_limited else plan.time),
+        ("signal to save", f"{plan.lead} s before the limit" if is_limited else "none: there is no limit"),
+        ("jobs", "1" if plan.chain == 1 else f"{plan.chain}, each after the end of the one before"),
+        ("run", str(plan.run_dir)),
+        ("output", f"{plan.folder}/JOBID.out, of tasks {plan.folder}/JOBID-RESTART/"),
+        *((name, value) for name, value in plan.variables if name not in PLANNED),
+    ]
+    console.print(Text("\nJob", style="bold"))
+    _print_rows(console, components)
+    console.print()
+    _print_rows(console, rows)
+
+
+def print_command(console: Console, plan: JobPlan) -> None:
+    """Print the command for pasting: a line each for the variables, each component, and the program."""
+    lines = [["env", *(f"{name}={value}" for name, value in plan.variables)], []]
+    for argument in plan.command():
+        if argument in (":", str(plan.batch_file)):
+            lines.append([])
+        lines[-1].append(argument)
+    console.print(Text("\nCommand", style="bold"))
+    console.print(Text(" \\\n    ".join(shlex.join(line) for line in lines)))
+
+
+def _print_rows(console: Console, rows: Sequence[Sequence[str]]) -> None:
+    """Print aligned columns; rich's tables would cut paths at the terminal's width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        console.print(Text(f"  {'  '.join(cells)}".rstrip()))
