@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from reinforce_rl.config.reward_server import load_config
+from reinforce_rl.config.load import load_config
+from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.launch.cli import with_config
 
 
 @with_config("serve_reward_model")
 def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+    config = load_config(cfg, ServeRewardModelConfig)
     from reinforce_rl.launch.serve import serve
 
     serve(config)

@@ -20,9 +20,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
 
 @with_config("train_reward_model")
 def main(cfg: DictConfig) -> None:
-    from reinforce_rl.config.reward_model import load_config
+    from reinforce_rl.config.load import load_config
+    from reinforce_rl.config.reward_model import TrainRewardModelConfig
 
-    config, command = load_config(cfg), shlex.join(["python", *sys.argv])
+    config, command = load_config(cfg, TrainRewardModelConfig), shlex.join(["python", *sys.argv])
     if config.mode == "full":
         start_ranks(config.trainer.devices, config.trainer.num_nodes)
     from reinforce_rl.reward_model.job import train_reward_model

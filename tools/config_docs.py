@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from reinforce_rl.config.actor import TrainConfig  # noqa: E402
 from reinforce_rl.config.base import NOT_SET, Section  # noqa: E402
 from reinforce_rl.config.reward_model import TrainRewardModelConfig  # noqa: E402
-from reinforce_rl.config.reward_server import ServeRewardModelConfig  # noqa: E402
+from reinforce_rl.config.rewards import ServeRewardModelConfig  # noqa: E402
 
 PROGRAMS: dict[str, type[Section]] = {
     "train_reinforce_actor": TrainConfig,

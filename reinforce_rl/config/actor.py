@@ -1,7 +1,8 @@
-"""Schema of `examples/train_reinforce_actor.py`; `config/load.py` reads it, `actor_rules.py` checks it."""
+"""Schema of `examples/train_reinforce_actor.py`; `rules.py` has the rules across its keys."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator
@@ -10,6 +11,7 @@ from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.config.base import DEEP, NOT_SET, Positive, Precision, Section, Steps, Text, key
 from reinforce_rl.config.model import ModelConfig
 from reinforce_rl.config.rewards import RemoteRMConfig, RewardFunctionConfig
+from reinforce_rl.config.rules import find_faults
 
 
 def _registered(name: str) -> str:
@@ -399,6 +401,9 @@ class TrainConfig(Section):
     preflight_response_tokens: int | None = key(
         None, "of preflight=deep: mean length of a response; null: max_length", unit="tokens", ge=1
     )
+
+    def all_faults(self, found: list[str]) -> Iterable[str]:
+        return [*found, *find_faults(self)]
 
     @property
     def prompts_per_update(self) -> int | None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -17,6 +18,10 @@ class Section(BaseModel):
     """A group of keys. Types are strict; an int may stand for a float, and every float is finite."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    def all_faults(self, found: list[str]) -> Iterable[str]:
+        """Return the errors `found` in single keys that matter, and those across keys; of a program's whole schema."""
+        return found
 
 
 def key(

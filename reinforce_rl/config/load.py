@@ -13,10 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.actor_rules import find_faults
 from reinforce_rl.config.base import DEEP, NOT_SET, Section
-from reinforce_rl.config.keys import renamed
-from reinforce_rl.config.model import OptimConfig
+from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import ConfigError
 
 T = TypeVar("T", bound=Section)
@@ -32,31 +30,66 @@ _TYPES = {
     "null": "null",
     "object": "groups of keys, each under a name of your choice",
 }
+_SAVING = "exp_manager.checkpoint_callback_params"
+_ADVICE = {  # of keys, each with all below it
+    "trainer.reinforce.trt_llm model.reinforce.trt_llm trt_llm": "set generation=tensorrt_llm; see tensorrt_llm",
+    "trainer.reinforce.batch_iterator": "set trainer.reinforce.generation_work_queue; it needs no server and no port",
+    "combine_rm_and_critic_server remote_critic_rm": "there is no critic; the reward server is remote_rm.reward_model",
+    "trainer.ppo model.ppo": "REINFORCE has trainer.reinforce and model.reinforce",
+    "trainer.reinforce.model_gbs trainer.reinforce.model_mbs": "see model.global_batch_size, model.micro_batch_size",
+    "trainer.max_time": "set exp_manager.max_time_per_run",
+    "exp_manager.exp_dir": "set exp_manager.explicit_log_dir",
+    "exp_manager.resume_from_checkpoint": "write the checkpoint's name into checkpoints/latest",
+    f"{_SAVING}.save_top_k": f"set {_SAVING}.keep_best, and keep_last for the newest",
+    f"{_SAVING}.monitor {_SAVING}.mode": f"set {_SAVING}.best_metric and best_mode",
+    f"{_SAVING}.save_nemo_on_train_end {_SAVING}.always_save_nemo": f"set {_SAVING}.save_hf_on_train_end",
+    "model.reinforce.sampling_params.add_BOS": "set model.data.add_bos",
+    "model.peft.restore_from_path model.peft.restore_from_ckpt": "merge the adapter into the model first",
+    "model.max_position_embeddings model.data.seq_length": "set model.encoder_seq_length",
+    "model.precision model.megatron_amp_O2": "set trainer.precision; bf16 keeps fp32 main weights",
+    "rm_model_file": "set reward_model.restore_from_path, a Hugging Face folder",
+    "model.reward_standardization": "set reward_model.mean and reward_model.deviation",
+    "model.regression": "set reward_model.attribute_weights, by name",
+}
+_GONE = (  # at any place
+    "accelerator logger enable_checkpointing use_distributed_sampler create_checkpoint_callback model_parallel_size "
+    "resume_ignore_no_checkpoint filename all_probs compute_logprob adapter_dropout column_init_method "
+    "layer_selection weight_tying position_embedding_strategy mcore_gpt overwrite_base_config bucket_cap_mb data_impl "
+    "contiguous_grad_buffer splits_string index_mapping_dir skip_warmup reset_position_ids reset_attention_mask "
+    "eod_mask_loss row_init_method"
+)
+_BY_KEY = {key: advice for keys, advice in _ADVICE.items() for key in keys.split()}
 
 
-def load_config(cfg: DictConfig) -> TrainConfig:
+def load_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> T:  # type: ignore[assignment]
     """Convert the composed config and check all that can be checked before a model is loaded.
 
     Raises:
         ConfigError: unknown or missing keys, wrong types and invalid values, in one message.
     """
-    config, faults = read_config(cfg)
+    config, faults = read_config(cfg, schema)
     if faults:
         raise ConfigError(faults)
     return config
 
 
-def read_config(cfg: DictConfig) -> tuple[TrainConfig, list[str]]:
+def read_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> tuple[T, list[str]]:  # type: ignore[assignment]
     """Like `load_config`, but return the errors with the configuration; see `read`."""
-    config, faults = read(TrainConfig, cfg)
-    faults += find_faults(config)
-    block = config.model.tensor_model_parallel_size * config.model.pipeline_model_parallel_size
-    shards = config.trainer.world_size // max(block, 1)
-    # The deep preflight is of a run on GPUs, wherever it is made.
-    resolve_defaults(
-        config.trainer, config.model.optim, shards, (lambda: True) if config.preflight == DEEP else has_gpu
-    )
+    config, found = read(schema, cfg)
+    told = {fault.split(" ")[0] for fault in found}  # of a key that is wrong by itself, rules say nothing new
+    faults = [fault for fault in config.all_faults(found) if fault in found or fault.split(" ")[0] not in told]
+    if isinstance(config, TrainConfig | TrainRewardModelConfig):
+        # The deep preflight is of a run on GPUs, wherever it is made.
+        resolve_defaults(config, (lambda: True) if getattr(config, "preflight", None) == DEEP else has_gpu)
     return config, faults
+
+
+def renamed(key: str) -> str | None:
+    """Describe the replacement of a NeMo-Aligner key that this project lacks; None for any other key."""
+    found = next((advice for known, advice in _BY_KEY.items() if f"{key}.".startswith(f"{known}.")), None)
+    if set(_GONE.split()) & set(key.split(".")):
+        found = "leave it out: there is nothing to choose"
+    return found and f"{key} is a key of NeMo-Aligner; {found} (docs/migration-from-nemo-aligner.md)"
 
 
 def has_gpu() -> bool:
@@ -73,15 +106,12 @@ def precision_here(precision: str, gpu: Callable[[], bool] = has_gpu) -> str:
     return precision if precision != "auto" else "bf16" if gpu() else "32"
 
 
-def resolve_defaults(trainer: Any, optim: OptimConfig, shards: int, gpu: Callable[[], bool] = has_gpu) -> None:
-    """Replace `auto` and null where they depend on the presence of a GPU.
-
-    Args:
-        trainer: the section with the key `precision`.
-        shards: ranks that could share the optimizer's state: data times context parallel.
-        gpu: called only if something depends on it.
-    """
+def resolve_defaults(config: TrainConfig | TrainRewardModelConfig, gpu: Callable[[], bool] = has_gpu) -> None:
+    """Replace `auto` and null where they depend on the presence of a GPU, which is looked for only then."""
+    trainer, model, optim = config.trainer, config.model, config.model.optim
     trainer.precision = precision_here(trainer.precision, gpu)
+    # Data- times context-parallel ranks, which could share the optimizer's state.
+    shards = trainer.world_size // max(model.tensor_model_parallel_size * model.pipeline_model_parallel_size, 1)
     shared = (optim.distributed is None or optim.overlap_grad_sync is None) and shards > 1 and gpu()
     optim.distributed = shared if optim.distributed is None else optim.distributed
     optim.overlap_grad_sync = shared if optim.overlap_grad_sync is None else optim.overlap_grad_sync
@@ -96,7 +126,7 @@ def read(schema: type[T], node: DictConfig, path: str = "") -> tuple[T, list[str
     """
     config = schema()
     faults = list(_fill(config, node, path))
-    return config, [*faults, *_missing(config, path, faults)]
+    return config, [*faults, *_missing(config, path, {fault.split(" ")[0] for fault in faults})]
 
 
 def _fill(section: Section, node: DictConfig, path: str) -> Iterator[str]:
@@ -135,7 +165,7 @@ def _fill_group(group: Section, node: Any, key: str) -> Iterator[str]:
 
 
 def _set(section: Section, name: str, value: Any, key: str) -> Iterator[str]:
-    if isinstance(value, (DictConfig, ListConfig)):
+    if isinstance(value, DictConfig | ListConfig):
         value = OmegaConf.to_container(value)
     if value == "" and type(section).model_fields[name].default == NOT_SET:
         yield f"{key} is empty; give it as {key}=VALUE"
@@ -143,67 +173,57 @@ def _set(section: Section, name: str, value: Any, key: str) -> Iterator[str]:
     try:
         section.__pydantic_validator__.validate_assignment(section, name, value)
     except ValidationError as error:
-        of_value = [one for one in error.errors() if one["type"] in _OF_VALUE]
-        if of_value:
-            found = of_value[0]
+        found = next((one for one in error.errors() if one["type"] in _OF_VALUE), None)
+        if found is not None:
             value = found["input"] if len(found["loc"]) == 1 else value
             bounds = list(found.get("ctx", {}).values())
             value = float(value) if type(value) is int and bounds and type(bounds[0]) is float else value
             if isinstance(value, str) or found["type"] != "literal_error":
                 setattr(section, name, value)
-        expected = _expected(type(section), name, bool(of_value))
-        if of_value and of_value[0]["type"] == "finite_number" and "finite" not in expected:
+        expected = _expected(type(section), name, is_of_value=found is not None)
+        if found is not None and found["type"] == "finite_number" and "finite" not in expected:
             expected += ", and finite"
         yield f"{key} is {value!r}; expected {expected}"
 
 
-def _missing(section: Section, path: str, faults: list[str]) -> Iterator[str]:
+def _missing(section: Section, path: str, told: set[str]) -> Iterator[str]:
     for name, value in section:
-        key = path + name
-        if any(fault.startswith(f"{key} ") for fault in faults):
+        if path + name in told:
             continue
         if value == NOT_SET:
-            yield f"{key} is not set; give it as {key}=VALUE"
-        for group_key, group in {key: value, **{f"{key}.{n}": v for n, v in _entries(value)}}.items():
+            yield f"{path}{name} is not set; give it as {path}{name}=VALUE"
+        groups = {name: value} | (
+            {f"{name}.{entry}": v for entry, v in value.items()} if isinstance(value, dict) else {}
+        )
+        for group_name, group in groups.items():
             if isinstance(group, Section):
-                yield from _missing(group, f"{group_key}.", faults)
+                yield from _missing(group, f"{path}{group_name}.", told)
 
 
-def _entries(value: Any) -> list[tuple[str, Any]]:
-    return list(value.items()) if isinstance(value, dict) else []
-
-
-def _expected(schema: type[Section], name: str, is_of_value: bool) -> str:
+def _expected(schema: type[Section], name: str, *, is_of_value: bool) -> str:
     properties = schema.model_json_schema()["properties"][name]
     if is_of_value and "expected" in properties:
         return properties["expected"]
     options = properties.get("anyOf", [properties])
-    choices = [choice for option in options for choice in _choices(option)]
-    if choices and len(options) > 1:
-        return " or ".join(["null", *choices])
+    choices = [choice for one in options for choice in one.get("enum", [one["const"]] if "const" in one else [])]
     if choices:
-        return f"one of {', '.join(choices)}"
+        return " or ".join(["null", *choices]) if len(options) > 1 else f"one of {', '.join(choices)}"
     bounds = _bounds(options[0]) if is_of_value else ""
-    return f"{bounds}{', or null' if len(options) > 1 else ''}" if bounds else describe(properties)
-
-
-def _choices(option: dict[str, Any]) -> list[str]:
-    return option.get("enum") or ([option["const"]] if "const" in option else [])
+    return f"{bounds}{', or null' if len(options) > 1 else ''}" if bounds else _described(properties)
 
 
 def _bounds(option: dict[str, Any]) -> str:
-    least, above = option.get("minimum"), option.get("exclusiveMinimum")
-    most, below = option.get("maximum"), option.get("exclusiveMaximum")
+    least, most = option.get("minimum"), option.get("maximum")
     if least is not None and most is not None:
         return f"{least:g} to {most:g}"
-    ends = {"at least": least, "above": above, "at most": most, "below": below}
-    text = " and ".join(f"{word} {value:g}" for word, value in ends.items() if value is not None)
+    ends = {"at least": "minimum", "above": "exclusiveMinimum", "at most": "maximum", "below": "exclusiveMaximum"}
+    text = " and ".join(f"{word} {option[end]:g}" for word, end in ends.items() if end in option)
     return f"{text} and finite" if text == "above 0" else text
 
 
-def describe(schema: dict[str, Any]) -> str:
+def _described(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
-        return " or ".join(map(describe, schema["anyOf"]))
+        return " or ".join(map(_described, schema["anyOf"]))
     if schema.get("type") == "array":
-        return f"a list, each {describe(schema['items'])}"
+        return f"a list, each {_described(schema['items'])}"
     return _TYPES[schema["type"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -171,6 +172,10 @@ class OptimConfig(Section):
         ),
     )
     sched: ScheduleConfig = ScheduleConfig()
+
+    def faults(self) -> Iterator[str]:
+        if self.sched.min_lr > self.lr > 0:
+            yield f"model.optim.sched.min_lr is {self.sched.min_lr}, above model.optim.lr, which is {self.lr}"
 
 
 class DataPrefixConfig(Section):

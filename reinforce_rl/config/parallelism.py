@@ -1,8 +1,16 @@
-"""Parallel layout. Torch-free, so that it can be checked at config time."""
+"""Parallel layout, and its rules on configurations. Torch-free, so that it can be checked at config time."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reinforce_rl.config.model import ParallelConfig
 
 _LINES_OF_GRID = 16
 
@@ -35,14 +43,11 @@ class Layout:
             f"{self.tensor} tensor parallel{shared}"
         ]
         for dp in range(min(self.data, _LINES_OF_GRID)):
-            stages = [
-                " | ".join(
-                    " ".join(str(rank_at(tp, cp, dp, pp, sizes)) for tp in range(self.tensor))
-                    for cp in range(self.context)
-                )
-                for pp in range(self.pipeline)
-            ]
-            lines.append(f"  data {dp}: " + ", ".join(f"stage {pp} [{stage}]" for pp, stage in enumerate(stages)))
+            stages = []
+            for pp in range(self.pipeline):
+                parts = ([rank_at(tp, cp, dp, pp, sizes) for tp in range(self.tensor)] for cp in range(self.context))
+                stages.append(f"stage {pp} [{' | '.join(' '.join(map(str, part)) for part in parts)}]")
+            lines.append(f"  data {dp}: {', '.join(stages)}")
         if self.data > _LINES_OF_GRID:
             lines.append(f"  and {self.data - _LINES_OF_GRID} more")
         return "\n".join(lines)
@@ -51,8 +56,75 @@ class Layout:
 def rank_at(tp: int, cp: int, dp: int, pp: int, sizes: tuple[int, int, int, int]) -> int:
     """Return the rank at these coordinates. Tensor-parallel ranks are adjacent, stages farthest apart.
 
-    Args:
-        sizes: tensor, context, data, pipeline.
+    `sizes` are tensor, context, data, pipeline.
     """
     tp_size, cp_size, dp_size, _ = sizes
     return tp + tp_size * (cp + cp_size * (dp + dp_size * pp))
+
+
+def layout_faults(
+    tensor: int, pipeline: int, context: int, sequence_parallel: bool, world: int, ranks: str, section: str = "model"
+) -> Iterator[str]:
+    """Check sizes of at least 1; `ranks` is the expression for the number `world`, `section` that of the keys."""
+    sizes = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
+    block = tensor * pipeline * context
+    if world % block:
+        used = {f"{section}.{kind}_parallel_size": size for kind, size in sizes.items() if size > 1}
+        product = " x ".join(f"{key} ({size})" for key, size in used.items()) if len(used) > 1 else next(iter(used))
+        yield f"{product} is {block}, which does not divide the {world} ranks of {ranks}"
+    if sequence_parallel and tensor == 1:
+        yield (
+            f"{section}.sequence_parallel is true with {section}.tensor_model_parallel_size=1; it shares positions "
+            "among tensor-parallel ranks, so set that above 1 or this to false"
+        )
+
+
+def ranks_faults(model: Any, num_nodes: int, devices: int, prefix: str, section: str = "model") -> Iterator[str]:
+    """Check the layout of a section with parallel sizes, and the started ranks; `prefix` is that of `num_nodes`."""
+    world = num_nodes * devices
+    ranks = f"{prefix}num_nodes x {prefix}devices = {num_nodes} x {devices}"
+    context = getattr(model, "context_parallel_size", 1)
+    sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, context)
+    if min(*sizes, world) >= 1:
+        yield from layout_faults(*sizes, model.sequence_parallel, world, ranks, section)
+    started = os.environ.get("WORLD_SIZE")
+    if started is not None and started != str(world):
+        yield f"{started} ranks were started (WORLD_SIZE), but {ranks} = {world}"
+
+
+def recomputation_faults(model: ParallelConfig) -> Iterator[str]:
+    key = "model.activations_checkpoint_"
+    granularity, method = model.activations_checkpoint_granularity, model.activations_checkpoint_method
+    num_layers = model.activations_checkpoint_num_layers
+    if granularity == "full":
+        if method is None:
+            yield f"{key}method is null with granularity=full; expected uniform or block"
+        if num_layers is None:
+            yield f"{key}num_layers is null with granularity=full; expected a number of layers, such as 1"
+    elif granularity in (None, "selective") and (method, num_layers) != (None, None):
+        read = f"which only granularity=full reads; it is {granularity!r}"
+        yield f"{key}method is {method!r} and num_layers is {num_layers!r}, {read}"
+
+
+def model_values(folder: str) -> dict[str, Any]:
+    """Return the content of a model's `config.json`; empty if unreadable, which the weights' rules report."""
+    try:
+        values = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def model_faults(
+    folder: str, tensor: int, section: str = "model", length_key: str = "", length: int | None = None
+) -> Iterator[str]:
+    """Check a length and the feed-forward size against `config.json`; heads, groups and vocabulary are padded."""
+    values, place = model_values(folder), Path(folder) / "config.json"
+    limit, size = values.get("max_position_embeddings"), values.get("intermediate_size")
+    if isinstance(limit, int) and length is not None and length > limit:
+        yield f"{length_key} is {length}, above the {limit} positions (max_position_embeddings) of {place}"
+    if isinstance(size, int) and tensor > 1 and size % tensor:
+        yield (
+            f"{section}.tensor_model_parallel_size is {tensor}, which does not divide the feed-forward size {size} "
+            f"(intermediate_size) of {place}"
+        )

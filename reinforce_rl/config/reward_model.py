@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from omegaconf import DictConfig
 from pydantic import AfterValidator
 
 from reinforce_rl.config.actor import RanksConfig
 from reinforce_rl.config.base import NOT_SET, Section, Steps, Text, key
-from reinforce_rl.config.load import read, resolve_defaults
 from reinforce_rl.config.model import OptimConfig, ParallelConfig
-from reinforce_rl.config.rules import model_values, optimizer_faults, ranks_faults, tensor_faults
+from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
 from reinforce_rl.data.jsonl import file_fault
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.files import folder_faults
 
 _L2_GRID = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0]
@@ -156,29 +153,16 @@ class TrainRewardModelConfig(Section):
         kind="path",
     )
 
-
-def load_config(cfg: DictConfig) -> TrainRewardModelConfig:
-    """Convert and check the composed config.
-
-    Raises:
-        ConfigError: unknown or missing keys, wrong types and invalid values, in one message.
-    """
-    config, faults = read(TrainRewardModelConfig, cfg)
-    faults += find_faults(config)
-    if faults:
-        raise ConfigError(faults)
-    model = config.model
-    block = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
-    resolve_defaults(config.trainer, model.optim, config.trainer.world_size // block)
-    return config
+    def all_faults(self, found: list[str]) -> Iterable[str]:
+        return [*found, *_faults(self)]
 
 
-def find_faults(cfg: TrainRewardModelConfig) -> Iterator[str]:
-    folder = cfg.model.restore_from_path
+def _faults(cfg: TrainRewardModelConfig) -> Iterator[str]:
+    folder, data = cfg.model.restore_from_path, cfg.data
     if folder != NOT_SET and not Path(folder).is_dir():
         yield f"model.restore_from_path is {folder}, which is no folder"
     yield from _full(cfg) if cfg.mode == "full" else _head(cfg)
-    yield from _shape(cfg)
+    yield from model_faults(folder, cfg.model.tensor_model_parallel_size, "model", "data.max_length", data.max_length)
     yield from folder_faults("output_dir", cfg.output_dir)
     if cfg.cuts.max_tokens < cfg.cuts.min_tokens:
         yield f"cuts.max_tokens is {cfg.cuts.max_tokens}; expected at least {cfg.cuts.min_tokens}"
@@ -209,19 +193,9 @@ def _full(cfg: TrainRewardModelConfig) -> Iterator[str]:
             yield "data.ratings_path is given, but full.objective=ranking trains on data.pairs_path; leave it out"
         if cfg.micro_batch_size == 1:
             yield "micro_batch_size is 1; full.objective=ranking passes both answers of a pair together: at least 2"
-    yield from optimizer_faults(cfg.model.optim)
-    yield from ranks_faults(cfg.model, cfg.trainer.num_nodes, cfg.trainer.devices)
-
-
-def _shape(cfg: TrainRewardModelConfig) -> Iterator[str]:
-    config_file, values = model_values(cfg.model.restore_from_path)
-    yield from tensor_faults(values, config_file, cfg.model.tensor_model_parallel_size)
-    limit = values.get("max_position_embeddings")
-    if isinstance(limit, int) and cfg.data.max_length is not None and cfg.data.max_length > limit:
-        yield (
-            f"data.max_length is {cfg.data.max_length}, above the {limit} positions (max_position_embeddings) of "
-            f"{config_file}"
-        )
+    yield from cfg.model.optim.faults()
+    yield from ranks_faults(cfg.model, cfg.trainer.num_nodes, cfg.trainer.devices, "trainer.")
+    yield from recomputation_faults(cfg.model)
 
 
 def _file(key: str, path: str | None) -> Iterator[str]:

@@ -1,104 +1,349 @@
-"""Cross-field rules shared by the programs. Each yields one message per error."""
+"""Rules across keys of the actor's configuration, without torch. Each yields one message per error."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from reinforce_rl.config.model import OptimConfig, ParallelConfig
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from reinforce_rl.config.base import NOT_SET
+from reinforce_rl.config.model import LoraTuningConfig
+from reinforce_rl.config.parallelism import model_faults, model_values, ranks_faults, recomputation_faults
+from reinforce_rl.data.jsonl import resolve_data_prefix
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.utils.addresses import Address
+from reinforce_rl.utils.choices import PROVIDED, PROVIDED_NAMES
+from reinforce_rl.utils.duration import Allocation, parse_duration
+from reinforce_rl.utils.files import folder_faults
+
+if TYPE_CHECKING:
+    from reinforce_rl.config.actor import TrainConfig
+    from reinforce_rl.config.rewards import RewardServerConfig
+
+GENERATIONS = ("native", "tensorrt_llm")
+REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
 
 
-def layout_faults(
-    tensor: int,
-    pipeline: int,
-    context: int,
-    sequence_parallel: bool,
-    world_size: int,
-    ranks: str,
-    section: str = "model",
-) -> list[str]:
-    """Return the errors of a parallel layout.
+def find_faults(cfg: TrainConfig) -> Iterator[str]:
+    """Yield all errors of a configuration with valid keys and types."""
+    for check in (_rewards, _algorithm, _samples, _batches, _model, _lengths, _sampling, _generation, _saving, _files):
+        yield from check(cfg)
 
-    Args:
-        tensor, pipeline, context: sizes, each at least 1.
-        ranks: expression for `world_size` in messages.
-        section: config section of the keys.
-    """
-    faults = []
-    sizes = {
-        f"{section}.tensor_model_parallel_size": tensor,
-        f"{section}.pipeline_model_parallel_size": pipeline,
-        f"{section}.context_parallel_size": context,
-    }
-    block = tensor * pipeline * context
-    if world_size % block:
-        used = {key: size for key, size in sizes.items() if size > 1}
-        if len(used) == 1:
-            key, size = next(iter(used.items()))
-            faults.append(f"{key} is {size}, which does not divide the {world_size} ranks of {ranks}")
-        else:
-            factors = " x ".join(f"{key} ({size})" for key, size in used.items())
-            faults.append(f"{factors} is {block}, which does not divide the {world_size} ranks of {ranks}")
-    if sequence_parallel and tensor == 1:
-        faults.append(
-            f"{section}.sequence_parallel is true with {section}.tensor_model_parallel_size=1; it shares positions "
-            "among tensor-parallel ranks, so set that above 1 or this to false"
+
+def _told(cfg: TrainConfig, keys: str, advice: str) -> str:
+    """Return "KEY is VALUE and KEY is VALUE; advice" of dotted keys; `.NAME` is beside the key before it."""
+    parts, path = [], ""
+    for key in keys.split():
+        path = path.rpartition(".")[0] + key if key.startswith(".") else key
+        value = attrgetter(path)(cfg)
+        parts.append(f"{key.lstrip('.')} is {json.dumps(value) if isinstance(value, bool | None) else repr(value)}")
+    return f"{' and '.join(parts)}; {advice}"
+
+
+def _algorithm(cfg: TrainConfig) -> Iterator[str]:
+    rl, reinforce = cfg.trainer.reinforce, "trainer.reinforce."
+    estimator = ADVANTAGE_ESTIMATORS.get(rl.advantage_estimator)
+    if estimator is not None and estimator.compares_samples and rl.num_rollouts_per_prompt < 2:
+        compares = f"advantage_estimator={rl.advantage_estimator} compares the samples of one prompt with each other"
+        yield _told(cfg, reinforce + "num_rollouts_per_prompt", f"{compares}, so it needs at least 2")
+    if rl.use_absolute_kl and rl.kl_estimator != "k1":
+        advice = "set one of them (use_absolute_kl means kl_estimator=absolute_k1)"
+        yield _told(cfg, reinforce + "use_absolute_kl .kl_estimator", advice)
+    if rl.kl_target is not None and not rl.initial_policy_kl_penalty > 0:
+        advice = "the latter is the value that beta starts from, so it must be above 0"
+        yield _told(cfg, reinforce + "kl_target .initial_policy_kl_penalty", advice)
+    if rl.credit_assignment != "token":
+        if rl.discount_factor != 1.0:
+            advice = "the response is one action: set credit_assignment=token, or leave it at 1.0"
+            yield _told(cfg, reinforce + "discount_factor", advice)
+        return
+    if rl.kl_reduction != "sum":
+        advice = "each token is charged its own KL: expected sum"
+        yield _told(cfg, reinforce + "kl_reduction .credit_assignment", advice)
+    if rl.importance_ratio.startswith("sequence"):
+        advice = "a ratio of the whole response needs one advantage for all of it: set importance_ratio=token"
+        yield _told(cfg, reinforce + "importance_ratio .credit_assignment", advice)
+    if estimator is not None and not estimator.only_subtracts and rl.kl_placement == "reward":
+        yield _told(
+            cfg,
+            reinforce + "advantage_estimator .credit_assignment .kl_placement",
+            "it does more than subtract a baseline, so the KL of single tokens cannot go through it: set "
+            "kl_placement=advantage or loss",
         )
-    return faults
 
 
-def ranks_faults(model: ParallelConfig, num_nodes: int, devices: int) -> Iterator[str]:
-    """Check a training job's layout, started ranks and recomputation."""
-    world = num_nodes * devices
-    ranks = f"trainer.num_nodes x trainer.devices = {num_nodes} x {devices}"
-    sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
-    if min(*sizes, world) >= 1:
-        yield from layout_faults(*sizes, model.sequence_parallel, world, ranks)
-    started = os.environ.get("WORLD_SIZE")
-    if started is not None and started != str(world):
-        yield f"{started} ranks were started (WORLD_SIZE), but {ranks} = {world}"
-    yield from _recomputation(model)
-
-
-def _recomputation(model: ParallelConfig) -> Iterator[str]:
-    key = "model.activations_checkpoint_"
-    granularity, method = model.activations_checkpoint_granularity, model.activations_checkpoint_method
-    num_layers = model.activations_checkpoint_num_layers
-    if granularity == "full":
-        if method is None:
-            yield f"{key}method is None with granularity=full; expected uniform or block"
-        if num_layers is None:
-            yield f"{key}num_layers is null with granularity=full; expected a number of layers, such as 1"
-    elif granularity in (None, "selective") and (method, num_layers) != (None, None):
+def _samples(cfg: TrainConfig) -> Iterator[str]:
+    rl, shaping, reinforce = cfg.trainer.reinforce, cfg.trainer.reinforce.reward_shaping, "trainer.reinforce."
+    if shaping.standardisation != "given" and (shaping.mean, shaping.deviation) != (0.0, 1.0):
         yield (
-            f"{key}method is {method!r} and num_layers is {num_layers!r}, which only granularity=full reads; "
-            f"it is {granularity!r}"
+            f"trainer.reinforce.reward_shaping has mean={shaping.mean} and deviation={shaping.deviation}, which only "
+            f"standardisation=given reads; it is {shaping.standardisation!r}"
+        )
+    if (rl.truncated_samples == "penalise") != (rl.truncation_penalty > 0):
+        advice = "expected a penalty above 0 with truncated_samples=penalise, and 0 otherwise"
+        yield _told(cfg, reinforce + "truncated_samples .truncation_penalty", advice)
+    if rl.overlong_buffer and rl.truncated_samples != "penalise":
+        advice = "only truncated_samples=penalise reads the former"
+        yield _told(cfg, reinforce + "overlong_buffer .truncated_samples", advice)
+    if rl.overlong_buffer > cfg.model.reinforce.length_params.max_length:
+        keys = "overlong_buffer model.reinforce.length_params.max_length"
+        yield _told(cfg, reinforce + keys, "the buffer must not be longer")
+    if rl.dynamic_filtering and rl.num_rollouts_per_prompt < 2:
+        advice = "it compares the samples of one prompt, so it needs at least 2"
+        yield _told(cfg, reinforce + "dynamic_filtering .num_rollouts_per_prompt", advice)
+
+
+def _batches(cfg: TrainConfig) -> Iterator[str]:
+    rl, model = cfg.trainer.reinforce, cfg.model
+    samples, size = rl.num_rollouts_per_prompt, model.global_batch_size
+    sequences = model.reinforce.num_rollout_samples * samples
+    if size is not None and (size < 1 or size > sequences or sequences % size or size % samples):
+        yield (
+            f"model.global_batch_size is {size}, but a step makes num_rollout_samples x num_rollouts_per_prompt = "
+            f"{model.reinforce.num_rollout_samples} x {samples} = {sequences} sequences; expected a number of whole "
+            f"prompts (a multiple of {samples}) that divides {sequences}, or null for all of them"
+        )
+    elif rl.importance_ratio == "none" and (rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None):
+        yield _told(
+            cfg,
+            "trainer.reinforce.reinforce_epochs model.global_batch_size",
+            "several optimizer steps on one rollout batch are off-policy: set "
+            "trainer.reinforce.importance_ratio=token, sequence or sequence_geometric",
         )
 
 
-def optimizer_faults(optim: OptimConfig) -> Iterator[str]:
-    if optim.sched.min_lr > optim.lr > 0:
-        yield f"model.optim.sched.min_lr is {optim.sched.min_lr}, above model.optim.lr, which is {optim.lr}"
+def _model(cfg: TrainConfig) -> Iterator[str]:
+    model, world = cfg.model, cfg.trainer.world_size
+    yield from ranks_faults(model, cfg.trainer.num_nodes, cfg.trainer.devices, "trainer.")
+    yield from recomputation_faults(model)
+    yield from model.optim.faults()
+    blocks = world // max(model.block_size, 1)
+    if world % max(model.block_size, 1) == 0 and model.reinforce.num_rollout_samples < blocks:
+        few = f"fewer prompts a step than the {blocks} data-parallel ranks; some would always be idle"
+        yield f"model.reinforce.num_rollout_samples is {model.reinforce.num_rollout_samples}, {few}"
+    if model.peft.peft_scheme is None and model.peft.lora_tuning != LoraTuningConfig():
+        yield (
+            "model.peft.lora_tuning is given, but model.peft.peft_scheme is null, so all weights are trained; set "
+            "model.peft.peft_scheme=lora"
+        )
+    if model.peft.peft_scheme is not None and model.reference_placement == "device":
+        advice = "the reference is the frozen model, and there is no copy to place: leave the former at host"
+        yield _told(cfg, "model.reference_placement model.peft.peft_scheme", advice)
 
 
-def model_values(folder: str) -> tuple[Path, dict[str, Any]]:
-    """Return path and content of a model's `config.json`; empty if unreadable, which the weights' rules report."""
-    config_file = Path(folder) / "config.json"
+def _lengths(cfg: TrainConfig) -> Iterator[str]:
+    model, lengths, longest = cfg.model, "model.reinforce.length_params", " model.encoder_seq_length"
+    padded, tokens = cfg.trainer.reinforce.rollout_batch_seq_length, model.tokens_per_micro_batch
+    if model.max_prompt_tokens < 1:
+        yield _told(cfg, f"{lengths}.max_length{longest}", "there is no room for a prompt")
+    if padded is not None and padded > model.encoder_seq_length:
+        keys = "trainer.reinforce.rollout_batch_seq_length" + longest
+        yield _told(cfg, keys, "no sequence is longer than the latter: choose at most that")
+    if model.shared_prefix and padded is not None:
+        keys = "model.shared_prefix trainer.reinforce.rollout_batch_seq_length"
+        yield _told(cfg, keys, "a row of several sequences has the length that it has: set one of them to null")
+    if model.shared_prefix and model.context_parallel_size > 1:
+        keys = "model.shared_prefix model.context_parallel_size"
+        yield _told(
+            cfg, keys, "ranks cannot share a row of several sequences: set the former to null or the latter to 1"
+        )
+    if tokens is not None and tokens < model.encoder_seq_length:
+        yield _told(cfg, "model.tokens_per_micro_batch" + longest, "the longest sequence must fit")
+    if model.reinforce.length_params.min_length > model.reinforce.length_params.max_length:
+        yield _told(cfg, f"{lengths}.min_length .max_length", "the former must not be above the latter")
+
+
+def _sampling(cfg: TrainConfig) -> Iterator[str]:
+    rollout, own = cfg.model.reinforce, cfg.model.reinforce.sampling_params
+    if own.use_greedy:
+        yield (
+            "model.reinforce.sampling_params.use_greedy is true; greedy samples of one prompt are all alike, so there "
+            "is nothing to learn from: set it to false (validation has its own val_sampling_params)"
+        )
+    full = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    narrowed = [f"sampling_params.{name}={getattr(own, name)}" for name in full if getattr(own, name) != full[name]]
+    if rollout.length_params.min_length:
+        narrowed.append(f"length_params.min_length={rollout.length_params.min_length}")
+    if narrowed and not rollout.allow_biased_sampling:
+        yield (
+            f"model.reinforce has {', '.join(narrowed)}: samples would not come from the policy whose "
+            "log-probs are trained, which biases the gradient; use the full distribution (top_k=0, top_p=1.0, "
+            "repetition_penalty=1.0, min_length=0) or set model.reinforce.allow_biased_sampling=true"
+        )
+
+
+def _generation(cfg: TrainConfig) -> Iterator[str]:
+    rollout, reinforce, is_native = cfg.model.reinforce, "model.reinforce.", cfg.generation == "native"
+    if cfg.generation not in GENERATIONS and not _is_importable(cfg.generation):
+        expected = f"expected one of {', '.join(GENERATIONS)}, or the dotted name of a generator's class in a module"
+        yield _told(cfg, "generation", f"{expected} that can be imported")
+    if cfg.generation == "tensorrt_llm":
+        yield from _tensorrt_llm(cfg)
+    if rollout.generation_cache_tokens is not None:
+        if not is_native:
+            keys = reinforce + "generation_cache_tokens generation"
+            yield _told(cfg, keys, "this engine has a cache of its own: expected null")
+        elif rollout.generation_cache_tokens < cfg.model.encoder_seq_length:
+            keys = reinforce + "generation_cache_tokens model.encoder_seq_length"
+            yield _told(cfg, keys, "the longest sequence must fit")
+    if rollout.static_decoding and not is_native:
+        yield _told(cfg, reinforce + "static_decoding generation", "only native has such steps: expected false")
+    if rollout.static_decoding and not rollout.lean_decoding:
+        advice = "the latter asks for megatron's own layers: expected true"
+        yield _told(cfg, reinforce + "static_decoding .lean_decoding", advice)
+    if rollout.cuda_graphs and not rollout.static_decoding:
+        advice = "without the latter, steps change their shape: expected true"
+        yield _told(cfg, reinforce + "cuda_graphs .static_decoding", advice)
+    if rollout.cuda_graphs and cfg.model.pipeline_model_parallel_size > 1:
+        keys = reinforce + "cuda_graphs model.pipeline_model_parallel_size"
+        yield _told(cfg, keys, "a graph cannot hold what stages hand over: expected 1, or cuda_graphs=false")
+    ranks = cfg.trainer.world_size // max(cfg.model.block_size, 1)
+    most = -(-rollout.num_rollout_samples // max(ranks, 1))
+    if cfg.trainer.reinforce.generation_work_queue and ranks > 1 and most <= rollout.rollout_micro_batch_size:
+        yield (
+            f"trainer.reinforce.generation_work_queue is true, but each of {ranks} data-parallel ranks has at most "
+            f"{most} of a step's prompts and model.reinforce.rollout_micro_batch_size is "
+            f"{rollout.rollout_micro_batch_size}, so none is left to others; expected a size below {most}, or "
+            "generation_work_queue=false"
+        )
+
+
+def _is_importable(name: str) -> bool:
+    module = name.rpartition(".")[0]
     try:
-        values = json.loads(config_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return config_file, {}
-    return config_file, values if isinstance(values, dict) else {}
+        return bool(module) and importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
-def tensor_faults(values: dict[str, Any], config_file: Path, ranks: int, section: str = "model") -> Iterator[str]:
-    """Check that the feed-forward size is divisible; heads, groups and vocabulary are padded."""
-    size = values.get("intermediate_size")
-    if isinstance(size, int) and ranks > 1 and size % ranks:
+def _tensorrt_llm(cfg: TrainConfig) -> Iterator[str]:
+    engine, block, rollout = cfg.tensorrt_llm, cfg.model.block_size, cfg.model.reinforce
+    if engine.tensor_parallel_size is not None and not 1 <= engine.tensor_parallel_size <= block:
+        advice = f"expected 1 to {block}, the ranks that share a copy of the model, or null for all of them"
+        yield _told(cfg, "tensorrt_llm.tensor_parallel_size", advice)
+    limit = cfg.trainer.collective_timeout_seconds
+    longest = engine.start_timeout_seconds + engine.update_timeout_seconds + 2 * engine.request_timeout_seconds
+    if not longest < limit:
         yield (
-            f"{section}.tensor_model_parallel_size is {ranks}, which does not divide the feed-forward size {size} "
-            f"(intermediate_size) of {config_file}"
+            f"tensorrt_llm's start_, update_ and twice request_timeout_seconds are {longest:g} together; expected "
+            f"below trainer.collective_timeout_seconds, which is {limit:g}: the other ranks may wait this long "
+            "for an engine that is started anew"
+        )
+    if rollout.length_params.min_length:
+        advice = "TensorRT-LLM holds back one end token only: set it to 0, or generation=native"
+        yield _told(cfg, "model.reinforce.length_params.min_length", advice)
+    if cfg.trainer.reinforce.generator_correction != "none" and rollout.sampling_params.temperature != 1.0:
+        yield _told(
+            cfg,
+            "trainer.reinforce.generator_correction model.reinforce.sampling_params.temperature",
+            "whether TensorRT-LLM's log-probs are those at the temperature has not been established: expected 1.0",
+        )
+
+
+def _rewards(cfg: TrainConfig) -> Iterator[str]:
+    """Check reward servers, functions and the names their scores are logged under."""
+    remote, own, by_function = cfg.remote_rm, cfg.reward_function, cfg.reward == "function"
+    more = {f"remote_rm.more_reward_models.{name}": server for name, server in remote.more_reward_models.items()}
+    for key, server in {"remote_rm.reward_model": remote.reward_model, **more}.items():
+        yield from _replicas(key, server)
+    if by_function and own.name is None:
+        names = ", ".join(f"{PROVIDED}.{name}" for name in PROVIDED_NAMES)
+        yield (
+            "reward is 'function', but reward_function.name is not set; expected the dotted name of a function: one "
+            f"of your own, or {names}"
+        )
+    if not by_function and own.name is not None:
+        yield (
+            f"reward_function.name is {own.name!r}, but reward is 'server', which asks remote_rm.reward_model; set "
+            "reward=function, or name it under reward_function.more_functions to add it to the server's rewards"
+        )
+    first, weight = remote.reward_model.name, remote.reward_model.weight
+    if by_function:
+        first, weight = (own.name or "").rpartition(".")[2], own.weight
+    named = [(f"remote_rm.more_reward_models.{name}", name) for name in remote.more_reward_models]
+    named += [(f"reward_function.more_functions.{name}", name) for name in own.more_functions]
+    every = [first, *(name for _, name in named)]
+    if first and (named or weight != 1.0):  # the scores of a single source are the reward itself
+        named.append(("reward_function" if by_function else "remote_rm.reward_model", first))
+    for key, name in named:
+        if f"rewards_{name}" in REWARD_METRICS:
+            yield (
+                f"{key} is named {name!r}, and its scores are logged as rewards_{name}, which is a metric already; "
+                "give it another name"
+            )
+    if len(set(every)) < len(every):
+        yield (
+            f"reward sources are named {', '.join(every)}; each is logged as rewards_NAME, so give each a name of its "
+            "own in reward_function.more_functions and remote_rm.more_reward_models"
+        )
+
+
+def _replicas(key: str, server: RewardServerConfig) -> Iterator[str]:
+    known = {Address(server.ip.lower(), server.port): f"{key}.ip and port"}
+    for number, text in enumerate(server.replicas):
+        place = f"{key}.replicas[{number}]"
+        try:
+            address = Address.parse(text)
+        except ValueError:
+            yield f"{place} is {text!r}; expected HOST:PORT with a port of 1 to 65535"
+            continue
+        if address in known:
+            yield f"{place} is {text}, the same server as {known[address]}; name each server once"
+        known[address] = place
+
+
+def _saving(cfg: TrainConfig) -> Iterator[str]:
+    key, saving = "exp_manager.checkpoint_callback_params.", cfg.exp_manager.checkpoint_callback_params
+    if not saving.best_metric.startswith("val/"):
+        yield _told(cfg, key + "best_metric", "expected a metric of validation, such as val/rewards")
+    if saving.keep_best > 0 and cfg.model.data.data_prefix.validation is None:
+        yield _told(cfg, f"{key}keep_best model.data.data_prefix.validation", "there is no validation")
+    elif saving.keep_best > 0 and cfg.trainer.reinforce.val_check_interval == 0:
+        yield _told(cfg, f"{key}keep_best trainer.reinforce.val_check_interval", "there is no validation")
+
+
+def _files(cfg: TrainConfig) -> Iterator[str]:
+    key, folder = "pretrained_checkpoint.restore_from_path", Path(cfg.pretrained_checkpoint.restore_from_path)
+    if cfg.pretrained_checkpoint.restore_from_path == NOT_SET:
+        pass  # reported where the key is read
+    elif not os.path.isdir(folder):
+        yield f"{key} is {folder}, which does not exist; expected a Hugging Face model folder"
+    else:
+        for name in ("config.json", "tokenizer_config.json"):
+            if not os.access(folder / name, os.R_OK):
+                yield f"{key} is {folder}, which has no {name} that can be read; expected a Hugging Face model folder"
+        yield from shape_faults(cfg)
+    prefix, duration = cfg.model.data.data_prefix, cfg.exp_manager.max_time_per_run
+    try:
+        resolve_data_prefix({"train": prefix.train, "validation": prefix.validation, "test": prefix.test})
+    except ConfigError as error:
+        yield from (fault for fault in error.faults if NOT_SET not in fault)
+    try:
+        duration is None or parse_duration(duration)
+    except ValueError as error:
+        yield f"exp_manager.max_time_per_run is {duration!r}: {error}"
+    try:
+        Allocation.of(os.environ)
+    except ConfigError as error:
+        yield from error.faults
+    yield from folder_faults("exp_manager.explicit_log_dir", cfg.exp_manager.explicit_log_dir)
+
+
+def shape_faults(cfg: TrainConfig) -> Iterator[str]:
+    """Check the configuration against the model's `config.json`."""
+    model, folder = cfg.model, cfg.pretrained_checkpoint.restore_from_path
+    longest = ("model.encoder_seq_length", model.encoder_seq_length)
+    yield from model_faults(folder, model.tensor_model_parallel_size, "model", *longest)
+    layers, stages = model_values(folder).get("num_hidden_layers"), model.pipeline_model_parallel_size
+    uneven = any("pipeline" in name for name in model.megatron_overrides)
+    if isinstance(layers, int) and stages > 1 and layers % stages and not uneven:
+        yield (
+            f"model.pipeline_model_parallel_size is {stages}, which does not divide the {layers} layers "
+            f"(num_hidden_layers) of {folder}/config.json; choose another, or say how many the first stage has: "
+            "+model.megatron_overrides.num_layers_in_first_pipeline_stage=N"
         )

@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from reinforce_rl.config.keys import renamed
+from reinforce_rl.config.load import renamed
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ConfigError, ReinforceError
 from reinforce_rl.runtime.stop import StopNow
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from reinforce_rl.config.keys import override_of
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, ReinforceError, RewardServerError
+from reinforce_rl.launch.slurm.settings import override_of
 from reinforce_rl.rewards.transport import FailedAttempt, check_once
 from reinforce_rl.rewards.wire import DEFAULT_NAME, read_token
 from reinforce_rl.utils.guard import Guard

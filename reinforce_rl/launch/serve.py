@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from reinforce_rl.config.reward_server import ServeRewardModelConfig
+from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, ModelStuckError
 from reinforce_rl.launch.cli import start_ranks

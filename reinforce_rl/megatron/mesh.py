@@ -20,8 +20,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from reinforce_rl.config.parallelism import Layout, rank_at
-from reinforce_rl.config.rules import layout_faults
+from reinforce_rl.config.parallelism import Layout, layout_faults, rank_at
 from reinforce_rl.errors import (
     CheckpointError,
     ConfigError,
@@ -244,8 +243,8 @@ def parallel_mesh(
     """
     world_size, rank = world_size_from_environment(), int(os.environ.get("RANK", "0"))
     tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
-    faults = layout_faults(tp, pp, cp, sequence_parallel, world_size, "this job (trainer.devices x trainer.num_nodes)")
-    if faults:
+    ranks = "this job (trainer.devices x trainer.num_nodes)"
+    if faults := list(layout_faults(tp, pp, cp, sequence_parallel, world_size, ranks)):
         raise ConfigError(faults)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.actor_rules import shape_faults
 from reinforce_rl.config.parallelism import Layout
+from reinforce_rl.config.rules import shape_faults
 from reinforce_rl.data.jsonl import resolve_data_prefix
 from reinforce_rl.data.prompts import RLHFDatasets
 from reinforce_rl.data.tokenizer import load_tokenizer

@@ -132,7 +132,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     (
         "full without a method",
         ["model.activations_checkpoint_granularity=full", "model.activations_checkpoint_num_layers=1"],
-        ["checkpoint_method is None", "uniform or block"],
+        ["checkpoint_method is null", "uniform or block"],
     ),
     (
         "full without layers",
@@ -147,6 +147,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("overrides", ["model.megatron_overrides=3"], ["megatron_overrides is 3", "groups of keys"]),
     ("idle ranks", ["trainer.devices=16"], ["num_rollout_samples is 8", "16 data-parallel ranks"]),
     ("one sample", [f"{RL}.num_rollouts_per_prompt=1"], ["num_rollouts_per_prompt is 1", "=rloo", "at least 2"]),
+    ("no sample", [f"{RL}.num_rollouts_per_prompt=0"], ["num_rollouts_per_prompt is 0", "at least 1"]),
     ("off-policy", [f"{RL}.reinforce_epochs=2"], ["reinforce_epochs is 2", "off-policy", "importance_ratio=token"]),
     ("several updates", ["model.global_batch_size=8"], ["global_batch_size is 8", "off-policy", "importance_ratio"]),
     ("ratio", [f"{RL}.importance_ratio=ppo"], ["importance_ratio is 'ppo'", "none, token, sequence"]),
@@ -179,7 +180,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     (
         "buffer too long",
         [f"{RL}.truncated_samples=penalise", f"{RL}.truncation_penalty=1", f"{RL}.overlong_buffer=17"],
-        ["overlong_buffer is 17", "max_length, which is 16"],
+        ["overlong_buffer is 17 and", "length_params.max_length is 16"],
     ),
     ("moments unread", [f"{RL}.reward_shaping.mean=3"], ["mean=3.0", "standardisation=given", "'none'"]),
     ("no scale", [f"{RL}.reward_shaping.scale=0"], ["reward_shaping.scale is 0", "above 0"]),
@@ -191,7 +192,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     (
         "cache too small",
         ["model.reinforce.generation_cache_tokens=20"],
-        ["generation_cache_tokens is 20, below model.encoder_seq_length", "the longest sequence must fit"],
+        ["generation_cache_tokens is 20 and model.encoder_seq_length is 64", "the longest sequence must fit"],
     ),
     (
         "cache of another engine",
@@ -283,7 +284,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     (
         "min above max",
         [f"{ROLLOUT}.length_params.min_length=17", f"{ROLLOUT}.allow_biased_sampling=true"],
-        ["min_length is 17", "above max_length", "16"],
+        ["min_length is 17", "max_length is 16", "above the latter"],
     ),
     ("positions", ["model.encoder_seq_length=65"], ["encoder_seq_length is 65", "64 positions", "config.json"]),
     ("duration", ["exp_manager.max_time_per_run=4h"], ["max_time_per_run is '4h'", "DD:HH:MM:SS"]),

@@ -8,8 +8,7 @@ import pytest
 from helpers.tiny_run import compose
 from omegaconf import OmegaConf
 
-from reinforce_rl.config.keys import _ADVICE, renamed
-from reinforce_rl.config.load import read_config
+from reinforce_rl.config.load import _ADVICE, read_config, renamed
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.cli import compose as compose_or_explain
 

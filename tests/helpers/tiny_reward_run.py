@@ -20,7 +20,8 @@ if __name__ == "__main__":
 import hydra
 from helpers.models import tiny_llama_folder
 
-from reinforce_rl.config.reward_model import TrainRewardModelConfig, load_config
+from reinforce_rl.config.load import load_config
+from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.launch.cli import CONF_FOLDER
 from reinforce_rl.reward_model.job import train_reward_model
 from reinforce_rl.reward_model.train_full import FullTrainer
@@ -93,7 +94,7 @@ def tiny_overrides(folder: Path, **sizes: Any) -> list[str]:
 
 def tiny_config(*overrides: str) -> TrainRewardModelConfig:
     with hydra.initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
-        return load_config(hydra.compose("train_reward_model", list(overrides)))
+        return load_config(hydra.compose("train_reward_model", list(overrides)), TrainRewardModelConfig)
 
 
 def run(*overrides: str) -> FullTrainer[Any]:

@@ -273,7 +273,7 @@ class TestOperations:
         assert len(rows) == 16 and len(answered) == 3
         assert all({"prompt", "response", "reward", "finish_reason"} <= row.keys() for row in rows + answered)
         # Which names a source of rewards must not have is written down where torch is not imported.
-        from reinforce_rl.config.rollout_rules import REWARD_METRICS
+        from reinforce_rl.config.rules import REWARD_METRICS
 
         assert {name[6:] for name in lines[1] if name.startswith("train/rewards_")} == set(REWARD_METRICS)
 

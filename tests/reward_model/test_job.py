@@ -216,7 +216,7 @@ def test_the_shipped_settings_are_the_defaults_of_the_code(tmp_path):
     code = TrainRewardModelConfig(
         model=TrunkConfig(restore_from_path=str(tmp_path)), data=PairsConfig(pairs_path=str(pairs))
     )
-    resolve_defaults(code.trainer, code.model.optim, 1)
+    resolve_defaults(code)
     assert shipped == code
 
 

@@ -20,7 +20,8 @@ from helpers.server_load import CLIENTS, ModelFiles, RankedServer, check_scores,
 from helpers.toy_server import ToyServer, is_alive, wait_for
 from omegaconf import OmegaConf
 
-from reinforce_rl.config.reward_server import read_config
+from reinforce_rl.config.load import read_config
+from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_LOST_RANK
 from reinforce_rl.launch.cli import CONF_FOLDER
 from reinforce_rl.megatron.model.reward_head import RewardHead
@@ -128,7 +129,7 @@ def test_impossible_settings_are_named(files, monkeypatch, overrides, faults):
     monkeypatch.setenv("WORLD_SIZE", "2")
     plain = OmegaConf.load(CONF_FOLDER / "serve_reward_model.yaml")
     cfg = OmegaConf.merge(plain, OmegaConf.from_dotlist([*files.overrides, *overrides]))
-    found = "\n".join(read_config(cfg)[1])  # type: ignore[arg-type]
+    found = "\n".join(read_config(cfg, ServeRewardModelConfig)[1])  # type: ignore[arg-type]
     assert all(fault in found for fault in faults)
 
 

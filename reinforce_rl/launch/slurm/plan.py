@@ -14,15 +14,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from reinforce_rl.config import reward_server
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.keys import override_of
+from reinforce_rl.config.load import read_config
+from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.cli import compose
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.options import ComponentOptions, Options, parse_gpus, parse_memory
 from reinforce_rl.launch.slurm.outcome import status_of
-from reinforce_rl.launch.slurm.settings import ACTOR, SEPARATOR, SERVER, TORCHRUN, Settings, read_settings
+from reinforce_rl.launch.slurm.settings import ACTOR, SEPARATOR, SERVER, TORCHRUN, Settings, override_of, read_settings
 from reinforce_rl.preflight.run import examine, host_memory_of_node
 from reinforce_rl.rewards.wire import DEFAULT_NAME
 
@@ -209,7 +209,7 @@ def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
 
 
 def _server_faults(cfg: DictConfig) -> Iterator[str]:
-    config, faults = reward_server.read_config(cfg)
+    config, faults = read_config(cfg, ServeRewardModelConfig)
     yield from faults
     if config.serves_function and (cfg.num_nodes, cfg.devices) != (1, 1):
         yield f"num_nodes x devices is {cfg.num_nodes} x {cfg.devices}, but one process serves a reward function"

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from reinforce_rl.config.keys import override_of
 from reinforce_rl.errors import ConfigError
 
 PREFIX = "REINFORCE_"
@@ -26,6 +25,17 @@ SEPARATOR = "--"
 # Keys set by the job itself.
 SERVER_KEYS = ("inference.host", "inference.port", "inference.token_file", "inference.ready_file")
 ACTOR_KEYS = tuple(f"remote_rm.reward_model.{name}" for name in ("ip", "port", "replicas", "token_file"))
+
+
+def override_of(args: Sequence[str], key: str) -> str | None:
+    """Return the last value that Hydra overrides give to a key."""
+    parts = [arg.lstrip("+").partition("=") for arg in args]
+    return next((value for name, found, value in reversed(parts) if found and name == key), None)
+
+
+def with_missing(args: Sequence[str], values: Mapping[str, object]) -> list[str]:
+    """Return Hydra overrides and, for each key of `values` that they do not set, one more."""
+    return [*args, *(f"{key}={value}" for key, value in values.items() if override_of(args, key) is None)]
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reinforce_rl.config.keys import override_of, with_missing
 from reinforce_rl.launch.slurm.outcome import TaskEnd, read_ends
 from reinforce_rl.launch.slurm.rendezvous import Endpoint, read_endpoint
-from reinforce_rl.launch.slurm.settings import ACTOR, SRUN, Allocation, Component, Settings
+from reinforce_rl.launch.slurm.settings import ACTOR, SRUN, Allocation, Component, Settings, override_of, with_missing
 from reinforce_rl.utils.process import Child
 
 CALL_SECONDS = 30.0

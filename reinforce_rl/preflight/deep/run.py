@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.actor_rules import find_faults
+from reinforce_rl.config.rules import find_faults
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.model.model import layers_of_stages
 from reinforce_rl.preflight.deep.machine import Hardware, load_machine
@@ -115,7 +115,7 @@ def alternatives(job: PredictedJob, step: StepTime) -> Iterator[tuple[Change, Tr
     """Yield changes without a fault, likeliest to help first, with the changed configuration."""
     for change in _faster(job, step) if step.fits else _smaller(job):
         changed = with_keys(job.cfg, change)
-        if not find_faults(changed):
+        if not any(find_faults(changed)):
             yield change, changed
 
 
