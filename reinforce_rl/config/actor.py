@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator
@@ -11,7 +10,6 @@ from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.config.base import DEEP, NOT_SET, Positive, Precision, Section, Steps, Text, key
 from reinforce_rl.config.model import ModelConfig
 from reinforce_rl.config.rewards import RemoteRMConfig, RewardFunctionConfig
-from reinforce_rl.config.rules import find_faults
 
 
 def _registered(name: str) -> str:
@@ -401,9 +399,6 @@ class TrainConfig(Section):
     preflight_response_tokens: int | None = key(
         None, "of preflight=deep: mean length of a response; null: max_length", unit="tokens", ge=1
     )
-
-    def all_faults(self, found: list[str]) -> Iterable[str]:
-        return [*found, *find_faults(self)]
 
     @property
     def prompts_per_update(self) -> int | None:

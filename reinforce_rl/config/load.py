@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import DEEP, NOT_SET, Section
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
+from reinforce_rl.config.rules import find_faults
 from reinforce_rl.errors import ConfigError
 
 T = TypeVar("T", bound=Section)
@@ -77,7 +78,8 @@ def read_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> tuple[T, list
     """Like `load_config`, but return the errors with the configuration; see `read`."""
     config, found = read(schema, cfg)
     told = {fault.split(" ")[0] for fault in found}  # of a key that is wrong by itself, rules say nothing new
-    faults = [fault for fault in config.all_faults(found) if fault in found or fault.split(" ")[0] not in told]
+    every = [*config.all_faults(found), *(find_faults(config) if isinstance(config, TrainConfig) else ())]
+    faults = [fault for fault in every if fault in found or fault.split(" ")[0] not in told]
     if isinstance(config, TrainConfig | TrainRewardModelConfig):
         # The deep preflight is of a run on GPUs, wherever it is made.
         resolve_defaults(config, (lambda: True) if getattr(config, "preflight", None) == DEEP else has_gpu)
@@ -109,7 +111,7 @@ def precision_here(precision: str, gpu: Callable[[], bool] = has_gpu) -> str:
 def resolve_defaults(config: TrainConfig | TrainRewardModelConfig, gpu: Callable[[], bool] = has_gpu) -> None:
     """Replace `auto` and null where they depend on the presence of a GPU, which is looked for only then."""
     trainer, model, optim = config.trainer, config.model, config.model.optim
-    trainer.precision = precision_here(trainer.precision, gpu)
+    trainer.precision = precision_here(trainer.precision, gpu)  # type: ignore[assignment]
     # Data- times context-parallel ranks, which could share the optimizer's state.
     shards = trainer.world_size // max(model.tensor_model_parallel_size * model.pipeline_model_parallel_size, 1)
     shared = (optim.distributed is None or optim.overlap_grad_sync is None) and shards > 1 and gpu()

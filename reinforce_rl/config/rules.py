@@ -8,22 +8,19 @@ import os
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import NOT_SET
 from reinforce_rl.config.model import LoraTuningConfig
 from reinforce_rl.config.parallelism import model_faults, model_values, ranks_faults, recomputation_faults
+from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.data.jsonl import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.addresses import Address
 from reinforce_rl.utils.choices import PROVIDED, PROVIDED_NAMES
 from reinforce_rl.utils.duration import Allocation, parse_duration
 from reinforce_rl.utils.files import folder_faults
-
-if TYPE_CHECKING:
-    from reinforce_rl.config.actor import TrainConfig
-    from reinforce_rl.config.rewards import RewardServerConfig
 
 GENERATIONS = ("native", "tensorrt_llm")
 REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
@@ -324,7 +321,8 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
     except ConfigError as error:
         yield from (fault for fault in error.faults if NOT_SET not in fault)
     try:
-        duration is None or parse_duration(duration)
+        if duration is not None:
+            parse_duration(duration)
     except ValueError as error:
         yield f"exp_manager.max_time_per_run is {duration!r}: {error}"
     try:
