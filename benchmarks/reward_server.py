@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from reinforce_rl.rewards import wire
-from reinforce_rl.utils.ports import free_port
+from reinforce_rl.utils.net import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE = 128  # of the tiny model

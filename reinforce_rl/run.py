@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.rules import Allocation, parse_duration
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.loader import FixedPrompts, PromptLoader
 from reinforce_rl.data.prompts import RLHFDatasets
@@ -34,7 +35,6 @@ from reinforce_rl.trainer.build import build_actor, build_sampler
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 from reinforce_rl.trainer.state import BestCheckpoints
 from reinforce_rl.trainer.updates import total_steps, total_updates
-from reinforce_rl.utils.duration import Allocation, parse_duration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ from typing import Literal
 
 from reinforce_rl.config.base import NOT_SET, Fields, Positive, Precision, Section, Text, Weight, key
 from reinforce_rl.config.parallelism import model_faults, ranks_faults
-from reinforce_rl.utils.addresses import Address
+from reinforce_rl.utils.net import Address
 
 _NOT_ZERO = "a number other than 0"
 

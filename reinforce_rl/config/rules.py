@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
@@ -17,12 +19,12 @@ from reinforce_rl.config.parallelism import model_faults, model_values, ranks_fa
 from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.data.jsonl import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.utils.addresses import Address
-from reinforce_rl.utils.choices import PROVIDED, PROVIDED_NAMES
-from reinforce_rl.utils.duration import Allocation, parse_duration
 from reinforce_rl.utils.files import folder_faults
+from reinforce_rl.utils.net import Address
 
 GENERATIONS = ("native", "tensorrt_llm")
+PROVIDED_FUNCTIONS = ("gsm8k", "matches", "length", "vader")
+START_VARIABLE, END_VARIABLE = "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"
 REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
 
 
@@ -249,7 +251,7 @@ def _rewards(cfg: TrainConfig) -> Iterator[str]:
     for key, server in {"remote_rm.reward_model": remote.reward_model, **more}.items():
         yield from _replicas(key, server)
     if by_function and own.name is None:
-        names = ", ".join(f"{PROVIDED}.{name}" for name in PROVIDED_NAMES)
+        names = ", ".join(f"reinforce_rl.rewards.functions.{name}" for name in PROVIDED_FUNCTIONS)
         yield (
             "reward is 'function', but reward_function.name is not set; expected the dotted name of a function: one "
             f"of your own, or {names}"
@@ -345,3 +347,42 @@ def shape_faults(cfg: TrainConfig) -> Iterator[str]:
             f"(num_hidden_layers) of {folder}/config.json; choose another, or say how many the first stage has: "
             "+model.megatron_overrides.num_layers_in_first_pipeline_stage=N"
         )
+
+
+def parse_duration(text: str) -> float:
+    """Convert `DD:HH:MM:SS` (NeMo's format) to seconds; leading parts may be omitted. Raises ValueError."""
+    if not re.fullmatch(r"\d+(:\d+){0,3}", text):
+        raise ValueError("expected DD:HH:MM:SS, such as 00:03:45:00")
+    parts = map(int, reversed(text.split(":")))
+    seconds = sum(part * unit for part, unit in zip(parts, (1, 60, 3600, 86400), strict=False))
+    if seconds == 0:
+        raise ValueError("expected more than no time at all")
+    return float(seconds)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Start and end of a Slurm allocation, in unix seconds; None if unknown."""
+
+    start: float | None = None
+    end: float | None = None
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Allocation:
+        """Read Slurm's variables; ConfigError if one is no time, or the end is not after the start."""
+        texts = {name: environment.get(name, "") for name in (START_VARIABLE, END_VARIABLE)}
+        times = [float(text) if re.fullmatch(r"[0-9]{1,12}", text) else None for text in texts.values()]
+        faults = [
+            f"the environment variable {name} is {text!r}; expected unix seconds, or unset it"
+            for (name, text), time in zip(texts.items(), times, strict=True)
+            if text and time is None
+        ]
+        start, end = times
+        if start is not None and end is not None and end <= start:
+            faults.append(
+                f"the environment variable {END_VARIABLE} is {end:.0f}, not after {START_VARIABLE}, {start:.0f}; "
+                "correct or unset them"
+            )
+        if faults:
+            raise ConfigError(faults)
+        return cls(start, end)

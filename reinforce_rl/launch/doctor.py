@@ -22,7 +22,7 @@ from reinforce_rl.rewards.transport import (
     wait_for,
 )
 from reinforce_rl.rewards.wire import ServerInfo
-from reinforce_rl.utils.addresses import Address
+from reinforce_rl.utils.net import Address
 
 HEALTH_SECONDS = 30.0  # the server may be scoring its canary
 SCORE_SECONDS = 120.0

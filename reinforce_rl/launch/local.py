@@ -20,7 +20,7 @@ from reinforce_rl.launch.slurm.settings import override_of
 from reinforce_rl.rewards.transport import FailedAttempt, check_once
 from reinforce_rl.rewards.wire import DEFAULT_NAME, read_token
 from reinforce_rl.utils.guard import Guard
-from reinforce_rl.utils.ports import check_port, free_port
+from reinforce_rl.utils.net import check_port, free_port
 from reinforce_rl.utils.process import STOP_SIGNALS, Child, active_stop_signals
 
 POLL_SECONDS = 0.2

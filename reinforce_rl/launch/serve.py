@@ -15,11 +15,10 @@ from reinforce_rl.launch.cli import start_ranks
 from reinforce_rl.reward_server.options import FrontOptions, access_faults
 from reinforce_rl.reward_server.scoring import FunctionScorer
 from reinforce_rl.reward_server.server import RewardServer
-from reinforce_rl.rewards.base import Scorer
-from reinforce_rl.rewards.function_process.loading import FunctionSpec
-from reinforce_rl.rewards.function_process.pool import OPTIONS, FunctionPool
+from reinforce_rl.rewards.base import FunctionSpec, Scorer
+from reinforce_rl.rewards.function_pool import FunctionPool
 from reinforce_rl.rewards.wire import read_token
-from reinforce_rl.utils.ports import check_port
+from reinforce_rl.utils.net import check_port
 
 
 def serve_model(cfg: ServeRewardModelConfig) -> None:
@@ -98,10 +97,7 @@ def server_of(cfg: ServeRewardModelConfig, scorer: Scorer, model: Any, **options
 def serve_function(cfg: ServeRewardModelConfig) -> None:
     own = cfg.reward_function
     assert own.name is not None
-    pool = FunctionPool(
-        {own.name: FunctionSpec("reward_function", own.name, own.kwargs)},
-        **{name: getattr(own, name) for name in OPTIONS},
-    )
+    pool = FunctionPool({own.name: FunctionSpec("reward_function", own.name, own.kwargs)}, own)
     try:
         pool.start()
         # Hash the source, so that clients notice a changed function.

@@ -11,7 +11,7 @@ import numpy as np
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import ServerInfo
-from reinforce_rl.utils.ports import is_loopback
+from reinforce_rl.utils.net import is_loopback
 
 WIDER_THAN_CONTEXT = 4  # how much wider than the model's context a padded request may be
 

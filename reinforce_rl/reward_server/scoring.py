@@ -17,7 +17,7 @@ from reinforce_rl.errors import RankLostError
 from reinforce_rl.reward_model.template import encode_sample
 from reinforce_rl.reward_server.progress import Progress
 from reinforce_rl.rewards import base, wire
-from reinforce_rl.rewards.function_process.pool import PING, FunctionPool
+from reinforce_rl.rewards.function_pool import PING, FunctionPool
 from reinforce_rl.rewards.wire import read_samples
 
 if TYPE_CHECKING:

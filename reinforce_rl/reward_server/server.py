@@ -34,7 +34,7 @@ from reinforce_rl.rewards import base, transport, wire
 from reinforce_rl.rewards.transport import FailedAttempt
 from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.guard import Guard, name_stopped
-from reinforce_rl.utils.ports import open_port
+from reinforce_rl.utils.net import open_port
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:  # the front door and the processes of functions import this file, and must not load torch
     from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., float])
 
 # Status of one sample, int32 on the wire.
 STATUS_OK = 0
@@ -103,6 +105,25 @@ class RewardSource(Protocol):
     def close(self) -> None:
         """Release connections and threads. Safe to call twice."""
         ...
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """A reward function and its kwargs."""
+
+    key: str  # configuration key, for messages
+    name: str  # dotted, `package.module.function`
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # of each call, besides the sample
+
+
+def checked_by(check: Callable[..., None]) -> Callable[[F], F]:
+    """Attach a check of a function's kwargs, run when a pool starts; it raises ValueError if they cannot work."""
+
+    def mark(function: F) -> F:
+        function.check = check  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 @dataclass(frozen=True)

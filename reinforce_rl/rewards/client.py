@@ -22,10 +22,9 @@ from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.base import RewardRequest, Rewards
 from reinforce_rl.rewards.replicas import Call, Replicas
-from reinforce_rl.rewards.transport import FailedAttempt, Scores, infer, submit
+from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress, Scores, infer, submit
 from reinforce_rl.rewards.wire import ServerInfo
-from reinforce_rl.utils.addresses import Address, ModelAddress
-from reinforce_rl.utils.choices import AUTO_FORM
+from reinforce_rl.utils.net import Address
 
 BAD_ANSWERS_ALLOWED = 3  # a proxy may mix up one answer; one that always does so is broken
 DEADLINE_SLACK_SECONDS = 1.0
@@ -145,7 +144,7 @@ class RemoteGPTRMClient:
         """Return a sentence for each server that is not up."""
         return [f"The reward server at {trouble}." for trouble in self._replicas.troubles()]
 
-    def check_compatible(self, tokenizer_info: TokenizerInfo, vocab_size: int, form: str = AUTO_FORM) -> str:
+    def check_compatible(self, tokenizer_info: TokenizerInfo, vocab_size: int, form: str = wire.AUTO_FORM) -> str:
         """Choose and return the form to send, `tokens` or `text`. Waits for a server if necessary.
 
         Args:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from reinforce_rl.rewards.function_process.loading import checked_by
+from reinforce_rl.rewards.base import checked_by
 
 UNITS = ("words", "characters")
 MAX_DIGITS = 400  # Python's conversion of long numbers takes quadratic time
@@ -136,7 +136,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return -number if negative != (match.group("inner") is not None) else number
 
 
-def _check_pattern(*, pattern: str, whole: bool = True, matched: float = 1.0, unmatched: float = 0.0) -> None:
+def _check_pattern(*, pattern: str, **others: object) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
@@ -159,14 +159,9 @@ def matches(
     A pattern that backtracks for ever exceeds the time limit, and its sample fails. `whole` asks for a match of the
     whole response rather than any part; `(?s)` at the pattern's beginning lets a dot match line breaks.
     """
-    compiled = _compiled(pattern)
+    compiled = re.compile(pattern)
     found = compiled.fullmatch(response) if whole else compiled.search(response)
     return unmatched if found is None else matched
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
 
 
 def _check_length(*, target: int, tolerance: float, unit: str = "words") -> None:
@@ -180,30 +175,11 @@ def _check_length(*, target: int, tolerance: float, unit: str = "words") -> None
 
 @checked_by(_check_length)
 def length(
-    prompt: str,
-    response: str,
-    record: Mapping[str, Any],
-    *,
-    target: int,
-    tolerance: float,
-    unit: str = "words",
+    prompt: str, response: str, record: Mapping[str, Any], *, target: int, tolerance: float, unit: str = "words"
 ) -> float:
     """Return max(0, 1 - |length - target| / tolerance), with the length in `unit`: `words` or `characters`."""
     count = len(response.split()) if unit == "words" else len(response)
     return max(0.0, 1.0 - abs(count - target) / tolerance)
-
-
-def _check_vader() -> None:
-    _analyzer()
-
-
-@checked_by(_check_vader)
-def vader(prompt: str, response: str, record: Mapping[str, Any]) -> float:
-    """Return VADER's compound sentiment of an English response, -1 (negative) to 1 (positive); 0 if it is empty.
-
-    Hutto and Gilbert 2014, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text".
-    """
-    return float(_analyzer().polarity_scores(response)["compound"])
 
 
 @functools.lru_cache(maxsize=1)
@@ -213,3 +189,12 @@ def _analyzer() -> Any:
     except ImportError as error:
         raise ValueError(f"it needs vaderSentiment ({error}): pip install 'reinforce-rl[vader]'") from error
     return SentimentIntensityAnalyzer()
+
+
+@checked_by(_analyzer)
+def vader(prompt: str, response: str, record: Mapping[str, Any]) -> float:
+    """Return VADER's compound sentiment of an English response, -1 (negative) to 1 (positive); 0 if it is empty.
+
+    Hutto and Gilbert 2014, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text".
+    """
+    return float(_analyzer().polarity_scores(response)["compound"])

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from reinforce_rl.errors import RewardServerError
-from reinforce_rl.rewards.transport import PROBE_SECONDS, FailedAttempt, ask_description
+from reinforce_rl.rewards.transport import PROBE_SECONDS, FailedAttempt, ModelAddress, ask_description
 from reinforce_rl.rewards.wire import ServerInfo
-from reinforce_rl.utils.addresses import Address, ModelAddress
+from reinforce_rl.utils.net import Address
 
 logger = logging.getLogger(__name__)
 

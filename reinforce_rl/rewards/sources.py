@@ -19,11 +19,18 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import RunMonitor
-from reinforce_rl.rewards.base import STATUS_OK, RewardFuture, RewardRequest, Rewards, RewardSource, WeightedSource
+from reinforce_rl.rewards.base import (
+    STATUS_OK,
+    FunctionSpec,
+    RewardFuture,
+    RewardRequest,
+    Rewards,
+    RewardSource,
+    WeightedSource,
+)
 from reinforce_rl.rewards.client import RemoteGPTRMClient
-from reinforce_rl.rewards.function_process.source import start_reward_functions
-from reinforce_rl.rewards.wire import read_token
-from reinforce_rl.utils.choices import TEXT_FORM
+from reinforce_rl.rewards.function_pool import FunctionPool, PendingScores
+from reinforce_rl.rewards.wire import TEXT_FORM, read_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,6 +75,30 @@ class CombinedRewards:
                 stack.callback(source.source.close)
 
 
+@dataclass(frozen=True)
+class _FunctionFuture:
+    pending: PendingScores
+
+    def result(self) -> Rewards:
+        scores = self.pending.result()
+        return Rewards(torch.from_numpy(scores.values), torch.from_numpy(scores.status), faults=scores.faults)
+
+
+@dataclass(frozen=True)
+class FunctionRewards:
+    """A reward source that calls one function of a started pool. Sources may share it; the first closes it."""
+
+    pool: FunctionPool
+    function: str
+
+    def infer_rm(self, request: RewardRequest) -> RewardFuture:
+        return _FunctionFuture(self.pool.submit(self.function, request.samples))
+
+    def close(self) -> None:
+        """End the pool's processes, also for the other sources that share it."""
+        self.pool.close()
+
+
 def connect_to_reward_servers(
     cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
 ) -> RewardSource:
@@ -81,10 +112,10 @@ def connect_to_reward_servers(
     servers = dict(remote.more_reward_models)
     if cfg.reward == "server":
         servers = {remote.reward_model.name: remote.reward_model, **servers}
-    sources = start_reward_functions(cfg, mesh)
+    sources = _start_reward_functions(cfg, mesh)
     try:
         for name, server in servers.items():
-            source = connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
+            source = _connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
             sources.append(WeightedSource(name, source, server.weight))
         if len(sources) == 1 and sources[0].weight == 1.0:
             return sources[0].source
@@ -95,41 +126,74 @@ def connect_to_reward_servers(
         raise
 
 
-def connect_to_reward_server(
-    cfg: TrainConfig, server: RewardServerConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
-) -> RemoteGPTRMClient:
-    """Connect to one server and its replicas; see `connect_to_reward_servers`."""
-    token: str | None = None
+def configured_functions(cfg: TrainConfig) -> dict[str, tuple[FunctionSpec, float]]:
+    """Return the configured functions and their weights, by the name used in logs."""
+    own = cfg.reward_function
+    functions: dict[str, tuple[FunctionSpec, float]] = {}
+    if cfg.reward == "function" and own.name is not None:
+        functions[own.name.rpartition(".")[2]] = FunctionSpec("reward_function", own.name, own.kwargs), own.weight
+    for name, more in own.more_functions.items():
+        spec = FunctionSpec(f"reward_function.more_functions.{name}", more.name, more.kwargs)
+        functions[name] = spec, more.weight
+    return functions
+
+
+def _start_reward_functions(cfg: TrainConfig, mesh: Mesh) -> list[WeightedSource]:
+    """Start the configured functions, in one pool on each rank that asks for rewards."""
+    functions = configured_functions(cfg)
+    if not functions:
+        return []
+    pool = FunctionPool({name: spec for name, (spec, _) in functions.items()}, cfg.reward_function)
     failure: Exception | None = None
     try:
-        token = read_token(server.token_file, f"remote_rm: token_file of '{server.name}'")
-    except ConfigError as error:  # perhaps on this node only, so raise below on all ranks
+        if mesh.is_block_leader:
+            pool.start()
+    except Exception as error:  # any kind: all ranks must raise together
         failure = error
-    mesh.check_together(failure)
-    run = re.sub(r"[^\w.-]", "_", Path(cfg.exp_manager.explicit_log_dir).name, flags=re.ASCII)[-40:]
-    client = RemoteGPTRMClient(
-        server.ip,
-        server.port,
-        server.name,
-        replicas=server.addresses[1:],
-        token=token,
-        caller=f"{run}-rank{mesh.rank}",
-        deadline_seconds=cfg.remote_rm.deadline_seconds,
-        attempt_timeout_seconds=cfg.remote_rm.attempt_timeout_seconds,
-        pad_to_length=cfg.remote_rm.pad_to_length,
-        pad_id=pad_id_of(tokenizer),
-        on_wait=partial(monitor.note, transient=True),
-    )
     try:
-        client.wait_until_ready(cfg.remote_rm.ready_timeout_seconds)
+        mesh.check_together(failure)
+    except Exception:
+        pool.close()
+        raise
+    return [WeightedSource(name, FunctionRewards(pool, name), weight) for name, (_, weight) in functions.items()]
+
+
+def _connect_to_reward_server(
+    cfg: TrainConfig, server: RewardServerConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
+) -> RewardSource:
+    """Connect to one server and its replicas; see `connect_to_reward_servers`."""
+    remote = cfg.remote_rm
+    run = re.sub(r"[^\w.-]", "_", Path(cfg.exp_manager.explicit_log_dir).name, flags=re.ASCII)[-40:]
+    client: RemoteGPTRMClient | None = None
+    failure: Exception | None = None
+    try:
+        client = RemoteGPTRMClient(
+            server.ip,
+            server.port,
+            server.name,
+            replicas=server.addresses[1:],
+            token=read_token(server.token_file, f"remote_rm: token_file of '{server.name}'"),
+            caller=f"{run}-rank{mesh.rank}",
+            deadline_seconds=remote.deadline_seconds,
+            attempt_timeout_seconds=remote.attempt_timeout_seconds,
+            pad_to_length=remote.pad_to_length,
+            pad_id=pad_id_of(tokenizer),
+            on_wait=partial(monitor.note, transient=True),
+        )
+        client.wait_until_ready(remote.ready_timeout_seconds)
         for sentence in client.missing():
             monitor.note(f"{sentence} The run goes on with the others; this one is asked again now and then.")
         vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
         form = client.check_compatible(TokenizerInfo.from_tokenizer(tokenizer), vocab_size, server.input)
         if form == TEXT_FORM:
             monitor.note(f"The reward model '{server.name}' is sent texts.")
-    except Exception as error:  # any kind: all ranks must raise together
-        client.close()
+    except Exception as error:  # any kind, perhaps on this rank only: all must raise together
         failure = error
-    mesh.check_together(failure)
+    try:
+        mesh.check_together(failure)
+    except Exception:
+        if client is not None:
+            client.close()
+        raise
+    assert client is not None
     return client

@@ -23,7 +23,7 @@ import numpy as np
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import ServerInfo
-from reinforce_rl.utils.addresses import Address, ModelAddress
+from reinforce_rl.utils.net import Address
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0  # for one request about a server's health
@@ -55,6 +55,13 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
         return future.result()
     finally:
         future.cancel()
+
+
+@dataclass(frozen=True)
+class ModelAddress:
+    place: Address  # of the server
+    name: str  # of the model
+    token: str | None  # None if the server needs none
 
 
 @dataclass(eq=False)

@@ -37,11 +37,14 @@ from reinforce_rl.data.tokenizer import TokenizerInfo
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import RewardRequest, TextSample
-from reinforce_rl.utils.choices import AUTO_FORM, TEXT_FORM, TOKENS_FORM
 
 PROTOCOL_VERSION = 2  # 1 had no digests
 DEFAULT_NAME = "reward_model"
 DEFAULT_PORT = 5555
+
+TOKENS_FORM = "tokens"
+TEXT_FORM = "text"
+AUTO_FORM = "auto"
 
 TOKENS = "tokens"
 SEQUENCE_LENGTHS = "sequence_lengths"
@@ -140,7 +143,7 @@ def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_si
         place: HOST:PORT, for messages.
         tokenizer: the actor's.
         vocab_size: the actor can produce ids 0 .. vocab_size-1.
-        form: one of `INPUT_FORMS`; `auto` prefers tokens if they mean the same on both sides, else texts.
+        form: tokens, text, or auto, which prefers tokens if they mean the same on both sides, else texts.
 
     Raises:
         ConfigError: the server does not read this form, or reads other tokens; names every difference.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from reinforce_rl.utils.duration import END_VARIABLE, Allocation
+from reinforce_rl.config.rules import END_VARIABLE, Allocation
 
 # Reserved before the allocation's end for the launcher to stop the reward server and requeue the job.
 LAUNCHER_SECONDS = 60.0

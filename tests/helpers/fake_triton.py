@@ -17,7 +17,7 @@ from reinforce_rl.reward_server.front.process import FrontProcess
 from reinforce_rl.reward_server.options import FrontLimits
 from reinforce_rl.reward_server.progress import Progress
 from reinforce_rl.rewards.transport import HttpAnswer
-from reinforce_rl.utils.ports import free_port, open_port
+from reinforce_rl.utils.net import free_port, open_port
 
 
 def infer_body(*rows: list[int]) -> bytes:

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 
-from reinforce_rl.utils.ports import free_port
+from reinforce_rl.utils.net import free_port
 from reinforce_rl.utils.process import die_with_parent
 
 WARM = ("torch", "megatron.core.models.gpt", "transformers", "reinforce_rl.run")

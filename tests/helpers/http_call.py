@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reinforce_rl.rewards.transport import HttpAnswer, exchange, wait_for
-from reinforce_rl.utils.addresses import Address
+from reinforce_rl.utils.net import Address
 
 
 def call(

@@ -15,14 +15,14 @@ from helpers.merged_requests import let_in
 from helpers.serve_toy_scorer import TOKEN_RAISE, VOCAB_SIZE, ToyScorer, toy_score
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
+from reinforce_rl.config.rewards import ServedFunctionConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.reward_server.front.admission import Refusal
 from reinforce_rl.reward_server.scoring import FunctionRequestScorer, FunctionScorer, RequestScorer
 from reinforce_rl.rewards import base, wire
-from reinforce_rl.rewards.base import TextSample
-from reinforce_rl.rewards.function_process.loading import FunctionSpec
-from reinforce_rl.rewards.function_process.pool import FunctionPool
+from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards.function_pool import FunctionPool
 from reinforce_rl.rewards.wire import text_arrays
 
 # As that of a model with tools: it fails on what is no list of calls, and on a text it cannot add to.
@@ -157,7 +157,7 @@ class Functions(FunctionPool):
 
     def __init__(self):
         spec = FunctionSpec("reward_function", "helpers.reward_functions.counted", {})
-        super().__init__({"counted": spec}, num_workers=2, sample_timeout_seconds=20.0)
+        super().__init__({"counted": spec}, ServedFunctionConfig(sample_timeout_seconds=20.0))
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from reinforce_rl.reward_server.progress import Progress
 from reinforce_rl.reward_server.scoring import FunctionRequestScorer, FunctionScorer, RequestScorer
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.base import TextSample
-from reinforce_rl.rewards.function_process.pool import PING, FunctionPool, PendingScores, Scores
+from reinforce_rl.rewards.function_pool import PING, FunctionPool, PendingScores, Scores
 from reinforce_rl.rewards.wire import PROTOCOL_VERSION, ServerInfo, text_arrays
 
 NOISE = 0.25
@@ -115,9 +113,10 @@ class LengthPool(FunctionPool):
             on_sample()
         lengths = np.array([len(sample.response) for sample in samples], np.float32)
         status = np.where(lengths == 0, base.STATUS_TIMED_OUT, base.STATUS_OK).astype(np.int32)
-        future: Future[Scores] = Future()
-        future.set_result(Scores(np.where(lengths == 0, np.nan, lengths).astype(np.float32), status))
-        return PendingScores(future, time.monotonic())
+        scores = Scores(np.where(lengths == 0, np.nan, lengths).astype(np.float32), status)
+        pending = PendingScores(function, scores, 0, on_sample)
+        pending.future.set_result(scores)
+        return pending
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from reinforce_rl.reward_server.server import RewardServer
 from reinforce_rl.reward_server.triton_backend import make_home
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.wire import ServerInfo
-from reinforce_rl.utils.ports import check_port
+from reinforce_rl.utils.net import check_port
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 triton = pytest.importorskip("tritonclient.http")
@@ -239,7 +239,7 @@ def test_only_the_front_door_listens_and_on_the_loopback(server):
 
 
 def test_a_busy_port_is_an_error_before_anything_starts(tokenizer, monkeypatch):
-    monkeypatch.setattr("reinforce_rl.utils.ports.PORT_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("reinforce_rl.utils.net.PORT_WAIT_SECONDS", 0.2)
     before = set(psutil.Process().children(recursive=True))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -13,12 +13,11 @@ import psutil
 import pytest
 from helpers.toy_server import is_alive, wait_for
 
+from reinforce_rl.config.rewards import ServedFunctionConfig
 from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
-from reinforce_rl.rewards import base
-from reinforce_rl.rewards.base import TextSample
-from reinforce_rl.rewards.function_process import pool as function_pool
-from reinforce_rl.rewards.function_process.loading import FunctionSpec
-from reinforce_rl.rewards.function_process.pool import FunctionPool, bubblewrap
+from reinforce_rl.rewards import base, function_pool
+from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards.function_pool import FunctionPool, bubblewrap
 
 NAME = "helpers.reward_functions."
 
@@ -28,7 +27,8 @@ def sample(response: str, value: object = 1.0, **record: object) -> TextSample:
 
 
 def started(function: str, **options) -> FunctionPool:
-    pool = FunctionPool({"f": FunctionSpec("reward_function", NAME + function)}, **options)
+    spec = FunctionSpec("reward_function", NAME + function)
+    pool = FunctionPool({"f": spec}, ServedFunctionConfig(**options))
     pool.start()
     return pool
 
@@ -85,35 +85,23 @@ def test_a_module_that_keeps_a_file_open_is_refused(tmp_path, monkeypatch):
     (tmp_path / "keeps_a_file.py").write_text(code.format(str(tmp_path / "table.txt")))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    pool = FunctionPool({"f": FunctionSpec("reward_function", "keeps_a_file.f", {})}, num_workers=1)
+    pool = FunctionPool({"f": FunctionSpec("reward_function", "keeps_a_file.f")}, ServedFunctionConfig())
     with pytest.raises(ConfigError, match=r"keeps .*table.txt open.*read it whole"):
         pool.start()
     pool.close()
 
 
-def test_a_log_that_is_full_holds_up_nobody(tmp_path):
-    code = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from helpers.reward_functions import *
-from reinforce_rl.rewards.base import TextSample
-from reinforce_rl.rewards.function_process.loading import FunctionSpec
-from reinforce_rl.rewards.function_process.pool import FunctionPool
-spec = FunctionSpec("reward_function", "helpers.reward_functions.prints", {{}})
-pool = FunctionPool({{"f": spec}}, num_workers=1, sample_timeout_seconds=20.0)
-pool.start()
-sys.stdout.write(str(pool.submit("f", [TextSample("", "") for _ in range(5)]).result().values.tolist()))
-pool.close()
-"""
-    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+def test_a_log_that_is_full_holds_up_nobody():
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from rewards.test_function_isolation import sample, started\n"
+        "pool = started('prints', num_workers=1, sample_timeout_seconds=20.0)\n"
+        "sys.stdout.write(str(pool.submit('f', [sample('')] * 5).result().values.tolist()))\n"
+        "pool.close()\n"
+    )
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            stderr=full,
-            timeout=120,
-            env={**os.environ, "PYTHONPATH": path},
-            text=True,
-        )
+        command = [sys.executable, "-c", code, str(Path(__file__).parents[1])]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, timeout=120, text=True)
     assert done.stdout == "[1.0, 1.0, 1.0, 1.0, 1.0]"
 
 
@@ -222,9 +210,8 @@ class TestSandbox:
         assert scores.status[3:7].tolist() == [base.STATUS_INTERNAL] * 4
 
     def test_the_provided_functions_work_in_it(self):
-        pool = FunctionPool(
-            {"f": FunctionSpec("reward_function", "reinforce_rl.rewards.functions.gsm8k")}, sandbox=True
-        )
+        spec = FunctionSpec("reward_function", "reinforce_rl.rewards.functions.gsm8k")
+        pool = FunctionPool({"f": spec}, ServedFunctionConfig(sandbox=True))
         pool.start()
         try:
             samples = [TextSample("", "the answer is 72", {"answer": text}) for text in ("72", "73")]
@@ -292,7 +279,8 @@ def test_a_host_that_hangs_fails_its_batch_and_the_next_has_another(monkeypatch)
 def test_a_module_that_ends_its_import_is_named(how, tmp_path, monkeypatch):
     (tmp_path / "ends_when_imported.py").write_text(f"import os\n{how}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    pool = FunctionPool({"f": FunctionSpec("reward_function", "ends_when_imported.reward")})
+    spec = FunctionSpec("reward_function", "ends_when_imported.reward")
+    pool = FunctionPool({"f": spec}, ServedFunctionConfig())
     with pytest.raises(ReinforceError, match="ends_when_imported"):
         pool.start()
 

@@ -16,11 +16,11 @@ import psutil
 import pytest
 from helpers.toy_server import is_alive, wait_for
 
+from reinforce_rl.config.rewards import ServedFunctionConfig
 from reinforce_rl.errors import ConfigError, RewardServerError
 from reinforce_rl.rewards import base
-from reinforce_rl.rewards.base import TextSample
-from reinforce_rl.rewards.function_process.loading import FunctionSpec
-from reinforce_rl.rewards.function_process.pool import PING, FunctionPool
+from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards.function_pool import PING, FunctionPool
 
 TOLD = "helpers.reward_functions.told"
 TESTS = Path(__file__).parents[1]
@@ -39,8 +39,7 @@ def folder(tmp_path_factory):
 def pool(folder):
     pool = FunctionPool(
         {"told": FunctionSpec("reward_function", TOLD, {"folder": str(folder)})},
-        num_workers=2,
-        sample_timeout_seconds=2.0,
+        ServedFunctionConfig(sample_timeout_seconds=2.0),
     )
     pool.start()
     yield pool
@@ -49,7 +48,7 @@ def pool(folder):
 
 def processes() -> list[psutil.Process]:
     """Hosts of this process, and their workers."""
-    hosts = [p for p in psutil.Process().children() if "reinforce_rl.rewards.function_process.host" in p.cmdline()]
+    hosts = [p for p in psutil.Process().children() if "reinforce_rl.rewards.function_host" in p.cmdline()]
     return [*hosts, *(child for host in hosts for child in host.children(recursive=True))]
 
 
@@ -132,7 +131,8 @@ def test_faults_come_at_the_start_and_leave_no_process():
         {
             "a": FunctionSpec("reward_function", "helpers.reward_functions.tld"),
             "b": FunctionSpec("reward_function.more_functions.b", TOLD, {"foldr": ""}),
-        }
+        },
+        ServedFunctionConfig(),
     )
     with pytest.raises(ConfigError) as caught:
         pool.start()
@@ -147,11 +147,11 @@ def test_faults_come_at_the_start_and_leave_no_process():
 OWNER = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
-from reinforce_rl.rewards.base import TextSample
-from reinforce_rl.rewards.function_process.loading import FunctionSpec
-from reinforce_rl.rewards.function_process.pool import FunctionPool
+from reinforce_rl.config.rewards import ServedFunctionConfig
+from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards.function_pool import FunctionPool
 spec = FunctionSpec("reward_function", {TOLD!r}, {{"folder": sys.argv[1]}})
-pool = FunctionPool({{"f": spec}}, num_workers=2, sample_timeout_seconds=600.0)
+pool = FunctionPool({{"f": spec}}, ServedFunctionConfig(sample_timeout_seconds=600.0))
 pool.start()
 pool.submit("f", [TextSample("", "pid and loop")] * 2).result()
 """
@@ -174,7 +174,7 @@ def test_workers_die_with_their_owner_however_it_ends(number, tmp_path):
 
 def test_workers_die_with_a_killed_host(tmp_path):
     spec = FunctionSpec("reward_function", TOLD, {"folder": str(tmp_path)})
-    pool = FunctionPool({"f": spec}, num_workers=1, sample_timeout_seconds=600.0)
+    pool = FunctionPool({"f": spec}, ServedFunctionConfig(num_workers=1, sample_timeout_seconds=600.0))
     before = {process.pid for process in processes()}
     pool.start()
     try:

@@ -21,8 +21,7 @@ from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards import base, transport, wire
 from reinforce_rl.rewards.base import RewardRequest, RewardSource
 from reinforce_rl.rewards.client import RemoteGPTRMClient
-from reinforce_rl.rewards.function_process.source import FunctionRewards
-from reinforce_rl.rewards.sources import CombinedRewards, connect_to_reward_servers
+from reinforce_rl.rewards.sources import CombinedRewards, FunctionRewards, connect_to_reward_servers
 from reinforce_rl.rewards.wire import text_arrays
 
 SHARE = "helpers.reward_functions.share_of_letters"

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from reinforce_rl.rewards.function_process.loading import (
-    PROVIDED,
-    PROVIDED_NAMES,
-    FunctionSpec,
-    LoadFault,
-    load_function,
-)
+from reinforce_rl.config.rules import PROVIDED_FUNCTIONS
+from reinforce_rl.rewards import functions
+from reinforce_rl.rewards.base import FunctionSpec
+from reinforce_rl.rewards.function_host import PROVIDED, LoadFault, load_function
 from reinforce_rl.rewards.functions import MAX_DIGITS, _final_answer, _parse_number, gsm8k, length, matches, vader
 
 
@@ -167,7 +164,5 @@ def test_a_module_that_raises_or_lacks_a_library_is_told(tmp_path, monkeypatch):
 
 
 def test_all_that_is_provided_is_named():
-    from reinforce_rl.rewards import functions
-
     own = {name for name, value in vars(functions).items() if getattr(value, "__module__", "") == PROVIDED}
-    assert {name for name in own if not name.startswith("_")} == set(PROVIDED_NAMES)
+    assert {name for name in own if not name.startswith("_")} == set(PROVIDED_FUNCTIONS)

@@ -24,7 +24,7 @@ from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient, RemoteRewardFuture
-from reinforce_rl.utils.addresses import Address
+from reinforce_rl.utils.net import Address
 
 pytest.importorskip("tritonclient.http")
 

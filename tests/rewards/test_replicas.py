@@ -16,7 +16,7 @@ from helpers.toy_server import free_port, wait_for
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.wire import ENVELOPE_BYTES
-from reinforce_rl.utils.addresses import Address
+from reinforce_rl.utils.net import Address
 
 pytest.importorskip("tritonclient.http")
 

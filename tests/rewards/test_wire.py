@@ -34,7 +34,7 @@ from reinforce_rl.rewards.wire import (
     split,
     text_arrays,
 )
-from reinforce_rl.utils.ports import is_loopback
+from reinforce_rl.utils.net import is_loopback
 
 MESSAGES = ({"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"})
 SAMPLES = [

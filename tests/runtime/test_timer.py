@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from reinforce_rl.config.rules import Allocation, parse_duration
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.runtime import timer as run_timer
 from reinforce_rl.runtime.timer import (
@@ -20,7 +21,6 @@ from reinforce_rl.runtime.timer import (
     first_save_seconds,
     with_margin,
 )
-from reinforce_rl.utils.duration import Allocation, parse_duration
 
 
 @pytest.mark.parametrize(

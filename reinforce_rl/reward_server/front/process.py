@@ -24,7 +24,7 @@ from reinforce_rl.errors import RewardServerError
 from reinforce_rl.reward_server.front.app import DRAINING, Front, FrontSettings
 from reinforce_rl.reward_server.options import FrontLimits
 from reinforce_rl.reward_server.progress import Progress
-from reinforce_rl.utils.ports import BACKLOG
+from reinforce_rl.utils.net import BACKLOG
 from reinforce_rl.utils.process import Message, ModuleChild, Silence, connect_to_parent, receive, send
 
 START_SECONDS = 60.0  # a busy machine imports slowly

@@ -1,4 +1,4 @@
-"""Pool that scores each sample with a reward function in a process of its own; `host.py` is the other side."""
+"""Scores each sample with a reward function in a process of its own; `function_host.py` is the other side."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from reinforce_rl.config.rewards import ServedFunctionConfig
 from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.rewards import base
-from reinforce_rl.rewards.base import TextSample
-from reinforce_rl.rewards.function_process.loading import FunctionSpec
+from reinforce_rl.rewards.base import FunctionSpec, TextSample
 from reinforce_rl.utils.process import PACKAGE_PARENT, Message, ModuleChild, receive
 
 logger = logging.getLogger(__name__)
@@ -41,20 +41,10 @@ ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPEN
 VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
 VARIABLE_PREFIXES = ("LC_", "PYTHON")
 SANDBOX = "reward_function.sandbox"
-SYSTEM_FOLDERS = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/alternatives",
-    "/etc/localtime",
-)
+ETC_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", *ETC_FILES)
 TMPFS_BYTES = 256 << 20
 PROBE_SECONDS = 30.0
-# Keys of `reward_function` that are arguments of `FunctionPool`.
-OPTIONS = ("num_workers", "sample_timeout_seconds", "sample_memory_mb", "environment", "sandbox")
 
 
 @dataclass(frozen=True)
@@ -65,14 +55,16 @@ class Scores:
 
 
 @dataclass
-class _Batch:
-    """Samples submitted together. Once they are with a host, only its reader thread touches this."""
+class PendingScores:
+    """Samples submitted together. Once they are with a host, only its reader thread changes the scores."""
 
-    function: str
+    function: str  # for messages
     scores: Scores
     left: int  # samples without an outcome
     on_sample: Callable[[], object]
     future: Future[Scores] = field(default_factory=Future)
+    deadline: float = 0.0  # in time.monotonic
+    host: _Host | None = None  # killed at the deadline, so that the next request gets a new one
 
     def take(self, row: int, status: int, value: float, fault: str) -> None:
         """Record the outcome of one sample; after the last one, complete the future."""
@@ -93,21 +85,13 @@ class _Batch:
                 logger.warning("event=function_failed function=%s faults=%s", self.function, dict(faults))
             self.future.set_result(scores)
 
-
-@dataclass(frozen=True)
-class PendingScores:
-    """Scores that are being computed."""
-
-    future: Future[Scores]
-    deadline: float  # in time.monotonic
-    give_up: Callable[[], object] = lambda: None  # ends a hung host, so that the next request gets a new one
-
     def result(self) -> Scores:
         """Wait for the scores; raise RewardServerError if the processes ended or exceeded the time limit."""
         try:
             return self.future.result(max(0.0, self.deadline - time.monotonic()))
         except FutureTimeoutError:
-            self.give_up()
+            if self.host is not None:
+                self.host.kill()
             raise RewardServerError(
                 "the processes of the reward function have not answered within the time that all of its samples may "
                 "take together; is this machine overloaded, or was a process stopped?"
@@ -117,7 +101,7 @@ class PendingScores:
 class _Host(ModuleChild):
     def __init__(self, folders: Sequence[str], variables: Mapping[str, str], *, in_sandbox: bool):
         super().__init__(
-            "reinforce_rl.rewards.function_process.host",
+            "reinforce_rl.rewards.function_host",
             prefix=bubblewrap(folders) if in_sandbox else (),
             env={**variables, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(folders)},
             stdout=subprocess.PIPE,
@@ -125,7 +109,7 @@ class _Host(ModuleChild):
         )
         self.ended = False
         self._lock = threading.Lock()
-        self._samples: dict[int, tuple[_Batch, int]] = {}
+        self._samples: dict[int, tuple[PendingScores, int]] = {}
         self._next_id = 0
         self._waiting: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
 
@@ -146,7 +130,7 @@ class _Host(ModuleChild):
             self.listen(self._on_message)
         return found
 
-    def add(self, batch: _Batch, requests: Sequence[tuple[int, bytes]]) -> int:
+    def add(self, batch: PendingScores, requests: Sequence[tuple[int, bytes]]) -> int:
         """Queue these rows' samples and return the number in flight; raise RewardServerError if the host has ended."""
         with self._lock:
             if self.ended:
@@ -183,12 +167,11 @@ class _Host(ModuleChild):
             self._samples.clear()
         self._waiting.put(None)
         for batch in batches.values():
-            batch.future.set_exception(
-                RewardServerError(
-                    f"the processes of the reward function ended with {batch.left} samples under way (exit code "
-                    f"{code}); see the log, and whether the machine ran out of memory"
-                )
+            error = (
+                f"the processes of the reward function ended with {batch.left} samples under way (exit code {code}); "
+                "see the log, and whether the machine ran out of memory"
             )
+            batch.future.set_exception(RewardServerError(error))
 
     def _show_output(self) -> None:
         assert self.process.stdout is not None
@@ -199,36 +182,15 @@ class _Host(ModuleChild):
 
 
 class FunctionPool:
-    """Scores samples with one or several functions, each sample in a process of its own.
+    """Scores samples with functions, by names of the caller's choice, each sample in a process of its own.
 
-    Args:
-        functions: by names of the caller's choice.
-        num_workers: concurrent processes.
-        sample_timeout_seconds: a sample that takes longer fails with STATUS_TIMED_OUT, and its process is killed.
-        sample_memory_mb: MiB of address space per process, in addition to what the functions' modules use.
-        environment: names of variables that the functions may read besides `VARIABLES`.
-        sandbox: run in bubblewrap, without network, other processes, or files other than Python's.
+    The host process gets the environment variables in `VARIABLES` and `config.environment`, and no others.
     """
 
-    def __init__(
-        self,
-        functions: Mapping[str, FunctionSpec],
-        *,
-        num_workers: int = 2,
-        sample_timeout_seconds: float = 5.0,
-        sample_memory_mb: int = 2048,
-        environment: Sequence[str] = (),
-        sandbox: bool = False,
-    ):
-        self._settings: dict[str, Any] = {
-            "functions": dict(functions),
-            "num_workers": num_workers,
-            "sample_timeout_seconds": sample_timeout_seconds,
-            "sample_memory_mb": sample_memory_mb,
-        }
+    def __init__(self, functions: Mapping[str, FunctionSpec], config: ServedFunctionConfig):
+        self._functions = dict(functions)
+        self._config = config
         self._names = {PING: "ping"} | {name: spec.name for name, spec in functions.items()}
-        self._variables = {*VARIABLES, *environment}
-        self._has_sandbox = sandbox
         self._lock = threading.Lock()
         self._host: _Host | None = None
         self._closed = False
@@ -256,27 +218,25 @@ class FunctionPool:
         """
         count = len(samples)
         scores = Scores(np.full(count, np.nan, np.float32), np.zeros(count, np.int32))
-        batch = _Batch(self._names[function], scores, count, on_sample)
+        pending = PendingScores(self._names[function], scores, count, on_sample)
         if not samples:
-            batch.future.set_result(scores)
+            pending.future.set_result(scores)
         requests: list[tuple[int, bytes]] = []
         for row, sample in enumerate(samples):
             try:
                 requests.append((row, _request(function, sample)))
             except (ValueError, TypeError, RecursionError) as error:
-                batch.take(row, base.STATUS_BAD_PROMPT, math.nan, f"no JSON of its record ({type(error).__name__})")
-        if not requests:
-            return PendingScores(batch.future, time.monotonic())
-        with self._lock:
-            try:
-                host = self._running_host()
-                under_way = host.add(batch, requests)
-            except ReinforceError as error:  # raising on one rank would leave the others waiting
-                batch.future.set_exception(RewardServerError(str(error)))
-                return PendingScores(batch.future, time.monotonic())
-        rounds = math.ceil(under_way / self._settings["num_workers"])
-        seconds = rounds * (self._settings["sample_timeout_seconds"] + FORK_SECONDS) + SLACK_SECONDS
-        return PendingScores(batch.future, time.monotonic() + seconds, host.kill)
+                pending.take(row, base.STATUS_BAD_PROMPT, math.nan, f"no JSON of its record ({type(error).__name__})")
+        if requests:
+            with self._lock:
+                try:
+                    pending.host = self._running_host()
+                    rounds = math.ceil(pending.host.add(pending, requests) / self._config.num_workers)
+                    seconds = rounds * (self._config.sample_timeout_seconds + FORK_SECONDS) + SLACK_SECONDS
+                    pending.deadline = time.monotonic() + seconds
+                except ReinforceError as error:  # raising on one rank would leave the others waiting
+                    pending.future.set_exception(RewardServerError(str(error)))
+        return pending
 
     def close(self) -> None:
         """End the processes; samples in flight fail. Safe to call twice."""
@@ -296,14 +256,16 @@ class FunctionPool:
 
     def _launch(self) -> _Host:
         folders = [PACKAGE_PARENT, *filter(None, sys.path)]
-        variables = {k: v for k, v in os.environ.items() if k in self._variables or k.startswith(VARIABLE_PREFIXES)}
-        host = _Host(folders, variables, in_sandbox=self._has_sandbox)
-        found = host.load(self._settings)
+        allowed = {*VARIABLES, *self._config.environment}
+        variables = {k: v for k, v in os.environ.items() if k in allowed or k.startswith(VARIABLE_PREFIXES)}
+        host = _Host(folders, variables, in_sandbox=self._config.sandbox)
+        limits = self._config.model_dump(include={"num_workers", "sample_timeout_seconds", "sample_memory_mb"})
+        found = host.load({"functions": self._functions, **limits})
         if found is None:
             raise RewardServerError(
                 f"the process of the reward function ended before it was ready (exit code {host.exit_code}; it is "
                 f"killed after {START_SECONDS:.0f} s); what it said is above. Does the import of "
-                f"{', '.join(self._names[name] for name in self._settings['functions'])} end?"
+                f"{', '.join(spec.name for spec in self._functions.values())} end?"
             )
         if found["faults"]:
             host.stop(STOP_SECONDS)

@@ -1,4 +1,4 @@
-"""Host process that forks for each sample: `python -m reinforce_rl.rewards.function_process.host`.
+"""Host process that forks for each sample: `python -m reinforce_rl.rewards.function_host`.
 
 The trainer and the server have threads, torch and CUDA and cannot fork, so this process imports the functions instead.
 A fork per sample isolates its side effects from the others. When the owner's connection ends, so do all processes.
@@ -10,11 +10,16 @@ Sends:    JSON: {"faults": [...], "sources": {NAME: sha256}}, then {"id", "statu
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fcntl
 import gc
+import hashlib
+import importlib
+import inspect
 import json
 import math
 import os
+import pkgutil
 import resource
 import signal
 import stat
@@ -23,15 +28,18 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from select import POLLIN, POLLRDHUP, poll
+from types import ModuleType
 from typing import Any
 
 from reinforce_rl.rewards import base
-from reinforce_rl.rewards.function_process.loading import LoadFault, load_function, source_sha256
+from reinforce_rl.rewards.base import FunctionSpec
 from reinforce_rl.utils.process import connect_to_parent, die_with_parent, send
 
+PROVIDED = "reinforce_rl.rewards.functions"
 ANSWER_BYTES = 1 << 16  # maximum
 MESSAGE_LETTERS = 500  # an answer must fit into a pipe that nobody reads yet
 MEBIBYTE = 1 << 20
@@ -40,6 +48,101 @@ MAX_WAIT_SECONDS = 3600.0  # poll(2) takes no more than 24 days
 STATUSES = (base.STATUS_OK, base.STATUS_NOT_FINITE, base.STATUS_INTERNAL)
 
 Functions = Mapping[str, Callable[..., Any]]
+
+
+class LoadFault(Exception):
+    """A function cannot be used; the message is one sentence."""
+
+
+def load_function(spec: FunctionSpec) -> partial[Any]:
+    """Return the function with its kwargs bound; raise LoadFault if it cannot be loaded or they do not fit."""
+    module_name, _, name = spec.name.rpartition(".")
+    found = f"{spec.key}.name is {spec.name!r}"
+    if not module_name:
+        raise LoadFault(f"{found}; expected a dotted name, such as {PROVIDED}.gsm8k{_provided_like(name)}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name != missing and not module_name.startswith(f"{missing}."):
+            reason = f"{module_name} imports '{missing}', which is not installed"
+        else:
+            reason = f"there is no module '{missing}'; {_module_advice(missing, name)}"
+        raise LoadFault(f"{found}, but {reason}") from error
+    except BaseException as error:  # a user's file may raise anything, SystemExit included
+        reason = f"the import of {module_name} raised {type(error).__name__}: {error}"
+        raise LoadFault(f"{found}, but {reason}") from error
+    function = getattr(module, name, None)
+    if function is None:
+        advice = _advice(name, _functions_of(module), module_name)
+        raise LoadFault(f"{found}, but {module_name} has no '{name}'; {advice}")
+    if not callable(function):
+        raise LoadFault(f"{found}, which is no function")
+    _check_kwargs(function, spec)
+    return partial(function, **spec.kwargs)
+
+
+def _functions_of(module: ModuleType) -> list[str]:
+    functions = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+    return [n for n, value in functions.items() if value.__module__ == module.__name__ and not n.startswith("_")]
+
+
+def _provided_like(name: str) -> str:
+    close = difflib.get_close_matches(name, _functions_of(importlib.import_module(PROVIDED)), n=1)
+    return f"; did you mean {PROVIDED}.{close[0]}?" if close else ""
+
+
+def _module_advice(missing: str, function: str) -> str:
+    parent, _, last = missing.rpartition(".")
+    if not parent:
+        return f"its file belongs into the folder where you start, or onto PYTHONPATH{_provided_like(function)}"
+    folders = getattr(importlib.import_module(parent), "__path__", [])
+    return _advice(last, [module.name for module in pkgutil.iter_modules(folders)], parent)
+
+
+def _advice(wanted: str, known: list[str], prefix: str) -> str:
+    close = difflib.get_close_matches(wanted, known, n=3)
+    if close:
+        return "did you mean " + " or ".join(f"{prefix}.{name}" for name in close) + "?"
+    return f"it has {', '.join(sorted(known)) or 'none at all'}"
+
+
+def _check_kwargs(function: Callable[..., Any], spec: FunctionSpec) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of some builtins
+        return
+    try:
+        signature.bind("", "", {}, **spec.kwargs)
+    except TypeError as error:
+        raise LoadFault(_kwargs_fault(signature, spec, error)) from error
+    check = getattr(function, "check", None)
+    try:
+        if check is not None:
+            check(**spec.kwargs)
+    except ValueError as error:
+        raise LoadFault(f"{spec.key}.kwargs of {spec.name}: {error}") from error
+    except TypeError as error:
+        raise LoadFault(f"{spec.key}.kwargs of {spec.name} has a value of a wrong type: {error}") from error
+
+
+def _kwargs_fault(signature: inspect.Signature, spec: FunctionSpec, error: TypeError) -> str:
+    parameters = list(signature.parameters.values())
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    own = [p for p in parameters if p.name not in positional[:3] and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [p.name for p in own]
+    faults = []
+    for name in spec.kwargs:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(names) or 'none'}"
+            faults.append(f"it has no argument '{name}'; {hint}")
+    missing = [p.name for p in own if p.default is p.empty and p.name not in spec.kwargs]
+    if missing:
+        faults.append(f"{', '.join(missing)} must be given, as +{spec.key}.kwargs.{missing[0]}=VALUE")
+    if not faults:
+        faults.append(f"it is not called as (prompt, response, record, **kwargs): {error}")
+    return f"{spec.key}.kwargs do not fit {spec.name}{signature}: {'; '.join(faults)}"
 
 
 @dataclass(frozen=True)
@@ -100,8 +203,7 @@ class _Host:
             read_end, write_end = os.pipe()
             pid = os.fork()
         except OSError as error:  # too many processes or files
-            outcome = Outcome(base.STATUS_INTERNAL, fault=f"no process could be started: {error}")
-            send(self._connection, {"id": number, **asdict(outcome)})
+            self._send(number, Outcome(base.STATUS_INTERNAL, fault=f"no process could be started: {error}"))
             return
         if pid == 0:
             try:
@@ -119,6 +221,14 @@ class _Host:
         if not chunk or b"\n" in chunk or len(sample.answer) > ANSWER_BYTES:
             self._finish(sample)
 
+    def _finish(self, sample: _Sample, outcome: Outcome | None = None) -> None:
+        """End a sample's process and send `outcome`, or else the answer that the process wrote."""
+        code = _end(sample.pid)
+        del self._running[sample.answer_fd]
+        os.close(sample.answer_fd)
+        self._reap_orphans()
+        self._send(sample.id, outcome or _outcome_of(sample.answer, code))
+
     def _reap_orphans(self) -> None:
         """Reap what samples left behind; in a sandbox this is process 1, which inherits it."""
         own = {sample.pid for sample in self._running.values()}
@@ -126,23 +236,8 @@ class _Host:
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
                 os.waitpid(ended.si_pid, 0)
 
-    def _finish(self, sample: _Sample, outcome: Outcome | None = None) -> None:
-        """End a sample's process and send `outcome`, or else the answer that the process wrote."""
-        code = _end(sample.pid)
-        del self._running[sample.answer_fd]
-        os.close(sample.answer_fd)
-        self._reap_orphans()
-        if outcome is None:
-            try:
-                answer = json.loads(sample.answer.partition(b"\n")[0])
-                texts = str(answer["fault"]), str(answer["message"])
-                outcome = Outcome(int(answer["status"]), float(answer["value"]), *texts)
-                if outcome.status not in STATUSES:
-                    raise ValueError("the function has written it, not its process")
-            except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):
-                how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                outcome = Outcome(base.STATUS_INTERNAL, fault=f"its process ended with {how}")
-        send(self._connection, {"id": sample.id, **asdict(outcome)})
+    def _send(self, number: int, outcome: Outcome) -> None:
+        send(self._connection, {"id": number, **asdict(outcome)})
 
 
 def _end(pid: int) -> int:
@@ -151,6 +246,18 @@ def _end(pid: int) -> int:
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _outcome_of(answer: bytearray, code: int) -> Outcome:
+    try:
+        read = json.loads(answer.partition(b"\n")[0])
+        outcome = Outcome(int(read["status"]), float(read["value"]), str(read["fault"]), str(read["message"]))
+        if outcome.status in STATUSES:  # else the function has written it, not its process
+            return outcome
+    except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):
+        pass
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return Outcome(base.STATUS_INTERNAL, fault=f"its process ended with {how}")
 
 
 def _work(functions: Functions, request: bytes, answer_fd: int, parent: int) -> None:
@@ -200,11 +307,12 @@ def _place(error: BaseException) -> str:
 def main() -> None:
     connection = connect_to_parent(death_signal=None)  # any thread of the owner's may have started this process
     settings = connection.recv()
-    functions, faults = {}, []
+    functions, sources, faults = {}, {}, []
     for name, spec in settings["functions"].items():
         before = _open_files()
         try:
             functions[name] = load_function(spec)
+            sources[name] = _source_sha256(functions[name].func)
         except LoadFault as fault:
             faults.append(str(fault))
         for path in sorted(_open_files() - before):
@@ -215,11 +323,19 @@ def main() -> None:
     sys.stdout.flush()  # else each fork would print the buffer again
     gc.freeze()  # else a collection in a fork copies every page (copy-on-write)
     _limit(settings["sample_memory_mb"] * MEBIBYTE)
-    sources = {name: source_sha256(function) for name, function in functions.items()}
     send(connection, {"faults": faults, "sources": sources})
     if not faults:
         _Host(functions, settings, connection).run()
     os._exit(0)
+
+
+def _source_sha256(function: Callable[..., Any]) -> str | None:
+    """Return the SHA-256 of the file that defines a function; None if there is none."""
+    try:
+        file = inspect.getsourcefile(function)
+    except TypeError:
+        return None
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
 
 
 def _open_files() -> set[str]:
