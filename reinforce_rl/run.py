@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.rules import Allocation, parse_duration
 from reinforce_rl.data.batches import Prompt
-from reinforce_rl.data.loader import FixedPrompts, PromptLoader
-from reinforce_rl.data.prompts import RLHFDatasets
+from reinforce_rl.data.prompts import FixedPrompts, PromptLoader, RLHFDatasets
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh

@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 FINISH_STOP = "stop"  # a stop token or a stop string was produced
 FINISH_LENGTH = "length"  # max_length was reached first: the response is truncated
 FINISH_OUTSIDE = "outside_vocabulary"  # the engine gave a token id that the model does not have
+
+# Tensors of shape [N] in a `RolloutBatch`.
+_PER_SAMPLE = ("prompt_lengths", "response_lengths", "group_ids", "sample_ids", "rewards", "valid")
 
 
 @dataclass(frozen=True)
@@ -107,17 +112,12 @@ class RolloutBatch:
 
         return RolloutBatch(
             sequences=self.sequences[rows, :used],
-            prompt_lengths=self.prompt_lengths[rows],
-            response_lengths=self.response_lengths[rows],
-            group_ids=self.group_ids[rows],
-            sample_ids=self.sample_ids[rows],
             finish_reasons=tuple(self.finish_reasons[row] for row in rows.tolist()),
-            rewards=self.rewards[rows],
-            valid=self.valid[rows],
             generator_log_probs=cut(self.generator_log_probs),
             log_probs=cut(self.log_probs),
             init_log_probs=cut(self.init_log_probs),
             source_rewards={name: values[rows] for name, values in self.source_rewards.items()},
+            **{name: getattr(self, name)[rows] for name in _PER_SAMPLE},
         )
 
 
@@ -152,31 +152,24 @@ def join_prompts_and_responses(
 ) -> tuple[Tensor, Tensor]:
     """Append each response to its row's prompt; return sequences int64 [N, S] and prompt_lengths int64 [N]."""
     prompt_lengths = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.long)
-    width = int((prompt_lengths + completions.lengths).max()) if prompts else 0
-    sequences = torch.full((len(prompts), width), pad_id, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        start, length = len(prompt.tokens), int(completions.lengths[row])
-        sequences[row, :start] = torch.tensor(prompt.tokens, dtype=torch.long)
-        sequences[row, start : start + length] = completions.tokens[row, :length]
+    rows = zip(prompts, completions.tokens, completions.lengths.tolist(), strict=True)
+    joined = [torch.cat([torch.tensor(prompt.tokens).long(), tokens[:length]]) for prompt, tokens, length in rows]
+    sequences = pad_sequence(joined, True, pad_id) if joined else torch.zeros((0, 0), dtype=torch.long)
     return sequences, prompt_lengths
 
 
 def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
     """Concatenate completions of several prompt batches, padded to the widest; no parts give an empty one."""
+    if not parts:
+        return Completions(torch.zeros((0, 0), dtype=torch.long), torch.zeros(0, dtype=torch.long), ())
     if len(parts) == 1:
         return parts[0]
-    width = max((part.tokens.shape[1] for part in parts), default=0)
-
-    def padded(tensor: Tensor, value: float) -> Tensor:
-        return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]), value=value)
-
-    with_log_probs = [padded(part.log_probs, 0.0) for part in parts if part.log_probs is not None]
-    nothing = torch.zeros((0, 0))
+    width = max(part.tokens.shape[1] for part in parts)
     return Completions(
-        tokens=torch.cat([padded(part.tokens, pad_id) for part in parts]) if parts else nothing.long(),
-        lengths=torch.cat([part.lengths for part in parts]) if parts else nothing[0:0].reshape(0).long(),
+        tokens=torch.cat([_widen(part.tokens, width, pad_id) for part in parts]),
+        lengths=torch.cat([part.lengths for part in parts]),
         finish_reasons=tuple(reason for part in parts for reason in part.finish_reasons),
-        log_probs=torch.cat(with_log_probs) if len(with_log_probs) == len(parts) and parts else None,
+        log_probs=_join_or_none([part.log_probs for part in parts], width),
     )
 
 
@@ -187,27 +180,24 @@ def join_rollouts(parts: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
     if len(parts) == 1:
         return parts[0]
     width, used = max(part.width for part in parts), max(part.sequences.shape[1] for part in parts)
-
-    def padded(tensor: Tensor, columns: int, value: float = 0.0) -> Tensor:
-        return torch.nn.functional.pad(tensor, (0, columns - tensor.shape[1]), value=value)
-
-    def tokens(values: Sequence[Tensor | None]) -> Tensor | None:
-        known = [padded(value, width) for value in values if value is not None]
-        return torch.cat(known) if len(known) == len(parts) else None
-
     return RolloutBatch(
-        sequences=torch.cat([padded(part.sequences, used, pad_id) for part in parts]),
-        prompt_lengths=torch.cat([part.prompt_lengths for part in parts]),
-        response_lengths=torch.cat([part.response_lengths for part in parts]),
-        group_ids=torch.cat([part.group_ids for part in parts]),
-        sample_ids=torch.cat([part.sample_ids for part in parts]),
+        sequences=torch.cat([_widen(part.sequences, used, pad_id) for part in parts]),
         finish_reasons=tuple(reason for part in parts for reason in part.finish_reasons),
-        rewards=torch.cat([part.rewards for part in parts]),
-        valid=torch.cat([part.valid for part in parts]),
-        generator_log_probs=tokens([part.generator_log_probs for part in parts]),
-        log_probs=tokens([part.log_probs for part in parts]),
-        init_log_probs=tokens([part.init_log_probs for part in parts]),
+        generator_log_probs=_join_or_none([part.generator_log_probs for part in parts], width),
+        log_probs=_join_or_none([part.log_probs for part in parts], width),
+        init_log_probs=_join_or_none([part.init_log_probs for part in parts], width),
         source_rewards={
             name: torch.cat([part.source_rewards[name] for part in parts]) for name in parts[0].source_rewards
         },
+        **{name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_SAMPLE},
     )
+
+
+def _widen(tensor: Tensor, columns: int, value: float = 0.0) -> Tensor:
+    return pad(tensor, (0, columns - tensor.shape[1]), value=value)
+
+
+def _join_or_none(values: Sequence[Tensor | None], columns: int) -> Tensor | None:
+    """Return None if a part lacks them."""
+    known = [_widen(value, columns) for value in values if value is not None]
+    return torch.cat(known) if len(known) == len(values) else None

@@ -1,22 +1,33 @@
-"""Find, read and atomically write JSONL files. Torch-free, so that it can run at config time."""
+"""JSONL files of prompts: find, read and write them, and make them from pairs or conversations.
+
+HH form is one string: "\\n\\nHuman: ...\\n\\nAssistant: ...\\n\\nHuman: ...\\n\\nAssistant:". Torch-free, to run at
+config time.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import random
 import re
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from reinforce_rl.errors import ConfigError, DataError
 
+T = TypeVar("T")
+Message = dict[str, str]
+
 MAX_LISTED_FAULTS = 10
+SPLITS = ("train", "validation", "test")
 _START_BYTES = 4096
+_BOM = b"\xef\xbb\xbf"
 _CONVERT = "convert it: pandas.read_{}(IN).to_json(OUT, orient='records', lines=True)"
 # Other formats by how a file begins, each with what to do about it.
 _FORMATS = (
@@ -32,15 +43,20 @@ _FORMATS = (
     (rb'("[^"\n]+"|[\w .-]+)([,;\t]("[^"\n]+"|[\w .-]+))+\r?\n', "CSV", _CONVERT.format("csv")),
 )
 
-SPLITS = ("train", "validation", "test")
+_HH_MARKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+_HH_NAMES = {role: name for name, role in _HH_ROLES.items()}
+_PROMPT_KEYS = ("prompt", "text", "messages", "chosen", "rejected")
+
+
+# Files
 
 
 @dataclass(frozen=True)
 class JsonLine:
     path: Path
     number: int  # from 1
-    value: dict[str, Any] | None  # None if the line is no JSON object
-    fault: str = ""  # why `value` is None, else ""
+    value: dict[str, Any]
 
 
 class LineFaults:
@@ -49,10 +65,7 @@ class LineFaults:
     def __init__(self) -> None:
         self._faults: list[str] = []
 
-    def __len__(self) -> int:
-        return len(self._faults)
-
-    def add(self, path: Path, number: int, reason: str) -> None:
+    def add(self, path: Path, number: int, reason: object) -> None:
         self._faults.append(f"{path}:{number}: {reason}")
 
     def raise_if_any(self, advice: str) -> None:
@@ -67,25 +80,42 @@ class LineFaults:
         raise DataError("\n".join([head, *listed, advice]))
 
 
-def read_jsonl(path: str | Path) -> Iterator[JsonLine]:
-    """Yield every line that is not blank; a faulty one has `fault` instead of `value`.
+def read_jsonl(path: str | Path, parse: Callable[[JsonLine], T], faults: LineFaults) -> list[T]:
+    """Parse every line that is not blank; `faults` gets those that are no JSON object or give a `DataError`.
 
     Raises:
-        ConfigError: the file cannot be read, or has another format.
+        DataError: the file cannot be read, or has another format.
     """
-    path = Path(path)
+    path, found = Path(path), []
     try:
         # Bytes: a line that is not UTF-8 must not hide the others, and only "\n" ends a line.
         with path.open("rb") as file:
             if fault := _format_fault(file.peek(_START_BYTES)):
-                raise ConfigError([f"file {path} {fault}"])
+                raise DataError(f"file {path} {fault}")
             for number, raw in enumerate(file, 1):
-                if number == 1:
-                    raw = raw.removeprefix(b"\xef\xbb\xbf")
-                if raw.strip():
-                    yield _parse(path, number, raw)
+                raw = raw.removeprefix(_BOM) if number == 1 else raw
+                try:
+                    if raw.strip():
+                        found.append(parse(JsonLine(path, number, _object_of(raw))))
+                except DataError as error:
+                    faults.add(path, number, error)
     except OSError as error:
-        raise ConfigError([f"file {path} cannot be read: {error.strerror or error}"]) from error
+        raise DataError(f"file {path} cannot be read: {error.strerror or error}") from error
+    return found
+
+
+def _object_of(raw: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"not valid UTF-8 (byte {error.start + 1} of the line)") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not usable JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise DataError(f"expected a JSON object, found {describe_type(value)}")
+    return value
 
 
 def file_fault(path: Path) -> str | None:
@@ -104,7 +134,7 @@ def file_fault(path: Path) -> str | None:
 
 def _format_fault(start: bytes) -> str | None:
     for pattern, name, advice in _FORMATS:
-        if re.match(pattern, start.removeprefix(b"\xef\xbb\xbf")):
+        if re.match(pattern, start.removeprefix(_BOM)):
             return f"is {name}, not JSONL, which has a JSON object a line; {advice}"
     return None
 
@@ -113,7 +143,7 @@ def write_jsonl_files(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None
     """Write JSONL files atomically, renaming none before all rows of all files are on disk.
 
     Raises:
-        ConfigError: a folder or a file cannot be written.
+        DataError: a folder or a file cannot be written.
     """
     ready: list[tuple[str, Path]] = []
     try:
@@ -122,33 +152,76 @@ def write_jsonl_files(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
             ready.append((temporary, path))
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                for row in rows:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner can read
         for temporary, path in ready:
             os.replace(temporary, path)
     except OSError as error:
-        raise ConfigError([f"file {error.filename} cannot be written: {error.strerror or error}"]) from error
+        raise DataError(f"file {error.filename} cannot be written: {error.strerror or error}") from error
     finally:
         for temporary, _ in ready:
             Path(temporary).unlink(missing_ok=True)
 
 
-def _parse(path: Path, number: int, raw: bytes) -> JsonLine:
-    try:
-        value = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return JsonLine(path, number, None, f"not valid UTF-8 (byte {error.start + 1} of the line)")
-    except json.JSONDecodeError as error:
-        reason = error.msg.removesuffix(" at")
-        return JsonLine(path, number, None, f"not valid JSON ({reason} at column {error.colno})")
-    except (ValueError, RecursionError) as error:
-        return JsonLine(path, number, None, f"not usable JSON ({error})")
-    if not isinstance(value, dict):
-        return JsonLine(path, number, None, f"expected a JSON object, found {describe_type(value)}")
-    return JsonLine(path, number, value)
+def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> tuple[dict[str, list[Path]], tuple[float, ...] | None]:
+    """Return the existing files of each split, and the weight of each train file if there are weights.
+
+    Cheap, so that it runs before a model is loaded.
+
+    Raises:
+        ConfigError: unknown key, no train file, a value that is neither path nor weight, missing files; all together.
+    """
+    key = "model.data.data_prefix"
+    faults = [f"{key}.{k} is not known; expected one of {', '.join(SPLITS)}" for k in data_prefix if k not in SPLITS]
+    files: dict[str, list[Path]] = {}
+    weights: tuple[float, ...] | None = None
+    for split in SPLITS:
+        value = data_prefix.get(split)
+        entries = [] if value is None else [value] if isinstance(value, (str, Path)) else value
+        if not isinstance(entries, Sequence):
+            faults.append(f"{key}.{split} is {value!r}; expected a path or a list of paths")
+            continue
+        if split == "train" and any(map(_is_weight, entries)):
+            weights, entries = _split_weights(entries, faults)
+        files[split] = []
+        for entry in entries:
+            if not isinstance(entry, (str, Path)) or not str(entry):
+                hint = " (only train can be blended by weights)" if _is_weight(entry) else ""
+                faults.append(f"{key}.{split} holds {entry!r}; expected a path{hint}")
+                continue
+            path = Path(entry).expanduser()
+            files[split].append(path)
+            if fault := file_fault(path):
+                faults.append(f"{key}.{split}: file {path} {fault}; expected a JSONL file of prompts")
+        if split == "train" and not entries:
+            faults.append(f"{key}.train is empty; expected one or more JSONL files of prompts")
+    if faults:
+        raise ConfigError(faults)
+    return files, weights
+
+
+def _is_weight(entry: object) -> bool:
+    return isinstance(entry, (int, float)) and not isinstance(entry, bool)
+
+
+def _split_weights(entries: Sequence[Any], faults: list[str]) -> tuple[tuple[float, ...], list[Any]]:
+    key, weights, paths = "model.data.data_prefix.train", list(entries[::2]), list(entries[1::2])
+    if len(weights) != len(paths) or not all(map(_is_weight, weights)) or any(map(_is_weight, paths)):
+        faults.append(
+            f"{key} is {list(entries)}; expected paths alone, each of whose prompts comes once an epoch, or a weight "
+            "before every path: [0.3, a.jsonl, 0.7, b.jsonl]"
+        )
+        return (), [entry for entry in entries if not _is_weight(entry)]
+    bad = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
+    faults += [f"{key} has the weight {weight}; expected a number above 0" for weight in bad]
+    twice = [path for path in dict.fromkeys(paths) if paths.count(path) > 1]
+    faults += [f"{key} gives {path} two weights; expected each file once" for path in twice]
+    return tuple(map(float, weights)), paths
+
+
+# Values of a line; their errors name the key alone
 
 
 def describe_type(value: object) -> str:
@@ -157,81 +230,218 @@ def describe_type(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> dict[str, list[Path]]:
-    """Return the existing files of each split. Cheap, so that it runs before a model is loaded.
+def check_text(value: object, key: str) -> str:
+    """Return a string that UTF-8 can encode; else raise a `DataError`."""
+    if not isinstance(value, str):
+        raise DataError(f"{key} is {describe_type(value)}, expected a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{key} holds half of a surrogate pair ({value[error.start]!r})") from error
+    return value
+
+
+def check_messages(
+    value: object, key: str, roles: Sequence[str], expected: str = "a string or a list of messages"
+) -> list[dict[str, Any]]:
+    """Return a list of `{"role", "content"}`; raise a `DataError` for anything else, or if it is empty."""
+    if not isinstance(value, list):
+        raise DataError(f"{key} is {describe_type(value)}, expected {expected}")
+    if not value:
+        raise DataError(f"{key} is empty")
+    for index, message in enumerate(value):
+        where = f"{key}[{index}]"
+        if not isinstance(message, dict):
+            raise DataError(f"{where} is {describe_type(message)}, expected an object")
+        if message.get("role") not in roles:
+            raise DataError(f"{where}.role is {message.get('role')!r}, expected one of {', '.join(roles)}")
+        check_text(message.get("content"), f"{where}.content")
+    return value
+
+
+def check_prompt(messages: Sequence[Mapping[str, Any]], key: str) -> None:
+    """Raise a `DataError` if nothing is asked at the end of a conversation."""
+    if messages and messages[-1]["role"] == "assistant":
+        raise DataError(f"{key} ends with an assistant message; a prompt ends where the assistant shall answer")
+    if not messages or not messages[-1]["content"].strip():
+        raise DataError(f"{key} is empty, or its last message is")
+
+
+def parse_hh_conversation(text: str) -> list[Message]:
+    """Split an HH conversation into messages with roles "user" and "assistant", contents stripped.
+
+    An open "Assistant:" at the end gives no message. Repeated roles and empty turns stay as they are.
 
     Raises:
-        ConfigError: unknown key, no train file, a value that is neither path nor weight, missing files; all together.
+        DataError: the text does not begin with "Human:" or "Assistant:".
     """
-    return _resolve(data_prefix)[0]
+    markers = list(_HH_MARKER.finditer(text))
+    if not markers or markers[0].start() != 0:
+        raise DataError(f"expected a conversation that begins with '\\n\\nHuman:', found {text[:40]!r}")
+    ends = [marker.start() for marker in markers[1:]] + [len(text)]
+    messages = [
+        {"role": _HH_ROLES[marker.group(1)], "content": text[marker.end() : end].strip()}
+        for marker, end in zip(markers, ends, strict=True)
+    ]
+    return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
 
 
-def blending_weights(data_prefix: Mapping[str, Any]) -> tuple[float, ...] | None:
-    """Return the weight of each train file, or None; raises as `resolve_data_prefix`."""
-    return _resolve(data_prefix)[1]
+def messages_of_text(text: str) -> list[Message]:
+    """Parse an HH prompt, or return any other text as one user message."""
+    if text.lstrip().startswith("Human:"):
+        return parse_hh_conversation(text)
+    return [{"role": "user", "content": text.strip()}]
 
 
-def _resolve(data_prefix: Mapping[str, Any]) -> tuple[dict[str, list[Path]], tuple[float, ...] | None]:
-    if not isinstance(data_prefix, Mapping):
-        raise ConfigError(
-            [f"model.data.data_prefix is {describe_type(data_prefix)}; expected keys train, validation and test"]
+def render_hh_prompt(messages: list[Message]) -> str:
+    """Inverse of `parse_hh_conversation` for a prompt; ends with the open "Assistant:"."""
+    turns = [f"\n\n{_HH_NAMES[message['role']]}: {message['content']}" for message in messages]
+    return "".join(turns) + "\n\nAssistant:"
+
+
+def prompt_key(messages: Sequence[Message]) -> str:
+    """Return a key that ignores case and white space."""
+    return json.dumps([(m["role"], " ".join(m["content"].casefold().split())) for m in messages])
+
+
+# Prompt files from other data
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    # "messages" writes `{"messages": [...]}`, "prompt" writes `{"prompt": ...}` in the HH form.
+    form: Literal["messages", "prompt"] = "messages"
+    num_validation: int | None = None  # None takes `validation_fraction` instead
+    validation_fraction: float = 0.1  # of the kept prompts, in (0, 1); at least one prompt
+    seed: int = 0  # draws the validation prompts, and those that `limit` keeps
+    max_turns: int | None = None  # user turns of a prompt
+    max_characters: int | None = None  # of a prompt, over all its turns
+    limit: int | None = None  # prompts to keep in all, drawn by the seed
+
+    def __post_init__(self) -> None:
+        least = {"num_validation": 1, "max_turns": 1, "max_characters": 1, "limit": 2}
+        faults = [
+            f"{name} is {value}; expected at least {bound}"
+            for name, bound in least.items()
+            if (value := getattr(self, name)) is not None and value < bound
+        ]
+        if self.form not in ("messages", "prompt"):
+            faults.append(f"form is {self.form!r}; expected messages or prompt")
+        if not 0 < self.validation_fraction < 1:
+            faults.append(f"validation_fraction is {self.validation_fraction}; expected above 0 and below 1")
+        if faults:
+            raise ConfigError(faults)
+
+
+@dataclass(frozen=True)
+class PrepareCounts:
+    """Counts of the lines read: `read == train + validation + sum(skipped.values())`."""
+
+    read: int
+    train: int
+    validation: int
+    skipped: dict[str, int]
+
+    def __str__(self) -> str:
+        lines = [f"read {self.read}, kept {self.train + self.validation}, skipped {sum(self.skipped.values())}"]
+        lines += [f"  skipped {count}: {reason}" for reason, count in self.skipped.items()]
+        return "\n".join([*lines, f"  train {self.train}, validation {self.validation}"])
+
+
+def prepare_prompts(inputs: Iterable[str | Path], output: str | Path, options: PrepareOptions) -> PrepareCounts:
+    """Read pairs or conversations and write `train.jsonl` and `validation.jsonl` into `output`.
+
+    A line holds `prompt` or `text`, or `chosen` and `rejected`, or `messages`; a value is an HH string or a list of
+    messages, and a prompt may be any other string, taken as one user message. The last assistant turn of `chosen` and
+    `rejected` is the answer and is dropped. Other fields are kept. Of prompts that are equal up to case and white
+    space, the first is kept.
+
+    Raises:
+        DataError: a file cannot be read or written, invalid lines (all counted, the first listed), or too few prompts.
+    """
+    paths, targets = list(map(Path, inputs)), [Path(output) / f"{name}.jsonl" for name in SPLITS[:2]]
+    for path in paths:
+        if path.resolve() in [target.resolve() for target in targets]:
+            raise DataError(f"{path} is both read and written; choose another output folder")
+    skipped: Counter[str] = Counter()
+    kept: dict[str, dict[str, Any]] = {}  # rows to write, by `prompt_key`
+
+    def keep(line: JsonLine) -> None:
+        messages, reason = _prompt_of(line.value)
+        reason = reason or _unfit(messages, options)
+        key = prompt_key(messages)
+        if reason or key in kept:
+            skipped[reason or "duplicate of an earlier prompt"] += 1
+            return
+        prompt = {"messages": messages} if options.form == "messages" else {"prompt": render_hh_prompt(messages)}
+        kept[key] = {**prompt, **{name: item for name, item in line.value.items() if name not in _PROMPT_KEYS}}
+
+    faults = LineFaults()
+    read = sum(len(read_jsonl(path, keep, faults)) for path in paths)
+    faults.raise_if_any("Correct or remove these lines. Nothing was written.")
+    splits = _split(list(kept.values()), options)
+    train, validation = map(len, splits)
+    if len(kept) > train + validation:
+        skipped["over --limit"] = len(kept) - train - validation
+    write_jsonl_files(dict(zip(targets, splits, strict=True)))
+    return PrepareCounts(read, train, validation, dict(skipped.most_common()))
+
+
+def _prompt_of(value: dict[str, Any]) -> tuple[list[Message], str]:
+    for key in ("prompt", "text"):
+        if key in value:
+            return _conversation(value[key], key, messages_of_text), ""
+    if "messages" in value:
+        return _without_answer(value, "messages"), ""
+    if "chosen" in value and "rejected" in value:
+        chosen, rejected = (_without_answer(value, key) for key in ("chosen", "rejected"))
+        return chosen, "" if chosen == rejected else "chosen and rejected answer different prompts"
+    found = ", ".join(value) or "no key"
+    raise DataError(f"found {found}; expected prompt, text, messages, or chosen and rejected. Rename the prompt's key")
+
+
+def _conversation(value: object, key: str, read_text: Callable[[str], list[Message]]) -> list[Message]:
+    if not isinstance(value, str):
+        messages = check_messages(value, key, tuple(_HH_NAMES))
+        return [{"role": message["role"], "content": message["content"].strip()} for message in messages]
+    check_text(value, key)
+    try:
+        return read_text(value)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+
+
+def _without_answer(value: dict[str, Any], key: str) -> list[Message]:
+    messages = _conversation(value[key], key, parse_hh_conversation)
+    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+
+
+def _unfit(messages: list[Message], options: PrepareOptions) -> str:
+    roles = [message["role"] for message in messages]
+    if not roles or roles[-1] != "user":
+        return "no user turn at the end"
+    if any(role != ("user", "assistant")[index % 2] for index, role in enumerate(roles)):
+        return "user and assistant do not take turns"
+    if not all(message["content"] for message in messages):
+        return "a turn is empty"
+    if options.max_turns is not None and roles.count("user") > options.max_turns:
+        return "more than --max-turns user turns"
+    characters = sum(len(message["content"]) for message in messages)
+    if options.max_characters is not None and characters > options.max_characters:
+        return "more than --max-characters characters"
+    return ""
+
+
+def _split(rows: list[T], options: PrepareOptions) -> tuple[list[T], list[T]]:
+    """Return the rows of training and of validation, in order."""
+    order = list(range(len(rows)))
+    random.Random(options.seed).shuffle(order)
+    order = order[: options.limit]
+    wanted = options.num_validation or max(1, round(len(order) * options.validation_fraction))
+    if wanted >= len(order):
+        raise DataError(
+            f"{len(order)} prompts are left after filtering, too few for {wanted} of validation and at least one of "
+            "training; nothing was written. Loosen the filters or lower --num-validation"
         )
-    faults = [
-        f"model.data.data_prefix.{key} is not known; expected one of {', '.join(SPLITS)}"
-        for key in data_prefix
-        if key not in SPLITS
-    ]
-    files: dict[str, list[Path]] = {}
-    weights: tuple[float, ...] | None = None
-    for split in SPLITS:
-        value = data_prefix.get(split)
-        entries = [] if value is None else [value] if isinstance(value, (str, Path)) else value
-        if not isinstance(entries, Sequence):
-            faults.append(f"model.data.data_prefix.{split} is {value!r}; expected a path or a list of paths")
-            continue
-        files[split] = []
-        if split == "train" and any(_is_weight(entry) for entry in entries):
-            weights, entries = _split_weights(entries, faults)
-        for entry in entries:
-            if not isinstance(entry, (str, Path)) or not str(entry):
-                hint = " (only train can be blended by weights)" if _is_weight(entry) else ""
-                faults.append(f"model.data.data_prefix.{split} holds {entry!r}; expected a path{hint}")
-                continue
-            path = Path(entry).expanduser()
-            files[split].append(path)
-            if fault := file_fault(path):
-                faults.append(f"model.data.data_prefix.{split}: file {path} {fault}; expected a JSONL file of prompts")
-        if split == "train" and not entries:
-            faults.append("model.data.data_prefix.train is empty; expected one or more JSONL files of prompts")
-    if faults:
-        raise ConfigError(faults)
-    return files, weights
-
-
-def weight_faults(weights: Sequence[float]) -> list[str]:
-    return [
-        f"model.data.data_prefix.train has the weight {weight}; expected a number above 0"
-        for weight in weights
-        if not (math.isfinite(weight) and weight > 0)
-    ]
-
-
-def _is_weight(entry: object) -> bool:
-    return isinstance(entry, (int, float)) and not isinstance(entry, bool)
-
-
-def _split_weights(entries: Sequence[Any], faults: list[str]) -> tuple[tuple[float, ...], list[Any]]:
-    weights, paths = list(entries[::2]), list(entries[1::2])
-    if len(weights) != len(paths) or not all(map(_is_weight, weights)) or any(map(_is_weight, paths)):
-        faults.append(
-            f"model.data.data_prefix.train is {list(entries)}; expected paths alone, each of whose prompts comes once "
-            "an epoch, or a weight before every path: [0.3, a.jsonl, 0.7, b.jsonl]"
-        )
-        return (), [entry for entry in entries if not _is_weight(entry)]
-    faults += weight_faults(weights)
-    faults += [
-        f"model.data.data_prefix.train gives {path} two weights; expected each file once"
-        for path in dict.fromkeys(paths)
-        if paths.count(path) > 1
-    ]
-    return tuple(map(float, weights)), paths
+    validation, train = sorted(order[:wanted]), sorted(order[wanted:])
+    return [rows[i] for i in train], [rows[i] for i in validation]

@@ -1,12 +1,13 @@
-"""Prompt data sets from JSONL files, tokenised at load."""
+"""Prompt data sets from JSONL files, tokenised at load, and each rank's batches of them."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -16,13 +17,15 @@ from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.jsonl import (
     JsonLine,
     LineFaults,
-    blending_weights,
-    describe_type,
+    check_messages,
+    check_prompt,
+    check_text,
     read_jsonl,
     resolve_data_prefix,
 )
-from reinforce_rl.data.sampler import Blend
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.data.sampler import Blend, PromptSampler, shard
+from reinforce_rl.data.tokenizer import render_prompt
+from reinforce_rl.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,20 +53,14 @@ class PromptDataset(Dataset[Prompt]):
         blend: draws of each file per epoch; None draws each prompt once.
 
     Raises:
-        DataError: there is no prompt, or an id is not its index.
+        DataError: there is no prompt.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, skipped: int = 0, blend: Blend | None = None):
         if not prompts:
             left_out = f" ({skipped} over-long ones were skipped; raise model.encoder_seq_length)" if skipped else ""
             raise DataError(f"the data set holds no prompt{left_out}")
-        for index, prompt in enumerate(prompts):
-            if prompt.id != index:
-                raise DataError(f"the prompt at index {index} has id {prompt.id}; expected {index}")
-        self._prompts = list(prompts)
-        self.skipped = skipped
-        self.blend = blend
-        self._fingerprint: str | None = None
+        self._prompts, self.skipped, self.blend = list(prompts), skipped, blend
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -71,17 +68,14 @@ class PromptDataset(Dataset[Prompt]):
     def __getitem__(self, index: int) -> Prompt:
         return self._prompts[index]
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """sha256 (hex) of the texts in order; detects a resume on other data."""
-        if self._fingerprint is None:
-            digest = hashlib.sha256()
-            for prompt in self._prompts:
-                text = prompt.text.encode("utf-8")
-                digest.update(len(text).to_bytes(8, "big"))  # length prefix, so that joined texts are unambiguous
-                digest.update(text)
-            self._fingerprint = digest.hexdigest()
-        return self._fingerprint
+        digest = hashlib.sha256()
+        for prompt in self._prompts:
+            text = prompt.text.encode("utf-8")
+            digest.update(len(text).to_bytes(8, "big") + text)  # the length makes joined texts unambiguous
+        return digest.hexdigest()
 
     @classmethod
     def from_jsonl(
@@ -109,59 +103,136 @@ class PromptDataset(Dataset[Prompt]):
             weights: one per file, see `Blend`; None draws each prompt once per epoch.
 
         Raises:
-            ConfigError: an option is wrong or a file cannot be read.
-            DataError: invalid lines (all counted, the first listed), or no prompt is left.
+            ConfigError: the tokenizer lacks what an option needs, or `weights` cannot be met.
+            DataError: a file cannot be read, invalid lines (all counted, the first listed), or no prompt is left.
         """
+        if add_bos and tokenizer.bos_token_id is None:
+            told = "add_bos is true, but the tokenizer has no begin-of-sequence token; set add_bos=false"
+            raise ConfigError([told])
         paths = [Path(files)] if isinstance(files, (str, Path)) else [Path(file) for file in files]
-        _check_options(tokenizer, paths, max_prompt_tokens, too_long, add_bos)
-        faults = LineFaults()
-        rendered = []
+        faults, advice = LineFaults(), "Correct or remove these lines."
+        render = partial(_render, tokenizer=tokenizer, apply_chat_template=apply_chat_template)
+        rendered: list[_Rendered] = []
         for path in paths:
-            for line in read_jsonl(path):
-                try:
-                    rendered.append(_render(line, tokenizer, apply_chat_template))
-                except _LineFault as fault:
-                    faults.add(path, line.number, str(fault))
-
+            rendered += read_jsonl(path, render, faults)
         prompts: list[Prompt] = []
-        path_of: list[Path] = []
+        sizes: Counter[Path] = Counter()
         skipped: list[tuple[JsonLine, int]] = []
-        refused = False
         for item, tokens in zip(rendered, _tokenise(rendered, tokenizer, add_bos), strict=True):
+            line = item.line
             if not tokens:
-                faults.add(item.line.path, item.line.number, "the tokenizer makes no token of this prompt")
+                faults.add(line.path, line.number, "the tokenizer makes no token of this prompt")
             elif max_prompt_tokens is None or len(tokens) <= max_prompt_tokens:
-                metadata = {key: value for key, value in _value(item.line).items() if key not in PROMPT_KEYS}
+                metadata = {key: value for key, value in line.value.items() if key not in PROMPT_KEYS}
                 prompts.append(Prompt(len(prompts), item.text, tokens, metadata, item.messages))
-                path_of.append(item.line.path)
+                sizes[line.path] += 1
             elif too_long == "skip":
-                skipped.append((item.line, len(tokens)))
+                skipped.append((line, len(tokens)))
             else:
-                refused = True
-                reason = (
-                    f"prompt of {len(tokens)} tokens, more than the {max_prompt_tokens} that leave room for a response"
+                room = f"more than the {max_prompt_tokens} that leave room for a response"
+                faults.add(line.path, line.number, f"prompt of {len(tokens)} tokens, {room}")
+                advice = (
+                    "Correct or remove these lines. For over-long prompts, raise model.encoder_seq_length, lower "
+                    "model.reinforce.length_params.max_length, or set model.data.too_long=skip to leave them out."
                 )
-                faults.add(item.line.path, item.line.number, reason)
-        advice = "Correct or remove these lines."
-        if refused:
-            advice += (
-                " For over-long prompts, raise model.encoder_seq_length, lower "
-                "model.reinforce.length_params.max_length, or set model.data.too_long=skip to leave them out."
-            )
         faults.raise_if_any(advice)
         if skipped:
             line, length = skipped[0]
             logger.warning(
-                "skipped %d of %d prompts, longer than %s tokens; the first is %s:%d with %d tokens",
-                *(len(skipped), len(rendered), max_prompt_tokens, line.path, line.number, length),
+                f"skipped {len(skipped)} of {len(rendered)} prompts, longer than {max_prompt_tokens} tokens; "
+                f"the first is {line.path}:{line.number} with {length} tokens"
             )
         if not prompts and not skipped:
             raise DataError(f"no prompt in {', '.join(map(str, paths))}: every line is blank")
-        if weights is None:
-            return cls(prompts, skipped=len(skipped))
-        sizes = Counter(path_of)
-        blend = Blend(tuple(sizes[path] for path in paths), tuple(weights))
+        blend = None if weights is None else Blend(tuple(sizes[path] for path in paths), tuple(weights))
         return cls(prompts, skipped=len(skipped), blend=blend)
+
+
+class PromptLoader:
+    """Yield this rank's share of the sampler's batches, possibly empty. Sampler states agree on all ranks."""
+
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        sampler: PromptSampler,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        collate_fn: Callable[[list[Prompt]], Any] = list,
+    ):
+        self.dataset, self.sampler, self.collate_fn = dataset, sampler, collate_fn
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+
+    def __len__(self) -> int:
+        return self.sampler.steps_per_epoch
+
+    @property
+    def finished(self) -> bool:
+        return self.sampler.finished
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts of a global batch; the last one of an epoch may have fewer."""
+        return self.sampler.prompts_per_step
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self.collate_fn(
+            [self._prompt(number) for number in shard(next(self.sampler), self.dp_rank, self.dp_size)]
+        )
+
+    def _prompt(self, number: int) -> Prompt:
+        prompt = self.dataset[number % len(self.dataset)]
+        return prompt if prompt.id == number else replace(prompt, id=number)  # a later pass of a blend
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sampler's state and the data's fingerprint; the same on every rank."""
+        return {**self.sampler.state_dict(), "fingerprint": self.dataset.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved position.
+
+        Raises:
+            CheckpointError: the state belongs to other data, or the sampler refuses it.
+        """
+        found, own = str(state.get("fingerprint")), self.dataset.fingerprint
+        if state.get("num_prompts") == len(self.dataset) and found != own:
+            raise CheckpointError(
+                f"the checkpoint was saved on other prompts: fingerprint {found[:12]} there, {own[:12]} here. Give "
+                "the same files and chat template as before, or start a new run in another folder"
+            )
+        self.sampler.load_state_dict(state)
+
+
+class FixedPrompts:
+    """Yield this rank's share, possibly empty, of the first `num_val_samples` prompts, as one batch; None is all.
+
+    Raises:
+        ConfigError: more prompts than the data set has.
+    """
+
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        num_val_samples: int | None = None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        collate_fn: Callable[[list[Prompt]], Any] = list,
+    ):
+        self.num_prompts = len(dataset) if num_val_samples is None else num_val_samples
+        if not 1 <= self.num_prompts <= len(dataset):
+            raise ConfigError(
+                [
+                    f"model.reinforce.num_val_samples is {num_val_samples}, but the validation data set has "
+                    f"{len(dataset)} prompts; expected 1 to {len(dataset)}, or null for all"
+                ]
+            )
+        self._indices = shard(range(self.num_prompts), dp_rank, dp_size)
+        self.dataset, self.collate_fn = dataset, collate_fn
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.collate_fn([self.dataset[index] for index in self._indices])
 
 
 @dataclass(frozen=True)
@@ -176,38 +247,28 @@ class RLHFDatasets:
 def build_train_valid_test_rlhf_datasets(
     tokenizer: PreTrainedTokenizerBase,
     data_prefix: Mapping[str, Any],
-    *,
-    max_prompt_tokens: int | None,
-    too_long: TooLong = "refuse",
-    apply_chat_template: bool = False,
-    add_bos: bool = False,
+    **options: Any,
 ) -> RLHFDatasets:
-    """Load the train, validation and test prompts; other arguments as for `PromptDataset.from_jsonl`.
+    """Load the train, validation and test prompts.
 
     Args:
         data_prefix: a path or list of paths for train, validation and test; the last two are optional. Train may have
             a weight before each path.
+        options: see `PromptDataset.from_jsonl`.
 
     Raises:
         ConfigError: keys or files are wrong; all faults together, before any file is read.
         DataError: as `PromptDataset.from_jsonl`, for all splits together.
     """
-    files, weights = resolve_data_prefix(data_prefix), blending_weights(data_prefix)
+    files, weights = resolve_data_prefix(data_prefix)
     datasets: dict[str, PromptDataset] = {}
     errors: list[DataError] = []
     for split, paths in files.items():
         if not paths:
             continue
         try:
-            datasets[split] = PromptDataset.from_jsonl(
-                tokenizer,
-                paths,
-                max_prompt_tokens=max_prompt_tokens,
-                too_long=too_long,
-                apply_chat_template=apply_chat_template,
-                add_bos=add_bos,
-                weights=weights if split == "train" else None,
-            )
+            own = weights if split == "train" else None
+            datasets[split] = PromptDataset.from_jsonl(tokenizer, paths, weights=own, **options)
         except DataError as error:  # the next split may have faults of its own
             errors.append(error)
     if errors:
@@ -215,100 +276,29 @@ def build_train_valid_test_rlhf_datasets(
     return RLHFDatasets(datasets["train"], datasets.get("validation"), datasets.get("test"))
 
 
-class _LineFault(Exception):
-    """A line that cannot become a prompt; only raised and caught in this file."""
-
-
-def _check_options(
-    tokenizer: PreTrainedTokenizerBase,
-    paths: list[Path],
-    max_prompt_tokens: int | None,
-    too_long: str,
-    add_bos: bool,
-) -> None:
-    faults = [f"prompt file {path} does not exist" for path in paths if not path.is_file()]
-    if not paths:
-        faults.append("no prompt file is given; expected one or more JSONL files")
-    if max_prompt_tokens is not None and max_prompt_tokens < 1:
-        faults.append(f"max_prompt_tokens is {max_prompt_tokens}; expected at least 1, or null for no limit")
-    if too_long not in ("refuse", "skip"):
-        faults.append(f"too_long is {too_long!r}; expected refuse or skip")
-    if add_bos and tokenizer.bos_token_id is None:
-        faults.append("add_bos is true, but the tokenizer has no begin-of-sequence token; set add_bos=false")
-    if faults:
-        raise ConfigError(faults)
-
-
-def _value(line: JsonLine) -> dict[str, Any]:
-    if line.value is None:
-        raise _LineFault(line.fault)
-    return line.value
-
-
 def _render(line: JsonLine, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool) -> _Rendered:
-    value = _value(line)
-    keys = [key for key in PROMPT_KEYS if key in value]
+    keys = [key for key in PROMPT_KEYS if key in line.value]
     if len(keys) != 1:
-        found = " and ".join(keys or value) or "no key"
-        raise _LineFault(f"found {found}; expected exactly one of prompt, text and messages")
-    content = value[keys[0]]
-    if keys[0] == "messages":
-        messages = _check_messages(content)
-    else:
-        if not isinstance(content, str):
-            hint = "; a conversation belongs under messages" if isinstance(content, list) else ""
-            raise _LineFault(f"{keys[0]} is {describe_type(content)}, expected a string{hint}")
-        if not content.strip():
-            raise _LineFault(f"{keys[0]} is empty")
-        messages = [{"role": "user", "content": content}] if apply_chat_template else None
-    text = content if messages is None else _apply_template(messages, tokenizer)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _LineFault(f"{keys[0]} holds half of a surrogate pair ({error.object[error.start]!r})") from error
-    return _Rendered(line, text, tuple(messages or ()))
-
-
-def _check_messages(messages: object) -> list[dict[str, Any]]:
-    if not isinstance(messages, list):
-        raise _LineFault(f"messages is {describe_type(messages)}, expected a list")
-    if not messages:
-        raise _LineFault("messages is empty")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise _LineFault(f"messages[{index}] is {describe_type(message)}, expected an object")
-        if message.get("role") not in ROLES:
-            raise _LineFault(f"messages[{index}].role is {message.get('role')!r}, expected one of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str):
-            raise _LineFault(
-                f"messages[{index}].content is {describe_type(message.get('content'))}, expected a string"
-            )
-    if messages[-1]["role"] == "assistant":
-        raise _LineFault("messages ends with an assistant message; a prompt ends where the assistant shall answer")
-    if not messages[-1]["content"].strip():
-        raise _LineFault("the last message is empty")
-    return messages
-
-
-def _apply_template(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
-    from jinja2 import TemplateError
-
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            [
-                f"the tokenizer of {tokenizer.name_or_path} has no chat template, which messages and model.data."
-                "apply_chat_template=true need; take the folder of a chat model, or plain prompts without it"
-            ]
-        )
-    try:
-        return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:  # e.g. a template that requires alternating roles
-        raise _LineFault(f"the chat template refuses these messages: {error}") from error
+        found = " and ".join(keys or line.value) or "no key"
+        raise DataError(f"found {found}; expected exactly one of prompt, text and messages")
+    key, content = keys[0], line.value[keys[0]]
+    messages: list[dict[str, Any]] = []
+    if key == "messages":
+        messages = check_messages(content, key, ROLES, "a list of messages")
+        check_prompt(messages, key)
+    elif isinstance(content, list):
+        raise DataError(f"{key} is a list, expected a string; a conversation belongs under messages")
+    elif not check_text(content, key).strip():
+        raise DataError(f"{key} is empty")
+    elif apply_chat_template:
+        messages = [{"role": "user", "content": content}]
+    text = render_prompt(tokenizer, messages) if messages else content
+    return _Rendered(line, check_text(text, key), tuple(messages))
 
 
 def _tokenise(
     rendered: list[_Rendered], tokenizer: PreTrainedTokenizerBase, add_bos: bool
-) -> Iterable[tuple[int, ...]]:
+) -> Iterator[tuple[int, ...]]:
     bos = tokenizer.bos_token_id
     for start in range(0, len(rendered), TOKENISE_AT_ONCE):
         items = rendered[start : start + TOKENISE_AT_ONCE]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,23 +36,14 @@ class TokenizerInfo:
             chat_template_sha256=hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None,
         )
 
-    @classmethod
-    def from_dict(cls, values: dict[str, object]) -> TokenizerInfo:
-        return cls(**values)  # type: ignore[arg-type]
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
-
     def differences(self, other: TokenizerInfo) -> list[str]:
         """Return a sentence per difference that changes the meaning of token ids."""
-        found = []
-        if self.vocab_size != other.vocab_size:
-            found.append(f"vocabulary size {self.vocab_size} here, {other.vocab_size} there")
-        if self.vocab_sha256 != other.vocab_sha256:
-            found.append(f"vocabulary hash {self.vocab_sha256[:12]} here, {other.vocab_sha256[:12]} there")
-        if self.eos_id != other.eos_id:
-            found.append(f"end-of-sequence id {self.eos_id} here, {other.eos_id} there")
-        return found
+        values = (
+            ("vocabulary size", self.vocab_size, other.vocab_size),
+            ("vocabulary hash", self.vocab_sha256[:12], other.vocab_sha256[:12]),
+            ("end-of-sequence id", self.eos_id, other.eos_id),
+        )
+        return [f"{name} {own} here, {theirs} there" for name, own, theirs in values if own != theirs]
 
 
 def token_id(value: object) -> int | None:
@@ -84,3 +76,24 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers also reads config.json, and its errors vary
         raise ConfigError([f"{folder} holds no tokenizer that transformers can load: {error}"]) from error
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a conversation in the chat template's form, up to where the assistant's answer begins.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+        DataError: the template refuses these messages.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            [
+                f"the tokenizer of {tokenizer.name_or_path} has no chat template, which messages and model.data."
+                "apply_chat_template=true need; take the folder of a chat model, or plain prompts without it"
+            ]
+        )
+    try:
+        text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # it refuses, for instance, roles that do not alternate, or fails on `tool_calls: 5`
+        raise DataError(f"the chat template refuses these messages: {error}") from error
+    return cast(str, text)

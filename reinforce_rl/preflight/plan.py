@@ -12,8 +12,7 @@ import torch
 from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import Layout
-from reinforce_rl.data.loader import FixedPrompts
-from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets
+from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, RLHFDatasets
 from reinforce_rl.data.sampler import shard
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.preflight.memory import (

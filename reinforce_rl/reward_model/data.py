@@ -1,29 +1,47 @@
-"""Preference pairs and rated answers (HelpSteer, arXiv:2311.09528): read JSONL, tokenise, split by prompt."""
+"""Preference pairs and rated answers (HelpSteer, arXiv:2311.09528): read JSONL, tokenise, split by prompt.
+
+During actor training the reward server gets the actor's own tokens and never renders text. Their format:
+
+    the prompt, rendered by the chat template with its generation prompt  (see `reinforce_rl.data.prompts`)
+    the answer's tokens
+    the end-of-turn token (`<|im_end|>` for SmolLM2) if the answer is complete; nothing after it
+
+The template would add a newline after the turn; the actor stops at the end-of-turn token, so it is left out. An answer
+cut at the actor's `max_length` has no end-of-turn token. If the reward model's tokenizer differs from the actor's, the
+server gets text, and `encode_sample` renders it to the same format with the reward model's template.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from reinforce_rl.data.jsonl import LineFaults, describe_type, read_jsonl
-from reinforce_rl.data.prepare import check_encodable, messages_of_text
+from reinforce_rl.data.jsonl import (
+    JsonLine,
+    LineFaults,
+    Message,
+    check_messages,
+    check_prompt,
+    check_text,
+    describe_type,
+    messages_of_text,
+    prompt_key,
+    read_jsonl,
+)
+from reinforce_rl.data.tokenizer import render_prompt
 from reinforce_rl.errors import ConfigError, DataError
-from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.reward_model.template import encode_answer, encode_conversation, encode_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from reinforce_rl.config.reward_model import PairsConfig, TrainRewardModelConfig
-
-Message = dict[str, str]
+    from reinforce_rl.config.reward_model import TrainRewardModelConfig
+    from reinforce_rl.rewards.base import TextSample
 
 SKIP_SAME = "chosen and rejected are the same"
 SKIP_UNRATED = "no attribute is rated"
@@ -38,31 +56,6 @@ _RATING_ADVICE = (
     'Correct or remove these lines; a line is {"prompt": text or messages, "response": text, "attributes": '
     "{NAME: number, ...}}, or has the names as keys of its own; an attribute may be null or missing."
 )
-
-
-@dataclass(frozen=True)
-class PromptLine:
-    """A prompt (the last message is not the assistant's) and its place in the file, for error messages."""
-
-    path: Path
-    number: int
-    messages: tuple[Message, ...]
-
-    @property
-    def user_turns(self) -> int:
-        return sum(message["role"] == "user" for message in self.messages)
-
-
-@dataclass(frozen=True)
-class PreferencePair(PromptLine):
-    chosen: str
-    rejected: str
-
-
-@dataclass(frozen=True)
-class RatedAnswer(PromptLine):
-    response: str
-    ratings: tuple[float, ...]  # one per requested attribute; NaN if missing
 
 
 @dataclass(frozen=True)
@@ -86,14 +79,13 @@ class EncodedRating:
 
     prompt_key: str
     tokens: tuple[int, ...]  # prompt and answer
-    ratings: tuple[float, ...]
+    ratings: tuple[float, ...]  # one per requested attribute; NaN if missing
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
 
 
-Line = TypeVar("Line", bound=PromptLine)
 Encoded = TypeVar("Encoded", EncodedPair, EncodedRating)
 
 
@@ -115,11 +107,18 @@ class Examples(Generic[Encoded]):
 
     @property
     def skipped_lines(self) -> list[str]:
-        return describe_skipped(self.skipped, self.num_lines)
+        """One line per reason; a warning if many lines are skipped for a reason that no config key asks for."""
+        lines, total = [], self.num_lines
+        for reason, count in self.skipped.items():
+            much = count > _WARN_ABOVE * total and reason not in (SKIP_LIMIT, SKIP_MULTI_TURN)
+            lines.append(f"{'WARNING:' if much else ' '} {count} of {total} ({count / total:.0%}) left out: {reason}")
+        return lines
 
 
 def longest_example(cfg: TrainRewardModelConfig) -> int:
     """Return `data.max_length`, or the trunk's maximum sequence length."""
+    from reinforce_rl.megatron.architecture import Architecture  # takes seconds, and a reward server needs the rest
+
     return cfg.data.max_length or Architecture.from_folder(cfg.model.restore_from_path).max_positions
 
 
@@ -127,124 +126,63 @@ def load_examples(cfg: TrainRewardModelConfig, tokenizer: PreTrainedTokenizerBas
     """Read, tokenise and split pairs, or ratings if the objective is regression.
 
     Raises:
-        ConfigError: the file cannot be read, or the tokenizer has no chat template or no end-of-sequence token.
-        DataError: lines are malformed, or too few are left.
-    """
-    data, limits = cfg.data, {"max_length": longest_example(cfg), "seed": cfg.seed}
-    lines: Sequence[PromptLine]
-    used: list[Any]
-    if cfg.mode == "full" and cfg.full.objective == "regression":
-        assert data.ratings_path is not None  # checked
-        lines = answers = read_ratings(data.ratings_path, cfg.full.attributes)
-        used, skipped = encode_ratings(answers, tokenizer, data, **limits)
-    else:
-        assert data.pairs_path is not None  # checked
-        lines = pairs = read_pairs(data.pairs_path)
-        used, skipped = encode_pairs(pairs, tokenizer, data, **limits)
-    split = split_by_prompt([example.prompt_key for example in used], data.held_out_fraction, cfg.seed)
-    return Examples(used, *split, len(lines), skipped)
-
-
-def read_pairs(path: str | Path) -> list[PreferencePair]:
-    """Read `{"prompt", "chosen", "rejected"}` lines.
-
-    `prompt` is a list of messages, a text in HH form ("\\n\\nHuman: ...\\n\\nAssistant:"), or any other text, which
-    becomes one user message. `messages` is an alias of `prompt`. Other keys are ignored.
-
-    Raises:
-        ConfigError: the file cannot be read.
-        DataError: lines are malformed (all counted, the first ten listed), or there are none.
-    """
-
-    def parse(path: Path, number: int, value: dict[str, Any]) -> PreferencePair:
-        messages = _prompt_of(value)
-        return PreferencePair(path, number, messages, _text_of(value, "chosen"), _text_of(value, "rejected"))
-
-    pairs = _read(path, parse, _PAIR_ADVICE)
-    if not pairs:
-        raise DataError(f"{path} holds no line; expected preference pairs. {_PAIR_ADVICE}")
-    return pairs
-
-
-def read_ratings(path: str | Path, names: Sequence[str]) -> list[RatedAnswer]:
-    """Read `{"prompt", "response", "attributes": {...}}` lines; attributes may also be top-level keys.
-
-    Raises:
-        ConfigError: the file cannot be read.
-        DataError: lines are malformed (all counted, the first ten listed) or absent, or an attribute is never rated.
-    """
-
-    def parse(path: Path, number: int, value: dict[str, Any]) -> RatedAnswer:
-        ratings = _ratings_of(value, names)
-        return RatedAnswer(path, number, _prompt_of(value), _text_of(value, "response"), ratings)
-
-    answers = _read(path, parse, _RATING_ADVICE)
-    unrated = [name for i, name in enumerate(names) if all(math.isnan(answer.ratings[i]) for answer in answers)]
-    if unrated:
-        raise DataError(f"no line of {path} rates {', '.join(unrated)}; set full.attributes to names that it has")
-    return answers
-
-
-def encode_pairs(
-    pairs: Sequence[PreferencePair],
-    tokenizer: PreTrainedTokenizerBase,
-    data: PairsConfig,
-    *,
-    max_length: int,
-    seed: int = 0,
-) -> tuple[list[EncodedPair], dict[str, int]]:
-    """Tokenise pairs; return those that fit, and the number of skipped ones by reason.
-
-    Args:
-        data: `max_answer_tokens` cuts answers first; `max_pairs` are drawn with the seed.
-        max_length: tokens of the prompt and the longer answer; pairs above it are skipped.
-
-    Raises:
         ConfigError: the tokenizer has no chat template or no end-of-sequence token.
-        DataError: the chat template rejects prompts, or nothing is left.
+        DataError: as `read_examples`, or too few prompts to split.
     """
-
-    def encode(pair: PreferencePair) -> EncodedPair | str:
-        if data.single_turn_only and pair.user_turns > 1:
-            return SKIP_MULTI_TURN
-        prompt = tuple(encode_prompt(tokenizer, pair.messages))
-        answers = (encode_answer(tokenizer, text, data.max_answer_tokens) for text in (pair.chosen, pair.rejected))
-        chosen, rejected = map(tuple, answers)
-        return SKIP_SAME if chosen == rejected else EncodedPair(prompt_key(pair.messages), prompt, chosen, rejected)
-
-    return _encode(pairs, encode, "pairs", _PAIR_ADVICE, data.max_pairs, max_length, seed)
+    used, skipped, num_lines = read_examples(cfg, tokenizer)
+    split = split_by_prompt([example.prompt_key for example in used], cfg.data.held_out_fraction, cfg.seed)
+    return Examples(used, *split, num_lines, skipped)
 
 
-def encode_ratings(
-    answers: Sequence[RatedAnswer],
-    tokenizer: PreTrainedTokenizerBase,
-    data: PairsConfig,
-    *,
-    max_length: int,
-    seed: int = 0,
-) -> tuple[list[EncodedRating], dict[str, int]]:
-    """Tokenise rated answers; skip those without a rating or above `max_length`. See `encode_pairs`."""
+def read_examples(
+    cfg: TrainRewardModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Any], dict[str, int], int]:
+    """Return the examples to use, the number of skipped lines by reason, and the number of all lines.
 
-    def encode(answer: RatedAnswer) -> EncodedRating | str:
-        if all(math.isnan(rating) for rating in answer.ratings):
-            return SKIP_UNRATED
-        if data.single_turn_only and answer.user_turns > 1:
-            return SKIP_MULTI_TURN
-        tokens = encode_conversation(
-            tokenizer, answer.messages, answer.response, max_answer_tokens=data.max_answer_tokens
-        )
-        return EncodedRating(prompt_key(answer.messages), tuple(tokens), answer.ratings)
+    Pairs are lines of `{"prompt", "chosen", "rejected"}`; `prompt`, alias `messages`, is a list of messages, a text in
+    HH form ("\\n\\nHuman: ...\\n\\nAssistant:"), or any other text, which becomes one user message. Ratings are
+    `{"prompt", "response", "attributes": {...}}`; attributes may also be top-level keys. Other keys are ignored.
 
-    return _encode(answers, encode, "rated answers", _RATING_ADVICE, data.max_pairs, max_length, seed)
+    `data.max_answer_tokens` cuts answers; then examples above `longest_example` are skipped (of a pair, the longer
+    answer counts), and `data.max_pairs` are drawn with the seed.
 
+    Raises:
+        DataError: the file cannot be read, lines are malformed (all counted, the first ten listed), an attribute is
+            never rated, or no example is left.
+    """
+    data, max_length = cfg.data, longest_example(cfg)
+    rated: set[str] = set()
+    names = cfg.full.attributes
+    if cfg.mode == "full" and cfg.full.objective == "regression":
+        path, noun, advice = data.ratings_path, "rated answers", _RATING_ADVICE
+        encode = partial(_rating_of, names=names, rated=rated)
+    else:
+        path, noun, advice = data.pairs_path, "pairs", _PAIR_ADVICE
+        encode = _pair_of
+    assert path is not None  # checked
+    faults = LineFaults()
+    encode = partial(encode, tokenizer=tokenizer, cut=data.max_answer_tokens, single_turn=data.single_turn_only)
+    found = read_jsonl(path, encode, faults)
+    faults.raise_if_any(advice)
+    if not found:
+        raise DataError(f"{path} holds no line; expected {noun}. {advice}")
+    unrated = [name for name in names if name not in rated]
+    if noun == "rated answers" and unrated:
+        raise DataError(f"no line of {path} rates {', '.join(unrated)}; set full.attributes to names that it has")
 
-def describe_skipped(skipped: Mapping[str, int], total: int) -> list[str]:
-    """Return one line per reason; a warning if many lines are skipped for a reason that no config key asks for."""
-    lines = []
-    for reason, count in skipped.items():
-        much = count > _WARN_ABOVE * total and reason not in (SKIP_LIMIT, SKIP_MULTI_TURN)
-        lines.append(f"{'WARNING:' if much else ' '} {count} of {total} ({count / total:.0%}) left out: {reason}")
-    return lines
+    skipped = dict(Counter(reason for reason in found if isinstance(reason, str)))
+    encoded = [example for example in found if not isinstance(example, str)]
+    used = [example for example in encoded if example.num_tokens <= max_length]
+    if too_long := [example.num_tokens for example in encoded if example.num_tokens > max_length]:
+        reason = f"{min(too_long)} to {max(too_long)} tokens, above data.max_length={max_length}"
+        skipped[f"{reason}; data.max_length={max(too_long)} keeps all"] = len(too_long)
+    if data.max_pairs is not None and len(used) > data.max_pairs:
+        skipped[SKIP_LIMIT] = len(used) - data.max_pairs
+        used = [used[i] for i in sorted(random.Random(cfg.seed).sample(range(len(used)), data.max_pairs))]
+    if not used:
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in skipped.items())
+        raise DataError(f"none of {len(found)} {noun} can be used ({reasons}); loosen the limits")
+    return used, skipped, len(found)
 
 
 def split_by_prompt(keys: Sequence[str], fraction: float, seed: int) -> tuple[list[int], list[int]]:
@@ -254,11 +192,8 @@ def split_by_prompt(keys: Sequence[str], fraction: float, seed: int) -> tuple[li
     file never moves a held-out prompt into training.
 
     Raises:
-        ConfigError: the fraction is out of range.
         DataError: one side would be empty.
     """
-    if not 0 < fraction < 1:
-        raise ConfigError([f"data.held_out_fraction is {fraction}; expected above 0 and below 1"])
     sides: tuple[list[int], list[int]] = ([], [])
     for index, key in enumerate(keys):
         sides[prompt_position(key, seed) < fraction].append(index)
@@ -270,104 +205,69 @@ def split_by_prompt(keys: Sequence[str], fraction: float, seed: int) -> tuple[li
     return sides
 
 
-def prompt_key(messages: Sequence[Message]) -> str:
-    """Return a key that ignores case and white space."""
-    return json.dumps([(m["role"], " ".join(m["content"].casefold().split())) for m in messages])
-
-
 def prompt_position(key: str, seed: int) -> float:
     """Hash key and seed to a number in [0, 1), uniform over prompts."""
     digest = hashlib.sha256(f"{seed}\n{key}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def _read(path: str | Path, parse: Callable[[Path, int, dict[str, Any]], Line], advice: str) -> list[Line]:
-    faults, found = LineFaults(), []
-    for line in read_jsonl(path):
-        if line.value is None:
-            faults.add(line.path, line.number, line.fault)
-            continue
-        try:
-            found.append(parse(line.path, line.number, line.value))
-        except DataError as error:
-            faults.add(line.path, line.number, str(error))
-    faults.raise_if_any(advice)
-    return found
+def _pair_of(
+    line: JsonLine, tokenizer: PreTrainedTokenizerBase, cut: int | None, single_turn: bool
+) -> EncodedPair | str:
+    """Return a line's example, or the reason to skip it."""
+    messages, answers = _prompt_of(line.value), [_text_of(line.value, key) for key in ("chosen", "rejected")]
+    if single_turn and _turns(messages) > 1:
+        return SKIP_MULTI_TURN
+    prompt = tuple(encode_prompt(tokenizer, messages))
+    chosen, rejected = (tuple(encode_answer(tokenizer, text, cut)) for text in answers)
+    return SKIP_SAME if chosen == rejected else EncodedPair(prompt_key(messages), prompt, chosen, rejected)
 
 
-def _encode(
-    lines: Sequence[Line],
-    encode: Callable[[Line], Encoded | str],  # returns a string, the reason, to skip the line
-    noun: str,
-    advice: str,
-    limit: int | None,
-    max_length: int,
-    seed: int,
-) -> tuple[list[Encoded], dict[str, int]]:
-    faults = LineFaults()
-    skipped: Counter[str] = Counter()
-    too_long: list[int] = []
-    used: list[Encoded] = []
-    for line in lines:
-        try:
-            example = encode(line)
-        except DataError as error:
-            faults.add(line.path, line.number, str(error))
-            continue
-        if isinstance(example, str):
-            skipped[example] += 1
-        elif example.num_tokens > max_length:
-            too_long.append(example.num_tokens)
-        else:
-            used.append(example)
-    faults.raise_if_any(advice)
-    if too_long:
-        most = max(too_long)
-        found = f"{min(too_long)} to {most} tokens"
-        skipped[f"{found}, above data.max_length={max_length}; data.max_length={most} keeps all"] = len(too_long)
-    if limit is not None and len(used) > limit:
-        skipped[SKIP_LIMIT] = len(used) - limit
-        used = [used[i] for i in sorted(random.Random(seed).sample(range(len(used)), limit))]
-    if not used:
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in skipped.items())
-        raise DataError(f"none of {len(lines)} {noun} can be used ({reasons}); loosen the limits")
-    return used, dict(skipped)
+def _rating_of(
+    line: JsonLine,
+    tokenizer: PreTrainedTokenizerBase,
+    cut: int | None,
+    single_turn: bool,
+    names: Sequence[str],
+    rated: set[str],
+) -> EncodedRating | str:
+    """Like `_pair_of`; the attributes that the line rates are added to `rated`."""
+    ratings, messages = _ratings_of(line.value, names), _prompt_of(line.value)
+    response = _text_of(line.value, "response")
+    given = {name for name, rating in zip(names, ratings, strict=True) if not math.isnan(rating)}
+    rated |= given
+    if not given:
+        return SKIP_UNRATED
+    if single_turn and _turns(messages) > 1:
+        return SKIP_MULTI_TURN
+    tokens = encode_conversation(tokenizer, messages, response, max_answer_tokens=cut)
+    return EncodedRating(prompt_key(messages), tuple(tokens), ratings)
 
 
-def _prompt_of(value: dict[str, Any]) -> tuple[Message, ...]:
-    key = next((name for name in ("prompt", "messages") if name in value), None)
-    if key is None:
-        raise DataError(f"the key prompt is missing; found {', '.join(value) or 'no key'}")
-    prompt = value[key]
+def _turns(messages: Sequence[Message]) -> int:
+    return sum(message["role"] == "user" for message in messages)
+
+
+def _prompt_of(value: dict[str, Any]) -> list[Message]:
+    key = "messages" if "messages" in value and "prompt" not in value else "prompt"
+    prompt = _given(value, key)
     if isinstance(prompt, str):
-        check_encodable(prompt, key)
-        messages = messages_of_text(prompt)
-    elif isinstance(prompt, list):
-        messages = [_message_of(message, f"{key}[{index}]") for index, message in enumerate(prompt)]
+        messages = messages_of_text(check_text(prompt, key))
     else:
-        raise DataError(f"{key} is {describe_type(prompt)}, expected a string or a list of messages")
-    if not messages or not messages[-1]["content"].strip():
-        raise DataError(f"{key} is empty, or its last message is")
-    if messages[-1]["role"] == "assistant":
-        raise DataError(f"{key} ends with an assistant message; a prompt ends where the assistant is to answer")
-    return tuple(messages)
-
-
-def _message_of(message: object, where: str) -> Message:
-    role = message.get("role") if isinstance(message, dict) else None
-    content = message.get("content") if isinstance(message, dict) else None
-    if role not in ("system", "user", "assistant") or not isinstance(content, str):
-        raise DataError(f"{where} is no message with a role system, user or assistant and a string as content")
-    check_encodable(content, where)
-    return {"role": str(role), "content": content}  # not stripped, like the actor's prompts
+        found = check_messages(prompt, key, ("system", "user", "assistant"))
+        # Not stripped, like the actor's prompts.
+        messages = [{"role": message["role"], "content": message["content"]} for message in found]
+    check_prompt(messages, key)
+    return messages
 
 
 def _text_of(value: dict[str, Any], key: str) -> str:
+    return check_text(_given(value, key), key)
+
+
+def _given(value: dict[str, Any], key: str) -> object:
     if key not in value:
         raise DataError(f"the key {key} is missing; found {', '.join(value) or 'no key'}")
-    if not isinstance(value[key], str):
-        raise DataError(f"{key} is {describe_type(value[key])}, expected a string")
-    check_encodable(value[key], key)
     return value[key]
 
 
@@ -378,10 +278,68 @@ def _ratings_of(value: dict[str, Any], names: Sequence[str]) -> tuple[float, ...
     ratings = []
     for name in names:
         rating = given.get(name)
-        if rating is None:
-            ratings.append(math.nan)
-        elif isinstance(rating, bool) or not isinstance(rating, int | float) or not math.isfinite(rating):
+        number = isinstance(rating, int | float) and not isinstance(rating, bool) and math.isfinite(rating)
+        if not number and rating is not None:
             raise DataError(f"the attribute {name} is {rating!r}, expected a finite number or null")
-        else:
-            ratings.append(float(rating))
+        ratings.append(math.nan if rating is None else float(rating))
     return tuple(ratings)
+
+
+# The token format
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the end-of-sequence token, at which the actor stops.
+
+    Raises:
+        ConfigError: the tokenizer has none.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(["the tokenizer has no end-of-sequence token, so an answer's end cannot be marked"])
+    return cast(int, tokenizer.eos_token_id)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Tokenise a conversation up to where the assistant's answer begins; raises as `render_prompt`."""
+    return _ids(tokenizer, render_prompt(tokenizer, messages))
+
+
+def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: str, max_tokens: int | None = None) -> list[int]:
+    """Tokenise an answer and its end-of-turn token; keep the first `max_tokens` tokens.
+
+    Surrounding white space is dropped: an actor's answer begins directly after the generation prompt.
+    """
+    return [*_ids(tokenizer, answer.strip()), end_of_turn_id(tokenizer)][:max_tokens]
+
+
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    answer: str,
+    *,
+    max_answer_tokens: int | None = None,
+) -> list[int]:
+    """Tokenise a prompt and its answer exactly as an actor would send them.
+
+    `max_answer_tokens` cuts the answer, as an actor's `max_length` does; the end-of-turn token counts.
+    """
+    return encode_prompt(tokenizer, messages) + encode_answer(tokenizer, answer, max_answer_tokens)
+
+
+def encode_sample(tokenizer: PreTrainedTokenizerBase, sample: TextSample) -> list[int]:
+    """Tokenise a sample with the chat template. A plain prompt becomes one user message.
+
+    A cut answer gets no end-of-turn token, so that it does not look finished.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template or no end-of-sequence token.
+        DataError: the template refuses these messages.
+    """
+    messages = sample.messages or ({"role": "user", "content": sample.prompt},)
+    answer = encode_answer(tokenizer, sample.response)
+    return encode_prompt(tokenizer, messages) + (answer if sample.finished else answer[:-1])
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    # Special tokens are in the rendered text already. Verbose is off because callers check lengths by their own limit.
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # type: ignore[arg-type]

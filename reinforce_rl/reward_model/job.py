@@ -44,7 +44,7 @@ from reinforce_rl.reward_model.card import (
     sha256_of_files,
     write_head,
 )
-from reinforce_rl.reward_model.data import Examples, load_examples, longest_example
+from reinforce_rl.reward_model.data import Examples, end_of_turn_id, load_examples, longest_example
 from reinforce_rl.reward_model.head import (
     CUT,
     WHOLE,
@@ -60,7 +60,6 @@ from reinforce_rl.reward_model.head import (
 from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regression, pair_accuracy
 from reinforce_rl.reward_model.report import EVALUATION_FILE, RewardModelMonitor, write_report
 from reinforce_rl.reward_model.scorer import load_trunk
-from reinforce_rl.reward_model.template import end_of_turn_id
 from reinforce_rl.reward_model.train_full import FullTrainer, TrainableRewardModel, load_trainable
 from reinforce_rl.reward_model.train_head import head_accuracy, train_head
 from reinforce_rl.runtime.settings import CONFIG_FILE, compare

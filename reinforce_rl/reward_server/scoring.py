@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from reinforce_rl.errors import RankLostError
-from reinforce_rl.reward_model.template import encode_sample
+from reinforce_rl.reward_model.data import encode_sample
 from reinforce_rl.reward_server.progress import Progress
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.function_pool import PING, FunctionPool

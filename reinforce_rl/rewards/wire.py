@@ -124,7 +124,7 @@ class ServerInfo:
         known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__}
         try:
             if known["tokenizer"] is not None:
-                known["tokenizer"] = TokenizerInfo.from_dict(known["tokenizer"])
+                known["tokenizer"] = TokenizerInfo(**known["tokenizer"])
             known["input_forms"] = tuple(known.get("input_forms", (TOKENS_FORM,)))
             return cls(**known)
         except (TypeError, KeyError) as error:

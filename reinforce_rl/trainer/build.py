@@ -10,8 +10,7 @@ from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorMo
 from reinforce_rl.algorithm.loss import LossSettings
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
 from reinforce_rl.config.model import ModelConfig, SamplingConfig
-from reinforce_rl.data.loader import FixedPrompts
-from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
+from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import Generator, SamplingParams

@@ -36,7 +36,7 @@ from reinforce_rl.trainer.updates import mini_batches, reward_shaping, total_ste
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.config.actor import ReinforceConfig
-    from reinforce_rl.data.loader import FixedPrompts, PromptLoader
+    from reinforce_rl.data.prompts import FixedPrompts, PromptLoader
     from reinforce_rl.megatron.checkpointer import Checkpointer
     from reinforce_rl.monitoring.rollouts import RolloutRow
     from reinforce_rl.monitoring.run import RunMonitor

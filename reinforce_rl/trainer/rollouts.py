@@ -42,7 +42,7 @@ from reinforce_rl.trainer.work_queue import FixedSplit, Work, WorkQueue
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.config.actor import ReinforceConfig
-    from reinforce_rl.data.loader import PromptLoader
+    from reinforce_rl.data.prompts import PromptLoader
     from reinforce_rl.monitoring.rollouts import RolloutRow
 
 

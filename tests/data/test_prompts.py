@@ -1,9 +1,11 @@
-"""Prompt data sets: what each form of line becomes, and how every fault is told."""
+"""Prompt data sets: what each form of line becomes, how every fault is told, and the batches of each rank."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,10 @@ from tokenizers.processors import TemplateProcessing
 
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.jsonl import resolve_data_prefix
-from reinforce_rl.data.prompts import PromptDataset, build_train_valid_test_rlhf_datasets
-from reinforce_rl.data.sampler import Blend
+from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, PromptLoader, build_train_valid_test_rlhf_datasets
+from reinforce_rl.data.sampler import Blend, PromptSampler
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.errors import CheckpointError, ConfigError, DataError
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 
@@ -123,11 +125,11 @@ def test_too_long_is_refused_by_default(tokenizer, tmp_path):
         ({"prompt": [{"role": "user", "content": "x"}]}, "a conversation belongs under messages"),
         ({"prompt": " \n"}, "prompt is empty"),
         ({"messages": []}, "messages is empty"),
-        ({"messages": "x"}, "messages is a string, expected a list"),
+        ({"messages": "x"}, "messages is a string, expected a list of messages"),
         ({"messages": ["x"]}, "messages[0] is a string, expected an object"),
         ({"messages": [{"role": "human", "content": "x"}]}, "messages[0].role is 'human'"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content is a list"),
-        ({"messages": [{"role": "user", "content": " "}]}, "the last message is empty"),
+        ({"messages": [{"role": "user", "content": " "}]}, "messages is empty, or its last message is"),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
             "messages ends with an assistant message",
@@ -168,14 +170,6 @@ def test_no_prompt_is_an_error(tokenizer, tmp_path):
         load(tokenizer, write(tmp_path / "a.jsonl", b"", b" "))
     with pytest.raises(DataError, match="1 over-long ones were skipped"):
         load(tokenizer, write(tmp_path / "b.jsonl", {"prompt": "long"}), max_prompt_tokens=2, too_long="skip")
-    with pytest.raises(DataError, match="index 0 has id 4"):
-        PromptDataset([Prompt(4, "x", (5,))])
-
-
-def test_options_are_checked_together(tokenizer, tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        load(tokenizer, tmp_path / "none.jsonl", max_prompt_tokens=0, too_long="cut")
-    assert len(caught.value.faults) == 3
 
 
 def test_byte_order_mark_and_unicode_line_separators(tokenizer, tmp_path):
@@ -252,6 +246,8 @@ def test_weights_before_paths_make_a_blend(tokenizer, tmp_path):
         (["A", 0.5, "B", 0.5], "or a weight before every path"),
         ([0.5, 0.5, "A", "B"], "or a weight before every path"),
         ([0.5, "A", -1, "B"], "has the weight -1; expected a number above 0"),
+        ([0, "A", 1, "B"], "has the weight 0; expected a number above 0"),
+        ([0.5, "A", math.nan, "B"], "has the weight nan"),
         ([0.5, "A", 0.5, "A"], "two weights; expected each file once"),
     ],
 )
@@ -260,3 +256,72 @@ def test_weights_that_are_not_before_each_path(tmp_path, entries, text):
     with pytest.raises(ConfigError) as raised:
         resolve_data_prefix({"train": [names.get(entry, entry) for entry in entries]})
     assert len(raised.value.faults) == 1 and text in raised.value.faults[0]
+
+
+def dataset_of(count: int, word: str = "prompt") -> PromptDataset:
+    return PromptDataset([Prompt(i, f"{word} {i}", (i + 4,)) for i in range(count)])
+
+
+def loader_of(dataset: PromptDataset, rank: int = 0, size: int = 1, *, epochs: int | None = 2) -> PromptLoader:
+    return PromptLoader(dataset, PromptSampler(len(dataset), 3, seed=5, max_epochs=epochs), rank, size)
+
+
+def ids(batches: list[list[Prompt]]) -> list[list[int]]:
+    return [[prompt.id for prompt in batch] for batch in batches]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_shares_of_all_ranks_join_to_the_global_batches(size):
+    dataset = dataset_of(10)
+    whole = ids(list(loader_of(dataset)))
+    shares = [ids(list(loader_of(dataset, rank, size))) for rank in range(size)]
+    assert [list(chain(*parts)) for parts in zip(*shares, strict=True)] == whole
+    for epoch in (whole[:4], whole[4:]):
+        assert sorted(chain(*epoch)) == list(range(10))
+    assert len(loader_of(dataset)) == 4
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_a_resumed_loader_goes_on_as_the_uninterrupted_one(step):
+    dataset = dataset_of(10)
+    loader = loader_of(dataset)
+    for _ in range(step):
+        next(loader)
+    resumed = loader_of(dataset)
+    resumed.load_state_dict(loader.state_dict())
+    assert ids(list(resumed)) == ids(list(loader)) == ids(list(loader_of(dataset)))[step:]
+
+
+def test_a_resume_may_change_the_number_of_ranks():
+    dataset = dataset_of(10)
+    loader = loader_of(dataset, 1, 2)
+    next(loader)
+    resumed = loader_of(dataset)
+    resumed.load_state_dict(loader.state_dict())
+    assert ids(list(resumed)) == ids(list(loader_of(dataset)))[1:]
+
+
+def test_a_resume_on_other_data_is_refused():
+    state = loader_of(dataset_of(10)).state_dict()
+    with pytest.raises(CheckpointError, match="other prompts"):
+        loader_of(dataset_of(10, "question")).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="num_prompts was 10, now is 9"):
+        loader_of(dataset_of(9)).load_state_dict(state)
+
+
+def test_collate_fn_makes_the_batch():
+    dataset = dataset_of(4)
+    loader = PromptLoader(dataset, PromptSampler(4, 3, seed=0), collate_fn=len)
+    assert [next(loader), next(loader), next(loader)] == [3, 1, 3]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_fixed_prompts_are_the_first_in_order_in_every_pass(size):
+    loaders = [FixedPrompts(dataset_of(10), 7, rank, size) for rank in range(size)]
+    for _ in range(2):
+        shares = [ids(list(loader)) for loader in loaders]
+        assert {len(share) for share in shares} == {1}  # no rank waits for another in a collective
+        assert list(chain(*(share[0] for share in shares))) == list(range(7))
+    assert ids(list(FixedPrompts(dataset_of(4)))) == [[0, 1, 2, 3]]
+    with pytest.raises(ConfigError, match="num_val_samples is 11, but the validation data set has 10"):
+        FixedPrompts(dataset_of(10), 11)

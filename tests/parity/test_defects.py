@@ -38,8 +38,7 @@ from helpers.toy_server import ToyServer, wait_for
 
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import FINISH_STOP, Prompt
-from reinforce_rl.data.loader import PromptLoader
-from reinforce_rl.data.prompts import PromptDataset
+from reinforce_rl.data.prompts import PromptDataset, PromptLoader
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError, RewardServerError, StoppedEarly

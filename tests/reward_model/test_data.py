@@ -1,15 +1,20 @@
-"""Preference pairs and rated answers from files, with their faults, and their split."""
+"""Preference pairs and rated answers from files, with their faults, their split, and the actor's token format."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from helpers.models import smollm2_folder
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
-from reinforce_rl.config.reward_model import PairsConfig
+from reinforce_rl.config.reward_model import FullConfig, PairsConfig, TrainRewardModelConfig
+from reinforce_rl.data.batches import FINISH_STOP, Completions, join_prompts_and_responses
+from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.reward_model.data import (
@@ -17,22 +22,34 @@ from reinforce_rl.reward_model.data import (
     SKIP_MULTI_TURN,
     SKIP_SAME,
     SKIP_UNRATED,
-    describe_skipped,
-    encode_pairs,
-    encode_ratings,
-    prompt_key,
-    read_pairs,
-    read_ratings,
+    Examples,
+    encode_answer,
+    encode_conversation,
+    encode_prompt,
+    read_examples,
     split_by_prompt,
 )
-from reinforce_rl.reward_model.template import encode_conversation
 
 NAMES = ("helpfulness", "verbosity")
+MESSAGES = [{"role": "user", "content": "hi there"}]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def pairs_of(path: Path, tokenizer, **data: Any):
+    """What `read_examples` makes of a file of pairs."""
+    data = {"max_length": 1000, **data}
+    return read_examples(TrainRewardModelConfig(data=PairsConfig(pairs_path=str(path), **data)), tokenizer)
+
+
+def ratings_of(path: Path, tokenizer, **data: Any):
+    full = FullConfig(objective="regression", attributes=list(NAMES))
+    data = {"max_length": 1000, **data}
+    cfg = TrainRewardModelConfig(mode="full", full=full, data=PairsConfig(ratings_path=str(path), **data), seed=1)
+    return read_examples(cfg, tokenizer)
 
 
 def write_lines(path: Path, *lines: object) -> Path:
@@ -57,17 +74,17 @@ def test_a_held_out_prompt_stays_held_out_when_pairs_are_added():
     assert before == after - {"new 1", "new 2"}
 
 
-def test_prompts_that_differ_in_case_and_space_are_one(tmp_path):
+def test_prompts_that_differ_in_case_and_space_are_one(tmp_path, tokenizer):
     rows = [
         {"prompt": "\n\nHuman: How  are you?\n\nAssistant:", "chosen": "a", "rejected": "b"},
         {"prompt": "how are YOU?", "chosen": "c", "rejected": "d"},
         {"messages": [{"role": "user", "content": "How are you?"}], "chosen": "e", "rejected": "f"},
     ]
-    pairs = read_pairs(write_lines(tmp_path / "pairs.jsonl", *rows))
-    assert len({prompt_key(pair.messages) for pair in pairs}) == 1
+    pairs, skipped, count = pairs_of(write_lines(tmp_path / "pairs.jsonl", *rows), tokenizer)
+    assert len({pair.prompt_key for pair in pairs}) == 1 and skipped == {} and count == len(pairs) == 3
 
 
-def test_bad_lines_are_named_and_counted(tmp_path):
+def test_bad_lines_are_named_and_counted(tmp_path, tokenizer):
     good = {"prompt": "p", "chosen": "a", "rejected": "b"}
     bad = [
         "{broken",
@@ -83,7 +100,7 @@ def test_bad_lines_are_named_and_counted(tmp_path):
     ]
     path = write_lines(tmp_path / "pairs.jsonl", good, *bad)
     with pytest.raises(DataError) as caught:
-        read_pairs(path)
+        pairs_of(path, tokenizer)
     text = str(caught.value)
     assert text.startswith("14 lines")
     assert "... and 4 more" in text
@@ -94,7 +111,7 @@ def test_bad_lines_are_named_and_counted(tmp_path):
         "chosen is a list",
         "prompt is empty",
         "ends with an assistant message",
-        "role system, user or assistant",
+        "prompt[0].role is 'robot', expected one of system, user, assistant",
         "the key prompt is missing",
         "half of a surrogate pair",
     ]
@@ -103,11 +120,12 @@ def test_bad_lines_are_named_and_counted(tmp_path):
         assert reason in line
 
 
-def test_an_empty_or_missing_file_is_named(tmp_path):
+@pytest.mark.parametrize("read", [pairs_of, ratings_of])
+def test_an_empty_or_missing_file_is_named(tmp_path, tokenizer, read):
     with pytest.raises(DataError, match="holds no line"):
-        read_pairs(write_lines(tmp_path / "empty.jsonl"))
-    with pytest.raises(ConfigError, match=r"none\.jsonl cannot be read"):
-        read_pairs(tmp_path / "none.jsonl")
+        read(write_lines(tmp_path / "empty.jsonl"), tokenizer)
+    with pytest.raises(DataError, match=r"none\.jsonl cannot be read"):
+        read(tmp_path / "none.jsonl", tokenizer)
 
 
 def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
@@ -121,39 +139,39 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
         {"prompt": "four", "chosen": "yes", "rejected": "no"},
         {"prompt": "five", "chosen": "yes", "rejected": "no"},
     )
-    pairs = read_pairs(path)
-    found, skipped = encode_pairs(pairs, tokenizer, PairsConfig(max_pairs=2, single_turn_only=True), max_length=30)
-    assert len(found) == 2
+    found, skipped, count = pairs_of(path, tokenizer, max_pairs=2, single_turn_only=True, max_length=30)
+    assert (len(found), count) == (2, 6)
     too_long = "62 to 62 tokens, above data.max_length=30; data.max_length=62 keeps all"
     assert skipped == {SKIP_SAME: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
-    assert describe_skipped(skipped, 6) == [
+    assert Examples(found, [], [], 6, skipped).skipped_lines == [
         f"WARNING: 1 of 6 (17%) left out: {SKIP_SAME}",
         f"  1 of 6 (17%) left out: {SKIP_MULTI_TURN}",
         f"WARNING: 1 of 6 (17%) left out: {too_long}",
         f"  1 of 6 (17%) left out: {SKIP_LIMIT}",
     ]
-    assert describe_skipped({too_long: 1}, 10) == [f"  1 of 10 (10%) left out: {too_long}"], "no more than a tenth"
-    assert len(encode_pairs(pairs, tokenizer, PairsConfig(), max_length=62)[0]) == 5, "the remedy is one"
-    _, skipped = encode_pairs(pairs, tokenizer, PairsConfig(max_answer_tokens=10), max_length=30)
-    assert too_long not in skipped
+    few = Examples(found, [], [], 10, {too_long: 1}).skipped_lines
+    assert few == [f"  1 of 10 (10%) left out: {too_long}"], "no more than a tenth"
+    assert len(pairs_of(path, tokenizer, max_length=62)[0]) == 5, "the remedy is one"
+    assert too_long not in pairs_of(path, tokenizer, max_answer_tokens=10, max_length=30)[1]
     with pytest.raises(DataError, match="none of 6 pairs"):
-        encode_pairs(pairs, tokenizer, PairsConfig(), max_length=3)
+        pairs_of(path, tokenizer, max_length=3)
 
 
-def test_attributes_in_an_object_or_as_keys_and_missing_ones(tmp_path):
+def test_attributes_in_an_object_or_as_keys_and_missing_ones(tmp_path, tokenizer):
     path = write_lines(
         tmp_path / "r.jsonl",
         {"prompt": "a", "response": "b", "attributes": {"helpfulness": 4, "verbosity": 1.5, "other": "x"}},
         {"prompt": "a", "response": "c", "helpfulness": 0, "verbosity": None, "complexity": 2},
         {"prompt": "a", "response": "d", "attributes": {}},
     )
-    found = [answer.ratings for answer in read_ratings(path, NAMES)]
-    assert found[0] == (4.0, 1.5)
-    assert found[1][0] == 0.0 and math.isnan(found[1][1])
-    assert all(math.isnan(rating) for rating in found[2])
+    answers, skipped, _ = ratings_of(path, tokenizer)
+    first, second = (answer.ratings for answer in answers)
+    assert first == (4.0, 1.5)
+    assert second[0] == 0.0 and math.isnan(second[1])
+    assert skipped == {SKIP_UNRATED: 1}
 
 
-def test_faulty_ratings_are_all_named(tmp_path):
+def test_faulty_ratings_are_all_named(tmp_path, tokenizer):
     good = {"prompt": "a", "response": "b", "helpfulness": 1, "verbosity": 1}
     path = write_lines(
         tmp_path / "r.jsonl",
@@ -165,17 +183,17 @@ def test_faulty_ratings_are_all_named(tmp_path):
         {**good, "helpfulness": float("inf")},
     )
     with pytest.raises(DataError) as caught:
-        read_ratings(path, NAMES)
+        ratings_of(path, tokenizer)
     text = str(caught.value)
     assert "helpfulness is '4', expected a finite number" in text
     assert "verbosity is True" in text and "attributes is a list" in text and "response is missing" in text
     assert "helpfulness is inf" in text and "line 1:" not in text
 
 
-def test_a_name_that_no_line_has(tmp_path):
+def test_a_name_that_no_line_has(tmp_path, tokenizer):
     path = write_lines(tmp_path / "r.jsonl", {"prompt": "a", "response": "b", "helpfulness": 1})
     with pytest.raises(DataError, match=r"rates verbosity; set full\.attributes"):
-        read_ratings(path, NAMES)
+        ratings_of(path, tokenizer)
 
 
 def test_ratings_that_are_left_out_are_counted(tmp_path, tokenizer):
@@ -188,13 +206,61 @@ def test_ratings_that_are_left_out_are_counted(tmp_path, tokenizer):
         {"prompt": "p", "response": "long" * 30, **rated},
         {"messages": turns, "response": "fine", **rated},
     )
-    found, skipped = encode_ratings(
-        read_ratings(path, NAMES), tokenizer, PairsConfig(max_pairs=3, single_turn_only=True), max_length=40, seed=1
-    )
+    found, skipped, _ = ratings_of(path, tokenizer, max_pairs=3, single_turn_only=True, max_length=40)
     too_long = "128 to 128 tokens, above data.max_length=40; data.max_length=128 keeps all"
     assert skipped == {SKIP_UNRATED: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
     assert len(found) == 3
     prompt = json.loads(found[0].prompt_key)[0][1]
     assert list(found[0].tokens) == encode_conversation(tokenizer, [{"role": "user", "content": prompt}], "fine")
     with pytest.raises(DataError, match="none of 7 rated answers"):
-        encode_ratings(read_ratings(path, NAMES), tokenizer, PairsConfig(), max_length=2)
+        ratings_of(path, tokenizer, max_length=2)
+
+
+def actor_sequence(tokenizer, folder: Path, prompt: str, response: list[int]) -> list[int]:
+    """What the actor sends to the reward server, made by the actor's own code."""
+    file = folder / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": prompt}))
+    dataset = PromptDataset.from_jsonl(tokenizer, file, max_prompt_tokens=None, apply_chat_template=True)
+    completions = Completions(torch.tensor([response]), torch.tensor([len(response)]), (FINISH_STOP,))
+    rows, _ = join_prompts_and_responses([dataset[0]], completions, pad_id=0)
+    return rows[0].tolist()
+
+
+def test_finished_answer_equals_the_actors_sequence(tokenizer, tmp_path):
+    response = [*tokenizer("hello.", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert encode_conversation(tokenizer, MESSAGES, "hello.") == actor_sequence(
+        tokenizer, tmp_path, "hi there", response
+    )
+
+
+def test_cut_answer_equals_the_actors_sequence_at_max_length(tokenizer, tmp_path):
+    response = tokenizer("hello.", add_special_tokens=False)["input_ids"][:4]
+    encoded = encode_conversation(tokenizer, MESSAGES, "hello.", max_answer_tokens=4)
+    assert encoded == actor_sequence(tokenizer, tmp_path, "hi there", response)
+    assert encoded[-1] != tokenizer.eos_token_id
+
+
+def test_end_of_turn_counts_towards_the_cut(tokenizer):
+    assert encode_answer(tokenizer, "abc", 4)[-1] == tokenizer.eos_token_id
+    assert encode_answer(tokenizer, "abc", 3) == encode_answer(tokenizer, "abc")[:3]
+    assert len(encode_answer(tokenizer, "abc", 3)) == 3
+
+
+def test_empty_answer_is_the_end_of_turn_alone(tokenizer):
+    assert encode_answer(tokenizer, " \n") == [tokenizer.eos_token_id]
+
+
+def test_no_chat_template_and_refused_messages_are_named(tmp_path):
+    plain = load_tokenizer(write_tiny_tokenizer(tmp_path / "plain", chat_template=None))
+    with pytest.raises(ConfigError, match="no chat template"):
+        encode_prompt(plain, MESSAGES)
+    strict = load_tokenizer(write_tiny_tokenizer(tmp_path / "strict", chat_template="{{ raise_exception('no!') }}"))
+    with pytest.raises(DataError, match="refuses these messages: no!"):
+        encode_prompt(strict, MESSAGES)
+
+
+def test_smollm2_form():
+    tokenizer = load_tokenizer(smollm2_folder())
+    text = tokenizer.decode(encode_conversation(tokenizer, MESSAGES, " Hello. "))
+    assert text.startswith("<|im_start|>system\n")
+    assert text.endswith("<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>")

@@ -16,9 +16,9 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
+from reinforce_rl.reward_model.data import encode_conversation
 from reinforce_rl.reward_model.job import train_reward_model
 from reinforce_rl.reward_model.scorer import load_reward_model
-from reinforce_rl.reward_model.template import encode_conversation
 
 REPO = Path(__file__).parents[2]
 
