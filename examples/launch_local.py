@@ -5,7 +5,7 @@ python examples/launch_local.py --run-dir runs/one --server-args reward_model.re
     model.data.data_prefix.train=PROMPTS.jsonl exp_manager.explicit_log_dir=runs/one
 
 What follows --server-args and --actor-args are Hydra overrides of examples/serve_reward_model.py and
-examples/train_reinforce_actor.py. The port is chosen free and told to both, unless the server gets inference.port=N.
+examples/train_reinforce_actor.py. A free port is chosen and passed to both, unless the server gets inference.port=N.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from reinforce_rl.config.load import load_config
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.launch.cli import compose
 from reinforce_rl.launch.local import launch, make_plan, python_script, split_arguments
 
 EXAMPLES = Path(__file__).resolve().parent
+ACTOR = EXAMPLES / "train_reinforce_actor.py"
 
 
 def main() -> int:
@@ -29,11 +32,13 @@ def main() -> int:
     )
     parser.add_argument("--run-dir", type=Path, default=Path("."), help="the server's log goes to RUN_DIR/logs")
     parser.add_argument("--server-script", type=Path, default=EXAMPLES / "serve_reward_model.py")
-    parser.add_argument("--actor-script", type=Path, default=EXAMPLES / "train_reinforce_actor.py")
+    parser.add_argument("--actor-script", type=Path, default=ACTOR)
     parser.add_argument("--ready-seconds", type=float, default=600.0, help="for the server to become ready")
     parser.add_argument("--grace-seconds", type=float, default=30.0, help="between SIGTERM and SIGKILL")
     args = parser.parse_args(own)
     try:
+        if args.actor_script == ACTOR and not any(arg.startswith("-") for arg in actor_args):
+            load_config(compose(ACTOR.stem, actor_args))  # before minutes of loading the server
         plan = make_plan(
             python_script(args.server_script),
             python_script(args.actor_script),

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.rewards import wire
-from reinforce_rl.rewards.transport import (
-    FailedAttempt,
-    HttpAnswer,
-    NoHttp,
-    check_once,
-    exchange,
-    infer_json,
-    wait_for,
-)
+from reinforce_rl.rewards.transport import FailedAttempt, NoHttp, check_once, exchange, infer_json, wait_for
 from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.net import Address
 
@@ -35,16 +27,6 @@ class Unwell(ReinforceError):
     """The server cannot be used now; the text gives the reason and a remedy."""
 
 
-@dataclass(frozen=True)
-class _Server:
-    address: Address
-    token: str | None
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.address}"
-
-
 def check_server(url: str, token: str | None, say: Callable[[str], None]) -> None:
     """Inspect a server step by step.
 
@@ -56,27 +38,47 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
         ConfigError: invalid URL.
         Unwell: it is down, not a reward server, not ready, not healthy, or refuses this client.
     """
-    server = _server_of(url, token)
+    server = _address_of(url)
     health = _health(server)
-    say(f"{server.url} is a reward server; its state is '{health['state']}'")
-    busy = f"{health['in_flight']} requests with the model, {health['queued']} waiting"
-    say(f"queue: {busy}")
+    say(f"http://{server} is a reward server; its state is '{health['state']}'")
+    say(f"queue: {health['in_flight']} requests with the model, {health['queued']} waiting")
     if health["state"] != "ready":
-        raise Unwell(_not_ready(server, health))
+        advice = {
+            "starting": "it is starting; ask again in a minute, and look at its log if that does not change",
+            "draining": "it was told to stop: it finishes what it has and ends. Start it again on the same port; "
+            "clients wait and retry meanwhile",
+            "failed": f"it has failed and is ending: {health['text']}. Its log has more; start it again",
+        }
+        raise Unwell(f"http://{server} takes no requests now: {advice.get(str(health['state']), health['text'])}")
     if not health["healthy"]:
         raise Unwell(
-            f"{server.url} takes requests and does not score them: {health['text']}. Look at the last lines of its "
+            f"http://{server} takes requests and does not score them: {health['text']}. Look at the last lines of its "
             "log, then end it (SIGTERM) and start it again; clients wait and retry meanwhile"
         )
     say(f"health: {health['text']}")
-    info = _description(server, str(health["model"]))
-    for line in _lines_of(info):
-        say(line)
-    for line in _measure(server, info):
-        say(line)
+    info = _description(server, str(health["model"]), token)
+    length, tokenizer = info.max_length, info.tokenizer
+    say(f"serves: '{info.name}'" + "".join(f", {key} {value}" for key, value in info.details.items()))
+    of_tokens = "" if length is None else f", {length} tokens a sample, token ids below {info.vocab_size}"
+    say(f"limits: {info.max_batch_size} samples a request{of_tokens}")
+    what = (
+        f"{tokenizer.vocab_size} tokens, hash {tokenizer.vocab_sha256[:12]}" if tokenizer else "none; it reads texts"
+    )
+    say(f"tokenizer: {what}")
+    apart = "by itself (deterministic)" if info.deterministic else "together with others"
+    added = "added" if info.add_special_tokens else "not added"
+    say(f"options: each request is scored {apart}; special tokens are {added} to text")
+    if length is None:
+        say("speed: not measured; a reward function is called with the samples of a run alone")
+        return
+    single = [_seconds(server, info.name, token, 1, min(8, length)) for _ in range(REPEATS)]
+    say(f"speed: one short sample takes {1000 * statistics.median(single):.1f} ms (median of {REPEATS})")
+    samples, length = min(BATCH_SAMPLES, info.max_batch_size), min(BATCH_LENGTH, length)
+    batch = min(_seconds(server, info.name, token, samples, length) for _ in range(2))
+    say(f"speed: {samples} samples of {length} tokens take {batch:.2f} s, {samples / batch:.1f} samples/s")
 
 
-def _server_of(url: str, token: str | None) -> _Server:
+def _address_of(url: str) -> Address:
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
         port = parts.port or wire.DEFAULT_PORT
@@ -84,123 +86,62 @@ def _server_of(url: str, token: str | None) -> _Server:
         port = 0
     if parts.scheme != "http" or not parts.hostname or port == 0 or parts.path.strip("/"):
         raise ConfigError([f"'{url}' is no address of a reward server; expected http://HOST:PORT"])
-    return _Server(Address(parts.hostname, port), token)
+    return Address(parts.hostname, port)
 
 
-def _health(server: _Server) -> dict[str, Any]:
+def _health(server: Address) -> dict[str, Any]:
     try:
-        answer = wait_for(exchange(server.address, "/health", HEALTH_SECONDS))
-    except NoHttp as error:
-        raise Unwell(_foreign(server, "no HTTP")) from error
+        answer = wait_for(exchange(server, "/health", HEALTH_SECONDS))
+        found = f"HTTP {answer.code} without a reward server's answer"
+        with contextlib.suppress(ValueError, AttributeError):
+            values = json.loads(answer.body)
+            if {"state", "healthy", "text", "model", "in_flight", "queued"} <= values.keys():
+                return values
+    except NoHttp:
+        found = "no HTTP"
     except FailedAttempt as error:
         if "connection refused" in str(error):
             raise Unwell(
-                f"nothing listens on {server.url} (connection refused): the server is not running, is still loading "
-                "its model, or runs elsewhere. Start it, or check host and port against its line 'ready at "
+                f"nothing listens on http://{server} (connection refused): the server is not running, is still "
+                "loading its model, or runs elsewhere. Start it, or check host and port against its line 'ready at "
                 "http://...'; a server on 127.0.0.1 is reached from its own machine only (inference.host)"
             ) from error
         raise Unwell(
-            f"{server.url} cannot be reached: it {error}. Check the host's name, that the machine is up, and that no "
-            "firewall is between"
+            f"http://{server} cannot be reached: it {error}. Check the host's name, that the machine is up, and that "
+            "no firewall is between"
         ) from error
-    values = _json_of(answer)
-    if not {"state", "healthy", "text", "model", "in_flight", "queued"} <= values.keys():
-        raise Unwell(_foreign(server, f"HTTP {answer.code} without a reward server's answer"))
-    return values
-
-
-def _json_of(answer: HttpAnswer) -> dict[str, Any]:
-    try:
-        values = json.loads(answer.body)
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _foreign(server: _Server, found: str) -> str:
-    return (
-        f"another program listens on {server.url} (/health gave {found}): check the port against the server's line "
+    raise Unwell(
+        f"another program listens on http://{server} (/health gave {found}): check the port against the server's line "
         "'ready at http://...'; on that machine, ss -ltnp names the program"
     )
 
 
-def _not_ready(server: _Server, health: dict[str, Any]) -> str:
-    advice = {
-        "starting": "it is starting; ask again in a minute, and look at its log if that does not change",
-        "draining": "it was told to stop: it finishes what it has and ends. Start it again on the same port; clients "
-        "wait and retry meanwhile",
-        "failed": f"it has failed and is ending: {health['text']}. Its log has more; start it again",
-    }
-    return f"{server.url} takes no requests now: {advice.get(str(health['state']), health['text'])}"
-
-
-def _description(server: _Server, name: str) -> ServerInfo:
+def _description(server: Address, name: str, token: str | None) -> ServerInfo:
     try:
-        return check_once(server.address.host, server.address.port, name, 30.0, token=server.token)
+        return check_once(server.host, server.port, name, 30.0, token=token)
     except RewardServerError as error:
         hint = " (For this script: --token-file FILE.)" if "token" in str(error) else ""
         raise Unwell(f"{error}{hint}") from error
     except FailedAttempt as error:
-        raise Unwell(f"{server.url} {error}: it may be starting or stopping; ask again in a minute") from error
+        raise Unwell(f"http://{server} {error}: it may be starting or stopping; ask again in a minute") from error
 
 
-def _lines_of(info: ServerInfo) -> list[str]:
-    tokenizer = info.tokenizer
-    apart = "by itself (deterministic)" if info.deterministic else "together with others"
-    return [
-        f"serves: '{info.name}'" + "".join(f", {key} {value}" for key, value in info.details.items()),
-        f"limits: {info.max_batch_size} samples a request"
-        + (
-            ""
-            if info.max_length is None
-            else f", {info.max_length} tokens a sample, token ids below {info.vocab_size}"
-        ),
-        "tokenizer: none; it reads texts"
-        if tokenizer is None
-        else f"tokenizer: {tokenizer.vocab_size} tokens, hash {tokenizer.vocab_sha256[:12]}",
-        f"options: each request is scored {apart}; special tokens are "
-        f"{'' if info.add_special_tokens else 'not '}added to text",
-    ]
-
-
-def _measure(server: _Server, info: ServerInfo) -> list[str]:
-    if info.max_length is None:
-        return ["speed: not measured; a reward function is called with the samples of a run alone"]
-    single = [_seconds(server, info.name, 1, min(8, info.max_length)) for _ in range(REPEATS)]
-    samples, length = min(BATCH_SAMPLES, info.max_batch_size), min(BATCH_LENGTH, info.max_length)
-    batch = min(_seconds(server, info.name, samples, length) for _ in range(2))
-    return [
-        f"speed: one short sample takes {1000 * statistics.median(single):.1f} ms (median of {REPEATS})",
-        f"speed: {samples} samples of {length} tokens take {batch:.2f} s, {samples / batch:.1f} samples/s",
-    ]
-
-
-def _seconds(server: _Server, name: str, samples: int, length: int) -> float:
-    inputs = [
-        {
-            "name": wire.TOKENS,
-            "datatype": "INT64",
-            "shape": [samples, length],
-            "data": [0] * (samples * length),
-        },
-        {
-            "name": wire.SEQUENCE_LENGTHS,
-            "datatype": "INT64",
-            "shape": [samples, 1],
-            "data": [length] * samples,
-        },
+def _seconds(server: Address, name: str, token: str | None, samples: int, length: int) -> float:
+    shapes = {wire.TOKENS: ([samples, length], 0), wire.SEQUENCE_LENGTHS: ([samples, 1], length)}
+    inputs: list[dict[str, Any]] = [
+        {"name": key, "datatype": "INT64", "shape": shape, "data": [value] * (shape[0] * shape[1])}
+        for key, (shape, value) in shapes.items()
     ]
     started = time.monotonic()
     try:
-        answer = infer_json(server.address.host, server.address.port, name, inputs, SCORE_SECONDS, token=server.token)
+        answer = infer_json(server.host, server.port, name, inputs, SCORE_SECONDS, token=token)
     except RewardServerError as error:
-        advice = "look at its log"
-        if "HTTP 503" in str(error):
-            advice = "it is busy; clients are told to come back, and do. Ask again later"
-        raise Unwell(f"{server.url} did not score a request: {error}: {advice}") from error
+        is_busy = "HTTP 503" in str(error)
+        advice = "it is busy; clients are told to come back, and do. Ask again later" if is_busy else "look at its log"
+        raise Unwell(f"http://{server} did not score a request: {error}: {advice}") from error
     if any(answer[wire.STATUS]):
         raise Unwell(
-            f"{server.url} could not score a sample of {length} tokens of id 0 "
+            f"http://{server} could not score a sample of {length} tokens of id 0 "
             f"(status {sorted(set(answer[wire.STATUS]))}); its log says why"
         )
     return time.monotonic() - started

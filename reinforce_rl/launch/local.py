@@ -16,13 +16,15 @@ from types import FrameType
 from typing import BinaryIO
 
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, ReinforceError, RewardServerError
-from reinforce_rl.launch.slurm.settings import override_of
+from reinforce_rl.launch.slurm.outcome import last_lines
+from reinforce_rl.launch.slurm.settings import override_of, with_missing
 from reinforce_rl.rewards.transport import FailedAttempt, check_once
 from reinforce_rl.rewards.wire import DEFAULT_NAME, read_token
 from reinforce_rl.utils.guard import Guard
 from reinforce_rl.utils.net import check_port, free_port
 from reinforce_rl.utils.process import STOP_SIGNALS, Child, active_stop_signals
 
+HOST = "127.0.0.1"
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 10.0
 LAST_LOG_LINES = 30
@@ -33,7 +35,6 @@ class LaunchPlan:
     server: tuple[str, ...]
     actor: tuple[str, ...]
     run_dir: Path  # holds logs/server.log
-    host: str  # of the server
     port: int
     name: str = DEFAULT_NAME  # of the served model
     token: str | None = field(default=None, repr=False)  # access token of the server, if any
@@ -52,7 +53,6 @@ def make_plan(
     run_dir: str | Path,
     server_args: Sequence[str] = (),
     actor_args: Sequence[str] = (),
-    host: str = "127.0.0.1",
     ready_seconds: float = 600.0,
     grace_seconds: float = 30.0,
 ) -> LaunchPlan:
@@ -62,8 +62,6 @@ def make_plan(
         server, actor: commands without overrides.
         server_args, actor_args: Hydra overrides. The server's `inference.port=N` fixes the port and
             `inference.name=NAME` the model's name; `inference.token_file=FILE` goes to the actor too.
-        host: this machine's loopback address.
-        ready_seconds, grace_seconds: see `LaunchPlan`.
 
     Raises:
         ConfigError: the port is not a number, or the token cannot be read.
@@ -71,34 +69,29 @@ def make_plan(
     text = override_of(server_args, "inference.port")
     name = override_of(server_args, "inference.name") or DEFAULT_NAME
     try:
-        port = int(text) if text else free_port(host)
+        port = int(text) if text else free_port(HOST)
     except ValueError as error:
         raise ConfigError([f"inference.port is '{text}'; expected a number"]) from error
-    for_server = {"inference.host": host, "inference.port": port}
+    for_server = {"inference.host": HOST, "inference.port": port}
     for_actor = {
-        "remote_rm.reward_model.ip": host,
+        "remote_rm.reward_model.ip": HOST,
         "remote_rm.reward_model.port": port,
         "remote_rm.reward_model.name": name,
     }
     token_file = override_of(server_args, "inference.token_file")
-    token_file = None if token_file in (None, "", "null") else token_file
+    token_file = None if token_file in ("", "null") else token_file
     if token_file is not None:
         for_actor["remote_rm.reward_model.token_file"] = token_file
     return LaunchPlan(
-        server=(*server, *server_args, *_missing(server_args, for_server)),
-        actor=(*actor, *actor_args, *_missing(actor_args, for_actor)),
+        server=(*server, *with_missing(server_args, for_server)),
+        actor=(*actor, *with_missing(actor_args, for_actor)),
         run_dir=Path(run_dir),
-        host=host,
         port=port,
         name=name,
         token=read_token(token_file, "inference.token_file"),
         ready_seconds=ready_seconds,
         grace_seconds=grace_seconds,
     )
-
-
-def _missing(args: Sequence[str], wanted: dict[str, object]) -> list[str]:
-    return [f"{key}={value}" for key, value in wanted.items() if override_of(args, key) is None]
 
 
 def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
@@ -109,32 +102,44 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
     """
     try:
         # Otherwise another run's server on this port would be mistaken for ours until ours fails to bind.
-        check_port(plan.host, plan.port)
+        check_port(HOST, plan.port)
         plan.server_log.parent.mkdir(parents=True, exist_ok=True)
     except (ConfigError, OSError) as error:
         say(f"error: {error}")
         return 1
     guard = Guard(grace_seconds=min(plan.grace_seconds, 10.0))
     try:
-        with _Stop.on_signals() as stop, plan.server_log.open("wb") as log:
+        with _signals() as received, plan.server_log.open("wb") as log, contextlib.ExitStack() as children:
             server = _start(plan.server, guard, log)
-            try:
-                say(f"reward server: process {server.pid}, log {plan.server_log}")
-                _wait_until_ready(plan, server, stop, say)
-                if stop.signal is not None:
-                    return EXIT_STOPPED if stop.signal in STOP_SIGNALS else 128 + stop.signal
-                actor = _start(plan.actor, guard, None)
-                try:
-                    return _wait_for_actor(plan, server, actor, guard, stop, say)
-                finally:
-                    actor.stop(plan.grace_seconds)
-            finally:
-                server.stop(plan.grace_seconds)
+            children.callback(server.stop, plan.grace_seconds)
+            say(f"reward server: process {server.pid}, log {plan.server_log}")
+            _wait_until_ready(plan, server, received, say)
+            if received:
+                return EXIT_STOPPED if received[0] in STOP_SIGNALS else 128 + received[0]
+            actor = _start(plan.actor, guard, None)
+            children.callback(actor.stop, plan.grace_seconds)
+            return _wait_for_actor(plan, server, actor, guard, received, say)
     except ReinforceError as error:
         say(f"error: {error}")
         return 1
     finally:
         guard.close()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Yield the list of signals to stop that come during the block."""
+    received: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, *active_stop_signals())}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _start(command: Sequence[str], guard: Guard, log: BinaryIO | None) -> Child:
@@ -153,22 +158,22 @@ def _start(command: Sequence[str], guard: Guard, log: BinaryIO | None) -> Child:
     return child
 
 
-def _wait_until_ready(plan: LaunchPlan, server: Child, stop: _Stop, say: Callable[[str], None]) -> None:
+def _wait_until_ready(plan: LaunchPlan, server: Child, received: list[int], say: Callable[[str], None]) -> None:
     start = time.monotonic()
     next_report = start + REPORT_SECONDS
-    while stop.signal is None:
+    while not received:
         if server.exit_code is not None:
             raise _server_ended(plan, server, "before it was ready")
         try:
-            check_once(plan.host, plan.port, plan.name, timeout=5.0, token=plan.token)
-            say(f"reward server: ready at http://{plan.host}:{plan.port} after {time.monotonic() - start:.0f} s")
+            check_once(HOST, plan.port, plan.name, timeout=5.0, token=plan.token)
+            say(f"reward server: ready at http://{HOST}:{plan.port} after {time.monotonic() - start:.0f} s")
             return
         except FailedAttempt as error:
             elapsed = time.monotonic() - start
             if elapsed > plan.ready_seconds:
                 raise RewardServerError(
-                    f"the reward server was not ready at {plan.host}:{plan.port} within {plan.ready_seconds:.0f} s "
-                    f"(it {error}). The last lines of {plan.server_log}:\n{_last_lines(plan.server_log)}"
+                    f"the reward server was not ready at {HOST}:{plan.port} within {plan.ready_seconds:.0f} s "
+                    f"(it {error}); {last_lines(plan.server_log, LAST_LOG_LINES)}"
                 ) from error
             if time.monotonic() >= next_report:
                 say(f"reward server: {error}; waiting, {elapsed:.0f} s of {plan.ready_seconds:.0f} s")
@@ -177,61 +182,27 @@ def _wait_until_ready(plan: LaunchPlan, server: Child, stop: _Stop, say: Callabl
 
 
 def _wait_for_actor(
-    plan: LaunchPlan,
-    server: Child,
-    actor: Child,
-    guard: Guard,
-    stop: _Stop,
-    say: Callable[[str], None],
+    plan: LaunchPlan, server: Child, actor: Child, guard: Guard, received: list[int], say: Callable[[str], None]
 ) -> int:
-    forwarded_at: float | None = None
+    deadline: float | None = None  # after a signal
     while (code := actor.exit_code) is None:
         guard.check()
-        if stop.signal is not None and forwarded_at is None:
-            forwarded_at = time.monotonic()
-            actor.send_signal(stop.signal)
-        if forwarded_at is not None and time.monotonic() - forwarded_at > plan.grace_seconds:
+        if received and deadline is None:
+            deadline = time.monotonic() + plan.grace_seconds
+            actor.send_signal(received[0])
+        if deadline is not None and time.monotonic() > deadline:
             say(f"the actor did not end within {plan.grace_seconds:.0f} s of the signal; killing it")
             actor.kill()
-            return 128 + (stop.signal or signal.SIGTERM)
-        if server.exit_code is not None and forwarded_at is None:
+            return 128 + received[0]
+        if server.exit_code is not None and deadline is None:
             raise _server_ended(plan, server, "while the actor was running")
         time.sleep(POLL_SECONDS)
     return code if code >= 0 else 128 - code
 
 
 def _server_ended(plan: LaunchPlan, server: Child, when: str) -> RewardServerError:
-    return RewardServerError(
-        f"the reward server ended {when}, with exit code {server.exit_code}. "
-        f"The last lines of {plan.server_log}:\n{_last_lines(plan.server_log)}"
-    )
-
-
-def _last_lines(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 65536))
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join(f"  | {line}" for line in lines[-LAST_LOG_LINES:]) or "  | (empty)"
-
-
-class _Stop:
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    @classmethod
-    @contextlib.contextmanager
-    def on_signals(cls) -> Iterator[_Stop]:
-        stop = cls()
-
-        def remember(number: int, frame: FrameType | None) -> None:
-            stop.signal = stop.signal or number
-
-        previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, *active_stop_signals())}
-        try:
-            yield stop
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    end = f"the reward server ended {when}, with exit code {server.exit_code}"
+    return RewardServerError(f"{end}; {last_lines(plan.server_log, LAST_LOG_LINES)}")
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

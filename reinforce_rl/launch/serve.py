@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -110,21 +111,13 @@ def serve_function(cfg: ServeRewardModelConfig) -> None:
 def inference_options(cfg: ServeRewardModelConfig) -> dict[str, Any]:
     """Return the `RewardServer` arguments shared by models and functions."""
     inference = cfg.inference
+    names = {field.name for field in fields(FrontOptions)} & type(inference).model_fields.keys()
+    token = read_token(inference.token_file, "inference.token_file")
     return {
         "name": inference.name,
         "host": inference.host,
         "port": inference.port,
-        "front": FrontOptions(
-            token=read_token(inference.token_file, "inference.token_file"),
-            allow_no_token=inference.allow_no_token,
-            max_request_bytes=inference.max_request_bytes,
-            max_sequence_length=inference.max_sequence_length,
-            max_in_flight=inference.max_in_flight,
-            max_queue=inference.max_queue,
-            request_seconds=inference.request_seconds,
-            stuck_seconds=inference.stuck_seconds,
-            canary_seconds=inference.canary_seconds,
-        ),
+        "front": FrontOptions(token=token, **{name: getattr(inference, name) for name in names}),
         "max_batch_size": inference.max_batch_size,
         "max_queue_delay": inference.max_queue_delay_ms / 1000,
         "ready_file": inference.ready_file,
@@ -132,24 +125,20 @@ def inference_options(cfg: ServeRewardModelConfig) -> dict[str, Any]:
     }
 
 
-def check_access(cfg: ServeRewardModelConfig) -> None:
-    """Raise ConfigError if a required access token is missing or the port is busy."""
-    inference = cfg.inference
-    token = read_token(inference.token_file, "inference.token_file")
-    if faults := access_faults(inference.host, token, inference.allow_no_token):
-        raise ConfigError(faults)
-    check_port(inference.host, inference.port)
-
-
 def serve(cfg: ServeRewardModelConfig) -> None:
     """Serve until a signal.
 
     Raises:
-        ConfigError: see `check_access`.
+        ConfigError: a required access token is missing, or the port is busy.
     """
     logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if os.environ.get("RANK", "0") == "0":
-        check_access(cfg)  # before minutes of loading
+        # Before minutes of loading.
+        inference = cfg.inference
+        token = read_token(inference.token_file, "inference.token_file")
+        if faults := access_faults(inference.host, token, inference.allow_no_token):
+            raise ConfigError(faults)
+        check_port(inference.host, inference.port)
     if cfg.serves_function:
         serve_function(cfg)
         return

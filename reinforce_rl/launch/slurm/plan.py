@@ -62,33 +62,28 @@ class Component:
 class JobPlan:
     server: Component
     actor: Component
-    time: str  # limit, as written
-    seconds: int | None  # limit; None for none
+    options: Options
+    settings: Settings
     lead: int  # seconds from the save signal to the limit
-    chain: int  # number of consecutive jobs
-    run_dir: Path  # absolute
-    batch_file: Path  # absolute
-    actor_args: tuple[str, ...]  # Hydra overrides
-    server_args: tuple[str, ...]  # Hydra overrides
-    variables: tuple[tuple[str, str], ...]  # environment of the job
+    variables: Mapping[str, str]  # environment of the job
 
     @property
-    def folder(self) -> Path:
-        """Holds the batch script's output; must exist before the job starts."""
-        return self.run_dir / "slurm"
+    def batch_file(self) -> str:
+        return str(self.settings.repository / "slurm" / "train_hetjob.sbatch")
 
     def command(self, *, after: str | None = None, test_only: bool = False) -> list[str]:
         """Return the sbatch command; it starts after the end of job `after`, successful or not."""
         first = ["--test-only"] if test_only else ["--parsable"]
-        if self.seconds is not None:
+        if self.options.seconds is not None:
             first.append(f"--signal=B:USR1@{self.lead}")  # on component 0, where the batch script runs
         if after is not None:
             first.append(f"--dependency=afterany:{after}")
-        overrides = [*self.actor_args, *([SEPARATOR, *self.server_args] if self.server_args else [])]
+        server_args = self.settings.server_args
+        overrides = [*self.settings.actor_args, *([SEPARATOR, *server_args] if server_args else [])]
         # Otherwise component 1 would inherit component 0's --exclude.
         reset = ["--exclude="] if self.server.options.exclude and not self.actor.options.exclude else []
         components = [*self._arguments(self.server), ":", *reset, *self._arguments(self.actor)]
-        return ["sbatch", *first, *components, str(self.batch_file), *overrides]
+        return ["sbatch", *first, *components, self.batch_file, *overrides]
 
     def test_command(self, component: Component, exclude: str = "") -> list[str]:
         """Return `sbatch --test-only` for one component as a job of its own, avoiding nodes `exclude` too."""
@@ -99,8 +94,8 @@ class JobPlan:
         return ["sbatch", "--test-only", *self._arguments(component), *more, "--wrap=true"]
 
     def _arguments(self, component: Component) -> list[str]:
-        output = str(self.folder).replace("%", "%%") + "/%j.out"
-        both = [f"--time={self.time}", f"--output={output}", "--open-mode=append", "--requeue", "--export=ALL"]
+        output = str(self.settings.slurm_folder).replace("%", "%%") + "/%j.out"  # its folder must exist
+        both = [f"--time={self.options.time}", f"--output={output}", "--open-mode=append", "--requeue", "--export=ALL"]
         return [*both, f"--job-name={component.job_name}", *component.requirements()]
 
 
@@ -221,21 +216,20 @@ def _gpu_faults(component: str, options: ComponentOptions, ranks: object) -> Ite
 
 
 def _plan(options: Options, lead: int, cfg: TrainConfig, server: DictConfig, settings: Settings) -> JobPlan | None:
-    of_actor, of_server = (cfg.trainer.num_nodes, cfg.trainer.devices), (server.num_nodes, server.devices)
-    if not all(isinstance(number, int) and number > 0 for number in (*of_actor, *of_server)):
+    actor_layout, server_layout = (cfg.trainer.num_nodes, cfg.trainer.devices), (server.num_nodes, server.devices)
+    if not all(isinstance(number, int) and number > 0 for number in (*actor_layout, *server_layout)):
         return None  # already among the programs' own faults
     base = options.job_name or cfg.exp_manager.name
     on_gpus = cfg.trainer.precision == "bf16"  # bf16 means GPUs
 
-    def component(
-        name: str, job_name: str, nodes: int, ranks: int, own: ComponentOptions, needs_gpus: bool
-    ) -> Component:
+    def component(name: str, job: str, nodes: int, ranks: int, own: ComponentOptions, needs_gpus: bool) -> Component:
         cpus = int(own.cpus_per_task) if own.cpus_per_task else None
         tasks, cpus = (1, cpus or ranks) if settings.launcher == TORCHRUN else (ranks, cpus)
         gpus = own.gpus or (str(ranks) if needs_gpus else "0")
-        return Component(name, job_name, nodes, ranks, tasks, cpus, gpus if parse_gpus(gpus) else None, own)
+        gpus = gpus if parse_gpus(gpus) else None
+        return Component(name, f"{base}-{job}", nodes, ranks, tasks, cpus, gpus, own)
 
-    nodes, ranks = of_server[0] * settings.servers, of_server[1]
+    nodes, ranks = server_layout[0] * settings.servers, server_layout[1]
     has_model = server.reward_function.name is None
     servers = f"reward {SERVER}{'s' if settings.servers > 1 else ''}"
     variables = {
@@ -243,22 +237,12 @@ def _plan(options: Options, lead: int, cfg: TrainConfig, server: DictConfig, set
         names.REPOSITORY: str(settings.repository),
         **({names.PYTHON: settings.python} if settings.python else {}),
         **dict(options.variables),
-        names.ACTOR_DEVICES: str(of_actor[1]),
-        names.SERVER_DEVICES: str(of_server[1]),
+        names.ACTOR_DEVICES: str(actor_layout[1]),
+        names.SERVER_DEVICES: str(ranks),
     }
-    return JobPlan(
-        server=component(servers, f"{base}-rm", nodes, ranks, options.server, on_gpus and has_model),
-        actor=component(ACTOR, f"{base}-actor", *of_actor, options.actor, on_gpus),
-        time=options.time,
-        seconds=options.seconds,
-        lead=lead,
-        chain=options.chain,
-        run_dir=settings.run_dir,
-        batch_file=settings.repository / "slurm" / "train_hetjob.sbatch",
-        actor_args=settings.actor_args,
-        server_args=settings.server_args,
-        variables=tuple(variables.items()),
-    )
+    of_server = component(servers, "rm", nodes, ranks, options.server, on_gpus and has_model)
+    of_actor = component(ACTOR, ACTOR, *actor_layout, options.actor, on_gpus)
+    return JobPlan(of_server, of_actor, options, settings, lead, variables)
 
 
 def _warnings(cfg: TrainConfig, options: Options, megabytes: int) -> Iterator[str]:

@@ -65,8 +65,9 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         errors.print(f"error: {ConfigError(faults)}\nNothing was submitted.", style="red", markup=False)
         return EXIT_ERROR
     print_command(console, plan)
-    attempts = History(plan.folder / HISTORY_FILE).attempts()
-    if text := finished(plan.run_dir, attempts, (plan.actor_args, plan.server_args)):
+    settings = plan.settings
+    attempts = History(settings.slurm_folder / HISTORY_FILE).attempts()
+    if text := finished(settings.run_dir, attempts, (settings.actor_args, settings.server_args)):
         console.print(f"\n{text}. Nothing was submitted.", markup=False)
         return EXIT_FINISHED
     if options.dry_run:
@@ -79,7 +80,7 @@ def job_environment(plan: JobPlan, environment: Mapping[str, str]) -> dict[str, 
     """Return `environment` without variables of an enclosing allocation, plus those of the plan."""
     foreign = ("SLURM_", "PMI_", "PMIX_")
     kept = {k: v for k, v in environment.items() if not k.startswith(foreign) or k in KEPT_SLURM_VARIABLES}
-    return {**kept, **dict(plan.variables)}
+    return {**kept, **plan.variables}
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,8 @@ def partition_faults(plan: JobPlan, sinfo: str) -> list[str]:
         reasons[name] = ""
         if available != "up":
             reasons[name] = f"partition {name} is not up"
-        elif most is not None and (plan.seconds is None or plan.seconds > most):
-            reasons[name] = f"partition {name} allows {most} s, the job asks for {plan.seconds or 'no limit'}"
+        elif most is not None and (plan.options.seconds is None or plan.options.seconds > most):
+            reasons[name] = f"partition {name} allows {most} s, the job asks for {plan.options.seconds or 'no limit'}"
     faults = []
     for component in (plan.server, plan.actor):
         wanted = (component.options.partition or default).split(",")
@@ -269,18 +270,19 @@ def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, err
     """Submit the chain, each job after the previous one; return the exit code."""
     jobs: list[str] = []
     fault = None
+    run_dir, folder, chain = plan.settings.run_dir, plan.settings.slurm_folder, plan.options.chain
     try:
-        plan.folder.mkdir(parents=True, exist_ok=True)
-        for _ in range(plan.chain):
+        folder.mkdir(parents=True, exist_ok=True)
+        for _ in range(chain):
             out = call(plan.command(after=jobs[-1] if jobs else None), seconds=SUBMIT_SECONDS, base=environment)
             jobs.append(out.strip().split(";")[0])  # ID;CLUSTER with several clusters
             line = {"job": jobs[-1], "name": plan.server.job_name, "time": time.time()}
-            with (plan.folder / SUBMITTED_FILE).open("a", encoding="utf-8") as file:
+            with (folder / SUBMITTED_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
     except OSError as error:
-        fault = f"exp_manager.explicit_log_dir is {plan.run_dir}: {error}"
+        fault = f"exp_manager.explicit_log_dir is {run_dir}: {error}"
     except SlurmCallError as error:
-        fault = f"sbatch did not take job {len(jobs) + 1} of {plan.chain}: {error.said}"
+        fault = f"sbatch did not take job {len(jobs) + 1} of {chain}: {error.said}"
     if fault:
         errors.print(f"error: {fault}", style="red", markup=False)
     if not jobs:
@@ -288,18 +290,18 @@ def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, err
         return EXIT_ERROR
     rows = [
         ("look", f"squeue -j {','.join(jobs)}"),
-        ("output", f"tail -F {plan.folder}/{jobs[0]}.out"),
-        ("state", f"{plan.run_dir}/status.json"),
+        ("output", f"tail -F {folder}/{jobs[0]}.out"),
+        ("state", f"{run_dir}/status.json"),
         ("cancel", f"scancel {' '.join(jobs)}"),
     ]
     console.print(f"\nSubmitted: {' then '.join(jobs)}")
     _print_rows(console, rows)
-    return EXIT_FINISHED if len(jobs) == plan.chain else EXIT_ERROR
+    return EXIT_FINISHED if len(jobs) == chain else EXIT_ERROR
 
 
 def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -> None:
     """Print components, times and folders; `starts` are Slurm's estimates, None if unknown."""
-    both = (plan.server, plan.actor)
+    both, options, settings = (plan.server, plan.actor), plan.options, plan.settings
     places = [f"{start.time} on {start.nodes}" if start else "not known" for start in starts]
     components = [
         ("", *(f"{number}: {c.name}" for number, c in enumerate(both))),
@@ -312,14 +314,14 @@ def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -
         ("GPUs a node", *(c.gpus or "none" for c in both)),
         ("could start", *places),
     ]
-    is_limited = plan.seconds is not None
+    is_limited = options.seconds is not None
     rows = [
-        ("time", f"{plan.time} = {plan.seconds} s" if is_limited else plan.time),
+        ("time", f"{options.time} = {options.seconds} s" if is_limited else options.time),
         ("signal to save", f"{plan.lead} s before the limit" if is_limited else "none: there is no limit"),
-        ("jobs", "1" if plan.chain == 1 else f"{plan.chain}, each after the end of the one before"),
-        ("run", str(plan.run_dir)),
-        ("output", f"{plan.folder}/JOBID.out, of tasks {plan.folder}/JOBID-RESTART/"),
-        *((name, value) for name, value in plan.variables if name not in PLANNED),
+        ("jobs", "1" if options.chain == 1 else f"{options.chain}, each after the end of the one before"),
+        ("run", str(settings.run_dir)),
+        ("output", f"{settings.slurm_folder}/JOBID.out, of tasks {settings.slurm_folder}/JOBID-RESTART/"),
+        *((name, value) for name, value in plan.variables.items() if name not in PLANNED),
     ]
     console.print(Text("\nJob", style="bold"))
     _print_rows(console, components)
@@ -329,9 +331,9 @@ def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -
 
 def print_command(console: Console, plan: JobPlan) -> None:
     """Print the command for pasting: a line each for the variables, each component, and the program."""
-    lines = [["env", *(f"{name}={value}" for name, value in plan.variables)], []]
+    lines = [["env", *(f"{name}={value}" for name, value in plan.variables.items())], []]
     for argument in plan.command():
-        if argument in (":", str(plan.batch_file)):
+        if argument in (":", plan.batch_file):
             lines.append([])
         lines[-1].append(argument)
     console.print(Text("\nCommand", style="bold"))

@@ -33,13 +33,17 @@ POLL_SECONDS = 0.1
 class Task:
     component: str  # such as actor or rm-0
     folder: Path  # of the attempt
+    repository: Path
     launcher: str  # `SRUN` or `TORCHRUN`
     devices: int  # ranks per node
-    serves: bool  # it is a reward server, which needs an HTTP port
     number: int  # in its step
     local_number: int  # on its node
     node: int  # index of its node in the step
     nodes: int  # number of nodes
+    serves: bool = False  # it is a reward server, which needs an HTTP port
+    seconds: float = 0.0  # for the first task to publish its endpoint
+    peers: Sequence[str] = ()  # names of other nodes
+    script: Sequence[str] = ()  # a Python file and its arguments
 
     @property
     def ranks(self) -> str:
@@ -51,25 +55,25 @@ class Task:
         return TaskEnd(self.component, self.number, self.ranks, socket.gethostname(), code, time.time(), reason)
 
 
-def command_of(task: Task, first: Endpoint, script: Sequence[str]) -> list[str]:
-    """Return the command that runs `script`; `first` is the endpoint of the component's first task."""
+def command_of(task: Task, first: Endpoint) -> list[str]:
+    """Return the command of the task's program; `first` is the endpoint of the component's first task."""
     command = [sys.executable]
     if task.launcher == TORCHRUN:
         command += ["-m", "reinforce_rl.utils.ranks", "--nnodes", str(task.nodes), "--node-rank", str(task.node)]
         command += ["--nproc-per-node", str(task.devices)]
         command += ["--master-addr", first.address, "--master-port", str(first.rank_port)]
-    command += script
+    command += task.script
     if task.serves:
         command += [f"inference.host={first.address}", f"inference.port={first.http_port}"]
     return command
 
 
-def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str], repository: Path) -> dict[str, str]:
+def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the program's environment; without torchrun, including the variables that torchrun would set."""
     cpus = environment.get("SLURM_CPUS_PER_TASK", "1")
     result = {"OMP_NUM_THREADS": cpus if task.launcher == SRUN else "1", "GOMP_SPINCOUNT": "0", **environment}
     result["PYTHONUNBUFFERED"] = "1"
-    result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(repository), environment.get("PYTHONPATH", "")]))
+    result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(task.repository), environment.get("PYTHONPATH", "")]))
     if task.launcher == SRUN:
         result |= {
             "RANK": str(task.number),
@@ -101,20 +105,18 @@ class _Signals:
 
 
 @contextlib.contextmanager
-def _first_task(task: Task, peers: Sequence[str], seconds: float, signals: _Signals) -> Iterator[Endpoint | None]:
+def _first_task(task: Task, signals: _Signals) -> Iterator[Endpoint | None]:
     """Yield the endpoint of the component's first task, whose ports are held meanwhile. None after a signal."""
     if task.number:
-        yield wait_for_endpoint(task.folder, task.component, seconds, lambda: signals.first is not None)
+        yield wait_for_endpoint(task.folder, task.component, task.seconds, lambda: signals.first is not None)
         return
     with claim_ports(2 if task.serves else 1, f"{task.folder.name} {task.component}") as ports:
-        endpoint = Endpoint(socket.gethostname(), own_address(peers), *ports)
+        endpoint = Endpoint(socket.gethostname(), own_address(task.peers), *ports)
         publish(task.folder, task.component, endpoint)
         yield endpoint
 
 
-def run(
-    task: Task, script: Sequence[str], repository: Path, peers: Sequence[str], seconds: float
-) -> tuple[TaskEnd, bool]:
+def run(task: Task) -> tuple[TaskEnd, bool]:
     """Run the program to its end.
 
     Returns:
@@ -126,10 +128,10 @@ def run(
     """
     signals = _Signals()
     adopt_orphans()
-    with _first_task(task, peers, seconds, signals) as first:
+    with _first_task(task, signals) as first:
         if first is None or signals.first is not None:
             return task.end(128 + (signals.first or signal.SIGTERM), "stopped before the program began"), True
-        command = command_of(task, first, script)
+        command = command_of(task, first)
         try:
             # The program must not outlive a killed wrapper: other ranks would wait for it. Servers ignore SIGUSR1:
             # Slurm signals every process, and it is meant for the actor.
@@ -138,7 +140,7 @@ def run(
                 own_session=False,
                 death_signal=signal.SIGKILL,
                 ignored_signals=[signal.SIGUSR1] if task.serves else [],
-                env=environment_of(task, first, os.environ, repository),
+                env=environment_of(task, first, os.environ),
             )
         except OSError as error:
             raise ReinforceError(f"cannot start {command[0]}: {error.strerror}") from error
@@ -191,24 +193,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repository", type=Path, required=True)
     parser.add_argument("--launcher", choices=(SRUN, TORCHRUN), required=True)
     parser.add_argument("--devices", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="for the first task to say where it is")
+    parser.add_argument("--seconds", type=float, required=True, help="for the first task to publish its endpoint")
     parser.add_argument("--peers", nargs="*", default=(), help="names of other nodes")
     parser.add_argument("--serves", action="store_true")
     parser.add_argument("script", nargs="+")
-    options = parser.parse_args(argv)
     task = Task(
-        component=options.component,
-        folder=options.folder,
-        launcher=options.launcher,
-        devices=options.devices,
-        serves=options.serves,
+        **vars(parser.parse_args(argv)),
         number=int(os.environ["SLURM_PROCID"]),
         local_number=int(os.environ["SLURM_LOCALID"]),
         node=int(os.environ["SLURM_NODEID"]),
         nodes=int(os.environ["SLURM_STEP_NUM_NODES"]),
     )
     try:
-        end, is_well = run(task, options.script, options.repository, options.peers, options.seconds)
+        end, is_well = run(task)
     except (ReinforceError, OSError) as error:  # OSError: a full disk, say
         print(f"error: {error}", file=sys.stderr, flush=True)
         end, is_well = task.end(EXIT_ERROR, str(error)), False

@@ -6,25 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from reinforce_rl.launch.slurm.options import ComponentOptions
+from reinforce_rl.launch.slurm.options import ComponentOptions, parse_options
 from reinforce_rl.launch.slurm.plan import Component, JobPlan, default_lead, lead_faults
+from reinforce_rl.launch.slurm.settings import Settings
 
 
-def job(**changes) -> JobPlan:
-    values = {
-        "server": Component("reward server", "x-rm", 1, 1, 1),
-        "actor": Component("actor", "x-actor", 2, 8, 8),
-        "time": "30",
-        "seconds": 1800,
-        "lead": 300,
-        "chain": 1,
-        "run_dir": Path("/shared/100%"),
-        "batch_file": Path("/repo/slurm/train_hetjob.sbatch"),
-        "actor_args": ("a=1", "b='x y'"),
-        "server_args": ("c=2",),
-        "variables": (),
-    }
-    return JobPlan(**{**values, **changes})
+def job(*words: str, server: Component | None = None, actor: Component | None = None) -> JobPlan:
+    options = parse_options(["--time=30", *words, "a=1", "b='x y'", "--", "c=2"], {})
+    settings = Settings(
+        Path("/shared/100%"), Path("/repo"), actor_args=options.actor_args, server_args=options.server_args
+    )
+    server = server or Component("reward server", "x-rm", 1, 1, 1)
+    return JobPlan(server, actor or Component("actor", "x-actor", 2, 8, 8), options, settings, 300, {})
 
 
 def components_of(command: list[str]) -> tuple[list[str], list[str]]:
@@ -94,7 +87,7 @@ def test_the_actor_does_not_inherit_the_exclusion_of_the_server():
 
 
 def test_without_a_limit_there_is_no_signal():
-    assert "--signal" not in " ".join(job(time="UNLIMITED", seconds=None).command())
+    assert "--signal" not in " ".join(job("--time=UNLIMITED").command())
 
 
 def test_test_only_submits_nothing():

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from helpers.slurm_client import SlurmClient
 from helpers.tiny_run import three_letters, write_prompts
 from rich.console import Console
 
-from reinforce_rl.launch.slurm.options import ComponentOptions
+from reinforce_rl.launch.slurm.options import ComponentOptions, parse_options
 from reinforce_rl.launch.slurm.outcome import Attempt, History
 from reinforce_rl.launch.slurm.plan import Component, JobPlan
+from reinforce_rl.launch.slurm.settings import Settings
 from reinforce_rl.launch.slurm.steps import SlurmCallError
 from reinforce_rl.launch.slurm.submit import Answer, Start, ask_cluster, main, partition_faults
 
@@ -314,7 +316,8 @@ def component(nodes: int, name: str = "actor", **options) -> Component:
 
 
 def job(server: Component, actor: Component, seconds: int | None = 600) -> JobPlan:
-    return JobPlan(server, actor, "10", seconds, 300, 1, Path("/run"), Path("/repo/b.sbatch"), (), (), ())
+    options = replace(parse_options([], {}), time="10", seconds=seconds)
+    return JobPlan(server, actor, options, Settings(Path("/run"), Path("/repo")), 300, {})
 
 
 def ask(server: Component, actor: Component, megabytes: int = 0) -> Answer:

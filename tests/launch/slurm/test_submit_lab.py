@@ -14,8 +14,9 @@ from helpers.slurm_lab import Job
 from helpers.slurm_run import RUN_SECONDS, SHORT
 from helpers.tiny_run import json_lines
 
-from reinforce_rl.launch.slurm.options import ComponentOptions
+from reinforce_rl.launch.slurm.options import ComponentOptions, parse_options
 from reinforce_rl.launch.slurm.plan import Component, JobPlan
+from reinforce_rl.launch.slurm.settings import Settings
 from reinforce_rl.launch.slurm.submit import ask_cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -65,8 +66,7 @@ UNAVAILABLE = "allocation failure: Requested node configuration is not available
 def test_what_is_told_of_the_cluster(slurm_conf, monkeypatch, tmp_path, servers, server_options, actor, expected):
     monkeypatch.setenv("SLURM_CONF", str(slurm_conf))
     server = Component("reward server", "rm", servers, 1, 1, options=ComponentOptions(**server_options))
-    batch_file = ROOT / "slurm" / "train_hetjob.sbatch"
-    plan = JobPlan(server, actor, "10", 600, 300, 1, tmp_path, batch_file, ("a=1",), (), ())
+    plan = JobPlan(server, actor, parse_options(["--time=10"], {}), Settings(tmp_path, ROOT), 300, {})
     answer = ask_cluster(tmp_path, plan, 0 if expected else 4001, os.environ)
     assert bool(answer.faults) == bool(expected)
     assert expected in "".join(answer.faults)

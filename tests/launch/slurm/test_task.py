@@ -176,26 +176,26 @@ def test_a_first_task_that_never_comes(tmp_path: Path) -> None:
 
 
 def test_torchrun_starts_the_ranks_of_a_node(tmp_path: Path) -> None:
-    task = Task("actor", tmp_path, "torchrun", 4, False, 1, 0, 1, 2)
+    task = Task("actor", tmp_path, REPOSITORY, "torchrun", 4, 1, 0, 1, 2, script=["train.py", "a=1"])
     place = Endpoint("act0", "10.0.0.1", 20000)
-    assert command_of(task, place, ["train.py", "a=1"])[1:] == [
+    assert command_of(task, place)[1:] == [
         *("-m", "reinforce_rl.utils.ranks", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
         *("--master-addr", "10.0.0.1", "--master-port", "20000", "train.py", "a=1"),
     ]
-    environment = environment_of(task, place, {"SLURM_CPUS_PER_TASK": "32"}, REPOSITORY)
+    environment = environment_of(task, place, {"SLURM_CPUS_PER_TASK": "32"})
     assert "RANK" not in environment and environment["OMP_NUM_THREADS"] == "1"
     assert task.ranks == "4-7"
     assert task.end(1).name.startswith("actor ranks 4-7 on ")
 
 
 def test_what_a_person_has_set_stays(tmp_path: Path) -> None:
-    task = Task("actor", tmp_path, "srun", 1, False, 0, 0, 0, 1)
+    task = Task("actor", tmp_path, Path("/repo"), "srun", 1, 0, 0, 0, 1)
     place = Endpoint("act0", "10.0.0.1", 20000)
-    found = environment_of(task, place, {"OMP_NUM_THREADS": "3", "PYTHONPATH": "/mine"}, Path("/repo"))
+    found = environment_of(task, place, {"OMP_NUM_THREADS": "3", "PYTHONPATH": "/mine"})
     assert found["OMP_NUM_THREADS"] == "3" and found["PYTHONPATH"] == "/repo:/mine"
-    assert environment_of(task, place, {"SLURM_CPUS_PER_TASK": "8"}, Path("/repo"))["OMP_NUM_THREADS"] == "8"
+    assert environment_of(task, place, {"SLURM_CPUS_PER_TASK": "8"})["OMP_NUM_THREADS"] == "8"
 
 
 def test_a_record_of_an_end_is_complete() -> None:
-    end = Task("rm-0", Path("/"), "srun", 1, True, 2, 0, 2, 4).end(1, "why")
+    end = Task("rm-0", Path("/"), Path("/"), "srun", 1, 2, 0, 2, 4, serves=True).end(1, "why")
     assert end == TaskEnd("rm-0", 2, "2", os.uname().nodename, 1, end.time, "why")
