@@ -23,10 +23,9 @@ from reinforce_rl.preflight.memory import ModelSize, RankMemory
 from reinforce_rl.preflight.plan import gigabytes, longest_of, plan_batches, plan_memory
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
 from reinforce_rl.rewards.function_host import LoadFault, load_function
-from reinforce_rl.rewards.replicas import unlike
 from reinforce_rl.rewards.sources import configured_functions
 from reinforce_rl.rewards.transport import FailedAttempt, check_once
-from reinforce_rl.rewards.wire import ServerInfo, read_token
+from reinforce_rl.rewards.wire import ServerInfo, read_token, unlike
 from reinforce_rl.trainer.build import lora_settings
 from reinforce_rl.utils.net import Address
 

@@ -14,14 +14,14 @@ F = TypeVar("F", bound=Callable[..., float])
 # Status of one sample, int32 on the wire.
 STATUS_OK = 0
 STATUS_EMPTY = 1  # no token, or an empty text
-STATUS_TOO_LONG = 2  # longer than the reward model's context
-STATUS_BAD_TOKEN = 3  # a token id outside the vocabulary
-STATUS_BAD_LENGTH = 4  # sequence_lengths does not fit the tokens' shape
-STATUS_BAD_TEXT = 5  # not valid UTF-8
-STATUS_NOT_FINITE = 6  # the model or function itself gave NaN or infinity
-STATUS_INTERNAL = 7  # the model or function raised
-STATUS_TIMED_OUT = 8  # a reward function took longer than its time limit
-STATUS_BAD_PROMPT = 9  # messages or metadata that are not what they should be, or that the chat template refuses
+STATUS_TOO_LONG = 2
+STATUS_BAD_TOKEN = 3
+STATUS_BAD_LENGTH = 4
+STATUS_BAD_TEXT = 5
+STATUS_NOT_FINITE = 6  # what the model or function itself gave
+STATUS_INTERNAL = 7
+STATUS_TIMED_OUT = 8
+STATUS_BAD_PROMPT = 9
 
 STATUS_TEXT = {
     STATUS_OK: "ok",
@@ -53,17 +53,9 @@ class RewardRequest:
     def samples(self) -> list[TextSample]:
         """The request as texts; raises ValueError if its fields differ in length."""
         count = len(self.prompts)
-        return [
-            TextSample(*fields)
-            for fields in zip(
-                self.prompts,
-                self.responses,
-                self.metadata or ({},) * count,
-                self.messages or ((),) * count,
-                self.finished or (True,) * count,
-                strict=True,
-            )
-        ]
+        metadata, messages = self.metadata or ({},) * count, self.messages or ((),) * count
+        fields = (self.prompts, self.responses, metadata, messages, self.finished or (True,) * count)
+        return [TextSample(*sample) for sample in zip(*fields, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,6 @@ class RewardSource(Protocol):
 
     def close(self) -> None:
         """Release connections and threads. Safe to call twice."""
-        ...
 
 
 @dataclass(frozen=True)

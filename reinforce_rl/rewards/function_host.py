@@ -32,7 +32,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from select import POLLIN, POLLRDHUP, poll
-from types import ModuleType
 from typing import Any
 
 from reinforce_rl.rewards import base
@@ -59,7 +58,7 @@ def load_function(spec: FunctionSpec) -> partial[Any]:
     module_name, _, name = spec.name.rpartition(".")
     found = f"{spec.key}.name is {spec.name!r}"
     if not module_name:
-        raise LoadFault(f"{found}; expected a dotted name, such as {PROVIDED}.gsm8k{_provided_like(name)}")
+        raise LoadFault(f"{found}; expected a dotted name, such as {PROVIDED}.gsm8k")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -67,44 +66,34 @@ def load_function(spec: FunctionSpec) -> partial[Any]:
         if module_name != missing and not module_name.startswith(f"{missing}."):
             reason = f"{module_name} imports '{missing}', which is not installed"
         else:
-            reason = f"there is no module '{missing}'; {_module_advice(missing, name)}"
+            reason = f"there is no module '{missing}'{_module_advice(missing)}"
         raise LoadFault(f"{found}, but {reason}") from error
     except BaseException as error:  # a user's file may raise anything, SystemExit included
         reason = f"the import of {module_name} raised {type(error).__name__}: {error}"
         raise LoadFault(f"{found}, but {reason}") from error
     function = getattr(module, name, None)
     if function is None:
-        advice = _advice(name, _functions_of(module), module_name)
-        raise LoadFault(f"{found}, but {module_name} has no '{name}'; {advice}")
+        functions = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
+        own = [n for n, value in functions.items() if value.__module__ == module_name and not n.startswith("_")]
+        advice = _advice(name, own, module_name)
+        raise LoadFault(f"{found}, but {module_name} has no '{name}'{advice}")
     if not callable(function):
         raise LoadFault(f"{found}, which is no function")
     _check_kwargs(function, spec)
     return partial(function, **spec.kwargs)
 
 
-def _functions_of(module: ModuleType) -> list[str]:
-    functions = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
-    return [n for n, value in functions.items() if value.__module__ == module.__name__ and not n.startswith("_")]
-
-
-def _provided_like(name: str) -> str:
-    close = difflib.get_close_matches(name, _functions_of(importlib.import_module(PROVIDED)), n=1)
-    return f"; did you mean {PROVIDED}.{close[0]}?" if close else ""
-
-
-def _module_advice(missing: str, function: str) -> str:
+def _module_advice(missing: str) -> str:
     parent, _, last = missing.rpartition(".")
     if not parent:
-        return f"its file belongs into the folder where you start, or onto PYTHONPATH{_provided_like(function)}"
+        return "; its file belongs into the folder where you start, or onto PYTHONPATH"
     folders = getattr(importlib.import_module(parent), "__path__", [])
     return _advice(last, [module.name for module in pkgutil.iter_modules(folders)], parent)
 
 
 def _advice(wanted: str, known: list[str], prefix: str) -> str:
-    close = difflib.get_close_matches(wanted, known, n=3)
-    if close:
-        return "did you mean " + " or ".join(f"{prefix}.{name}" for name in close) + "?"
-    return f"it has {', '.join(sorted(known)) or 'none at all'}"
+    close = [f"{prefix}.{name}" for name in difflib.get_close_matches(wanted, known)]
+    return f"; did you mean {' or '.join(close)}?" if close else f"; it has {', '.join(sorted(known)) or 'none'}"
 
 
 def _check_kwargs(function: Callable[..., Any], spec: FunctionSpec) -> None:
@@ -115,7 +104,9 @@ def _check_kwargs(function: Callable[..., Any], spec: FunctionSpec) -> None:
     try:
         signature.bind("", "", {}, **spec.kwargs)
     except TypeError as error:
-        raise LoadFault(_kwargs_fault(signature, spec, error)) from error
+        called = f"{spec.name}{signature}, called as (prompt, response, record, **kwargs)"
+        how = f"give each as +{spec.key}.kwargs.NAME=VALUE"
+        raise LoadFault(f"{spec.key}.kwargs do not fit {called}: {error}; {how}") from error
     check = getattr(function, "check", None)
     try:
         if check is not None:
@@ -124,25 +115,6 @@ def _check_kwargs(function: Callable[..., Any], spec: FunctionSpec) -> None:
         raise LoadFault(f"{spec.key}.kwargs of {spec.name}: {error}") from error
     except TypeError as error:
         raise LoadFault(f"{spec.key}.kwargs of {spec.name} has a value of a wrong type: {error}") from error
-
-
-def _kwargs_fault(signature: inspect.Signature, spec: FunctionSpec, error: TypeError) -> str:
-    parameters = list(signature.parameters.values())
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    own = [p for p in parameters if p.name not in positional[:3] and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    names = [p.name for p in own]
-    faults = []
-    for name in spec.kwargs:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(names) or 'none'}"
-            faults.append(f"it has no argument '{name}'; {hint}")
-    missing = [p.name for p in own if p.default is p.empty and p.name not in spec.kwargs]
-    if missing:
-        faults.append(f"{', '.join(missing)} must be given, as +{spec.key}.kwargs.{missing[0]}=VALUE")
-    if not faults:
-        faults.append(f"it is not called as (prompt, response, record, **kwargs): {error}")
-    return f"{spec.key}.kwargs do not fit {spec.name}{signature}: {'; '.join(faults)}"
 
 
 @dataclass(frozen=True)
@@ -352,11 +324,8 @@ def _open_files() -> set[str]:
 def _limit(memory: int) -> None:
     """Set the resource limits that samples' processes inherit; this process needs little itself."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = {
-        resource.RLIMIT_AS: used + memory,
-        resource.RLIMIT_FSIZE: FILE_MEBIBYTES * MEBIBYTE,
-        resource.RLIMIT_CORE: 0,
-    }
+    files = FILE_MEBIBYTES * MEBIBYTE
+    limits = {resource.RLIMIT_AS: used + memory, resource.RLIMIT_FSIZE: files, resource.RLIMIT_CORE: 0}
     for kind, limit in limits.items():
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

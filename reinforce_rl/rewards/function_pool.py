@@ -153,9 +153,10 @@ class _Host(ModuleChild):
         try:
             with self._lock:
                 batch, row = self._samples.pop(message["id"])
-            if message["fault"]:
-                logger.debug("event=function_failed fault=%s message=%s", message["fault"], message["message"])
-            batch.take(row, message["status"], message["value"], message["fault"])
+            fault = message["fault"]
+            if fault:
+                logger.debug("event=function_failed fault=%s message=%s", fault, message["message"])
+            batch.take(row, message["status"], message["value"], fault)
         except Exception:  # the only reader: without it the host is useless
             logger.exception("event=function_host_fault")
             self.kill()
@@ -199,9 +200,8 @@ class FunctionPool:
     def start(self) -> None:
         """Start the processes and load the functions; fills `sources` with the SHA-256 of each function's file.
 
-        Raises:
-            ConfigError: a function cannot be loaded or its kwargs do not fit.
-            RewardServerError: the processes did not start.
+        Raises ConfigError if a function cannot be loaded or its kwargs do not fit, RewardServerError if no process
+        could be started.
         """
         with self._lock:
             if self._host is None:
@@ -212,9 +212,8 @@ class FunctionPool:
     ) -> PendingScores:
         """Start scoring and return at once; restarts the processes if they ended (if that fails, `result` raises).
 
-        Args:
-            function: a name in the pool, or `PING`, which only asks for an answer.
-            on_sample: called after each sample, on any thread.
+        `function` is a name in the pool, or `PING`, which only asks for an answer; `on_sample` is called after each
+        sample, on any thread.
         """
         count = len(samples)
         scores = Scores(np.full(count, np.nan, np.float32), np.zeros(count, np.int32))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -47,16 +47,8 @@ def gsm8k(
     """Score whether the response ends in the right number, as in GSM8K (Cobbe et al. 2021, arXiv:2110.14168).
 
     Numbers are compared exactly: 5, 5.00 and 10/2 are equal. The last `#### 72`, `\\boxed{72}` or "the answer is 72"
-    counts.
-
-    Args:
-        answer_key: field of `record` that holds the right answer, as a number or a text.
-        correct, wrong: the rewards.
-        last_number: if no answer is marked, take the last number of the response.
-
-    Raises:
-        KeyError: the record has no such field.
-        ValueError: it holds no number.
+    counts; if no answer is marked, `last_number` takes the last number of the response. The record's `answer_key`
+    holds the right answer, as a number or a text; raises KeyError without it, ValueError if it holds no number.
     """
     expected = _parse_number(str(record[answer_key]))
     if expected is None:
@@ -70,11 +62,11 @@ def _parse_number(text: str) -> Fraction | None:
     Reads signs (Unicode minus too), currency signs, thousands with commas, decimals and fractions of two numbers:
     `-$1,234.50`, `3/4`, `.5`. Ignores percent signs and other units: 50% is 50. Evaluates nothing.
     """
-    for match in _NUMBER.finditer(_without_latex(text)):
-        number = _value(match)
-        if number is not None:
-            return number
-    return None
+    return _first_value(_NUMBER.finditer(_without_latex(text)))
+
+
+def _first_value(matches: Iterable[re.Match[str]]) -> Fraction | None:
+    return next((number for number in map(_value, matches) if number is not None), None)
 
 
 def _final_answer(text: str, *, last_number: bool = True) -> Fraction | None:
@@ -89,8 +81,7 @@ def _final_answer(text: str, *, last_number: bool = True) -> Fraction | None:
             return number
     if not last_number:
         return None
-    numbers = (_value(match) for match in reversed(list(_NUMBER.finditer(_without_latex(text)))))
-    return next((number for number in numbers if number is not None), None)
+    return _first_value(reversed(list(_NUMBER.finditer(_without_latex(text)))))
 
 
 def _marked_part(text: str, match: re.Match[str]) -> str:
@@ -98,10 +89,10 @@ def _marked_part(text: str, match: re.Match[str]) -> str:
     rest = text[match.end() :]
     if match.group("boxed"):
         part = _until_closed(rest)
+    elif match.group("words"):
+        part = _SENTENCE_END.split(rest.lstrip().split("\n", 1)[0], maxsplit=1)[0]
     else:
-        part = rest.lstrip().split("\n", 1)[0] if match.group("words") else rest.split("\n", 1)[0]
-        if match.group("words"):
-            part = _SENTENCE_END.split(part, maxsplit=1)[0]
+        part = rest.split("\n", 1)[0]
     before, equals, after = part.rpartition("=")
     return after if equals and _parse_number(after) is not None else (before or part)
 

@@ -19,15 +19,8 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import RunMonitor
-from reinforce_rl.rewards.base import (
-    STATUS_OK,
-    FunctionSpec,
-    RewardFuture,
-    RewardRequest,
-    Rewards,
-    RewardSource,
-    WeightedSource,
-)
+from reinforce_rl.rewards import base
+from reinforce_rl.rewards.base import FunctionSpec, RewardFuture, RewardRequest, Rewards, RewardSource, WeightedSource
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.function_pool import FunctionPool, PendingScores
 from reinforce_rl.rewards.wire import TEXT_FORM, read_token
@@ -45,15 +38,15 @@ class _CombinedFuture:
         """Return the weighted sum; a failed sample has the status of the first source that failed it."""
         answers = [future.result() for future in self.futures]
         values = torch.zeros_like(answers[0].values)
-        status = torch.full_like(answers[0].status, STATUS_OK)
+        status = torch.full_like(answers[0].status, base.STATUS_OK)
         by_source, faults = {}, {}
         for source, answer in zip(self.sources, answers, strict=True):
             values = values + source.weight * answer.values
-            status = torch.where(status == STATUS_OK, answer.status, status)
+            status = torch.where(status == base.STATUS_OK, answer.status, status)
             faults = {**answer.faults, **faults}
             by_source[source.name] = answer.values
             by_source |= {f"{source.name}/{name}": scores for name, scores in answer.by_source.items()}
-        return Rewards(torch.where(status == STATUS_OK, values, torch.nan), status, by_source, faults)
+        return Rewards(torch.where(status == base.STATUS_OK, values, torch.nan), status, by_source, faults)
 
 
 class CombinedRewards:
@@ -104,9 +97,8 @@ def connect_to_reward_servers(
 ) -> RewardSource:
     """Start the reward functions, wait for every server and check compatibility, before a model is loaded.
 
-    Raises:
-        RewardServerError: not ready within `remote_rm.ready_timeout_seconds`.
-        ConfigError: tokenizer or vocabulary differ and the server reads no texts, or a function cannot be used.
+    Raises RewardServerError if one is not ready within `remote_rm.ready_timeout_seconds`, ConfigError if tokenizer or
+    vocabulary differ and the server reads no texts, or a function cannot be used.
     """
     remote = cfg.remote_rm
     servers = dict(remote.more_reward_models)
@@ -150,11 +142,10 @@ def _start_reward_functions(cfg: TrainConfig, mesh: Mesh) -> list[WeightedSource
             pool.start()
     except Exception as error:  # any kind: all ranks must raise together
         failure = error
-    try:
+    with ExitStack() as on_failure:
+        on_failure.callback(pool.close)
         mesh.check_together(failure)
-    except Exception:
-        pool.close()
-        raise
+        on_failure.pop_all()
     return [WeightedSource(name, FunctionRewards(pool, name), weight) for name, (_, weight) in functions.items()]
 
 

@@ -12,13 +12,16 @@ import io
 import json
 import os
 import threading
+import time
 import uuid
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import aiohttp
 import numpy as np
+from yarl import URL
 
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards import wire
@@ -30,6 +33,11 @@ PROBE_SECONDS = 10.0  # for one request about a server's health
 MAX_ANSWER_BYTES = 1 << 26  # far above any answer of a reward server; another program may send without end
 GATEWAY_CODES = (502, 503, 504)  # of a proxy whose back end is not up yet
 RETRIED_CODES = (408, 425, 429)  # besides every 5xx
+REASONS = (
+    (aiohttp.ServerDisconnectedError, "it closed the connection"),
+    (aiohttp.ClientPayloadError, "the answer was cut short"),
+    (aiohttp.ClientConnectorDNSError, "the host name is unknown"),
+)
 
 T = TypeVar("T")
 
@@ -64,6 +72,23 @@ class ModelAddress:
     token: str | None  # None if the server needs none
 
 
+@dataclass(frozen=True)
+class Call:
+    """A request in flight: its id in both sides' logs, and its deadline."""
+
+    id: str
+    seconds: float  # deadline, counted from `start`
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
+    @property
+    def remaining(self) -> float:
+        return self.seconds - self.elapsed
+
+
 @dataclass(eq=False)
 class FailedAttempt(Exception):
     """An attempt failed, but another one, perhaps at another server, may succeed."""
@@ -71,7 +96,6 @@ class FailedAttempt(Exception):
     text: str  # the failure as a predicate, for messages
     timed_out: bool = False
     bad_answer: bool = False  # it breaks the protocol, or belongs to another request
-    unknown: bool = False  # a Triton server without our description: normal during a start, a mistake if it lasts
     retry_after: float | None = None  # seconds, if the server sent them
     fatal: RewardServerError | None = None  # why this server cannot be used at all; None if it may recover
 
@@ -101,29 +125,25 @@ class HttpAnswer:
         """The Retry-After header in seconds; None if it is no number or out of range."""
         with contextlib.suppress(ValueError):
             seconds = float(self.headers.get("Retry-After", "nan"))
-            if 0 <= seconds <= wire.MAX_RETRY_SECONDS:
-                return seconds
-        return None
+            return seconds if 0 <= seconds <= wire.MAX_RETRY_SECONDS else None
 
-    @property
-    def error_text(self) -> str:
-        """': ' and the error's text, if the answer has one."""
-        try:
-            error = json.loads(self.body)["error"]
-        except (ValueError, KeyError, TypeError):
-            return ""
-        return f": {' '.join(str(error).split())[-600:]}"
+    def failed(self) -> FailedAttempt:
+        """Return the failure that an HTTP error stands for, with the error's text if it has one."""
+        text = f"answers HTTP {self.code}"
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            text += f": {' '.join(str(json.loads(self.body)['error']).split())[-600:]}"
+        return FailedAttempt(text, retry_after=self.retry_after)
 
     def check_digest(self, body: bytes) -> None:
         """Raise FailedAttempt unless this answers a request with this body."""
         found, sent = self.headers.get(wire.REQUEST_DIGEST), hashlib.sha256(body).hexdigest()
         if found is None:
-            raise FailedAttempt(
-                f"gave a wrong answer: it bears no digest of the request ({wire.REQUEST_DIGEST})", bad_answer=True
-            )
-        if found != sent:
-            text = f"gave a wrong answer: it is to another request (digest {found[:12]}, asked {sent[:12]})"
-            raise FailedAttempt(text, bad_answer=True)
+            text = f"it bears no digest of the request ({wire.REQUEST_DIGEST})"
+        elif found != sent:
+            text = f"it is to another request (digest {found[:12]}, asked {sent[:12]})"
+        else:
+            return
+        raise FailedAttempt(f"gave a wrong answer: {text}", bad_answer=True)
 
 
 async def exchange(
@@ -133,9 +153,6 @@ async def exchange(
 
     Raises FailedAttempt if no complete answer came within `seconds`, counted from connecting.
     """
-    import aiohttp
-    from yarl import URL
-
     try:
         async with aiohttp.request(
             "GET" if body is None else "POST",
@@ -155,15 +172,10 @@ async def exchange(
         raise FailedAttempt("does not answer (timed out)", timed_out=True) from error
     except aiohttp.ClientResponseError as error:
         raise NoHttp(f"does not answer (what it sends is no HTTP: {' '.join(error.message.split())[:200]})") from error
-    except aiohttp.ServerDisconnectedError as error:
-        raise FailedAttempt("does not answer (it closed the connection)") from error
-    except aiohttp.ClientPayloadError as error:
-        raise FailedAttempt("does not answer (the answer was cut short)") from error
-    except aiohttp.ClientConnectorDNSError as error:
-        raise FailedAttempt("does not answer (the host name is unknown)") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         number = getattr(error, "errno", None)
         reason = os.strerror(number).lower() if number else str(error) or type(error).__name__
+        reason = next((text for kind, text in REASONS if isinstance(error, kind)), reason)
         raise FailedAttempt(f"does not answer ({reason})") from error
 
 
@@ -173,38 +185,34 @@ def check_once(host: str, port: int, name: str, timeout: float, *, token: str | 
 
 
 async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
-    """Ask a server once for its description, and whether the reward model is ready.
+    """Ask a server once for its description, and whether the reward model is ready; `timeout` is for each request.
 
-    Args:
-        timeout: seconds for each of the requests.
-
-    Raises:
-        FailedAttempt: a retry may succeed.
-        RewardServerError: a retry cannot: another program is on the port, it serves another model or protocol version,
-            or it wants another token.
+    Raises FailedAttempt if a retry may succeed, RewardServerError if it cannot: another program is on the port, it
+    serves another model or protocol version, or it wants another token.
     """
-    place = model.place
     question = json.dumps({"id": uuid.uuid4().hex, "inputs": []}).encode()
     answer = await _ask(model, f"/v2/models/{wire.INFO_MODEL}/infer", timeout, question)
     code = answer.code
     if code in (401, 403):
         raise _token_refused(model)
     if code in GATEWAY_CODES:
-        raise FailedAttempt(f"answers HTTP {code}{answer.error_text}", retry_after=answer.retry_after)
+        raise answer.failed()
     if code != 200:
-        if not await _is_triton(model, timeout):
-            raise RewardServerError(_foreign(place, f"HTTP {code}"))
-        raise FailedAttempt(f"is a Triton server without '{wire.INFO_MODEL}' (HTTP {code})", unknown=True)
+        answer = await _ask(model, "/v2", timeout)
+        if answer.code != 200 or b'"extensions"' not in answer.body:  # it is no Triton
+            raise _foreign(model.place, f"HTTP {code}")
+        what = f"is a Triton server without '{wire.INFO_MODEL}' (HTTP {code})"
+        raise FailedAttempt(f"{what}: a reward server that starts, or none of this project; check host and port")
     try:
         info = ServerInfo.from_json(json.loads(answer.body)["outputs"][0]["data"][0])
     except wire.OtherVersion as error:
-        raise RewardServerError(f"the reward server at {place} {error}") from error
+        raise RewardServerError(f"the reward server at {model.place} {error}") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise RewardServerError(_foreign(place, f"an answer that is not a reward server's ({error})")) from error
+        raise _foreign(model.place, f"an answer that is not a reward server's ({error})") from error
     answer.check_digest(question)
     if info.name != model.name:
         raise RewardServerError(
-            f"the reward server at {place} serves the model '{info.name}', and '{model.name}' was asked for. "
+            f"the reward server at {model.place} serves the model '{info.name}', and '{model.name}' was asked for. "
             f"Set remote_rm.reward_model.name={info.name}, or the port to the other server's."
         )
     answer = await _ask(model, f"/v2/models/{model.name}/ready", timeout)
@@ -225,9 +233,7 @@ def infer_json(
     try:
         answer = wait_for(_ask(model, f"/v2/models/{name}/infer", timeout, body))
         if answer.code != 200:
-            raise RewardServerError(
-                f"{host}:{port} answered HTTP {answer.code} to a request to '{name}'{answer.error_text}"
-            )
+            raise answer.failed()
         return {output["name"]: output["data"] for output in json.loads(answer.body)["outputs"]}
     except (FailedAttempt, ValueError, KeyError, TypeError) as error:
         raise RewardServerError(f"{host}:{port} gave no proper answer to a request to '{name}': {error}") from error
@@ -250,9 +256,8 @@ async def infer(
         timeout: seconds until the answer must be complete.
         request_id: appears in the request, the server's log and messages.
 
-    Raises:
-        FailedAttempt: a retry, perhaps at another server, may succeed.
-        RewardServerError: the server refuses this request, as any other of the same model would.
+    Raises FailedAttempt if a retry, perhaps at another server, may succeed, RewardServerError if the server refuses
+    this request, as any other of the same model would.
     """
     # tritonclient encodes and decodes the bodies. It has no deadline for a whole answer, so `exchange` sends them.
     import tritonclient.http as triton
@@ -262,12 +267,10 @@ async def infer(
     for name, array in arrays.items():
         inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
         inputs[-1].set_data_from_numpy(array)
-    count = len(next(iter(arrays.values())))
     keys = [wire.REWARDS, wire.STATUS, *([wire.ATTRIBUTES] if attributes else [])]
     outputs = [triton.InferRequestedOutput(key) for key in keys]
-    body, json_size = triton.InferenceServerClient.generate_request_body(
-        inputs, outputs=outputs, request_id=request_id
-    )
+    client = triton.InferenceServerClient
+    body, json_size = client.generate_request_body(inputs, outputs=outputs, request_id=request_id)
     headers = {
         "Content-Type": "application/octet-stream",
         wire.HEADER_LENGTH: str(json_size),
@@ -278,11 +281,10 @@ async def infer(
     if answer.code != 200:
         raise await _error_of(model, answer, request_id)
     answer.check_digest(body)
+    count = len(next(iter(arrays.values())))
     try:
         json_length = answer.headers.get(wire.HEADER_LENGTH)
-        found = triton.InferenceServerClient.parse_response_body(
-            answer.body, header_length=int(json_length) if json_length else None
-        )
+        found = client.parse_response_body(answer.body, header_length=int(json_length) if json_length else None)
         if (found_id := found.get_response().get("id")) != request_id:
             raise ValueError(f"it is to the request with the id {found_id!r}, not {request_id!r}")
         values, status = wire.check_answer(found.as_numpy(wire.REWARDS), found.as_numpy(wire.STATUS), count)
@@ -296,27 +298,23 @@ async def infer(
 
 async def _error_of(model: ModelAddress, answer: HttpAnswer, request_id: str) -> Exception:
     """Turn an HTTP error into a FailedAttempt, or a RewardServerError if no retry can succeed."""
-    code, text = answer.code, answer.error_text
-    failed = FailedAttempt(f"answers HTTP {code}{text}")
-    if code in (401, 403):
-        return FailedAttempt(f"answers HTTP {code}", fatal=_token_refused(model))
-    if code >= 500 or code in RETRIED_CODES:
-        failed.retry_after = answer.retry_after
+    failed = answer.failed()
+    if answer.code in (401, 403):
+        return FailedAttempt(f"answers HTTP {answer.code}", fatal=_token_refused(model))
+    if answer.code >= 500 or answer.code in RETRIED_CODES:
         return failed
     try:  # while starting, Triton calls its models unknown
         await ask_description(model, PROBE_SECONDS)
     except FailedAttempt as error:
         return error
     except RewardServerError as error:
-        failed.fatal = error
-        return failed
-    if "unknown model" in text or "not ready" in text:  # it has become ready since
-        return failed
+        return FailedAttempt(failed.text, fatal=error)
+    if "unknown model" in failed.text or "not ready" in failed.text:  # it has become ready since
+        return FailedAttempt(failed.text)
     if answer.headers.get(wire.REQUEST_ID) != request_id:  # a proxy's, or to another request
-        return FailedAttempt(f"answers HTTP {code}{text}, and not to this request", bad_answer=True)
-    return RewardServerError(
-        f"the reward server at {model.place} refused a request (id {request_id}): HTTP {code}{text}"
-    )
+        return FailedAttempt(f"{failed}, and not to this request", bad_answer=True)
+    said = failed.text.removeprefix("answers ")
+    return RewardServerError(f"the reward server at {model.place} refused a request (id {request_id}): {said}")
 
 
 async def _ask(model: ModelAddress, path: str, timeout: float, body: bytes | None = None) -> HttpAnswer:
@@ -324,17 +322,8 @@ async def _ask(model: ModelAddress, path: str, timeout: float, body: bytes | Non
     try:
         return await exchange(model.place, path, timeout, body=body, headers=headers)
     except NoHttp as error:
-        raise RewardServerError(
-            f"what listens on {model.place} does not speak HTTP ({error}). Check the port."
-        ) from error
-
-
-async def _is_triton(model: ModelAddress, timeout: float) -> bool:
-    answer = await _ask(model, "/v2", timeout)
-    try:
-        return answer.code == 200 and "extensions" in json.loads(answer.body)
-    except (ValueError, TypeError):
-        return False
+        text = f"what listens on {model.place} does not speak HTTP ({error}). Check the port."
+        raise RewardServerError(text) from error
 
 
 def _token_refused(model: ModelAddress) -> RewardServerError:
@@ -345,8 +334,8 @@ def _token_refused(model: ModelAddress) -> RewardServerError:
     )
 
 
-def _foreign(place: Address, found: str) -> str:
-    return (
+def _foreign(place: Address, found: str) -> RewardServerError:
+    return RewardServerError(
         f"another program listens on {place}: expected a reward server, got {found}. "
         "Check host and port against the server's line 'ready at http://...'."
     )

@@ -23,6 +23,7 @@ a wrong reward model, and its own process answers while the reward model is busy
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import os
 import stat
@@ -37,6 +38,7 @@ from reinforce_rl.data.tokenizer import TokenizerInfo
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import RewardRequest, TextSample
+from reinforce_rl.utils.net import Address
 
 PROTOCOL_VERSION = 2  # 1 had no digests
 DEFAULT_NAME = "reward_model"
@@ -109,18 +111,14 @@ class ServerInfo:
     def from_json(cls, text: str | bytes) -> ServerInfo:
         """Inverse of `to_json`; ignores unknown keys, which a later release may send.
 
-        Raises:
-            ValueError: not a description.
-            OtherVersion: a description in another version of the protocol.
+        Raises ValueError if it is no description, OtherVersion if it is one in another version of the protocol.
         """
         values = json.loads(text)
         if not isinstance(values, dict) or "protocol" not in values:
             raise ValueError("no reward server's description")
         if values["protocol"] != PROTOCOL_VERSION:
-            raise OtherVersion(
-                f"speaks version {values['protocol']} of the protocol, this client version {PROTOCOL_VERSION}: use a "
-                "server and a client of the same release of reinforce_rl"
-            )
+            versions = f"version {values['protocol']} of the protocol, this client version {PROTOCOL_VERSION}"
+            raise OtherVersion(f"speaks {versions}: use a server and a client of the same release of reinforce_rl")
         known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__}
         try:
             if known["tokenizer"] is not None:
@@ -134,6 +132,15 @@ class ServerInfo:
         """Return one sentence per differing field; `here` and `there` say where or when each was seen."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{key}: {mine[key]} {here}, {theirs[key]} {there}" for key in mine if mine[key] != theirs[key]]
+
+
+def unlike(first: Address, second: Address, differences: Sequence[str]) -> str:
+    """Return the error for two servers that should serve the same model and do not."""
+    return (
+        f"the reward servers at {first} and {second} do not serve the same model with the same limits "
+        f"({'; '.join(differences)}). Replicas must be alike: start one of them anew, or take it out of "
+        "remote_rm.reward_model.replicas."
+    )
 
 
 def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_size: int, form: str) -> str:
@@ -150,10 +157,8 @@ def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_si
     """
     reads_text = TEXT_FORM in info.input_forms
     if form != AUTO_FORM and form not in info.input_forms:
-        why = {
-            TOKENS_FORM: "it serves a reward function",
-            TEXT_FORM: "its tokenizer has no chat template or no end-of-sequence token",
-        }[form]
+        no_text = "its tokenizer has no chat template or no end-of-sequence token"
+        why = "it serves a reward function" if form == TOKENS_FORM else no_text
         raise ConfigError([f"the reward server at {place} does not read {form}, since {why}; set input=auto"])
     if reads_text and (form == TEXT_FORM or info.tokenizer is None):
         return TEXT_FORM
@@ -164,18 +169,11 @@ def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_si
         return TOKENS_FORM
     if form == AUTO_FORM and reads_text:
         return TEXT_FORM
-    texts = (
-        "set input=auto, so that texts are sent"
-        if reads_text
-        else "give the reward model's tokenizer a chat template, so that texts can be sent"
-    )
-    raise ConfigError(
-        [
-            f"the reward server at {place} reads other tokens than the actor writes: {error}. Serve a reward model of "
-            f"the actor's tokenizer, load the actor that belongs to it, or {texts}"
-            for error in errors
-        ]
-    )
+    template = "give the reward model's tokenizer a chat template, so that texts can be sent"
+    texts = "set input=auto, so that texts are sent" if reads_text else template
+    advice = f"Serve a reward model of the actor's tokenizer, load the actor that belongs to it, or {texts}"
+    head = f"the reward server at {place} reads other tokens than the actor writes"
+    raise ConfigError([f"{head}: {error}. {advice}" for error in errors])
 
 
 # Requests: what the client encodes and the server reads.
@@ -200,10 +198,11 @@ def text_arrays(samples: Sequence[TextSample]) -> dict[str, np.ndarray]:
         MESSAGES: [json.dumps(list(sample.messages)) if sample.messages else "" for sample in samples],
         METADATA: [json.dumps(dict(sample.record)) for sample in samples],
     }
-    arrays = {}
-    for name, texts in columns.items():
-        # Half of a surrogate pair becomes bytes that the server refuses, for this sample alone.
-        arrays[name] = np.array([text.encode("utf-8", "surrogatepass") for text in texts], object).reshape(-1, 1)
+    # Half of a surrogate pair becomes bytes that the server refuses, for this sample alone.
+    arrays = {
+        name: np.array([text.encode("utf-8", "surrogatepass") for text in texts], object).reshape(-1, 1)
+        for name, texts in columns.items()
+    }
     arrays[FINISHED] = np.array([int(sample.finished) for sample in samples], np.int64).reshape(-1, 1)
     return arrays
 
@@ -223,10 +222,8 @@ def split(arrays: Mapping[str, np.ndarray], info: ServerInfo) -> list[dict[str, 
             starts.append(row)
             filled = 0
         filled += size
-    ends = [*starts[1:], None]
-    return [
-        {name: array[start:end] for name, array in arrays.items()} for start, end in zip(starts, ends, strict=True)
-    ]
+    parts = itertools.pairwise([*starts, None])
+    return [{name: array[start:end] for name, array in arrays.items()} for start, end in parts]
 
 
 def _sample_bytes(array: np.ndarray) -> np.ndarray:
@@ -250,17 +247,15 @@ def read_samples(request: Mapping[str, np.ndarray]) -> tuple[list[TextSample | N
     """Inverse of `text_arrays`: N samples, None where unreadable, and their statuses, int32 [N]."""
     count = request[PROMPTS].shape[0]
     columns = {name: array.reshape(count).tolist() for name, array in request.items()}
-    samples: list[TextSample | None] = []
+    samples: list[TextSample | None] = [None] * count
     status = np.zeros(count, np.int32)
     for row in range(count):
-        sample = None
         try:
-            sample = _read({name: column[row] for name, column in columns.items()})
+            samples[row] = _read({name: column[row] for name, column in columns.items()})
         except UnicodeDecodeError:
             status[row] = base.STATUS_BAD_TEXT
         except (ValueError, RecursionError):
             status[row] = base.STATUS_BAD_PROMPT
-        samples.append(sample)
     return samples, status
 
 
@@ -308,12 +303,7 @@ def check_answer(rewards: Any, status: Any, count: int) -> tuple[np.ndarray, np.
     Raises ValueError if the answer breaks the protocol.
     """
     for key, array, dtype in ((REWARDS, rewards, np.float32), (STATUS, status, np.int32)):
-        if array is None:
-            raise ValueError(f"no '{key}'")
-        if array.dtype != dtype or array.shape != (count, 1):
-            raise ValueError(
-                f"'{key}' is {array.dtype} {list(array.shape)}; expected {np.dtype(dtype).name} [{count}, 1]"
-            )
+        _check_output(key, array, dtype, (count, 1))
     values, codes = rewards[:, 0].copy(), status[:, 0].copy()
     unknown = sorted(set(codes.tolist()) - set(base.STATUS_TEXT))
     if unknown:
@@ -328,11 +318,14 @@ def check_attributes(attributes: Any, status: np.ndarray, count: int) -> np.ndar
 
     Raises ValueError if the answer breaks the protocol.
     """
-    expected = (len(status), count)
-    if attributes is None or attributes.dtype != np.float32 or attributes.shape != expected:
-        found = "missing" if attributes is None else f"{attributes.dtype} {list(attributes.shape)}"
-        raise ValueError(f"'{ATTRIBUTES}' is {found}; expected float32 {list(expected)}")
+    _check_output(ATTRIBUTES, attributes, np.float32, (len(status), count))
     return np.where(status[:, None] == base.STATUS_OK, attributes, np.nan).astype(np.float32)
+
+
+def _check_output(key: str, array: Any, dtype: type[np.generic], shape: tuple[int, int]) -> None:
+    if array is None or array.dtype != dtype or array.shape != shape:
+        found = "missing" if array is None else f"{array.dtype} {list(array.shape)}"
+        raise ValueError(f"'{key}' is {found}; expected {np.dtype(dtype).name} {list(shape)}")
 
 
 # The access token that a server may require.
@@ -345,30 +338,25 @@ def read_token(token_file: str | Path | None, key: str, environment: Mapping[str
     content cannot be a token.
     """
     if token_file is None:
+        where = f"the environment variable {TOKEN_VARIABLE}"
         token = (os.environ if environment is None else environment).get(TOKEN_VARIABLE, "").strip()
-        return _checked_token(token, f"the environment variable {TOKEN_VARIABLE}") if token else None
-    path = Path(token_file)
-    try:
-        mode = path.stat().st_mode
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise ConfigError([f"{key}: cannot read the token in {path} ({reason.lower()})"]) from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(
-            [f"{key}: others may use {path} (mode {stat.S_IMODE(mode):04o}); make it yours alone: chmod 600 {path}"]
-        )
-    return _checked_token(token, f"{key}: {path}")
-
-
-def _checked_token(token: str, where: str) -> str:
+        if not token:
+            return None
+    else:
+        path, where = Path(token_file), f"{key}: {token_file}"
+        try:
+            mode = path.stat().st_mode
+            token = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise ConfigError([f"{key}: cannot read the token in {path} ({reason.lower()})"]) from error
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            found = f"others may use {path} (mode {stat.S_IMODE(mode):04o})"
+            raise ConfigError([f"{key}: {found}; make it yours alone: chmod 600 {path}"])
     if len(token) < MIN_TOKEN_LETTERS or not all("!" <= letter <= "~" for letter in token):
-        raise ConfigError(
-            [
-                f"{where} holds no token: expected at least {MIN_TOKEN_LETTERS} visible ASCII characters and no space "
-                "(python -c 'import secrets; print(secrets.token_urlsafe(32))' makes one)"
-            ]
-        )
+        expected = f"expected at least {MIN_TOKEN_LETTERS} visible ASCII characters and no space"
+        example = "python -c 'import secrets; print(secrets.token_urlsafe(32))' makes one"
+        raise ConfigError([f"{where} holds no token: {expected} ({example})"])
     return token
 
 

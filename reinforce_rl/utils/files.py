@@ -83,8 +83,7 @@ def write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read one JSON object per line; an unterminated last line, as a killed writer leaves, is dropped.
 
-    Raises:
-        DataError: a complete line is not a JSON object.
+    Raises DataError if a complete line is not a JSON object.
     """
     records = []
     # Not splitlines(), which also splits at U+2028 and the like inside a response.

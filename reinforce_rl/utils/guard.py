@@ -32,21 +32,19 @@ class Guard:
     When their connection closes, the guard kills the watched processes and deletes the watched files. An owner that
     stops normally closes the guard and waits for it, so that the cleanup path is always the same.
 
-    Args:
-        grace_seconds: between SIGTERM and SIGKILL of a watched process once the owner is gone; 0 kills at once.
+    `grace_seconds` are between SIGTERM and SIGKILL of a watched process once the owner is gone; 0 kills at once.
     """
 
     def __init__(self, *, grace_seconds: float = 0.0):
         self._grace_seconds = grace_seconds
         self._sent: list[Message] = []
-        self._child = self._start()
+        self._child = ModuleChild(MODULE, _ignore)
         self._send({"grace_seconds": grace_seconds})
 
     def watch_process(self, pid: int, *, whole_session: bool = False) -> None:
         """Kill this process and its descendants when the owner is gone; pass the owner's pid to watch its descendants.
 
-        Args:
-            whole_session: also kill every process of the session that it leads.
+        `whole_session` also kills every process of the session that it leads.
         """
         self._send({"pid": pid, "whole_session": whole_session})
 
@@ -67,7 +65,7 @@ class Guard:
         if fault is not None:
             logger.error("event=guard_replaced process=%d reason=the guard %s", self._child.pid, fault)
             self._child.kill()
-            self._child = self._start()
+            self._child = ModuleChild(MODULE, _ignore)
             for message in self._sent:
                 self._child.send(message)
 
@@ -80,9 +78,9 @@ class Guard:
         self._sent.append(message)
         self._child.send(message)
 
-    @staticmethod
-    def _start() -> ModuleChild:
-        return ModuleChild(MODULE, lambda message: None)
+
+def _ignore(message: Message | None) -> None:
+    """Take a sign of life."""
 
 
 @dataclass
@@ -103,8 +101,7 @@ class _Watch:
         self.silence.reset()
         if "expect" in message:
             self.expected_seconds, self.setting = message["expect"], message["setting"]
-        if "grace_seconds" in message:
-            self.grace_seconds = message["grace_seconds"]
+        self.grace_seconds = message.get("grace_seconds", self.grace_seconds)
         if "path" in message:
             self.paths.add(Path(message["path"]))
         if "shm_prefix" in message:
@@ -147,20 +144,14 @@ class _Watch:
         silent = self.silence.seconds()
         if silent <= self.expected_seconds:
             return False
-        print(
-            f"error: the main process (process {self.owner}) hangs: no sign of life for {silent:.0f} s "
-            f"({self.setting}). Its guard ends it; start it again",
-            file=sys.stderr,
-            flush=True,
-        )
+        found = f"the main process (process {self.owner}) hangs: no sign of life for {silent:.0f} s ({self.setting})"
+        print(f"error: {found}. Its guard ends it; start it again", file=sys.stderr, flush=True)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.owner, signal.SIGKILL)
         return True
 
     def clean_up(self) -> None:
         self.refresh()
-        mine = os.getpid()
-        left = [process for process in self.processes if process.pid not in (mine, self.owner)]
         if self.grace_seconds > 0:
             roots = [process for process in self.roots if process.pid != self.owner]
             for process in roots:  # SIGTERM roots only: they end their children in order
@@ -168,7 +159,7 @@ class _Watch:
                     process.terminate()
             _wait_until_gone(roots, self.grace_seconds)
             self.refresh()  # include processes started meanwhile
-            left = [process for process in self.processes if process.pid not in (mine, self.owner)]
+        left = [process for process in self.processes if process.pid not in (os.getpid(), self.owner)]
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -179,9 +170,6 @@ class _Watch:
             shutil.rmtree(path, ignore_errors=True)  # for a folder; unlink below is for a file
             with contextlib.suppress(OSError):
                 path.unlink()
-        self._remove_empty_environments()
-
-    def _remove_empty_environments(self) -> None:
         # Triton's Python backend creates an empty folder at startup, identifiable only by its time; rmdir spares
         # non-empty ones.
         for folder in Path("/tmp").glob("python_env_??????"):

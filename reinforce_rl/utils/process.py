@@ -38,9 +38,7 @@ def active_stop_signals() -> list[signal.Signals]:
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Have the kernel signal this process when the thread that started it ends; works even if this process hangs.
 
-    Args:
-        parent: its pid; exits at once if it is already gone.
-        number: signal to send.
+    Exits at once if the process `parent` is already gone.
     """
     if sys.platform == "linux":
         _prctl(PR_SET_PDEATHSIG, int(number))
@@ -61,14 +59,11 @@ class Child:
     """A child process; `kill` ends it with its process group.
 
     Args:
-        own_session: start a new session and process group, so that `kill` reaches the whole group, and signals to
-            this process's group (Ctrl-C) do not reach the child.
+        own_session: start a new session and process group, which `kill` reaches whole, and Ctrl-C here does not.
         death_signal: sent by the kernel when the starting thread ends, even by SIGKILL. None if the child notices by
             itself, or if the starting thread may end before it.
         ignored_signals: ignored by the child from the start.
-
-    Raises:
-        OSError: it cannot be started.
+        popen: further arguments of `subprocess.Popen`, which raises OSError if it cannot be started.
     """
 
     def __init__(
@@ -79,10 +74,7 @@ class Child:
         death_signal: int | None = None,
         ignored_signals: Sequence[int] = (),
         stdin: Any = subprocess.DEVNULL,
-        stdout: Any = None,
-        stderr: Any = None,
-        env: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
+        **popen: Any,
     ):
         parent = os.getpid()
 
@@ -95,13 +87,10 @@ class Child:
         self.process = subprocess.Popen(
             list(command),
             stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env=env,
-            pass_fds=pass_fds,
             start_new_session=own_session,
             # Only if needed: it forces a fork of this process, which may have threads and much memory.
             preexec_fn=in_child if death_signal is not None or ignored_signals else None,
+            **popen,
         )
         self.pid = self.process.pid
         self._has_group = own_session
@@ -158,21 +147,15 @@ class ModuleChild(Child):
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
-        stdout: Any = None,
-        stderr: Any = None,
+        **popen: Any,
     ):
         if env is None:
             folders = filter(None, [PACKAGE_PARENT, os.environ.get("PYTHONPATH")])
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
         self.connection, theirs = Pipe()
         with theirs:
-            super().__init__(
-                [*prefix, sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
-                stdout=stdout,
-                stderr=stderr,
-                env=env,
-                pass_fds=[theirs.fileno(), *pass_fds],
-            )
+            command = [*prefix, sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())]
+            super().__init__(command, env=env, pass_fds=[theirs.fileno(), *pass_fds], **popen)
         self._silence = Silence()
         if on_message is not None:
             self.listen(on_message)

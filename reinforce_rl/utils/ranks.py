@@ -28,11 +28,10 @@ STORE_VARIABLE = "REINFORCE_STORE"  # path of the ranks' rendezvous file on one 
 
 
 def run(arguments: list[str]) -> int:
-    """Start the ranks and wait for them.
+    """Start the ranks, wait for them, and return the exit code of the first rank to fail.
 
-    Returns:
-        Exit code of the first rank to fail; `EXIT_LOST_RANK` if a signal killed it, or `EXIT_STOPPED` if that signal
-        was forwarded by this process before the rank could handle it.
+    It is `EXIT_LOST_RANK` if a signal killed it, or `EXIT_STOPPED` if that signal was forwarded by this process before
+    the rank could handle it.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

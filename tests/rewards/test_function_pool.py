@@ -138,7 +138,7 @@ def test_faults_come_at_the_start_and_leave_no_process():
         pool.start()
     assert len(caught.value.faults) == 2
     assert "did you mean helpers.reward_functions.told?" in caught.value.faults[0]
-    assert "more_functions.b.kwargs" in caught.value.faults[1] and "did you mean folder?" in caught.value.faults[1]
+    assert "more_functions.b.kwargs" in caught.value.faults[1] and "folder: 'str'" in caught.value.faults[1]
     assert {process.pid for process in processes()} == before
     with pytest.raises(RewardServerError, match="not started"):
         pool.submit("a", [sample("")]).result()

@@ -164,7 +164,7 @@ def test_a_fault_that_passes_costs_attempts_and_no_more(faults):
     ],
 )
 def test_the_request_for_the_description_bears_the_same(fault, monkeypatch):
-    monkeypatch.setattr("reinforce_rl.rewards.replicas.PROBE_SECONDS", 0.5)
+    monkeypatch.setattr("reinforce_rl.rewards.transport.PROBE_SECONDS", 0.5)
     late = 60.0 if fault == faulty_proxy.TRICKLE else 0.2
     with (
         FakeRewardServer(score=sum) as server,
