@@ -27,7 +27,7 @@ from rich.table import Table
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
-from reinforce_rl.trainer.work_queue import FixedSplit, WorkQueue
+from reinforce_rl.trainer.rollouts import WorkQueue
 
 SAMPLES, TOKENS = 4, 256
 SECONDS_A_TOKEN = 0.001
@@ -81,7 +81,7 @@ def phase(mesh: Mesh, share: list[list[Prompt]], generate: Generate, *, queue: b
     """Seconds of the phase, exchange included, and micro-batches taken, of each rank."""
     mesh.barrier()
     started = time.perf_counter()
-    work = WorkQueue(mesh, share) if queue else FixedSplit(share)
+    work = WorkQueue(mesh, share, shared=queue)
     parts = [generate(list(prompts)) for prompts in work]
     work.close()
     mesh.check_together(None)

@@ -176,17 +176,8 @@ def stop_token_ids(architecture: Architecture, tokenizer: PreTrainedTokenizerBas
 
 def _sampling_params(cfg: TrainConfig, sampling: SamplingConfig, stop_ids: tuple[int, ...]) -> SamplingParams:
     lengths = cfg.model.reinforce.length_params
-    return SamplingParams(
-        max_length=lengths.max_length,
-        min_length=lengths.min_length,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        repetition_penalty=sampling.repetition_penalty,
-        use_greedy=sampling.use_greedy,
-        stop_token_ids=stop_ids,
-        end_strings=tuple(sampling.end_strings),
-    )
+    own = {**dict(lengths), **dict(sampling), "end_strings": tuple(sampling.end_strings)}
+    return SamplingParams(**own, stop_token_ids=stop_ids)
 
 
 def lora_settings(cfg: TrainConfig) -> LoraSettings | None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups
 from reinforce_rl.algorithm.credit import assign_credit, whiten
@@ -29,7 +28,7 @@ from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.runtime.timer import Due, Outlook, RunTimer
-from reinforce_rl.trainer.rollouts import RolloutMaker, StepRolloutMaker, evaluate
+from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
 from reinforce_rl.trainer.updates import mini_batches, reward_shaping, total_steps
 
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from reinforce_rl.config.actor import ReinforceConfig
     from reinforce_rl.data.prompts import FixedPrompts, PromptLoader
     from reinforce_rl.megatron.checkpointer import Checkpointer
-    from reinforce_rl.monitoring.rollouts import RolloutRow
     from reinforce_rl.monitoring.run import RunMonitor
 
 STATE_VERSION = 4
@@ -100,15 +98,6 @@ class ReinforceTrainer:
         self.wandb_run_id: str | None = None
         self.max_steps = total_steps(cfg, len(self.train_dataloader))
         self._stop = stop or StopRequest()
-        self._rollouts = RolloutMaker(
-            model,
-            rm,
-            batch_iterator_cls,
-            drop_truncated=cfg.truncated_samples == "drop",
-            max_failed_fraction=cfg.max_failed_fraction,
-            stop=self._stop,
-            work_queue=cfg.generation_work_queue,
-        )
         self._prompts_per_update = prompts_per_update
         self._data_position = self.train_dataloader.state_dict()
         self._saved_step: int | None = None
@@ -120,15 +109,17 @@ class ReinforceTrainer:
         self._past = PastSteps.of(cfg)
         self._activity = activity or Activity()
         self._clock = StepClock(self._activity, model.mesh.device, among_ranks=model.mesh.world_size > 1)
-        self._step_rollouts = StepRolloutMaker(
+        self._rollouts = RolloutMaker(
             cfg,
             model,
-            self._rollouts,
+            rm,
+            batch_iterator_cls,
             self.train_dataloader,
             self._clock,
-            with_old_log_probs=cfg.reinforce_epochs > 1 or prompts_per_update is not None,
-            while_generating=self._optimizer_states_away,
-            stop=self._stop,
+            self._stop,
+            has_ratios=cfg.reinforce_epochs > 1 or prompts_per_update is not None,
+            # Frees GPU memory for the generator.
+            while_generating=optimizer.offloaded if model.settings.offload_optimizer else contextlib.nullcontext,
         )
 
     def fit(self) -> None:
@@ -184,7 +175,7 @@ class ReinforceTrainer:
 
         Returns this rank's samples, means over all ranks, and this rank's seconds per phase.
         """
-        made = self._step_rollouts.make(self.step + 1)
+        made = self._rollouts.make(self.step + 1)
         self._prompts = made.prompts
         return made.batch, made.metrics, self._clock.seconds
 
@@ -214,17 +205,8 @@ class ReinforceTrainer:
 
         trains = found.trains & (batch.is_end if cfg.truncated_samples == "mask" else True)
         counted = mask & trains[:, None]
-        advantages = assign_credit(
-            found,
-            rewards[own],
-            kl,
-            kl_tokens,
-            counted,
-            beta=self._past.beta.value,
-            kl_placement=cfg.kl_placement,
-            assignment=cfg.credit_assignment,
-            discount=cfg.discount_factor,
-        )
+        how = {"kl_placement": cfg.kl_placement, "assignment": cfg.credit_assignment, "discount": cfg.discount_factor}
+        advantages = assign_credit(found, rewards[own], kl, kl_tokens, counted, beta=self._past.beta.value, **how)
         if cfg.advantage_whitening != "none":
             advantages = whiten(advantages, counted, unit=cfg.advantage_whitening, total=mesh.sum_over_dp)
         data = ReinforceBatch(batch, kl, groups.rewards[own], found.baseline, advantages, trains)
@@ -234,7 +216,8 @@ class ReinforceTrainer:
         """Update the policy with one or more optimizer steps on the rollout batch."""
         mesh, updates, sums = self.model.mesh, [], Counter[str]()
         in_loss = self._past.beta.value if self.cfg.kl_placement == "loss" else 0.0
-        for rows in self._mini_batches(batch):
+        seed, ids = self.model.settings.seed * 1_000_003 + self.step, mesh.gather_over_dp(batch.rollouts.group_ids)
+        for rows in mini_batches(ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed):
             tokens = torch.where(batch.trains, batch.rollouts.response_lengths, 0)[rows].sum()
             counts = mesh.sum_over_dp(torch.stack((batch.trains[rows].sum(), tokens)).double()).tolist()
             denominators = Denominators(*counts, fixed_length=float(self.model.settings.sampling.max_length))
@@ -255,17 +238,17 @@ class ReinforceTrainer:
         if self.val_dataloader is None or self.cfg.val_check_interval == 0:
             return
         with self.run_timer.validating():
-            metrics, rows = self._evaluate("validation", self.val_dataloader)
+            metrics, rows = self._rollouts.evaluate("validation", self.step, self.val_dataloader, self._activity)
         self.logger.log_validation(self.step, metrics, rows)
         self._validation_is_due = False
         if self.step > 0:
             self._best.add(self.step, metrics)
 
     def test(self) -> None:
-        if self.test_dataloader is None:
-            return
-        self.logger.log_test(self.step, *self._evaluate("test", self.test_dataloader))
-        self.logger.commit(self.step)
+        if self.test_dataloader is not None:
+            found = self._rollouts.evaluate("test", self.step, self.test_dataloader, self._activity)
+            self.logger.log_test(self.step, *found)
+            self.logger.commit(self.step)
 
     def save(self, *, wait: bool = False) -> None:
         """Save the last complete step, unless saved already, at step 0, or while the loss is not finite.
@@ -318,14 +301,6 @@ class ReinforceTrainer:
         self._best.load_state_dict(state["best"], self.ckpt_callback.holds)
         self._validation_is_due = state["validation_is_due"]
 
-    def _evaluate(self, name: str, prompts: FixedPrompts) -> tuple[Metrics, list[RolloutRow]]:
-        return evaluate(name, self.step, prompts, self.model, self._rollouts, self._activity)
-
-    def _mini_batches(self, batch: ReinforceBatch) -> Iterator[Tensor]:
-        mesh, seed = self.model.mesh, self.model.settings.seed * 1_000_003 + self.step
-        group_ids = mesh.gather_over_dp(batch.rollouts.group_ids)
-        return mini_batches(group_ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed)
-
     def _log_step(self, metrics: Metrics, batch: ReinforceBatch) -> None:
         rows = sample_rows(self.step, self._prompts, batch.rollouts, self.model.tokenizer, batch)
         position = {"epoch": self._data_position["epoch"], "consumed_prompts": self._data_position["consumed_prompts"]}
@@ -375,7 +350,3 @@ class ReinforceTrainer:
             raise StoppedEarly(self._outlook.shortage)
         self.run_timer.begin_step()
         return True
-
-    def _optimizer_states_away(self) -> contextlib.AbstractContextManager[None]:
-        # Frees GPU memory for the generator.
-        return self.optimizer.offloaded() if self.model.settings.offload_optimizer else contextlib.nullcontext()

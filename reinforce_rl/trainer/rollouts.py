@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,20 +37,81 @@ from reinforce_rl.rewards.base import (
 )
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.work_queue import FixedSplit, Work, WorkQueue
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.config.actor import ReinforceConfig
     from reinforce_rl.data.prompts import PromptLoader
+    from reinforce_rl.megatron.mesh import Mesh
     from reinforce_rl.monitoring.rollouts import RolloutRow
+
+T = TypeVar("T")
+MicroBatch = Sequence[Prompt]
+COUNTER = "reinforce_rl/micro_batches_taken"
+
+
+class WorkQueue:
+    """Micro-batches of one generation phase, created by all ranks together; iterating yields this block's.
+
+    Each block takes its own share, or with `shared` all take from one queue, first come, first served. Micro-batches
+    are cut as without a queue, so that each gives the same numbers wherever it is generated. `share` is the same on
+    all ranks of a block.
+    """
+
+    def __init__(self, mesh: Mesh, share: Sequence[MicroBatch], *, shared: bool):
+        self._mesh, self._shared = mesh, shared
+        self._micro_batches, self._own = list(share), list(range(len(share)))
+        self._taken: list[int] = []
+        if not shared:
+            return
+        if mesh.is_main:
+            mesh.reset_count(COUNTER)  # safe: no rank still counts in the last phase or already in this one
+        shares = mesh.gather_over_dp(self._micro_batches)
+        # Ends of shares may be smaller; taking them last shortens the final wait.
+        places = sorted(chain.from_iterable(((i, owner) for i in range(len(p))) for owner, p in enumerate(shares)))
+        self._micro_batches = [shares[owner][i] for i, owner in places]
+        self._own = [number for number, (_, owner) in enumerate(places) if owner == mesh.dp_rank]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        if not self._shared:
+            yield from self._micro_batches
+            return
+        while (number := self._mesh.count_by_block(COUNTER) - 1) < len(self._micro_batches):
+            self._taken.append(number)
+            yield self._micro_batches[number]
+
+    def close(self) -> None:
+        """Stop taking micro-batches: advance the counter past the end, so that other blocks take no more either."""
+        if self._shared and self._mesh.is_block_leader:
+            self._mesh.count(COUNTER, len(self._micro_batches))
+
+    def to_owners(self, results: Sequence[T]) -> list[T]:
+        """Return the results of this rank's own share, in order, wherever they were generated.
+
+        A collective call over the data-parallel ranks, after every micro-batch was taken. `results` are picklable, one
+        per micro-batch that this block took, in order; only those that another rank owns are sent.
+        """
+        if not self._shared:
+            return list(results)
+        found = dict(zip(self._taken, results, strict=True))
+        moved = {number: result for number, result in found.items() if number not in self._own}
+        for part in self._mesh.gather_over_dp(moved):
+            found |= part
+        return [found[number] for number in self._own]
 
 
 @dataclass(frozen=True)
 class PendingRollouts:
     batch: RolloutBatch  # without rewards; all samples invalid
     futures: tuple[tuple[RewardFuture, int], ...]  # (future, samples) per micro-batch that this rank asked about
-    work: Work  # restores the batch's order
+    work: WorkQueue  # restores the batch's order
+
+
+@dataclass(frozen=True)
+class StepRollouts:
+    prompts: list[Prompt]  # all that this rank drew
+    batch: RolloutBatch  # this rank's samples; with dynamic filtering, only of groups to train on
+    metrics: dict[str, float]  # means over all ranks and all samples drawn
 
 
 class RolloutMaker:
@@ -58,29 +119,71 @@ class RolloutMaker:
 
     Args:
         batch_iterator_cls: called with (prompts, validation); yields the batches to generate together.
-        drop_truncated: mark responses cut at max_length as invalid.
-        max_failed_fraction: tolerated share of unscored samples, over all ranks.
-        work_queue: let idle blocks generate other ranks' batches; see `WorkQueue`.
+        loader: prompts of `make`.
+        has_ratios: a batch takes more than one optimizer step, so old log-probs are needed.
+        while_generating: entered around the generation of a step.
     """
 
     def __init__(
         self,
+        cfg: ReinforceConfig,
         model: MegatronGPTReinforceActorModel,
         rm: RewardSource,
         batch_iterator_cls: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
-        *,
-        drop_truncated: bool,
-        max_failed_fraction: float,
+        loader: PromptLoader,
+        clock: StepClock,
         stop: StopRequest,
-        work_queue: bool = False,
+        *,
+        has_ratios: bool = False,
+        while_generating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ):
+        self._cfg = cfg
         self._model = model
         self._rm = rm
         self._batch_iterator_cls = batch_iterator_cls
-        self._drop_truncated = drop_truncated
-        self._max_failed_fraction = max_failed_fraction
+        self._loader = loader
+        self._clock = clock
         self._stop = stop
-        self._has_queue = work_queue and model.mesh.dp_size > 1
+        self._has_ratios = has_ratios
+        self._while_generating = while_generating
+
+    def make(self, step: int) -> StepRollouts:
+        """Make rollouts of the next prompts. `step`, from 1, keys the sampling noise.
+
+        Raises:
+            StoppedEarly: some rank was asked to stop. The same step can be made again.
+            RewardServerError: no answer, or too many failed samples.
+        """
+        if self._cfg.dynamic_filtering:
+            drawn = self._draw_until_rewards_differ(step)
+            return replace(drawn, batch=self._with_log_probs(drawn.batch))
+        prompts = next(self._loader)
+        pending = self._sample_step(prompts, step)
+        # Scores are computed elsewhere while log-probs are taken here.
+        pending = replace(pending, batch=self._with_log_probs(pending.batch))
+        batch = self._score_step(pending, step)
+        return StepRollouts(prompts, batch, take_means(rollout_means(batch), self._model.mesh.gather_over_dp))
+
+    def evaluate(
+        self, name: str, step: int, parts: Iterable[Sequence[Prompt]], activity: Activity
+    ) -> tuple[dict[str, float], list[RolloutRow]]:
+        """Sample with validation's settings and score; return means over all ranks and the samples of all ranks.
+
+        `parts` are this rank's prompts; `name` is the phase's.
+
+        Raises:
+            StoppedEarly: some rank was asked to stop.
+            RewardServerError: no answer within the deadline, or too many failed samples.
+        """
+        activity.begin(name)
+        prompts = [prompt for part in parts for prompt in part]
+        # A fixed seed: only the weights differ between validations.
+        pending = self.sample(prompts, 1, self._model.settings.seed * 1_000_003, validation=True)
+        activity.begin(f"{name}: reward_wait", has_deadline=True)
+        batch = self.score(pending, f"the {name} after step {step}")
+        mesh = self._model.mesh
+        rows = sample_rows(step, prompts, batch, self._model.tokenizer)
+        return take_means(rollout_means(batch), mesh.gather_over_dp), mesh.join_over_dp(rows)
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, seed: int, *, validation: bool = False
@@ -93,7 +196,7 @@ class RolloutMaker:
         """
         mesh = self._model.mesh
         share = list(self._batch_iterator_cls(prompts, validation))
-        work = WorkQueue(mesh, share) if self._has_queue else FixedSplit(share)
+        work = WorkQueue(mesh, share, shared=self._cfg.generation_work_queue and mesh.dp_size > 1)
         parts: list[Completions] = []
         futures: list[tuple[RewardFuture, int]] = []
         failure: Exception | None = None
@@ -144,12 +247,69 @@ class RolloutMaker:
         self._check_failures(reasons, len(rewards), name)
         valid = torch.isfinite(rewards) & (batch.response_lengths > 0)
         valid &= torch.tensor([reason != FINISH_OUTSIDE for reason in batch.finish_reasons], dtype=torch.bool)
-        if self._drop_truncated:
+        if self._cfg.truncated_samples == "drop":
             valid &= batch.is_end
         return replace(batch, rewards=rewards, valid=valid, source_rewards=sources)
 
+    def _sample_step(self, prompts: Sequence[Prompt], step: int) -> PendingRollouts:
+        seed = self._model.settings.seed * 1_000_003 + step  # step 0 is validation's seed
+        with self._clock.phase("generate"), self._while_generating():
+            return self.sample(prompts, self._cfg.num_rollouts_per_prompt, seed)
+
+    def _score_step(self, pending: PendingRollouts, step: int) -> RolloutBatch:
+        with self._clock.phase("reward_wait", has_deadline=True):
+            return self.score(pending, f"step {step}")
+
+    def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
+        """Add policy and reference log-probs if needed: without a KL only a second update reads them."""
+        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
+        with_kl = self._cfg.initial_policy_kl_penalty > 0
+        if with_kl or self._has_ratios:
+            with self._clock.phase("logprobs"):
+                batch = replace(batch, log_probs=self._policy_log_probs(batch, where))
+        if with_kl:
+            with self._clock.phase("init_logprobs"):
+                batch = replace(batch, init_log_probs=self._model.get_init_policy_logprobs(*where))
+        self._stop.check(self._model.mesh)
+        return batch
+
+    def _policy_log_probs(self, batch: RolloutBatch, where: tuple[Tensor, ...]) -> Tensor | None:
+        # Ratios of a second update must start from the trainer's own log-probs.
+        is_known = self._cfg.generator_log_probs and self._model.generator.is_exact and not self._has_ratios
+        return batch.generator_log_probs if is_known else self._model.get_inference_log_probs(*where)
+
+    def _draw_until_rewards_differ(self, step: int) -> StepRollouts:
+        """Draw prompts until enough groups have unequal rewards, or the bound or the epoch's end is reached.
+
+        It stops at the epoch's end because a prompt must not occur twice in a step.
+        """
+        mesh, wanted = self._model.mesh, self._loader.prompts_per_step
+        epoch = self._loader.state_dict()["epoch"]
+        all_prompts, drawn, with_spread = [], [], []
+        for _ in range(1 + self._cfg.max_resampling_rounds):
+            prompts = next(self._loader)
+            batch = self._score_step(self._sample_step(prompts, step), step)
+            all_prompts += prompts
+            drawn.append(batch)
+            differs = in_group_with_spread(batch.rewards, batch.group_ids, batch.valid)
+            for ids in mesh.gather_over_dp(batch.group_ids[differs].tolist()):
+                with_spread += dict.fromkeys(ids)  # each once, in order
+            if len(with_spread) >= wanted or self._loader.state_dict()["epoch"] != epoch:
+                break
+        batch = join_rollouts(drawn, self._model.pad_id)
+        kept = torch.isin(batch.group_ids, torch.tensor(with_spread[:wanted], dtype=torch.long))
+        metrics = take_means(rollout_means(batch), mesh.gather_over_dp)
+        groups = sum(mesh.gather_over_dp(len(all_prompts)))
+        counts = {
+            "groups_drawn": groups,
+            "groups_without_spread": groups - len(with_spread),
+            "groups_trained": min(len(with_spread), wanted),
+            "resampling_rounds": len(drawn) - 1,
+        }
+        return StepRollouts(all_prompts, batch.select(kept.nonzero()[:, 0]), {**metrics, **counts})
+
     def _check_failures(self, reasons: Counter[str], count: int, name: str) -> None:
-        mesh, bound = self._model.mesh, self._max_failed_fraction
+        mesh, bound = self._model.mesh, self._cfg.max_failed_fraction
         failed, total = mesh.sum_over_dp(torch.tensor([reasons.total(), count])).tolist()
         if failed > bound * total:
             every = sum(mesh.gather_over_dp(reasons), Counter[str]())
@@ -213,139 +373,3 @@ def _scores(future: RewardFuture, count: int) -> Rewards:
 def _reasons(answer: Rewards) -> list[str]:
     failed = [(row, code) for row, code in enumerate(answer.status.tolist()) if code != STATUS_OK]
     return [answer.faults.get(row, STATUS_TEXT.get(code, f"status {code}")) for row, code in failed]
-
-
-@dataclass(frozen=True)
-class StepRollouts:
-    prompts: list[Prompt]  # all that this rank drew
-    batch: RolloutBatch  # this rank's samples; with dynamic filtering, only of groups to train on
-    metrics: dict[str, float]  # means over all ranks and all samples drawn
-
-
-class StepRolloutMaker:
-    """Makes the rollouts of a step.
-
-    `with_old_log_probs` is needed for ratios, if a batch takes more than one optimizer step.
-    """
-
-    def __init__(
-        self,
-        cfg: ReinforceConfig,
-        model: MegatronGPTReinforceActorModel,
-        rollouts: RolloutMaker,
-        loader: PromptLoader,
-        clock: StepClock,
-        *,
-        with_old_log_probs: bool,
-        while_generating: Callable[[], AbstractContextManager[None]],
-        stop: StopRequest,
-    ):
-        self._cfg = cfg
-        self._model = model
-        self._rollouts = rollouts
-        self._loader = loader
-        self._clock = clock
-        self._with_old_log_probs = with_old_log_probs
-        self._while_generating = while_generating
-        self._stop = stop
-
-    def make(self, step: int) -> StepRollouts:
-        """Make rollouts of the next prompts. `step`, from 1, keys the sampling noise.
-
-        Raises:
-            StoppedEarly: some rank was asked to stop. The same step can be made again.
-            RewardServerError: no answer, or too many failed samples.
-        """
-        if self._cfg.dynamic_filtering:
-            drawn = self._draw_until_rewards_differ(step)
-            return replace(drawn, batch=self._with_log_probs(drawn.batch))
-        prompts = next(self._loader)
-        pending = self._sample(prompts, step)
-        # Scores are computed elsewhere while log-probs are taken here.
-        pending = replace(pending, batch=self._with_log_probs(pending.batch))
-        batch = self._score(pending, step)
-        return StepRollouts(prompts, batch, take_means(rollout_means(batch), self._model.mesh.gather_over_dp))
-
-    def _sample(self, prompts: Sequence[Prompt], step: int) -> PendingRollouts:
-        seed = self._model.settings.seed * 1_000_003 + step  # step 0 is validation's seed
-        with self._clock.phase("generate"), self._while_generating():
-            return self._rollouts.sample(prompts, self._cfg.num_rollouts_per_prompt, seed)
-
-    def _score(self, pending: PendingRollouts, step: int) -> RolloutBatch:
-        with self._clock.phase("reward_wait", has_deadline=True):
-            return self._rollouts.score(pending, f"step {step}")
-
-    def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
-        """Add policy and reference log-probs if needed: without a KL only a second update reads them."""
-        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
-        with_kl = self._cfg.initial_policy_kl_penalty > 0
-        if with_kl or self._with_old_log_probs:
-            with self._clock.phase("logprobs"):
-                batch = replace(batch, log_probs=self._policy_log_probs(batch, where))
-        if with_kl:
-            with self._clock.phase("init_logprobs"):
-                batch = replace(batch, init_log_probs=self._model.get_init_policy_logprobs(*where))
-        self._stop.check(self._model.mesh)
-        return batch
-
-    def _policy_log_probs(self, batch: RolloutBatch, where: tuple[Tensor, ...]) -> Tensor | None:
-        # Ratios of a second update must start from the trainer's own log-probs.
-        is_known = self._cfg.generator_log_probs and self._model.generator.is_exact and not self._with_old_log_probs
-        return batch.generator_log_probs if is_known else self._model.get_inference_log_probs(*where)
-
-    def _draw_until_rewards_differ(self, step: int) -> StepRollouts:
-        """Draw prompts until enough groups have unequal rewards, or the bound or the epoch's end is reached.
-
-        It stops at the epoch's end because a prompt must not occur twice in a step.
-        """
-        mesh, wanted = self._model.mesh, self._loader.prompts_per_step
-        epoch = self._loader.state_dict()["epoch"]
-        all_prompts, drawn, with_spread = [], [], []
-        for _ in range(1 + self._cfg.max_resampling_rounds):
-            prompts = next(self._loader)
-            batch = self._score(self._sample(prompts, step), step)
-            all_prompts += prompts
-            drawn.append(batch)
-            differs = in_group_with_spread(batch.rewards, batch.group_ids, batch.valid)
-            for ids in mesh.gather_over_dp(batch.group_ids[differs].tolist()):
-                with_spread += dict.fromkeys(ids)  # each once, in order
-            if len(with_spread) >= wanted or self._loader.state_dict()["epoch"] != epoch:
-                break
-        batch = join_rollouts(drawn, self._model.pad_id)
-        kept = torch.isin(batch.group_ids, torch.tensor(with_spread[:wanted], dtype=torch.long))
-        metrics = take_means(rollout_means(batch), mesh.gather_over_dp)
-        groups = sum(mesh.gather_over_dp(len(all_prompts)))
-        counts = {
-            "groups_drawn": groups,
-            "groups_without_spread": groups - len(with_spread),
-            "groups_trained": min(len(with_spread), wanted),
-            "resampling_rounds": len(drawn) - 1,
-        }
-        return StepRollouts(all_prompts, batch.select(kept.nonzero()[:, 0]), {**metrics, **counts})
-
-
-def evaluate(
-    name: str,
-    step: int,
-    parts: Iterable[Sequence[Prompt]],
-    model: MegatronGPTReinforceActorModel,
-    rollouts: RolloutMaker,
-    activity: Activity,
-) -> tuple[dict[str, float], list[RolloutRow]]:
-    """Sample with validation's settings and score; return means over all ranks and the samples of all ranks.
-
-    `parts` are this rank's prompts; `name` is the phase's.
-
-    Raises:
-        StoppedEarly: some rank was asked to stop.
-        RewardServerError: no answer within the deadline, or too many failed samples.
-    """
-    activity.begin(name)
-    prompts = [prompt for part in parts for prompt in part]
-    # A fixed seed: only the weights differ between validations.
-    seed = model.settings.seed * 1_000_003
-    pending = rollouts.sample(prompts, 1, seed, validation=True)
-    activity.begin(f"{name}: reward_wait", has_deadline=True)
-    batch = rollouts.score(pending, f"the {name} after step {step}")
-    metrics = take_means(rollout_means(batch), model.mesh.gather_over_dp)
-    return metrics, model.mesh.join_over_dp(sample_rows(step, prompts, batch, model.tokenizer))

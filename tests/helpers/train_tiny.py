@@ -93,7 +93,7 @@ def lengthen_steps(seconds: float) -> None:
 
 
 def slow_down(slow: int, rank: int) -> None:
-    from reinforce_rl.trainer.work_queue import COUNTER, WorkQueue
+    from reinforce_rl.trainer.rollouts import COUNTER, WorkQueue
 
     take = WorkQueue.__iter__
 

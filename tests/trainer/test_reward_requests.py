@@ -11,6 +11,7 @@ import torch
 from helpers.rewards import FunctionReward
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
+from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.rewards.base import RewardRequest
@@ -55,8 +56,8 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
     )
     prompts = [Prompt(0, "plain", (5,), {"answer": "1"}), Prompt(1, "U: tea<eos>A:", (6, 7), {}, MESSAGES)]
     rm = Asked()
-    options: Any = {"drop_truncated": False, "max_failed_fraction": 0.1, "stop": StopRequest()}
-    maker = RolloutMaker(model, rm, lambda prompts, _: [prompts], **options)
+    loader: Any = None
+    maker = RolloutMaker(ReinforceConfig(), model, rm, lambda prompts, _: [prompts], loader, loader, StopRequest())
     maker.sample(prompts, 3, seed=0)
     samples = rm.requests[0].samples
     assert [sample.response for sample in samples] == ["ab", "ab.a", "", "", "ab", "a"]

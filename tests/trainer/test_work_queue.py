@@ -18,6 +18,7 @@ from helpers.rewards import FunctionReward
 from helpers.tiny_run import metrics_of
 from helpers.trainer_processes import TrainerProcesses, assert_equal_runs
 
+from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
 from reinforce_rl.errors import EXIT_STOPPED, GenerationError, ReinforceError, RewardServerError, StoppedEarly
 from reinforce_rl.runtime.stop import StopRequest
@@ -158,8 +159,8 @@ class Phases:
             first = 10 + sum(SHARES[:rank])
             prompts = [Prompt(i, str(i), (i,)) for i in range(first, first + SHARES[rank])]
             rm, cut = FailingReward(failing_reward), two_by_two
-            options: Any = {"drop_truncated": False, "max_failed_fraction": 0.1, "stop": stop, "work_queue": queue}
-            maker = RolloutMaker(model, rm, cut, **options)  # type: ignore[arg-type]
+            cfg, no_steps = ReinforceConfig(generation_work_queue=queue), (None, None)
+            maker = RolloutMaker(cfg, model, rm, cut, *no_steps, stop)  # type: ignore[arg-type]
             try:
                 batch = maker.score(maker.sample(prompts, SAMPLES, seed=7), "step 1")
                 return batch, model.calls, None

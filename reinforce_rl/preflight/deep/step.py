@@ -237,7 +237,7 @@ def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
 
 
 def _reads_log_probs(cfg: TrainConfig) -> bool:
-    # Follows `StepRolloutMaker`.
+    # Follows `RolloutMaker`.
     rl = cfg.trainer.reinforce
     if rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None:
         return True
