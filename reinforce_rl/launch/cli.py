@@ -68,11 +68,7 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
 def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") -> None:
     """Replace a plain `python` process by torchrun (`utils/ranks.py`) if there are several ranks; not under torchrun.
 
-    Args:
-        key: config key of `num_nodes`, for the message.
-
-    Raises:
-        ReinforceError: several nodes, which a plain `python` cannot start.
+    `key` is the config key of `num_nodes`, for the ReinforceError that several nodes raise.
     """
     if "WORLD_SIZE" in os.environ or devices * num_nodes == 1:
         return
@@ -97,11 +93,7 @@ def _fail(text: str, code: int = EXIT_ERROR) -> None:
 
 
 def compose(name: str, overrides: Sequence[str]) -> DictConfig:
-    """Compose conf/NAME.yaml with overrides, as `with_config` does.
-
-    Raises:
-        ConfigError: Hydra's message, or a better one for an unknown key.
-    """
+    """Compose conf/NAME.yaml with overrides, as `with_config` does. ConfigError has Hydra's text or a better one."""
     try:
         with hydra.initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
             return hydra.compose(name, overrides=list(overrides))

@@ -28,15 +28,9 @@ class Unwell(ReinforceError):
 
 
 def check_server(url: str, token: str | None, say: Callable[[str], None]) -> None:
-    """Inspect a server step by step.
+    """Inspect the server at `url`, http://HOST:PORT or HOST:PORT; `say` is called with one line at a time.
 
-    Args:
-        url: http://HOST:PORT, or HOST:PORT.
-        say: called with one line at a time.
-
-    Raises:
-        ConfigError: invalid URL.
-        Unwell: it is down, not a reward server, not ready, not healthy, or refuses this client.
+    Raises Unwell if it is down, not a reward server, not ready, not healthy, or refuses this client.
     """
     server = _address_of(url)
     health = _health(server)

@@ -58,13 +58,8 @@ def make_plan(
 ) -> LaunchPlan:
     """Choose the port and pass it to both sides as Hydra overrides, unless the caller has set them.
 
-    Args:
-        server, actor: commands without overrides.
-        server_args, actor_args: Hydra overrides. The server's `inference.port=N` fixes the port and
-            `inference.name=NAME` the model's name; `inference.token_file=FILE` goes to the actor too.
-
-    Raises:
-        ConfigError: the port is not a number, or the token cannot be read.
+    `server` and `actor` are commands without overrides. The server's `inference.port=N` fixes the port and
+    `inference.name=NAME` the model's name; `inference.token_file=FILE` goes to the actor too.
     """
     text = override_of(server_args, "inference.port")
     name = override_of(server_args, "inference.name") or DEFAULT_NAME

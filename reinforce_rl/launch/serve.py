@@ -126,11 +126,7 @@ def inference_options(cfg: ServeRewardModelConfig) -> dict[str, Any]:
 
 
 def serve(cfg: ServeRewardModelConfig) -> None:
-    """Serve until a signal.
-
-    Raises:
-        ConfigError: a required access token is missing, or the port is busy.
-    """
+    """Serve until a signal; ConfigError if a required access token is missing, or the port is busy."""
     logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if os.environ.get("RANK", "0") == "0":
         # Before minutes of loading.

@@ -17,34 +17,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from reinforce_rl.errors import EXIT_DIVERGED, EXIT_ERROR, EXIT_FINISHED, EXIT_STOPPED, ConfigError
 from reinforce_rl.launch.slurm import outcome, steps
-from reinforce_rl.launch.slurm.outcome import FAILED, FINISHED, STOPPED, Attempt, History, Journal, Outcome, judge
+from reinforce_rl.launch.slurm.outcome import FAILED, FINISHED, STOPPED, Attempt, History, Outcome, judge
 from reinforce_rl.launch.slurm.rendezvous import Endpoint, health_fault, read_endpoint
 from reinforce_rl.launch.slurm.settings import REPOSITORY, Allocation, Settings, read_allocation, read_settings
 from reinforce_rl.launch.slurm.steps import POLL_SECONDS, SlurmCallError, Step, StepPlan, call
+from reinforce_rl.launch.slurm.task import StopSignal
 
 REPORT_SECONDS = 30.0
 REQUEUE_SECONDS = 30.0  # reserved for the requeue before the end of the allocation
 LEAST_SECONDS = 10.0
 HEALTH_POLL_SECONDS = 1.0
-
-
-class StopSignal:
-    def __init__(self) -> None:
-        self.number: int | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.number is None:
-            self.number = number
-
-    @property
-    def name(self) -> str:
-        return "" if self.number is None else signal.Signals(self.number).name
 
 
 class Job:
@@ -55,10 +40,14 @@ class Job:
         self._stop = stop
         self._folder = settings.slurm_folder / allocation.label
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._log = Journal(self._folder / "job.log").log
         self._history = History(settings.slurm_folder / outcome.HISTORY_FILE)
         self._steps: list[Step] = []
         self._end_time: int | None = None
+
+    def _log(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not prevent an orderly end
+            sys.stdout.write("".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in text.splitlines()))
+            sys.stdout.flush()
 
     def run(self) -> int:
         settings, job, restart = self._settings, self._allocation.job_id, self._allocation.restart
@@ -151,7 +140,7 @@ class Job:
     def _wait_until_healthy(self, servers: Sequence[Step]) -> list[Endpoint] | Outcome:
         """Return the servers' endpoints once all can score."""
         start = time.monotonic()
-        next_report = start + REPORT_SECONDS
+        next_report, limit = start + REPORT_SECONDS, self._settings.ready_seconds
         healthy: dict[str, Endpoint] = {}
         while True:
             why = ""
@@ -161,17 +150,15 @@ class Job:
                 if server.name in healthy:
                     continue
                 endpoint = read_endpoint(self._folder, server.name)
-                fault = "its tasks have not begun"
-                if endpoint is not None:
-                    fault = health_fault(endpoint.address, endpoint.http_port)
-                    if fault is None:
-                        healthy[server.name] = endpoint
-                        self._log(f"{server.name}: healthy at http://{endpoint.http} ({endpoint.host})")
-                        continue
-                why = f"{server.name}: {fault}"
+                fault = health_fault(endpoint) if endpoint else "its tasks have not begun"
+                if endpoint and not fault:
+                    healthy[server.name] = endpoint
+                    self._log(f"{server.name}: healthy at http://{endpoint.http} ({endpoint.host})")
+                else:
+                    why = f"{server.name}: {fault}"
             if len(healthy) == len(servers):
                 return [healthy[server.name] for server in servers]
-            elapsed, limit = time.monotonic() - start, self._settings.ready_seconds
+            elapsed = time.monotonic() - start
             if self._stop.number is not None:
                 return self._never_healthy(servers, f"{self._stop.name} came before the reward server was healthy")
             if elapsed > limit:
@@ -282,7 +269,7 @@ class Job:
             return False, f"not requeued after {self._stop.name}; {go_on}"
         if result.code == EXIT_DIVERGED:
             return False, "not requeued: the policy has diverged, and would again from the same checkpoint"
-        if result.kind == FAILED and not self._settings.restart_after_crash:
+        if result.kind == FAILED and self._settings.restart_after_crash != "true":
             return False, f"not requeued after a failure (REINFORCE_RESTART_AFTER_CRASH is false); {go_on}"
         requeue, why = outcome.may_requeue(
             restart=self._allocation.restart,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from reinforce_rl.launch.slurm import settings as names
-from reinforce_rl.launch.slurm.settings import ACTOR, SERVER, VARIABLES, Variable, split_arguments
+from reinforce_rl.launch.slurm.settings import ACTOR, SERVER, VARIABLES, Variable, count_from, split_arguments
 
 T = TypeVar("T")
 UNLIMITED = ("UNLIMITED", "INFINITE", "INFINITY", "-1")
@@ -18,7 +18,7 @@ _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 
 
 def parse_time(text: str) -> int | None:
-    """Convert M, M:S, H:M:S, D-H, D-H:M or D-H:M:S to seconds, else raise ValueError; None for no limit."""
+    """Convert M, M:S, H:M:S, D-H, D-H:M or D-H:M:S to seconds; None for no limit. The parsers raise ValueError."""
     if text.upper() in UNLIMITED:
         return None
     if found := re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text):
@@ -27,30 +27,21 @@ def parse_time(text: str) -> int | None:
         seconds = 86400 * int(days or 0) + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
         if seconds > 0:
             return seconds
-    raise ValueError(f"'{text}'; expected MINUTES, HH:MM:SS, D-HH:MM:SS or UNLIMITED")
+    raise ValueError("MINUTES, HH:MM:SS, D-HH:MM:SS or UNLIMITED")
 
 
 def parse_memory(text: str) -> int:
-    """Convert Slurm's SIZE[K|M|G|T] to megabytes, else raise ValueError; 0 stands for all of a node's memory."""
-    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
-    if found is None:
-        raise ValueError(f"'{text}'; expected SIZE[K|M|G|T], such as 64G, or 0 for all of a node's memory")
-    return math.ceil(int(found[1]) * _MEGABYTES[found[2] or "M"])
+    """Convert Slurm's SIZE[K|M|G|T] to megabytes; 0 stands for all of a node's memory."""
+    if found := re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper()):
+        return math.ceil(int(found[1]) * _MEGABYTES[found[2] or "M"])
+    raise ValueError("SIZE[K|M|G|T], such as 64G, or 0 for all of a node's memory")
 
 
 def parse_gpus(text: str) -> int:
-    """Return COUNT of [TYPE:]COUNT, else raise ValueError."""
-    found = re.fullmatch(r"(?:[\w.-]*[A-Za-z][\w.-]*:)?(\d+)", text)
-    if found is None:
-        raise ValueError(f"'{text}'; expected GPUs of a node as [TYPE:]COUNT, such as 8 or h100:8, or 0 for none")
-    return int(found[1])
-
-
-def parse_count(text: str) -> int:
-    """Parse a whole number from 1, else raise ValueError."""
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise ValueError(f"'{text}'; expected a whole number from 1")
+    """Return COUNT of [TYPE:]COUNT."""
+    if found := re.fullmatch(r"(?:[\w.-]*[A-Za-z][\w.-]*:)?(\d+)", text):
+        return int(found[1])
+    raise ValueError("GPUs of a node as [TYPE:]COUNT, such as 8 or h100:8, or 0 for none")
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,7 @@ COMPONENT_OPTIONS = (
     ComponentOption("exclude", "exclude", "NODES", "nodes that must not"),
     ComponentOption("gpus", "gpus-per-node", "[TYPE:]COUNT", "GPUs of each node; 0: none", parse=parse_gpus),
     ComponentOption(
-        "cpus-per-task", "cpus-per-task", "N", "CPUs of each task; with torchrun a task is a node", parse=parse_count
+        "cpus-per-task", "cpus-per-task", "N", "CPUs of each task; with torchrun a task is a node", parse=count_from(1)
     ),
     ComponentOption("mem", "mem", "SIZE[K|M|G|T]", "memory of each node; 0: all of it", parse=parse_memory),
 )
@@ -139,7 +130,7 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
         try:
             return None if text is None else parse(text)
         except ValueError as error:
-            faults.append(f"{option} is {error}")
+            faults.append(f"{option} is '{text}'; expected {error}")
             return None
 
     def component(which: str) -> ComponentOptions:
@@ -158,8 +149,8 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
         server_args=server_args,
         time=time,
         seconds=parsed("--time", time, parse_time),
-        lead=parsed("--signal-lead", text("signal-lead"), parse_count),
-        chain=parsed("--chain", args.chain, parse_count) or 1,
+        lead=parsed("--signal-lead", text("signal-lead"), count_from(1)),
+        chain=parsed("--chain", args.chain, count_from(1)) or 1,
         actor=component(ACTOR),
         server=component(SERVER),
         job_name=text("job-name"),

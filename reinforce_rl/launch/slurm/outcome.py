@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -73,13 +72,8 @@ def read_ends(folder: Path) -> list[TaskEnd]:
     return [TaskEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
-def first_failed(
-    ends: Sequence[TaskEnd], lost: Sequence[TaskEnd] = (), harmless: Collection[int] = (0,)
-) -> TaskEnd | None:
-    """Return the task whose failure caused the others; None if none failed.
-
-    `lost` are tasks that did not record their end; `harmless` are exit codes that are not failures.
-    """
+def first_failed(ends: Sequence[TaskEnd], lost: Sequence[TaskEnd], harmless: Collection[int]) -> TaskEnd | None:
+    """Return the task whose failure caused the others, among `lost` too, which left no record; None if none failed."""
     failed = min((end for end in ends if end.code not in harmless), key=lambda end: end.time, default=None)
     if lost and (failed is None or failed.code in CONSEQUENCES):
         return lost[0]
@@ -108,7 +102,7 @@ def judge(
 
     Args:
         actor, servers: ends of their tasks.
-        lost: tasks that did not record their end.
+        lost: those without a record.
         unasked: step of the last server if it ended unasked; else empty.
         signalled: signal received by this job, if any.
         killed: the actor did not end in time after that signal and was killed.
@@ -202,10 +196,7 @@ def status_of(run_dir: Path) -> Status | None:
 
 
 def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -> str | None:
-    """Return a sentence if the run has finished, else None.
-
-    None too if `arguments` (of actor and server) have changed: the trainer decides, as they may add steps.
-    """
+    """Return a sentence if the run has finished; None too if `arguments` have changed, as they may add steps."""
     status = status_of(run_dir)
     if status is None or status.state != "finished":
         return None
@@ -216,10 +207,7 @@ def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -
 
 
 def may_requeue(*, restart: int, max_restarts: int, step_before: int, step_after: int) -> tuple[bool, str]:
-    """Decide whether to requeue a job whose run has not finished; return the decision and its reason for the log.
-
-    `restart` counts earlier requeues; the steps are of the newest checkpoint at start and end of this attempt.
-    """
+    """Decide whether to requeue a job whose run has not finished; return the decision and its reason for the log."""
     if restart >= max_restarts:
         return False, f"it was requeued {restart} times, of {max_restarts} (REINFORCE_MAX_RESTARTS)"
     if step_after <= step_before:
@@ -235,21 +223,6 @@ def refusal(attempts: Sequence[Attempt], *, job: str, restart: int, max_restarts
     return f"{idle} attempts of this job began at step {step} and got no further" if idle >= IDLE_ATTEMPTS else None
 
 
-class Journal:
-    """The job's log: stdout and the attempt's job.log."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def log(self, text: str) -> None:
-        lines = "".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in text.splitlines())
-        with contextlib.suppress(OSError):  # a full disk must not prevent an orderly end
-            sys.stdout.write(lines)
-            sys.stdout.flush()
-        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(lines)
-
-
 def last_lines(log: Path, count: int = LAST_LOG_LINES) -> str:
     """Return the end of a `srun --label` log, without Python warnings, which explain no failure."""
     try:
@@ -258,14 +231,5 @@ def last_lines(log: Path, count: int = LAST_LOG_LINES) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:
         return f"{log} cannot be read: {error.strerror}"
-    shown: list[str] = []
-    warned: set[str] = set()  # tasks whose next line is the source line of a warning
-    for line in lines:
-        task, _, text = line.partition(": ")
-        if task in warned and text.startswith("  "):
-            warned.discard(task)
-        elif re.search(r"\.py:\d+: \w*Warning: ", text):
-            warned.add(task)
-        else:
-            shown.append(line)
+    shown = [line for line in lines if not re.search(r"\.py:\d+: \w*Warning: ", line)]
     return "\n".join([f"the last lines of {log}:", *(f"  | {line}" for line in shown[-count:] or ["(empty)"])])

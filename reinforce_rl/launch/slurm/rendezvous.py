@@ -58,11 +58,7 @@ def read_endpoint(folder: Path, component: str) -> Endpoint | None:
 
 
 def wait_for_endpoint(folder: Path, component: str, seconds: float, stopped: Callable[[], bool]) -> Endpoint | None:
-    """Wait for the endpoint of `component`; None once `stopped()` is true.
-
-    Raises:
-        ReinforceError: not within `seconds`.
-    """
+    """Wait for the endpoint of `component`; None once `stopped()` is true, ReinforceError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not stopped():
         endpoint = read_endpoint(folder, component)
@@ -70,8 +66,8 @@ def wait_for_endpoint(folder: Path, component: str, seconds: float, stopped: Cal
             return endpoint
         if time.monotonic() > deadline:
             raise ReinforceError(
-                f"the first task of {component} has not said within {seconds:.0f} s where it is "
-                f"({_path(folder, component)}); see its lines in the log, and whether all nodes share the folder"
+                f"the first task of {component} did not write its address to {_path(folder, component)} within "
+                f"{seconds:.0f} s; see its lines in the log, and whether all nodes share the folder"
             )
         time.sleep(POLL_SECONDS)
     return None
@@ -83,12 +79,9 @@ def _path(folder: Path, component: str) -> Path:
 
 @contextlib.contextmanager
 def claim_ports(count: int, key: str, folder: Path = LOCK_FOLDER) -> Iterator[list[int]]:
-    """Hold `count` ports, neither in use nor claimed by others, during the block.
+    """Hold `count` ports, neither in use nor claimed by others, during the block; ReinforceError if there are too few.
 
     Searches from the hash of `key`, so that jobs seldom collide; `folder` holds the locks.
-
-    Raises:
-        ReinforceError: too few free ports, or the folder cannot be used.
     """
     with contextlib.ExitStack() as locks:
         ports: list[int] = []
@@ -98,16 +91,14 @@ def claim_ports(count: int, key: str, folder: Path = LOCK_FOLDER) -> Iterator[li
             port = FIRST_PORT + (start + offset) % PORTS
             path = folder / str(port)
             lock = _lock(path)
-            if lock is None:
-                continue
-            if _is_free(port):
+            if lock is not None and not _is_free(port):
+                _unlock(path, lock)
+            elif lock is not None:
                 locks.callback(_unlock, path, lock)
                 ports.append(port)
                 if len(ports) == count:
                     yield ports
                     return
-            else:
-                _unlock(path, lock)
         raise ReinforceError(f"no {count} free ports from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on this node")
 
 
@@ -152,22 +143,16 @@ def _unlock(path: Path, handle: int) -> None:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket() as probe, contextlib.suppress(OSError):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen(1)  # with SO_REUSEADDR two sockets may be bound, but only one listens
-        except OSError:
-            return False
-    return True
+        probe.bind(("", port))
+        probe.listen(1)  # with SO_REUSEADDR two sockets may be bound, but only one listens
+        return True
+    return False
 
 
 def own_address(peers: Sequence[str]) -> str:
-    """Return an IPv4 address by which `peers`, other nodes of the job, reach this node.
-
-    Raises:
-        ReinforceError: this node's name has none.
-    """
+    """Return an IPv4 address by which `peers`, other nodes of the job, reach this node; ReinforceError without any."""
     address = _address_of(socket.gethostname())
     if address is not None and not address.startswith("127."):
         return address
@@ -184,15 +169,14 @@ def own_address(peers: Sequence[str]) -> str:
 
 
 def _address_of(name: str) -> str | None:
-    try:
+    with contextlib.suppress(OSError):
         return socket.gethostbyname(name)
-    except OSError:
-        return None
+    return None
 
 
-def health_fault(address: str, port: int) -> str | None:
+def health_fault(server: Endpoint) -> str | None:
     """Query /health of a reward server; return why it cannot score, or None."""
-    connection = http.client.HTTPConnection(address, port, timeout=HEALTH_SECONDS)
+    connection = http.client.HTTPConnection(server.address, server.http_port, timeout=HEALTH_SECONDS)
     deadline = threading.Timer(HEALTH_SECONDS, _hang_up, (connection,))  # HTTPConnection's timeout is for one read
     deadline.daemon = True
     try:
@@ -202,15 +186,15 @@ def health_fault(address: str, port: int) -> str | None:
         answer = connection.getresponse()
         body = answer.read(1 << 16)
     except (OSError, http.client.HTTPException) as error:
-        return f"{address}:{port} does not answer ({getattr(error, 'strerror', None) or repr(error)})"
+        return f"{server.http} does not answer ({getattr(error, 'strerror', None) or repr(error)})"
     finally:
         deadline.cancel()
         connection.close()
     try:
         text = json.loads(body)["text"]
     except (ValueError, KeyError, TypeError):
-        return f"{address}:{port} answers HTTP {answer.status}, and not as a reward server does"
-    return None if answer.status == 200 else f"{address}:{port}: {text}"
+        return f"{server.http} answers HTTP {answer.status}, and not as a reward server does"
+    return None if answer.status == 200 else f"{server.http}: {text}"
 
 
 def _hang_up(connection: http.client.HTTPConnection) -> None:

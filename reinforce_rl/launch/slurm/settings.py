@@ -53,17 +53,19 @@ class Variable:
         return self.name[len(PREFIX) :].lower().replace("_", "-")
 
 
-def _choice(**choices: Any) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
         if text not in choices:
             raise ValueError(" or ".join(choices))
-        return choices[text]
+        return text
 
     return parse
 
 
-def _count(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
+def count_from(least: int) -> Callable[[str], Any]:
+    def parse(text: str) -> int | None:
+        if not text:
+            return None
         if not text.isdecimal() or int(text) < least:
             raise ValueError(f"a whole number from {least}")
         return int(text)
@@ -98,9 +100,8 @@ def _mounts(text: str) -> tuple[str, ...]:
     return entries
 
 
-def _variable(meaning: str, text: str = "", parse: Callable[[str], Any] = str, empty: Any = "") -> Any:
-    """Return a field that is read from an environment variable; `text` is its default, else the value is `empty`."""
-    return field(default=parse(text) if text else empty, metadata={"of": (text, meaning, parse)})
+def _variable(meaning: str, default: str = "", parse: Callable[[str], Any] = str) -> Any:
+    return field(default=parse(default), metadata={"of": (default, meaning, parse)})
 
 
 @dataclass(frozen=True)
@@ -113,32 +114,32 @@ class Settings:
     repository: Path
     python: str = _variable("interpreter of the tasks; else the repository's .venv, else python3")
     launcher: str = _variable(
-        "srun: one task a rank; torchrun: one task a node, which starts its ranks",
-        SRUN,
-        _choice(srun=SRUN, torchrun=TORCHRUN),
+        "srun: one task a rank; torchrun: one task a node, which starts its ranks", SRUN, _one_of(SRUN, TORCHRUN)
     )
-    actor_devices: int | None = _variable(
-        "ranks on each node of the actor; else the tasks a node of component 1", "", _count(1), None
+    actor_devices: int | None = _variable(  # None, as below: from the allocation
+        "ranks on each node of the actor; else the tasks a node of component 1", parse=count_from(1)
     )
     server_devices: int | None = _variable(
-        "ranks on each node of a reward server; else the tasks a node of component 0", "", _count(1), None
+        "ranks on each node of a reward server; else the tasks a node of component 0", parse=count_from(1)
     )
-    servers: int = _variable("reward servers of one model that the nodes of component 0 are dealt to", "1", _count(1))
+    servers: int = _variable(
+        "reward servers of one model that the nodes of component 0 are dealt to", "1", count_from(1)
+    )
     ready_seconds: float = _variable(
         "how long the reward servers may take to become healthy, model loading included", "600", _seconds
     )
     grace_seconds: float = _variable("between the signal that asks a task to end and SIGKILL", "600", _seconds)
-    max_restarts: int = _variable("how often a job may be requeued; 0: never", "10", _count(0))
-    restart_after_crash: bool = _variable(
-        "true: a job of which a task died is requeued as after a time limit", "false", _choice(false=False, true=True)
+    max_restarts: int = _variable("how often a job may be requeued; 0: never", "10", count_from(0))
+    restart_after_crash: str = _variable(
+        "true: a job of which a task died is requeued as after a time limit", "false", _one_of("false", "true")
     )
     mpi: str = _variable("for srun --mpi, such as pmix")
     container_image: str = _variable("for srun --container-image (pyxis), of all tasks")
     server_container_image: str = _variable("another image for the reward servers")
     container_mounts: tuple[str, ...] = _variable(
-        "HOST:CONTAINER,... besides the repository and the run's folder", "", _mounts, ()
+        "HOST:CONTAINER,... besides the repository and the run's folder", parse=_mounts
     )
-    srun_args: tuple[str, ...] = _variable("further arguments for every srun", "", _words, ())
+    srun_args: tuple[str, ...] = _variable("further arguments for every srun", parse=_words)
     setup: str = _variable("a shell file that every task sources first, or a shell line such as `module load cuda`")
     actor_args: tuple[str, ...] = ()  # Hydra overrides
     server_args: tuple[str, ...] = ()  # Hydra overrides
@@ -171,11 +172,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def read_settings(argv: Sequence[str], environment: Mapping[str, str], repository: Path) -> Settings:
-    """Read and check the settings of a job; an empty variable counts as unset.
-
-    Raises:
-        ConfigError: with all faults.
-    """
+    """Read and check the settings of a job, with all faults in a ConfigError; an empty variable counts as unset."""
     actor_args, server_args = split_arguments(argv)
     faults: list[str] = []
     values: dict[str, Any] = {"run_dir": Path()}
@@ -232,11 +229,7 @@ class Allocation:
 
 
 def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Allocation:
-    """Read the variables that Slurm sets for the batch step.
-
-    Raises:
-        ConfigError: not two components, or the numbers contradict the settings.
-    """
+    """Read the variables that Slurm sets for the batch step; ConfigError if the numbers contradict the settings."""
     if (size := environment.get("SLURM_HET_SIZE")) != "2":
         what = f"a heterogeneous job of {size} components" if size else "no heterogeneous job"
         expected = "sbatch [OPTIONS of the reward servers] : [OPTIONS of the actor] slurm/train_hetjob.sbatch ..."

@@ -57,15 +57,9 @@ def call(
     with_stderr: bool = False,
     **environment: str,
 ) -> str:
-    """Run a command and return its stdout.
+    """Run a command and return its stdout, with its stderr if asked; SlurmCallError if it failed.
 
-    Args:
-        base: its environment; None for this process's.
-        with_stderr: append its stderr.
-        environment: further variables.
-
-    Raises:
-        SlurmCallError: it failed.
+    `base` is its environment, None for this process's; `environment` has further variables.
     """
     env = {**(os.environ if base is None else base), **environment}
     try:
@@ -317,13 +311,10 @@ class Step:
 
 
 def end_stale_steps(job_ids: Sequence[str], seconds: float, log: Callable[[str], None]) -> None:
-    """End steps of an earlier attempt whose batch script is gone: SIGTERM, then SIGKILL after `seconds`.
+    """End steps of an earlier attempt whose batch script is gone: SIGTERM, SIGKILL after `seconds`, or SlurmCallError.
 
     When a node of component 0 fails, Slurm 22.05 requeues this component alone. The actor goes on in the folder that
     the next attempt needs, and holds the cores that its srun would wait for.
-
-    Raises:
-        SlurmCallError: a step still runs, or the controller did not answer.
     """
     left = ""
     for number, limit, how in ((signal.SIGTERM, seconds, "asked to end"), (signal.SIGKILL, KILL_SECONDS, "killed")):

@@ -24,7 +24,7 @@ from rich.text import Text
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError
 from reinforce_rl.launch.slurm.options import PLANNED, parse_memory, parse_options, parse_time
 from reinforce_rl.launch.slurm.outcome import HISTORY_FILE, History, finished
-from reinforce_rl.launch.slurm.plan import Component, JobPlan, make_request
+from reinforce_rl.launch.slurm.plan import JobPlan, make_request
 from reinforce_rl.launch.slurm.steps import SlurmCallError, call
 from reinforce_rl.preflight.report import print_warnings
 from reinforce_rl.preflight.run import wide_console
@@ -43,8 +43,7 @@ LAST_JOBS = 100  # queried; more than any chain, and keeps the command line shor
 def main(argv: Sequence[str], console: Console | None = None) -> int:
     """Plan, check, print and submit `[options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]`.
 
-    Returns:
-        0 if the jobs were submitted (or would be, in a dry run) or the run has finished; else 1.
+    Returns 0 if the jobs were submitted (or would be, in a dry run) or the run has finished; else 1.
     """
     errors = console or Console(stderr=True, highlight=False, soft_wrap=True)
     console = console or wide_console()
@@ -102,9 +101,7 @@ class Answer:
 def ask_cluster(run_dir: Path, plan: JobPlan | None, actor_megabytes: int, environment: Mapping[str, str]) -> Answer:
     """Check a job against the queue and the cluster; without a plan, the queue only.
 
-    Args:
-        actor_megabytes: host memory needed by the ranks of one actor node; 0 if unknown.
-        environment: that of sbatch.
+    `actor_megabytes` of host memory is what an actor node needs, 0 if unknown; `environment` is sbatch's.
     """
     if shutil.which("sbatch") is None:
         what = (
@@ -131,11 +128,7 @@ def ask_cluster(run_dir: Path, plan: JobPlan | None, actor_megabytes: int, envir
 
 
 def queue_faults(run_dir: Path) -> list[str]:
-    """Return a fault if jobs of this run are pending, running or ending.
-
-    Raises:
-        SlurmCallError: squeue failed.
-    """
+    """Return a fault if jobs of this run are pending, running or ending."""
     path = run_dir / "slurm" / SUBMITTED_FILE
     names = {line["job"]: line["name"] for line in read_json_lines(path)} if path.is_file() else {}
     for attempt in History(path.with_name(HISTORY_FILE)).attempts():
@@ -164,11 +157,7 @@ def queue_faults(run_dir: Path) -> list[str]:
 
 
 def partition_faults(plan: JobPlan, sinfo: str) -> list[str]:
-    """Check that each component has a partition that is up and allows the job's time.
-
-    Raises:
-        SlurmCallError: `sinfo` is not the output of `PARTITIONS`.
-    """
+    """Check that each component has a partition that is up and allows the job's time."""
     reasons: dict[str, str] = {}  # why a partition cannot be used; empty if it can
     default = ""
     for line in filter(str.strip, sinfo.splitlines()):
@@ -198,62 +187,57 @@ def partition_faults(plan: JobPlan, sinfo: str) -> list[str]:
 
 def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None:
     """Run `sbatch --test-only` for each component, the job, and each component without the other's nodes."""
+    server, actor = plan.server, plan.actor
     starts = []
-    for component in (plan.server, plan.actor):
-        try:
-            starts.append(_test_component(plan, component, environment))
-        except SlurmCallError as error:
+    for component in (server, actor):
+        start, refusal = _test_only(plan.test_command(component), environment)
+        starts.append(start)
+        if refusal:
             what = f"the component of the {component.name} ({' '.join(component.requirements())})"
-            answer.faults.append(f"sbatch --test-only refuses {what}: {_said(error)}")
+            answer.faults.append(f"sbatch --test-only refuses {what}: {_with_hint(refusal)}")
+    if not answer.faults:
+        _, refusal = _test_only(plan.command(test_only=True), environment)
+        if refusal:
+            answer.faults.append(f"sbatch --test-only refuses the job: {_with_hint(refusal)}")
     if answer.faults:
         return
-    try:
-        call(plan.command(test_only=True), seconds=SUBMIT_SECONDS, base=environment)
-    except SlurmCallError as error:
-        answer.faults.append(f"sbatch --test-only refuses the job: {_said(error)}")
-        return
-    server, actor = answer.starts = starts[0], starts[1]
-    if server is None or actor is None:
+    of_server, of_actor = answer.starts = starts[0], starts[1]
+    if of_server is None or of_actor is None:
         answer.warnings.append("whether both components fit together is not known: sbatch --test-only names no nodes")
-    else:
-        answer.faults += _together_faults(plan, server, actor, environment)
-
-
-def _test_component(
-    plan: JobPlan, component: Component, environment: Mapping[str, str], exclude: str = ""
-) -> Start | None:
-    said = call(plan.test_command(component, exclude), seconds=SUBMIT_SECONDS, base=environment, with_stderr=True)
-    found = re.search(r"to start at (\S+) using \d+ processors on nodes (\S+)", said)
-    return Start(*found.groups()) if found else None
-
-
-def _said(error: SlurmCallError) -> str:
-    said = " ".join(error.said.split())
-    if "node configuration is not available" in said:
-        said += f"; use fewer nodes or ranks a node, or another partition. What the nodes have: {NODES_HINT}"
-    return said
-
-
-def _together_faults(plan: JobPlan, server: Start, actor: Start, environment: Mapping[str, str]) -> list[str]:
-    alone = f"alone, the {plan.server.name} would get {server.nodes} and the {plan.actor.name} {actor.nodes}"
-    try:
-        _test_component(plan, plan.actor, environment, exclude=server.nodes)
-        return []
-    except SlurmCallError as error:
-        alone += f"; without {server.nodes}, sbatch says of the {plan.actor.name}: {' '.join(error.said.split())}"
-    try:
-        _test_component(plan, plan.server, environment, exclude=actor.nodes)
-    except SlurmCallError:
-        return [
+        return
+    _, refusal = _test_only(plan.test_command(actor, exclude=of_server.nodes), environment)
+    if not refusal:
+        return
+    alone = f"alone, the {server.name} would get {of_server.nodes} and the {actor.name} {of_actor.nodes}"
+    alone += f"; without {of_server.nodes}, sbatch says of the {actor.name}: {refusal}"
+    if _test_only(plan.test_command(server, exclude=of_actor.nodes), environment)[1]:
+        answer.faults.append(
             f"the components fit singly, but not together ({alone}). Slurm gives no node to both, and the job would "
-            f"wait for ever: expected {plan.server.nodes} + {plan.actor.nodes} different nodes; use fewer, or another "
-            "partition or nodelist"
-        ]
-    return [
-        f"the {plan.server.name} may be put on nodes that the {plan.actor.name} cannot do without ({alone}), and the "
-        "job would wait for ever, since Slurm chooses the nodes of component 0 without a look at component 1; keep "
-        "them apart with --server-partition, --server-constraint, --server-exclude or --server-nodelist"
-    ]
+            f"wait for ever: expected {server.nodes} + {actor.nodes} different nodes; use fewer, or another partition "
+            "or nodelist"
+        )
+    else:
+        answer.faults.append(
+            f"the {server.name} may be put on nodes that the {actor.name} cannot do without ({alone}), and the job "
+            "would wait for ever, since Slurm chooses the nodes of component 0 without a look at component 1; keep "
+            "them apart with --server-partition, --server-constraint, --server-exclude or --server-nodelist"
+        )
+
+
+def _test_only(command: Sequence[str], environment: Mapping[str, str]) -> tuple[Start | None, str]:
+    """Run `sbatch --test-only`; return when and where the job could start, None if unknown, and why it is refused."""
+    try:
+        said = call(command, seconds=SUBMIT_SECONDS, base=environment, with_stderr=True)
+    except SlurmCallError as error:
+        return None, " ".join(error.said.split())
+    found = re.search(r"to start at (\S+) using \d+ processors on nodes (\S+)", said)
+    return Start(*found.groups()) if found else None, ""
+
+
+def _with_hint(refusal: str) -> str:
+    if "node configuration is not available" in refusal:
+        refusal += f"; use fewer nodes or ranks a node, or another partition. What the nodes have: {NODES_HINT}"
+    return refusal
 
 
 def _memory_warnings(nodes: str, megabytes: int) -> list[str]:

@@ -86,29 +86,35 @@ def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str]) 
     return result
 
 
-class _Signals:
+class StopSignal:
+    """Keeps the first signal to stop, and passes all on to a child."""
+
     def __init__(self) -> None:
-        self.first: int | None = None
+        self.number: int | None = None
         self._child: Child | None = None
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
 
+    @property
+    def name(self) -> str:
+        return "" if self.number is None else signal.Signals(self.number).name
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.first = self.first or number
+        self.number = self.number or number
         if self._child is not None:
             self._child.send_signal(number)
 
     def pass_to(self, child: Child) -> None:
         self._child = child
-        if self.first is not None:
-            child.send_signal(self.first)
+        if self.number is not None:
+            child.send_signal(self.number)
 
 
 @contextlib.contextmanager
-def _first_task(task: Task, signals: _Signals) -> Iterator[Endpoint | None]:
+def _first_task(task: Task, stop: StopSignal) -> Iterator[Endpoint | None]:
     """Yield the endpoint of the component's first task, whose ports are held meanwhile. None after a signal."""
     if task.number:
-        yield wait_for_endpoint(task.folder, task.component, task.seconds, lambda: signals.first is not None)
+        yield wait_for_endpoint(task.folder, task.component, task.seconds, lambda: stop.number is not None)
         return
     with claim_ports(2 if task.serves else 1, f"{task.folder.name} {task.component}") as ports:
         endpoint = Endpoint(socket.gethostname(), own_address(task.peers), *ports)
@@ -117,20 +123,16 @@ def _first_task(task: Task, signals: _Signals) -> Iterator[Endpoint | None]:
 
 
 def run(task: Task) -> tuple[TaskEnd, bool]:
-    """Run the program to its end.
+    """Run the program to its end; a ReinforceError says why it could not be started.
 
-    Returns:
-        How it ended, and whether to return 0 to srun: it has saved or was asked to end, and `--kill-on-bad-exit` must
-        not kill tasks that still save.
-
-    Raises:
-        ReinforceError: it could not be started.
+    Returns how it ended, and whether to return 0 to srun: it has saved or was asked to end, and `--kill-on-bad-exit`
+    must not kill tasks that still save.
     """
-    signals = _Signals()
+    stop = StopSignal()
     adopt_orphans()
-    with _first_task(task, signals) as first:
-        if first is None or signals.first is not None:
-            return task.end(128 + (signals.first or signal.SIGTERM), "stopped before the program began"), True
+    with _first_task(task, stop) as first:
+        if first is None or stop.number is not None:
+            return task.end(128 + (stop.number or signal.SIGTERM), "stopped before the program began"), True
         command = command_of(task, first)
         try:
             # The program must not outlive a killed wrapper: other ranks would wait for it. Servers ignore SIGUSR1:
@@ -144,10 +146,10 @@ def run(task: Task) -> tuple[TaskEnd, bool]:
             )
         except OSError as error:
             raise ReinforceError(f"cannot start {command[0]}: {error.strerror}") from error
-        signals.pass_to(child)
+        stop.pass_to(child)
         code = child.process.wait()
         # Slurm may signal twice, and Python restores default handlers during its shutdown.
-        asked = signals.first is not None and -code in SIGNALS
+        asked = stop.number is not None and -code in SIGNALS
         end = task.end(code if code >= 0 else 128 - code)
         end_orphans(ORPHAN_SECONDS)  # while the ports are still locked
         return end, code == EXIT_STOPPED or asked

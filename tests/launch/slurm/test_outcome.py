@@ -51,17 +51,17 @@ def test_texts() -> None:
 
 def test_the_first_in_time_failed_first() -> None:
     ends = [end_of(0, 76, 12.0), end_of(1, 0, 1.0), end_of(2, 137, 10.0), end_of(3, 1, 11.0)]
-    assert first_failed(ends) == ends[2]
-    assert first_failed([end_of(0, 0), end_of(1, 0)]) is None
-    assert first_failed([end_of(0, 75, 1.0), end_of(1, 1, 2.0)], harmless=(0, 75)) == end_of(1, 1, 2.0)
+    assert first_failed(ends, [], (0,)) == ends[2]
+    assert first_failed([end_of(0, 0), end_of(1, 0)], [], (0,)) is None
+    assert first_failed([end_of(0, 75, 1.0), end_of(1, 1, 2.0)], [], (0, 75)) == end_of(1, 1, 2.0)
 
 
 def test_a_task_without_a_word_comes_before_those_that_missed_it() -> None:
     lost = [end_of(2, 137, 99.0)]
-    assert first_failed([end_of(0, 76, 1.0), end_of(1, 143, 2.0)], lost) == lost[0]
-    assert first_failed([], lost) == lost[0]
+    assert first_failed([end_of(0, 76, 1.0), end_of(1, 143, 2.0)], lost, (0,)) == lost[0]
+    assert first_failed([], lost, (0,)) == lost[0]
     own = end_of(0, 1, 1.0)  # its error is its own: what came after it was killed with its wrapper
-    assert first_failed([own], lost) == own
+    assert first_failed([own], lost, (0,)) == own
 
 
 def judged(actor: list[TaskEnd], servers: list[TaskEnd] | None = None, **values: object) -> Outcome:

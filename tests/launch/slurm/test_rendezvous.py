@@ -19,7 +19,7 @@ import pytest
 
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.slurm import rendezvous
-from reinforce_rl.launch.slurm.rendezvous import FIRST_PORT, PORTS, claim_ports, health_fault, own_address
+from reinforce_rl.launch.slurm.rendezvous import FIRST_PORT, PORTS, Endpoint, claim_ports, health_fault, own_address
 
 CLAIM = """
 import sys
@@ -149,7 +149,7 @@ def answer() -> Iterator[dict[str, object]]:
 def test_answers(answer: dict[str, object]) -> None:
     def asked(code: int, body: object) -> str | None:
         answer.update(code=code, body=body if isinstance(body, bytes) else json.dumps(body).encode())
-        return health_fault("127.0.0.1", int(str(answer["port"])))
+        return health_fault(Endpoint("here", "127.0.0.1", 0, int(str(answer["port"]))))
 
     assert asked(200, {"text": "a small sample was scored"}) is None
     found = asked(503, {"text": "the server is starting"})
@@ -173,7 +173,7 @@ def test_an_answer_that_drips_has_a_deadline(monkeypatch: pytest.MonkeyPatch) ->
         server = threading.Thread(target=drip)
         server.start()
         begin = time.monotonic()
-        found = health_fault("127.0.0.1", listener.getsockname()[1])
+        found = health_fault(Endpoint("here", "127.0.0.1", 0, listener.getsockname()[1]))
         seconds = time.monotonic() - begin
         server.join(30)
     assert found is not None and "does not answer" in found
@@ -184,4 +184,7 @@ def test_nothing_listens() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    assert health_fault("127.0.0.1", port) == f"127.0.0.1:{port} does not answer (Connection refused)"
+    assert (
+        health_fault(Endpoint("here", "127.0.0.1", 0, port))
+        == f"127.0.0.1:{port} does not answer (Connection refused)"
+    )

@@ -77,7 +77,7 @@ def test_all_variables_are_read() -> None:
         30.5,
         7.0,
         0,
-        True,
+        "true",
         "pmix",
         "a.sqsh",
         "b.sqsh",

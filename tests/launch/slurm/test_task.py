@@ -171,7 +171,7 @@ def test_a_first_task_that_never_comes(tmp_path: Path) -> None:
         timeout=SECONDS,
     )
     assert done.returncode == 1
-    assert "the first task of actor has not said within 0 s where it is" in done.stderr
+    assert "the first task of actor did not write its address to" in done.stderr
     assert [end.code for end in read_ends(tmp_path)] == [1]
 
 
