@@ -16,7 +16,7 @@ from pathlib import Path
 
 from reinforce_rl.errors import ConfigError, ReinforceError
 from reinforce_rl.launch.local import launch, make_plan, python_script
-from reinforce_rl.monitoring.summary import run_summary
+from reinforce_rl.monitoring.report import run_summary
 from reinforce_rl.tools.smollm2 import DEFAULT_FOLDER, prepare_smollm2
 
 ROOT = Path(__file__).resolve().parents[2]

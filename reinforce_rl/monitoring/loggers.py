@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from reinforce_rl.errors import DataError, ReinforceError
 from reinforce_rl.utils.files import encode, json_line, plain_number, read_json_lines, write_json_lines
@@ -16,28 +16,23 @@ SUCCESS = "success"
 FAILED = "failed"
 
 
-@runtime_checkable
-class MetricLogger(Protocol):
-    """Interface of metric back ends. Called on rank 0 only, with non-decreasing steps."""
+class MetricLogger:
+    """A back end of metrics, called on rank 0 only, with non-decreasing steps; overrides what it stores."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
         """Log numbers of `step` under `prefix + name`, e.g. `train/rewards`."""
-        ...
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
         """Log sample rows of `step`, all with the same keys."""
-        ...
 
     def commit(self, step: int) -> None:
         """Store `step`, which is complete, so that it survives a kill."""
-        ...
 
     def finalize(self, status: str = SUCCESS) -> None:
         """Store what is left and close. `status` is "success" or "failed"."""
-        ...
 
 
-class Loggers:
+class Loggers(MetricLogger):
     def __init__(self, loggers: Sequence[MetricLogger] = ()):
         self.loggers = tuple(loggers)
 
@@ -78,8 +73,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-class JsonlLogger:
-    """Merges all metrics of a step into one line, plus `time` (unix seconds), appended at `commit`. Ignores tables.
+class JsonlLogger(MetricLogger):
+    """Merges all metrics of a step into one line, plus `time` (unix seconds), appended at `commit`.
 
     Args:
         resume_step: of the checkpoint to resume from, 0 to restart from scratch: later lines and a torn last line are
@@ -93,38 +88,32 @@ class JsonlLogger:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._pending: dict[int, dict[str, Any]] = {}
-        self._last_step: int | None = None
+        self._last_step = -1
+        records = read_metrics(self.path) if self.path.exists() else []
+        if records and resume_step is None:
+            raise DataError(
+                f"{self.path} already holds metrics up to step {records[-1]['step']}, and this is a new run; "
+                "choose another run folder, or resume that run"
+            )
         if self.path.exists():
-            self._take_over(resume_step)
-
-    def _take_over(self, resume_step: int | None) -> None:
-        records = read_metrics(self.path)
-        if resume_step is None:
-            if records:
-                raise DataError(
-                    f"{self.path} already holds metrics up to step {records[-1]['step']}, and this is a new run; "
-                    "choose another run folder, or resume that run"
-                )
-            resume_step = 0
-        kept = [record for record in records if record["step"] <= resume_step]
-        write_json_lines(self.path, kept)
-        self._last_step = max((record["step"] for record in kept), default=None)
+            kept = [record for record in records if record["step"] <= (resume_step or 0)]
+            write_json_lines(self.path, kept)
+            self._last_step = max((record["step"] for record in kept), default=-1)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
         """Buffer numbers until `commit(step)`; the last value of a name wins."""
         line = self._pending.setdefault(step, {})
         line.update({prefix + name: plain_number(value) for name, value in metrics.items()})
 
-    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Ignored: `RolloutWriter` keeps samples."""
-
     def commit(self, step: int) -> None:
         """Append the line of `step` and fsync; merge if the file already has that step."""
         if step not in self._pending:
             return
         record = {"step": step, "time": time.time(), **self._pending.pop(step)}
-        if self._last_step is not None and step <= self._last_step:
-            self._merge(record)
+        if step <= self._last_step:
+            by_step = {old["step"]: old for old in read_metrics(self.path)}
+            by_step[step] = {**by_step.get(step, {}), **record}
+            write_json_lines(self.path, [by_step[number] for number in sorted(by_step)])
             return
         with self.path.open("ab") as file:
             file.write(encode(json_line(record)))
@@ -132,18 +121,13 @@ class JsonlLogger:
             os.fsync(file.fileno())
         self._last_step = step
 
-    def _merge(self, record: dict[str, Any]) -> None:
-        by_step = {old["step"]: old for old in read_metrics(self.path)}
-        by_step[record["step"]] = {**by_step.get(record["step"], {}), **record}
-        write_json_lines(self.path, [by_step[step] for step in sorted(by_step)])
-
     def finalize(self, status: str = SUCCESS) -> None:
         """Write steps that were not committed: after an error they show how far the run came."""
         for step in sorted(self._pending):
             self.commit(step)
 
 
-class TensorboardLogger:
+class TensorboardLogger(MetricLogger):
     """Writes one event file. Imports tensorboard lazily.
 
     Event files are append-only: a resumed run writes a new one, replaying `metrics.jsonl` up to its checkpoint, and
@@ -186,23 +170,15 @@ class TensorboardLogger:
             if number is not None and not (step == step_of_history and prefix + name in known):
                 self._writer.add_scalar(prefix + name, number, step)
 
-    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Ignored: TensorBoard has no tables."""
-
     def commit(self, step: int) -> None:
         """Flush to the operating system, so that TensorBoard shows it and a kill does not lose it."""
         self._writer.flush()
 
     def finalize(self, status: str = SUCCESS) -> None:
-        """Close the file; `status` is not stored."""
         self._writer.close()
 
 
-_START_DEADLINE_S = 90.0
-_FINISH_DEADLINE_S = 120.0
-
-
-class WandbLogger:
+class WandbLogger(MetricLogger):
     """A wandb run. Imports wandb lazily.
 
     A resumed run passes its checkpoint's `run_id` and continues the same wandb run. wandb rejects steps below its last
@@ -212,8 +188,6 @@ class WandbLogger:
         dir: parent of wandb's own `wandb/`.
         run_id: run to continue; None starts a new one.
         mode: "offline" keeps everything in `dir`, for a later `wandb sync`; "online" needs an API key.
-        entity: user or team; None is the account's default.
-        group: joins runs, e.g. the seeds of one experiment.
 
     Raises:
         ReinforceError: wandb is not installed, or the run cannot be started.
@@ -227,9 +201,6 @@ class WandbLogger:
         config: Mapping[str, Any],
         run_id: str | None = None,
         mode: Literal["offline", "online"] = "offline",
-        entity: str | None = None,
-        group: str | None = None,
-        tags: Sequence[str] = (),
     ):
         try:
             import wandb
@@ -248,15 +219,8 @@ class WandbLogger:
                 id=run_id,
                 resume="allow" if run_id is not None else None,
                 mode=mode,
-                entity=entity,
-                group=group,
-                tags=list(tags),
-                settings=wandb.Settings(
-                    init_timeout=_START_DEADLINE_S,
-                    finish_timeout=_FINISH_DEADLINE_S,
-                    console="off",  # wandb's capture of stdout and the live progress display tear each other
-                    silent=True,
-                ),
+                # Deadlines in seconds. wandb's capture of stdout and the live progress display would tear each other.
+                settings=wandb.Settings(init_timeout=90, finish_timeout=120, console="off", silent=True),
             )
         except wandb.Error as error:
             raise ReinforceError(
@@ -283,9 +247,6 @@ class WandbLogger:
         columns: list[Any] = list(rows[0])
         data = [[row[column] for column in columns] for row in rows]
         self._run.log({key: wandb.Table(columns=columns, data=data, allow_mixed_types=True)}, step=step)
-
-    def commit(self, step: int) -> None:
-        """Ignored: wandb stores a step when the next one begins or the run ends."""
 
     def finalize(self, status: str = SUCCESS) -> None:
         """Flush and end the run, as failed unless `status` is "success"."""

@@ -1,31 +1,33 @@
-"""`report.html`: a run as one self-contained page, without scripts or network access.
+"""What a run changed: `run_summary` as text, and `report.html`, one page without scripts or network access.
 
-`python -m reinforce_rl.monitoring.report RUN_DIR` writes it, also during the run.
+`python -m reinforce_rl.monitoring.report RUN_DIR` writes the page, also during the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
-from markupsafe import Markup
+from jinja2 import Environment, FileSystemLoader
 
 from reinforce_rl.errors import DataError, ReinforceError
 from reinforce_rl.monitoring.charts import MAX_POINTS, Series, area_chart, legend, line_chart
+from reinforce_rl.monitoring.loggers import read_metrics
 from reinforce_rl.monitoring.progress import PHASES, clock
-from reinforce_rl.monitoring.report_template import PAGE, STYLE
-from reinforce_rl.monitoring.rollouts import RolloutRow
-from reinforce_rl.monitoring.summary import RunRecord, load_run, slowest_rank, summarize, verdict
+from reinforce_rl.monitoring.rollouts import RolloutRow, read_rollouts, rollout_files
 from reinforce_rl.runtime.settings import CONFIG_FILE, flatten, settings_of
 from reinforce_rl.utils.files import write_atomically
 
+TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+TEMPLATES.filters["known"] = math.isfinite
+TEMPLATES.filters["number"] = lambda value: f"{value:.3f}" if math.isfinite(value) else "failed"
 _EVEN_SAMPLES = 6
 _EXTREME_SAMPLES = 3
 # Keys of the configuration that the page shows at once, where they are set; the whole file is one click away.
@@ -44,14 +46,158 @@ _FACTS = (
 
 
 @dataclass(frozen=True)
-class _Chart:
-    title: str
-    legend: Markup
-    svg: Markup
+class PairedComparison:
+    n: int  # prompts compared
+    mean_before: float  # NaN if n is 0
+    mean_after: float
+    mean_difference: float  # after - before
+    standard_error: float  # of the n differences; NaN if n < 2
+    z: float  # infinite if all differences are equal and not 0; NaN if undefined
 
 
-def write_report(run_dir: str | Path, out: str | Path = "report.html") -> Path:
-    """Write the page from the files of `run_dir` that exist; return its path. A relative `out` is below `run_dir`.
+def compare_validation(before: Sequence[RolloutRow], after: Sequence[RolloutRow]) -> PairedComparison:
+    """Compare two validations' rewards, paired by `prompt_id`.
+
+    Samples of a prompt count as their mean. Prompts absent or failed (NaN) on either side are dropped.
+    """
+    first, last = _rewards_by_prompt(before), _rewards_by_prompt(after)
+    shared = sorted(first.keys() & last.keys())
+    if not shared:
+        return PairedComparison(0, *[math.nan] * 5)
+    differences = [last[prompt] - first[prompt] for prompt in shared]
+    mean = statistics.fmean(differences)
+    error = statistics.stdev(differences) / math.sqrt(len(shared)) if len(shared) > 1 else math.nan
+    z = mean / error if error else math.copysign(math.inf, mean) if mean else math.nan
+    old, new = (statistics.fmean(rewards[prompt] for prompt in shared) for rewards in (first, last))
+    return PairedComparison(len(shared), old, new, mean, error, z)
+
+
+def _rewards_by_prompt(rows: Sequence[RolloutRow]) -> dict[int, float]:
+    groups: dict[int, list[float]] = {}
+    for row in rows:
+        groups.setdefault(row.prompt_id, []).append(row.reward)
+    return {prompt: statistics.fmean(found) for prompt, found in groups.items() if all(map(math.isfinite, found))}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    metrics: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl, by ascending step
+    validations: tuple[list[RolloutRow], list[RolloutRow]] | None  # first and last; None with fewer than two
+    last_rollouts: list[RolloutRow]
+
+    @classmethod
+    def read(cls, run_dir: Path) -> RunRecord:
+        """Read a run's folder; files may be absent.
+
+        Raises:
+            DataError: an existing file cannot be read.
+        """
+        path = run_dir / "metrics.jsonl"
+        metrics = sorted(read_metrics(path), key=lambda line: line["step"]) if path.exists() else []
+        validations, rollouts = ([*rollout_files(run_dir, kind).values()] for kind in ("validation", "rollouts"))
+        pair = (read_rollouts(validations[0]), read_rollouts(validations[-1])) if len(validations) > 1 else None
+        return cls(metrics, pair, read_rollouts(rollouts[-1]) if rollouts else [])
+
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """Return (step, value) of the lines that have `key`; null becomes NaN."""
+        return [(line["step"], _number(line[key])) for line in self.metrics if key in line]
+
+    @property
+    def comparison(self) -> PairedComparison | None:
+        """First against last validation; None with fewer than two."""
+        return None if self.validations is None else compare_validation(*self.validations)
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """One quantity before and after; NaN if unknown."""
+
+    name: str  # with its unit
+    basis: str  # what it was measured on
+    before: float
+    after: float
+    digits: int = 3  # decimals
+    percent: bool = False
+    standard_error: float = math.nan  # of the change
+
+    def show(self, value: float, signed: bool = False) -> str:
+        """Format `value` for this row; "-" if unknown."""
+        if not math.isfinite(value):
+            return "-"
+        sign = "+" if signed else ""
+        return f"{value:{sign}.1%}" if self.percent else f"{value:{sign}.{self.digits}f}"
+
+    @property
+    def change(self) -> str:
+        """Format after - before, with its standard error if there is one."""
+        error = f" ± {self.show(self.standard_error)}" if math.isfinite(self.standard_error) else ""
+        return self.show(self.after - self.before, signed=True) + error
+
+
+def summarize(run: RunRecord) -> list[SummaryRow]:
+    """Return quantities before and after, from validations and the first and last training steps."""
+    rows = []
+    if (found := run.comparison) is not None and found.n:
+        basis = f"validation, the same {found.n} prompts"
+        error = found.standard_error
+        rows.append(SummaryRow("Reward", basis, found.mean_before, found.mean_after, standard_error=error))
+    rows += _before_and_after(run, "Reward", "rewards")
+    rows += _before_and_after(run, "Reward with KL", "rewards_with_kl")
+    rows += _before_and_after(run, "KL, nats a response", "init_policy_kl")
+    rows += _before_and_after(run, "Response length, tokens", "response_lengths", "response_length", digits=1)
+    ended = "fraction_of_samples_properly_ended"
+    rows += _before_and_after(run, "Ended by itself", ended, "is_end", percent=True)
+    return [row for row in rows if math.isfinite(row.before) or math.isfinite(row.after)]
+
+
+def _before_and_after(run: RunRecord, name: str, key: str, field: str = "", **look: Any) -> list[SummaryRow]:
+    """Return a row of the validations' `field`, if given, and one of the training metric `key`."""
+    rows = []
+    if field and run.validations is not None:
+        before, after = (_mean([getattr(row, field) for row in validation]) for validation in run.validations)
+        rows.append(SummaryRow(name, "validation", before, after, **look))
+    values = [value for _, value in run.series(f"train/{key}")]
+    window = min(10, len(values) // 2)  # the first and the last steps must not overlap
+    if window == 0:
+        return [*rows, SummaryRow(name, "training, one step", _mean(values), math.nan, **look)]
+    basis = f"training, first and last {window} steps" if window > 1 else "training, first and last step"
+    return [*rows, SummaryRow(name, basis, _mean(values[:window]), _mean(values[-window:]), **look)]
+
+
+def verdict(run: RunRecord) -> str:
+    """Describe the change of the validation reward in one sentence."""
+    found = run.comparison
+    if found is None:
+        return "The reward has not been compared: that needs a validation before and one after."
+    if found.n == 0:
+        return "The reward cannot be compared: no validation prompt was scored both before and after."
+    moved = "rose" if found.mean_difference > 0 else "fell" if found.mean_difference < 0 else "changed"
+    text = f"The mean validation reward {moved} by {abs(found.mean_difference):.3f}"
+    if math.isnan(found.standard_error):
+        return f"{text} on the one prompt that was compared."
+    text += f" ± {found.standard_error:.3f} on {found.n} prompts"
+    if math.isfinite(found.z):
+        text += f", {abs(found.z):.1f} standard errors" + (": within noise" if abs(found.z) < 2 else "")
+    return text + "."
+
+
+def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = None) -> str:
+    """Return a script's last lines: what changed, and paths. `places` adds paths, e.g. {"checkpoint": path}."""
+    run = RunRecord.read(Path(run_dir))
+    rows = summarize(run)
+    lines = [verdict(run)]
+    name_width = max((len(row.name) for row in rows), default=0)
+    for row in rows:
+        numbers = f"{row.show(row.before):>8} -> {row.show(row.after):>8}  {row.change:<16}"
+        lines.append(f"  {row.name:<{name_width}}  {numbers} ({row.basis})")
+    named = {"run folder": run_dir, **(places or {})}
+    place_width = max(len(name) for name in named)
+    lines += [f"  {name:<{place_width}}  {place}" for name, place in named.items()]
+    return "\n".join(lines)
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write `report.html` from the files of `run_dir` that exist; return its path.
 
     Raises:
         DataError: `run_dir` is absent, or a file of it cannot be read.
@@ -59,38 +205,35 @@ def write_report(run_dir: str | Path, out: str | Path = "report.html") -> Path:
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise DataError(f"{run_dir}: no such folder; expected the folder of a run")
-    run = load_run(run_dir)
+    run = RunRecord.read(run_dir)
     config, facts, changes = _config(run_dir, run.metrics[-1]["step"] if run.metrics else 0)
     even, extremes = _validation_samples(run)
-    best, worst = _best_and_worst(run)
-    environment = Environment(autoescape=True)
-    environment.filters["known"] = math.isfinite
-    environment.filters["number"] = lambda value: f"{value:.3f}" if math.isfinite(value) else "failed"
-    page = environment.from_string(PAGE).render(
-        style=Markup(STYLE),
+    best, worst = _best_and_worst(run.last_rollouts)
+    page = TEMPLATES.get_template("report.html").render(
         name=run_dir.resolve().name,
         span=_span(run),
         verdict=verdict(run),
-        tone=_tone(run),
+        tone=_tone(run.comparison),
         summary=summarize(run),
         facts=facts,
         config=config,
         changes=changes,
         charts=_charts(run),
-        slowest_rank=slowest_rank(run),
+        slowest_rank=_slowest_rank(run),
         max_points=MAX_POINTS,
         even=even,
         extremes=extremes,
         best=best,
         worst=worst,
-        rollout_step=run.last_rollouts[0] if run.last_rollouts else None,
     )
-    path = run_dir / out
+    path = run_dir / "report.html"
     write_atomically(path, page)
     return path
 
 
-def _charts(run: RunRecord) -> list[_Chart]:
+def _charts(run: RunRecord) -> list[tuple[str, str, str]]:
+    """Return title, legend and SVG of each chart."""
+
     def train(key: str, name: str = "training", colour: int = 1) -> Series:
         return Series(name, run.series(f"train/{key}"), colour, smooth=True)
 
@@ -109,59 +252,59 @@ def _charts(run: RunRecord) -> list[_Chart]:
         ("Learning rate", [Series("learning rate", run.series("train/lr"), 1)], {"zero": True}),
     ]
     charts = [
-        _Chart(title, Markup(legend(series)) if len(series) > 1 else Markup(), Markup(line_chart(series, **look)))
-        for title, series, look in lines
+        (title, legend(series) if len(series) > 1 else "", line_chart(series, **look)) for title, series, look in lines
     ]
     phases = _phase_series(run.metrics)
-    charts.append(_Chart("Seconds a step, by phase", Markup(legend(phases)), Markup(area_chart(phases))))
-    return charts
+    return [*charts, ("Seconds a step, by phase", legend(phases), area_chart(phases))]
 
 
 def _phase_series(metrics: Sequence[Mapping[str, Any]]) -> list[Series]:
-    keys = [f"timers/{name}" for name in PHASES]
-    timed = [line for line in metrics if any(key in line for key in [*keys, "timers/step_time"])]
+    keys = [f"timers/{name}" for name in (*PHASES, "step_time")]
+    timed = [(line["step"], *(_number(line.get(key)) for key in keys)) for line in metrics if line.keys() & set(keys)]
+    series = [Series(name, [(row[0], row[i]) for row in timed], i) for i, name in enumerate(PHASES, 1)]
+    rest = [(row[0], max(0.0, row[-1] - sum(filter(math.isfinite, row[1:-1])))) for row in timed]
+    series.append(Series("rest of the step", rest, len(PHASES) + 1))
+    return [one for one in series if any(math.isfinite(y) for _, y in one.points)]
 
-    def seconds(line: Mapping[str, Any], key: str) -> float:
-        value = line.get(key)
-        return math.nan if value is None else float(value)
 
-    series = []
-    for colour, (name, key) in enumerate(zip(PHASES, keys, strict=True), 1):
-        points = [(line["step"], seconds(line, key)) for line in timed]
-        if any(math.isfinite(y) for _, y in points):
-            series.append(Series(name, points, colour))
-    rest = []
-    for line in timed:
-        parts = [seconds(line, key) for key in keys]
-        known = sum(value for value in parts if math.isfinite(value))
-        rest.append((line["step"], max(0.0, seconds(line, "timers/step_time") - known)))
-    if any(math.isfinite(y) for _, y in rest):
-        series.append(Series("rest of the step", rest, 6))
-    return series
+def _slowest_rank(run: RunRecord) -> str | None:
+    """Describe the phase in which the slowest rank cost most; None for a single rank."""
+    found = []
+    for key in dict.fromkeys(key for line in run.metrics for key in line if key.startswith("timing/")):
+        if key.endswith("/rank"):
+            phase = key.split("/")[1]
+            ranks, most, median = (
+                [value for _, value in run.series(f"timing/{phase}/{name}")] for name in ("rank", "max", "median")
+            )
+            found.append((_mean(most) - _mean(median), phase, _mean(most), _mean(median), ranks))
+    if not found:
+        return None
+    _, phase, most, median, ranks = max(found)
+    rank = statistics.mode(ranks)
+    return (
+        f"The ranks lost most to the slowest one in {phase}: it took {most:.1f} s a step there, the median rank "
+        f"{median:.1f} s. In {ranks.count(rank)} of {len(ranks)} steps it was rank {rank:.0f}; the log's straggler "
+        "lines name its host."
+    )
 
 
 def _validation_samples(run: RunRecord) -> tuple[list, list]:
     """Return pairs (before, after) of the same prompt: evenly spaced ones, and those with extreme differences."""
-    if run.first_validation is None or run.last_validation is None:
+    if run.validations is None:
         return [], []
-    after = {(row.prompt_id, row.sample_id): row for row in run.last_validation[1]}
-    ordered = sorted(run.first_validation[1], key=lambda row: (row.prompt_id, row.sample_id))
-    pairs = [(row, after[key]) for row in ordered if (key := (row.prompt_id, row.sample_id)) in after]
+    first, last = ({(row.prompt_id, row.sample_id): row for row in rows} for rows in run.validations)
+    pairs = [(first[key], last[key]) for key in sorted(first.keys() & last.keys())]
     count = min(_EVEN_SAMPLES, len(pairs))
     even = [pairs[index * len(pairs) // count] for index in range(count)]
-    shown = {pair[0].prompt_id for pair in even}
-    moved = sorted(
-        (pair for pair in pairs if math.isfinite(pair[1].reward - pair[0].reward) and pair[0].prompt_id not in shown),
-        key=lambda pair: pair[1].reward - pair[0].reward,
-    )
-    extremes = [moved[-1], moved[0]] if len(moved) > 1 else moved
-    return even, extremes
+    shown = {before.prompt_id for before, _ in even}
+    moved = [(after.reward - before.reward, (before, after)) for before, after in pairs]
+    moved = [(by, pair) for by, pair in moved if math.isfinite(by) and pair[0].prompt_id not in shown]
+    extremes = [pair for _, pair in sorted(moved, key=lambda one: one[0])]
+    return even, [extremes[-1], extremes[0]] if len(extremes) > 1 else extremes
 
 
-def _best_and_worst(run: RunRecord) -> tuple[list[RolloutRow], list[RolloutRow]]:
-    if run.last_rollouts is None:
-        return [], []
-    ordered = sorted((row for row in run.last_rollouts[1] if math.isfinite(row.reward)), key=lambda row: -row.reward)
+def _best_and_worst(rows: Sequence[RolloutRow]) -> tuple[list[RolloutRow], list[RolloutRow]]:
+    ordered = sorted((row for row in rows if math.isfinite(row.reward)), key=lambda row: -row.reward)
     half = min(_EXTREME_SAMPLES, (len(ordered) + 1) // 2)  # so that no sample is both
     return ordered[:half], ordered[half:][-half:][::-1]
 
@@ -194,11 +337,19 @@ def _span(run: RunRecord) -> str:
     return f"{begin} to {finish} UTC, {clock(end - start)} from start to end, {counted}"
 
 
-def _tone(run: RunRecord) -> str:
-    comparison = run.comparison
+def _tone(comparison: PairedComparison | None) -> str:
     if comparison is None or not abs(comparison.z) >= 2:
         return ""
     return "good" if comparison.z > 0 else "bad"
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _mean(values: Iterable[float]) -> float:
+    finite = [float(value) for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else math.nan
 
 
 def main(

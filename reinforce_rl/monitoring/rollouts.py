@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor
 
@@ -65,17 +65,15 @@ class RolloutWriter:
     def write(self, step: int, rows: Sequence[RolloutRow], kind: Kind = "rollouts") -> Path:
         """Write the samples of `step` atomically as JSON lines; return the file's path."""
         path = self.folder / kind / f"step_{step:05d}.jsonl"
-        write_json_lines(path, [_to_json(row) for row in rows])
+        # `float` accepts NumPy and tensor scalars.
+        write_json_lines(path, [vars(row) | {name: float(getattr(row, name)) for name in _FLOATS} for row in rows])
         return path
 
 
 def rollout_files(folder: str | Path, kind: Kind = "rollouts") -> dict[int, Path]:
     """Return a run's sample files by step, in ascending order."""
-    found = {}
-    for path in (Path(folder) / kind).glob("step_*.jsonl"):
-        if match := _STEP_FILE.fullmatch(path.name):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    matches = ((_STEP_FILE.fullmatch(path.name), path) for path in (Path(folder) / kind).glob("step_*.jsonl"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def read_rollouts(path: str | Path) -> list[RolloutRow]:
@@ -93,19 +91,9 @@ def read_rollouts(path: str | Path) -> list[RolloutRow]:
         if record.keys() != expected:
             missing, unknown = sorted(expected - record.keys()), sorted(record.keys() - expected)
             raise DataError(f"{path}, line {number}: missing fields {missing}, unknown fields {unknown}")
-        rows.append(_from_json(record))
+        record.update({name: math.nan for name in _FLOATS if record[name] is None})
+        rows.append(RolloutRow(**record))
     return rows
-
-
-def _from_json(record: dict[str, Any]) -> RolloutRow:
-    missing_floats = {name: math.nan for name in _FLOATS if record[name] is None}
-    return RolloutRow(**{**record, **missing_floats})
-
-
-def _to_json(row: RolloutRow) -> dict[str, object]:
-    record = dataclasses.asdict(row)
-    floats = {name: float(record[name]) for name in _FLOATS}  # accepts NumPy and tensor scalars
-    return {**record, **floats}
 
 
 def decode_responses(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, lengths: Tensor) -> list[str]:
@@ -123,13 +111,13 @@ def sample_rows(
 ) -> list[RolloutRow]:
     """Return one row per sample; `prompts` are in the batch's order, `data` is None in validation."""
     text_of = {prompt.id: prompt.text for prompt in prompts}
-    responses = [
-        sequence[start : start + length]
-        for sequence, start, length in zip(
-            batch.sequences.tolist(), batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True
-        )
-    ]
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    starts, lengths = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
+    rows = zip(batch.sequences.tolist(), starts, lengths, strict=True)
+    texts = tokenizer.batch_decode([row[start : start + n] for row, start, n in rows], skip_special_tokens=True)
+    trained: dict[str, Tensor] = {}
+    if data is not None:
+        trained = {"kl": data.kl, "reward_with_kl": data.rewards_with_kl, "baseline": data.baseline}
+        trained["advantage"] = data.sequence_advantages
     return [
         RolloutRow(
             step=step,
@@ -139,11 +127,8 @@ def sample_rows(
             response=str(texts[i]),
             reward=float(batch.rewards[i]),
             finish_reason=batch.finish_reasons[i],
-            response_length=int(batch.response_lengths[i]),
-            kl=float(data.kl[i]) if data else math.nan,
-            reward_with_kl=float(data.rewards_with_kl[i]) if data else math.nan,
-            baseline=float(data.baseline[i]) if data else math.nan,
-            advantage=float(data.sequence_advantages[i]) if data else math.nan,
+            response_length=lengths[i],
+            **{name: float(values[i]) for name, values in trained.items()},
             valid=bool(batch.valid[i]),
         )
         for i, prompt_id in enumerate(batch.group_ids.tolist())

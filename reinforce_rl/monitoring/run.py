@@ -8,10 +8,10 @@ from pathlib import Path
 
 from reinforce_rl.errors import StoppedEarly
 from reinforce_rl.monitoring.loggers import FAILED, SUCCESS, Loggers
+from reinforce_rl.monitoring.metrics import RankSeconds, StragglerLines, slowest_of_phases, timing_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.report import write_report
-from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
-from reinforce_rl.monitoring.stragglers import RankSeconds, StragglerLines, slowest_of_phases, timing_metrics
+from reinforce_rl.monitoring.rollouts import Kind, RolloutRow, RolloutWriter
 from reinforce_rl.runtime.status import StatusFile
 
 TABLE_ROWS = 16  # validation samples sent to back ends that show tables
@@ -57,7 +57,7 @@ class RunMonitor:
         self._metrics.log_metrics(metrics, step, "train/")
         self._metrics.log_metrics(timings, step, "timers/")
         self._metrics.log_metrics(memory, step, "memory/")
-        self._rollouts.write(step, rows)
+        self._write(step, rows, "rollouts")
         self._progress.update(step, metrics, timings)
 
     def log_ranks(self, step: int, ranks: Sequence[RankSeconds], step_seconds: float) -> None:
@@ -70,13 +70,13 @@ class RunMonitor:
 
     def log_validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
         self._metrics.log_metrics(metrics, step, "val/")
-        self._rollouts.write(step, rows, "validation")
+        self._write(step, rows, "validation")
         self._metrics.log_table("validation", [dict(vars(row)) for row in rows[:TABLE_ROWS]], step)
         self._progress.validation(step, metrics)
 
     def log_test(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
         self._metrics.log_metrics(metrics, step, "test/")
-        self._rollouts.write(step, rows, "test")
+        self._write(step, rows, "test")
         self._progress.validation(step, metrics, "test")
 
     def commit(self, step: int) -> None:
@@ -86,7 +86,10 @@ class RunMonitor:
             self._status.progress(step, self._progress.total_steps)
 
     def report(self) -> Path:
-        return write_report(self._folder, self._folder.absolute() / "report.html")
+        return write_report(self._folder.absolute())
+
+    def _write(self, step: int, rows: Sequence[RolloutRow], kind: Kind) -> None:
+        self._rollouts.write(step, rows, kind)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -109,21 +112,8 @@ class SilentMonitor(RunMonitor):
     def __init__(self, folder: str | Path):
         super().__init__(folder, Loggers(), RolloutWriter(folder), TrainingProgress(0, enabled=False))
 
-    def log_step(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        timings: Mapping[str, float],
-        rows: Sequence[RolloutRow],
-        memory: Mapping[str, float],
-    ) -> None:
-        pass
-
-    def log_validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
-        pass
-
-    def log_test(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
-        pass
-
     def report(self) -> Path:
         return self._folder.absolute() / "report.html"
+
+    def _write(self, step: int, rows: Sequence[RolloutRow], kind: Kind) -> None:
+        pass

@@ -12,15 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment
-from markupsafe import Markup
-
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.charts import Series, legend, line_chart
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers, read_metrics
 from reinforce_rl.monitoring.progress import Shown, TrainingProgress
-from reinforce_rl.monitoring.report import main
-from reinforce_rl.monitoring.report_template import STYLE
+from reinforce_rl.monitoring.report import TEMPLATES, main
 from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.reward_model.objectives import Best, Evaluation
@@ -48,7 +44,9 @@ PAGE = """\
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ name }}: reward model</title>
-<style>{{ style }}</style>
+<style>
+{% include "report.css" %}
+</style>
 </head>
 <body>
 <main>
@@ -151,19 +149,14 @@ def write_report(folder: str | Path) -> Path:
     best = read_best(folder / EVALUATION_FILE)
     config = folder / "config.yaml"
     reliability = reliability_series(best) if best else []
-    page = (
-        Environment(autoescape=True)
-        .from_string(PAGE)
-        .render(
-            style=Markup(STYLE),
-            name=folder.resolve().name,
-            verdict=verdict(metrics, best),
-            best=best,
-            reliability_legend=Markup(legend(reliability)),
-            reliability_chart=Markup(line_chart(reliability, x_label="predicted, %", percent=True)),
-            charts=[(title, Markup(legend(series)), Markup(line_chart(series))) for title, series in charts(metrics)],
-            config=config.read_text(encoding="utf-8") if config.is_file() else "",
-        )
+    page = TEMPLATES.from_string(PAGE).render(
+        name=folder.resolve().name,
+        verdict=verdict(metrics, best),
+        best=best,
+        reliability_legend=legend(reliability),
+        reliability_chart=line_chart(reliability, x_label="predicted, %", percent=True),
+        charts=[(title, legend(series), line_chart(series)) for title, series in charts(metrics)],
+        config=config.read_text(encoding="utf-8") if config.is_file() else "",
     )
     path = folder / "report.html"
     write_atomically(path, page)

@@ -14,7 +14,14 @@ import torch
 from helpers.wandb_files import history, offline_files, read_offline_file
 
 from reinforce_rl.errors import DataError, ReinforceError
-from reinforce_rl.monitoring import JsonlLogger, Loggers, MetricLogger, TensorboardLogger, WandbLogger, read_metrics
+from reinforce_rl.monitoring.loggers import (
+    JsonlLogger,
+    Loggers,
+    MetricLogger,
+    TensorboardLogger,
+    WandbLogger,
+    read_metrics,
+)
 
 
 def log_step(logger: MetricLogger, step: int, reward: float = 0.5) -> None:

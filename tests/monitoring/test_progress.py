@@ -5,8 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from reinforce_rl.monitoring import TrainingProgress
-from reinforce_rl.monitoring.progress import clock
+from reinforce_rl.monitoring.progress import TrainingProgress, clock
 
 METRICS = {
     "rewards": -0.5,

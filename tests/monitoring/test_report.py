@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring import JsonlLogger, RolloutRow, RolloutWriter, run_summary
-from reinforce_rl.monitoring.report import main, write_report
+from reinforce_rl.monitoring.loggers import JsonlLogger
+from reinforce_rl.monitoring.report import compare_validation, main, run_summary, write_report
+from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
 
 EVIL = "</pre></div><script>alert('x')</script><img src=https://evil.example/x.png> & \"quoted\""
 CONFIG = """\
@@ -150,9 +151,8 @@ def test_an_empty_folder_and_a_run_that_has_just_begun(tmp_path):
     logger = JsonlLogger(tmp_path / "metrics.jsonl")
     logger.log_metrics({"rewards": math.nan}, 0, "val/")
     logger.commit(0)
-    page = read(write_report(tmp_path, "early.html"))
+    page = read(write_report(tmp_path))
     assert "needs a validation before and one after" in page.text
-    assert (tmp_path / "early.html").exists()
 
 
 def test_no_prompt_in_common(tmp_path):
@@ -218,5 +218,52 @@ def test_help_is_help(module, program):
 
 
 def test_the_package_imports_without_wandb():
-    code = "import sys; sys.modules['wandb'] = None; import reinforce_rl.monitoring, reinforce_rl.monitoring.report"
+    code = "import sys; sys.modules['wandb'] = None; import reinforce_rl.monitoring.run"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def row(prompt_id: int = 0, reward: float = 0.5, **changes) -> RolloutRow:
+    return sample(12, prompt_id, reward, **changes)
+
+
+def test_paired_comparison_by_hand():
+    before = [row(0, 0.0), row(1, 1.0), row(2, 2.0), row(3, 5.0)]
+    after = [row(3, 5.0), row(2, 4.0), row(1, 2.0), row(0, 1.0)]  # another order: pairs go by prompt
+    result = compare_validation(before, after)
+    assert (result.n, result.mean_before, result.mean_after, result.mean_difference) == (4, 2.0, 3.0, 1.0)
+    # differences 1, 1, 2, 0: variance 2 / 3, over 4 prompts
+    assert result.standard_error == pytest.approx(math.sqrt(2 / 3 / 4))
+    assert result.z == pytest.approx(1 / math.sqrt(2 / 3 / 4))
+
+
+def test_pairing_makes_the_error_smaller_than_the_spread_of_prompts():
+    before = [row(i, 10.0 * i) for i in range(50)]
+    after = [row(i, 10.0 * i + 1 + 0.1 * (-1) ** i) for i in range(50)]
+    assert compare_validation(before, after).z > 50
+
+
+def test_failed_and_unpaired_prompts_are_left_out():
+    before = [row(0, 0.0), row(1, math.nan), row(2, 1.0), row(8, 100.0)]
+    after = [row(0, 1.0), row(1, 50.0), row(2, math.nan), row(9, -100.0)]
+    result = compare_validation(before, after)
+    assert (result.n, result.mean_before, result.mean_after, result.mean_difference) == (1, 0.0, 1.0, 1.0)
+    assert math.isnan(result.standard_error) and math.isnan(result.z)
+
+
+def test_several_samples_of_a_prompt_count_once():
+    before = [row(0, 0.0), row(0, 2.0, sample_id=1), row(1, 0.0), row(1, math.nan, sample_id=1), row(2, 0.0)]
+    after = [row(0, 4.0), row(1, 0.0), row(2, 1.0)]
+    result = compare_validation(before, after)
+    assert (result.n, result.mean_difference) == (2, 2.0)
+
+
+@pytest.mark.parametrize(("gain", "z"), [(1.0, math.inf), (-1.0, -math.inf), (0.0, math.nan)])
+def test_equal_differences(gain, z):
+    result = compare_validation([row(0, 1.0), row(1, 2.0)], [row(0, 1.0 + gain), row(1, 2.0 + gain)])
+    assert result.standard_error == 0
+    assert result.z == z or (math.isnan(result.z) and math.isnan(z))
+
+
+def test_nothing_to_compare():
+    result = compare_validation([], [row()])
+    assert result.n == 0 and math.isnan(result.mean_difference)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring import RolloutRow, RolloutWriter, compare_validation, read_rollouts, rollout_files
+from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter, read_rollouts, rollout_files
 
 
 def row(prompt_id: int = 0, reward: float = 0.5, **changes) -> RolloutRow:
@@ -87,49 +87,3 @@ def test_a_line_with_other_fields_is_named(tmp_path):
         read_rollouts(path)
     with pytest.raises(DataError, match="no such file"):
         read_rollouts(tmp_path / "absent.jsonl")
-
-
-def test_paired_comparison_by_hand():
-    before = [row(0, 0.0), row(1, 1.0), row(2, 2.0), row(3, 5.0)]
-    after = [row(3, 5.0), row(2, 4.0), row(1, 2.0), row(0, 1.0)]  # another order: pairs go by prompt
-    result = compare_validation(before, after)
-    assert (result.n, result.mean_before, result.mean_after, result.mean_difference) == (4, 2.0, 3.0, 1.0)
-    # differences 1, 1, 2, 0: variance 2 / 3, over 4 prompts
-    assert result.standard_error == pytest.approx(math.sqrt(2 / 3 / 4))
-    assert result.z == pytest.approx(1 / math.sqrt(2 / 3 / 4))
-    assert str(result) == "2.000 -> 3.000, +1.000 ± 0.408 (2.4 standard errors, 4 prompts)"
-
-
-def test_pairing_makes_the_error_smaller_than_the_spread_of_prompts():
-    before = [row(i, 10.0 * i) for i in range(50)]
-    after = [row(i, 10.0 * i + 1 + 0.1 * (-1) ** i) for i in range(50)]
-    assert compare_validation(before, after).z > 50
-
-
-def test_failed_and_unpaired_prompts_are_left_out():
-    before = [row(0, 0.0), row(1, math.nan), row(2, 1.0), row(8, 100.0)]
-    after = [row(0, 1.0), row(1, 50.0), row(2, math.nan), row(9, -100.0)]
-    result = compare_validation(before, after)
-    assert (result.n, result.mean_before, result.mean_after, result.mean_difference) == (1, 0.0, 1.0, 1.0)
-    assert math.isnan(result.standard_error) and math.isnan(result.z)
-    assert "1 prompt" in str(result)
-
-
-def test_several_samples_of_a_prompt_count_once():
-    before = [row(0, 0.0), row(0, 2.0, sample_id=1), row(1, 0.0), row(1, math.nan, sample_id=1), row(2, 0.0)]
-    after = [row(0, 4.0), row(1, 0.0), row(2, 1.0)]
-    result = compare_validation(before, after)
-    assert (result.n, result.mean_difference) == (2, 2.0)
-
-
-@pytest.mark.parametrize(("gain", "z"), [(1.0, math.inf), (-1.0, -math.inf), (0.0, math.nan)])
-def test_equal_differences(gain, z):
-    result = compare_validation([row(0, 1.0), row(1, 2.0)], [row(0, 1.0 + gain), row(1, 2.0 + gain)])
-    assert result.standard_error == 0
-    assert result.z == z or (math.isnan(result.z) and math.isnan(z))
-
-
-def test_nothing_to_compare():
-    result = compare_validation([], [row()])
-    assert result.n == 0 and math.isnan(result.mean_difference)
-    assert str(result) == "no prompt was scored both before and after"
