@@ -5,6 +5,7 @@ python benchmarks/estimator_bias.py        (about a minute)
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -107,6 +108,7 @@ def variance_table() -> Table:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     console = Console(width=110)
     console.print(bias_table(make_world()))
     console.print(variance_table())

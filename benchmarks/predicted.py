@@ -31,12 +31,10 @@ from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from reinforce_rl.config.load import load_config  # noqa: E402
 from reinforce_rl.launch.cli import compose  # noqa: E402
-from reinforce_rl.preflight.deep.machine import MACHINES  # noqa: E402
-from reinforce_rl.preflight.deep.run import job_of  # noqa: E402
-from reinforce_rl.preflight.deep.step import Engine, Lengths, PhaseTime, PredictedJob, predict  # noqa: E402  # noqa: E402
-from reinforce_rl.preflight.deep.worker import Worker  # noqa: E402
-from reinforce_rl.preflight.inputs import read_inputs  # noqa: E402
+from reinforce_rl.preflight.deep import Worker, job_of  # noqa: E402
+from reinforce_rl.preflight.plan import read_inputs  # noqa: E402
 from reinforce_rl.preflight.report import print_step  # noqa: E402
+from reinforce_rl.preflight.step import MACHINES, Engine, Lengths, PhaseTime, PredictedJob, predict  # noqa: E402
 
 LLAMA = {
     "model_type": "llama",

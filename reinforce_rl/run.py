@@ -21,7 +21,7 @@ from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers, MetricLogger, 
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
-from reinforce_rl.preflight.inputs import read_inputs
+from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.runtime.control import RunControl

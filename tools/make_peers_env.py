@@ -6,6 +6,7 @@ Reads PIP_ARGS, as the Makefile's head explains it.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shlex
@@ -80,9 +81,9 @@ def build(folder: Path) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        raise SystemExit("usage: python tools/make_peers_env.py FOLDER")
-    folder = Path(sys.argv[1]).absolute()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    folder = parser.parse_args().folder.absolute()
     if is_complete(folder):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)

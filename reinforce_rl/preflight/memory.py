@@ -143,20 +143,6 @@ class RankMemory:
         return self.states.reference_on_host + (self.states.optimizer if is_offloaded else 0)
 
 
-def states(shape: StageShape, policy: Policy) -> States:
-    weights = shape.parameters * policy.weight_bytes
-    # In fp32 the weights are their own main weights.
-    main = 0 if policy.weight_bytes == FP32 else FP32
-    optimizer = -(-shape.trained // policy.optimizer_shards) * (main + ADAM_MOMENTS)
-    return States(
-        weights=weights,
-        gradients=shape.trained * FP32,
-        optimizer=optimizer,
-        reference_on_device=weights if policy.reference == "device" else 0,
-        reference_on_host=weights if policy.reference == "host" else 0,
-    )
-
-
 def rank_memory(
     stage: int,
     shape: StageShape,
@@ -167,20 +153,23 @@ def rank_memory(
     validation: Decoding | None,
 ) -> RankMemory:
     """Compute states and phases of a rank of one stage; `validation` is None without validation."""
-    fixed = states(shape, policy)
-    phases = [_generation("generation", shape, policy, decoding)]
+    weights, gradients = shape.parameters * policy.weight_bytes, shape.trained * FP32
+    # In fp32 the weights are their own main weights.
+    main = 0 if policy.weight_bytes == FP32 else FP32
+    optimizer = -(-shape.trained // policy.optimizer_shards) * (main + ADAM_MOMENTS)
+    on_device, on_host = (weights if policy.reference == place else 0 for place in ("device", "host"))
+    offloaded = -(optimizer + gradients) if policy.offload_optimizer and policy.gpu else 0
+    phases = [_generation("generation", shape, policy, decoding, offloaded)]
     if validation is not None:
-        phases.append(_generation("validation", shape, policy, validation))
+        phases.append(_generation("validation", shape, policy, validation, offloaded))
     phases.append(_log_probs("log-probs", shape, policy, forward, moved=0))
-    if policy.reference != "none":
-        # The actor's weights stay on the device meanwhile.
-        moved = fixed.weights if policy.gpu and policy.reference == "host" else 0
-        phases.append(_log_probs("reference log-probs", shape, policy, forward, moved))
+    if policy.reference != "none":  # the actor's weights stay on the device meanwhile
+        phases.append(_log_probs("reference log-probs", shape, policy, forward, on_host if policy.gpu else 0))
     phases += [_training(shape, policy, train), _optimizer_step(shape, policy)]
-    return RankMemory(stage, shape, fixed, tuple(phases))
+    return RankMemory(stage, shape, States(weights, gradients, optimizer, on_device, on_host), tuple(phases))
 
 
-def kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:
+def _kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:
     """Return the bytes that one layer saves for its backward pass of a micro-batch, its input included."""
     kept, t = policy.weight_bytes, micro.tokens
     lora = policy.lora
@@ -208,15 +197,11 @@ def _gathered_keys(shape: StageShape, policy: Policy, micro: Pass) -> int:
     return keys + micro.positions * whole * policy.weight_bytes
 
 
-def _hidden(shape: StageShape, policy: Policy, micro: Pass) -> int:
-    shared = policy.tensor if policy.sequence_parallel else 1
-    return micro.tokens * shape.hidden * policy.weight_bytes // shared
-
-
 def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
-    # Return the worst of four moments of the backward pass, which starts with all saved activations alive.
-    t, kept, all_trained = micro.tokens, policy.weight_bytes, policy.lora is None
-    layer, border = kept_by_layer(shape, policy, micro), _hidden(shape, policy, micro)
+    # Return the worst of some moments of the backward pass, which starts with all saved activations alive.
+    t, kept = micro.tokens, policy.weight_bytes
+    shared = policy.tensor if policy.sequence_parallel else 1
+    layer, border = _kept_by_layer(shape, policy, micro), t * shape.hidden * kept // shared
     again = min(policy.recompute, shape.layers)
     stored = again // policy.recompute_group * border + (shape.layers - again) * layer
     saved = micro.in_flight * (stored + (0 if shape.last else border))
@@ -225,38 +210,27 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
     # megatron gathers the sequence-parallel input again in backward instead of saving it.
     gathered = 2 * t * shape.hidden * kept if policy.sequence_parallel else 0
     in_layer = saved + alive + border + gathered
-    weight = 2 * shape.ffn * shape.hidden * kept if all_trained else 0
+    weight, table = 2 * shape.ffn * shape.hidden * kept, shape.vocab * shape.hidden
+    if policy.lora is not None:
+        weight = table = 0
     columns = t * shape.ffn * kept
-    # In SwiGLU: the gradients of input and output and two temporaries; the output itself is freed.
-    in_swiglu = in_layer + 4 * columns
-    moments = [
-        Phase("training", activations=in_swiglu),
-        # At fc1's weight gradient: of the MLP only the gradient of gate and up is left.
-        Phase("training", activations=in_layer + border + weight - columns),
-    ]
-    table = shape.vocab * shape.hidden if all_trained else 0
     # A tied embedding's gradient waits for its other half.
     waiting = table * kept if shape.last and shape.tied else 0
+    moments = [
+        # In SwiGLU: the gradients of input and output and two temporaries; the output itself is freed.
+        Phase("training", in_layer + 4 * columns + waiting),
+        # At fc1's weight gradient: of the MLP only the gradient of gate and up is left.
+        Phase("training", in_layer + border + weight - columns),
+    ]
     if shape.first:
-        moments.append(Phase("training", activations=waiting + table * kept + border))
+        moments.append(Phase("training", waiting + table * kept + border))
     if shape.last:
-        shared = policy.tensor if policy.sequence_parallel else 1
-        in_norm = 6 * FP32 * t * shape.hidden // shared
-        moments.append(Phase("training", activations=saved + waiting + in_norm))
-        moments[0] = Phase("training", activations=in_swiglu + waiting)
-        rows = min(micro.scored, policy.chunk_tokens)
+        moments.append(Phase("training", saved + waiting + 6 * FP32 * t * shape.hidden // shared))  # in the norm
         narrow = 0 if kept == FP32 else kept
-        moments.append(
-            Phase(
-                "training",
-                activations=saved
-                + 2 * FP32 * t * shape.hidden // shared
-                + 2 * micro.scored * shape.hidden * kept
-                # Summed over chunks in fp32, then copied to the model's dtype.
-                + table * (FP32 + narrow),
-                logits=rows * shape.vocab * (2 * FP32 + narrow),
-            )
-        )
+        at_head = saved + 2 * FP32 * t * shape.hidden // shared + 2 * micro.scored * shape.hidden * kept
+        # The table's gradient is summed over chunks in fp32, then copied to the model's dtype.
+        logits = min(micro.scored, policy.chunk_tokens) * shape.vocab * (2 * FP32 + narrow)
+        moments.append(Phase("training", at_head + table * (FP32 + narrow), logits))
     return max(moments, key=lambda phase: phase.total)
 
 
@@ -281,20 +255,19 @@ def _forward_activations(shape: StageShape, policy: Policy, tokens: int) -> int:
 
 
 def _log_probs(name: str, shape: StageShape, policy: Policy, micro: Pass, moved: int) -> Phase:
-    activations = _forward_activations(shape, policy, micro.tokens)
+    activations, logits = _forward_activations(shape, policy, micro.tokens), 0
     if policy.context > 1:
         activations += _gathered_keys(shape, policy, micro)
-    if not shape.last:
-        return Phase(name, activations=activations, moved=moved)
-    rows = min(micro.scored, policy.chunk_tokens)
-    logits = rows * shape.vocab * (FP32 if policy.weight_bytes == FP32 else FP32 + policy.weight_bytes)
-    head = (micro.tokens + micro.scored) * shape.hidden * policy.weight_bytes
-    if head + logits >= activations:
-        return Phase(name, activations=head, logits=logits, moved=moved)
-    return Phase(name, activations=activations, moved=moved)
+    if shape.last:
+        of_logit = FP32 if policy.weight_bytes == FP32 else FP32 + policy.weight_bytes
+        at_head = min(micro.scored, policy.chunk_tokens) * shape.vocab * of_logit
+        head = (micro.tokens + micro.scored) * shape.hidden * policy.weight_bytes
+        if head + at_head >= activations:
+            activations, logits = head, at_head
+    return Phase(name, activations, logits, moved=moved)
 
 
-def _generation(name: str, shape: StageShape, policy: Policy, decoding: Decoding) -> Phase:
+def _generation(name: str, shape: StageShape, policy: Policy, decoding: Decoding, moved: int) -> Phase:
     schedule = decoding.schedule()
     tokens = schedule.slots * decoding.prompt_tokens + schedule.rows * decoding.response_tokens
     cache = tokens * shape.layers * 2 * shape.groups * shape.head_size * policy.weight_bytes
@@ -302,16 +275,11 @@ def _generation(name: str, shape: StageShape, policy: Policy, decoding: Decoding
     step = _forward_activations(shape, policy, schedule.rows)
     # Sampling: the logits, two buffers of noise, two of their combination.
     logits = 5 * schedule.rows * shape.whole_vocab * FP32 if shape.last else 0
-    fixed = states(shape, policy)
-    moved = -(fixed.optimizer + fixed.gradients) if policy.offload_optimizer and policy.gpu else 0
     # A CPU multiplies by packed copies of the weights, except an embedding that is not also the head.
     embedding = shape.vocab * shape.hidden if shape.first and not (shape.last and shape.tied) else 0
     packed = 0 if policy.gpu else (shape.parameters - embedding) * policy.weight_bytes
-    moments_of_time = (
-        Phase(name, activations=packed + reading, cache=cache, moved=moved),
-        Phase(name, activations=packed + step, logits=logits, cache=cache, moved=moved),
-    )
-    return max(moments_of_time, key=lambda phase: phase.total)
+    moments = (Phase(name, packed + reading, 0, cache, moved), Phase(name, packed + step, logits, cache, moved))
+    return max(moments, key=lambda phase: phase.total)
 
 
 @dataclass(frozen=True)
@@ -333,21 +301,19 @@ class ModelSize:
 def stage_shapes(
     arch: Architecture, layout: Layout, layers: Sequence[int], lora: LoraSettings | None
 ) -> list[StageShape]:
-    tp = layout.tensor
-    sizes = arch.padded(tp)
+    tp, sizes = layout.tensor, arch.padded(layout.tensor)
     rows = weight_map(arch, tp)
     updates = [] if lora is None else [m for row in lora_map(arch, tp, lora) for m in (row.a, row.b)]
-    table = rank_numbers([row for row in rows if row.hf == EMBEDDING])
+    table = _numbers([row for row in rows if row.hf == EMBEDDING])
     shapes, first_layer = [], 0
     for stage, count in enumerate(layers):
         first, last = stage == 0, stage == len(layers) - 1
         numbers = range(first_layer, first_layer + count)
         own = [row for row in rows if _is_on(row, numbers, first, last)]
-        weights = [
-            *rank_numbers(own).values(),
-            *(table.values() if last and not first and arch.tied_embeddings else ()),
-        ]
-        low_rank = list(rank_numbers([row for row in updates if _is_on(row, numbers, first, last)]).values())
+        weights = list(_numbers(own).values())
+        if last and not first and arch.tied_embeddings:
+            weights += table.values()
+        low_rank = list(_numbers([row for row in updates if _is_on(row, numbers, first, last)]).values())
         trained = weights if lora is None else low_rank
         shapes.append(
             StageShape(
@@ -371,8 +337,8 @@ def stage_shapes(
     return shapes
 
 
-def rank_numbers(rows: Sequence[Row]) -> dict[str, int]:
-    """Return the element count of each megatron parameter on one tensor-parallel rank; rows may share a parameter."""
+def _numbers(rows: Sequence[Row]) -> dict[str, int]:
+    # Elements of each megatron parameter on one tensor-parallel rank; rows may share a parameter.
     return {row.megatron: math.prod(row.local_shape) for row in rows}
 
 

@@ -1,20 +1,26 @@
-"""Plan a run: how its batches divide, its number of steps, its memory and disk."""
+"""Read and check a run's inputs, and plan how its batches divide, its steps, memory and disk."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import Layout
+from reinforce_rl.config.rules import shape_faults
+from reinforce_rl.data.jsonl import resolve_data_prefix
 from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, RLHFDatasets
 from reinforce_rl.data.sampler import shard
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import ConfigError, ReinforceError
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.model.model import layers_of_stages
 from reinforce_rl.preflight.memory import (
     ADAM_MOMENTS,
     FP32,
@@ -27,8 +33,99 @@ from reinforce_rl.preflight.memory import (
     rank_memory,
     stage_shapes,
 )
-from reinforce_rl.trainer.build import build_sampler, logits_chunk_tokens, lora_settings
+from reinforce_rl.trainer import build
 from reinforce_rl.trainer.updates import total_steps, total_updates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a run; None for what could not be read."""
+
+    architecture: Architecture | None
+    layers: list[int] | None  # of each pipeline stage
+    tokenizer: PreTrainedTokenizerBase | None
+    datasets: RLHFDatasets | None
+    disk: DiskNeed | None
+    errors: tuple[ReinforceError, ...]  # why an input could not be read or cannot be used
+
+    @property
+    def faults(self) -> list[str]:
+        texts = [error.faults if isinstance(error, ConfigError) else [str(error)] for error in self.errors]
+        return [fault.replace("\n", "\n     ") for faults in texts for fault in faults]
+
+    def checked(self) -> tuple[PreTrainedTokenizerBase, RLHFDatasets]:
+        """Return tokenizer and data sets; raise the fault, or a `ConfigError` of several."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors or self.tokenizer is None or self.datasets is None:
+            raise ConfigError(self.faults)
+        return self.tokenizer, self.datasets
+
+
+def read_inputs(cfg: TrainConfig) -> Inputs:
+    """Check what needs no GPU, other rank or weights, and what `load_config` does not check already."""
+    errors: list[ReinforceError] = []
+
+    def attempt(action: Callable[[], T]) -> T | None:
+        try:
+            return action()
+        except ReinforceError as error:
+            errors.append(error)
+            return None
+
+    folder = Path(cfg.pretrained_checkpoint.restore_from_path)
+    architecture = layers = tokenizer = datasets = disk = None
+    if (folder / "config.json").is_file():
+        architecture = attempt(lambda: Architecture.from_folder(folder))
+    layout = layout_of(cfg)
+    said = any("_model_parallel_size" in fault for fault in shape_faults(cfg))
+    if architecture is not None and layout is not None and not said and cfg.trainer.precision in build.DTYPES:
+        layers = attempt(lambda: stage_layers(cfg, architecture, layout))
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = attempt(lambda: load_tokenizer(folder))
+    if architecture is not None and tokenizer is not None and len(tokenizer) > architecture.vocab_size:
+        sizes = f"has {len(tokenizer)} tokens, its model only {architecture.vocab_size} embeddings"
+        errors.append(ConfigError([f"the tokenizer of {folder} {sizes}; is this the tokenizer of another model?"]))
+    if tokenizer is not None and _prompts_can_be_read(cfg):
+        datasets = attempt(lambda: build.build_datasets(cfg, tokenizer))
+    if architecture is not None and datasets is not None and cfg.model.reinforce.num_rollout_samples > 0:
+        steps = total_steps(cfg.trainer.reinforce, build.build_sampler(cfg, datasets.train).steps_per_epoch)
+        disk = disk_need(cfg, ModelSize.from_architecture(architecture, build.lora_settings(cfg)), steps)
+        if disk.fault is not None:
+            errors.append(ConfigError([disk.fault]))
+    return Inputs(architecture, layers, tokenizer, datasets, disk, tuple(errors))
+
+
+def layout_of(cfg: TrainConfig) -> Layout | None:
+    """Return the configured layout; None if the ranks do not divide, which `load_config` reports."""
+    model, world = cfg.model, cfg.trainer.world_size
+    sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
+    if min(*sizes, world) < 1 or world % model.block_size:
+        return None
+    return Layout(*sizes, world // model.block_size, model.sequence_parallel)
+
+
+def stage_layers(cfg: TrainConfig, architecture: Architecture, layout: Layout) -> list[int]:
+    """Return the layers of each pipeline stage.
+
+    Raises:
+        ConfigError: they do not divide.
+    """
+    dtype: torch.dtype = getattr(torch, build.DTYPES[cfg.trainer.precision])
+    return layers_of_stages(architecture, layout, dtype, build.model_options(cfg))
+
+
+def _prompts_can_be_read(cfg: TrainConfig) -> bool:
+    try:
+        resolve_data_prefix(cfg.model.data.data_prefix.model_dump())
+    except ConfigError:
+        return False
+    return cfg.model.max_prompt_tokens >= 1 and cfg.model.data.too_long in ("refuse", "skip")
 
 
 @dataclass(frozen=True)
@@ -76,12 +173,12 @@ def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None
     # Prompts of an optimizer step are drawn from the whole batch, whichever rank holds them.
     most = share.most if cfg.prompts_per_update is None else min(share.most, of_update)
     train = None if datasets is None else datasets.train
-    longest_prompt = cfg.model.max_prompt_tokens if train is None else longest_of(train)
+    longest_prompt = cfg.model.max_prompt_tokens if train is None else _longest_of(train)
     longest = longest_prompt + response
     validation = None
     if datasets is not None and datasets.validation is not None and rl.val_check_interval:
         validation = FixedPrompts(datasets.validation, rollout.num_val_samples).num_prompts
-    sizes = None if train is None else build_sampler(cfg, train).batch_sizes
+    sizes = None if train is None else build.build_sampler(cfg, train).batch_sizes
     return BatchPlan(
         prompts=rollout.num_rollout_samples,
         samples=samples,
@@ -103,7 +200,7 @@ def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None
     )
 
 
-def longest_of(prompts: PromptDataset) -> int:
+def _longest_of(prompts: PromptDataset) -> int:
     return max(len(prompts[i].tokens) for i in range(len(prompts)))
 
 
@@ -111,19 +208,13 @@ def _cut(cfg: TrainConfig, sequences: int, longest: int, size: int) -> list[torc
     return micro_batches(torch.full((sequences,), longest), size, cfg.model.tokens_per_micro_batch)
 
 
-def plan_memory(
-    cfg: TrainConfig,
-    architecture: Architecture,
-    layout: Layout,
-    layers: Sequence[int],
-    batches: BatchPlan,
-    validation_prompt: int,
-    *,
-    gpu: bool,
-) -> list[RankMemory]:
-    """Compute the memory of a rank of each stage at full length; `validation_prompt` is its tokens at most, or 0."""
+def plan_memory(cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bool) -> list[RankMemory]:
+    """Compute the memory of a rank of each stage at full length; empty if model or layout cannot be read."""
+    layout, data = layout_of(cfg), inputs.datasets
+    if inputs.architecture is None or inputs.layers is None or layout is None:
+        return []
     rollout, response = cfg.model.reinforce, cfg.model.reinforce.length_params.max_length
-    used = memory_policy(cfg, layout, gpu=gpu)
+    used = _policy(cfg, layout, gpu=gpu)
     multiple = layout.sequence_multiple
     positions = -(-(batches.longest - 1) // multiple) * multiple // layout.context
 
@@ -139,21 +230,21 @@ def plan_memory(
     of_rank, samples = batches.prompts_of_rank.most, batches.samples
     decoding = call(of_rank, rollout.rollout_micro_batch_size, samples, batches.longest_prompt)
     validation = None
-    if batches.validation is not None:
+    if batches.validation is not None and data is not None and data.validation is not None:
         most = Share.split(batches.validation, layout.data).most
-        validation = call(most, rollout.val_rollout_micro_batch_size, 1, validation_prompt)
+        validation = call(most, rollout.val_rollout_micro_batch_size, 1, _longest_of(data.validation))
+    forward = micro_batch(of_rank * samples, rollout.forward_micro_batch_size, 1)
     found = []
-    for stage, shape in enumerate(stage_shapes(architecture, layout, layers, lora_settings(cfg))):
+    for stage, shape in enumerate(stage_shapes(inputs.architecture, layout, inputs.layers, build.lora_settings(cfg))):
         # 1F1B: the first stage has most micro-batches in flight.
         in_flight = min(layout.pipeline - stage, batches.micro_batches)
         train = micro_batch(batches.prompts_of_update.most * samples, cfg.model.micro_batch_size, in_flight)
-        forward = micro_batch(of_rank * samples, rollout.forward_micro_batch_size, 1)
         found.append(rank_memory(stage, shape, used, train, forward, decoding, validation))
     return found
 
 
-def memory_policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> Policy:
-    model, lora = cfg.model, lora_settings(cfg)
+def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> Policy:
+    model, lora = cfg.model, build.lora_settings(cfg)
     number = model.activations_checkpoint_num_layers or 1
     full = model.activations_checkpoint_granularity == "full"
     uniform = model.activations_checkpoint_method == "uniform"
@@ -170,7 +261,7 @@ def memory_policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> Policy:
         lora_rank=0 if lora is None else lora.rank,
         recompute=0 if not full else 10**9 if uniform else number,
         recompute_group=number if full and uniform else 1,
-        chunk_tokens=logits_chunk_tokens(model, gpu=gpu),
+        chunk_tokens=build.logits_chunk_tokens(model, gpu=gpu),
         offload_optimizer=model.reinforce.offload_adam_states,
         fused_adam=model.optim.fused,
         gpu=gpu,
@@ -196,44 +287,37 @@ class DiskNeed:
     def fault(self) -> str | None:
         if self.needed <= self.free:
             return None
+        parts = f"at most {self.checkpoints} x {gigabytes(self.checkpoint)} for checkpoints"
+        parts += f", less {gigabytes(self.held)} there already" if self.held else ""
+        parts += f", and {gigabytes(self.export)} for the Hugging Face folder" if self.export else ""
         return (
             f"exp_manager.explicit_log_dir is {self.folder}, where {gigabytes(self.free)} are free; the run needs "
-            f"{gigabytes(self.needed)}: at most {self.checkpoints} x {gigabytes(self.checkpoint)} for checkpoints"
-            f"{f', less {gigabytes(self.held)} there already' if self.held else ''}"
-            f"{f', and {gigabytes(self.export)} for the Hugging Face folder' if self.export else ''}. Free some "
-            "space, choose another disk, or lower exp_manager.checkpoint_callback_params.keep_last or keep_best"
+            f"{gigabytes(self.needed)}: {parts}. Free some space, choose another disk, or lower "
+            "exp_manager.checkpoint_callback_params.keep_last or keep_best"
         )
 
 
-def disk_need(cfg: TrainConfig, size: ModelSize, steps: int) -> DiskNeed:
-    weight = WEIGHT_BYTES[cfg.trainer.precision]
-    main = 0 if weight == FP32 else FP32
-    saving = cfg.exp_manager.checkpoint_callback_params
-    folder = Path(cfg.exp_manager.explicit_log_dir).absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    checkpoints = folder / "checkpoints"
-    held = sum(path.stat().st_size for path in checkpoints.glob("step_*/**/*") if path.is_file())
-    return DiskNeed(
-        folder=folder,
-        checkpoint=size.trained * (weight + main + ADAM_MOMENTS),
-        checkpoints=min(saving.keep_last + saving.keep_best + 1, _saves(cfg, steps)),
-        export=size.parameters * weight if saving.save_hf_on_train_end else 0,
-        held=held,
-        free=shutil.disk_usage(existing).free,
-    )
-
-
-def _saves(cfg: TrainConfig, steps: int) -> int:
-    rl = cfg.trainer.reinforce
-    every = [rl.save_interval] + (
-        [rl.val_check_interval] if cfg.exp_manager.checkpoint_callback_params.keep_best else []
-    )
-    return 1 + sum(max(steps - 1, 0) // interval for interval in every if interval > 0)
-
-
 def gigabytes(count: float) -> str:
-    """Format bytes in GB (10^9) or smaller units."""
+    """Format bytes in GB (10^9) or other units."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
     return f"{count / 1e3:.3g} kB"
+
+
+def disk_need(cfg: TrainConfig, size: ModelSize, steps: int) -> DiskNeed:
+    weight, rl = WEIGHT_BYTES[cfg.trainer.precision], cfg.trainer.reinforce
+    saving = cfg.exp_manager.checkpoint_callback_params
+    folder = Path(cfg.exp_manager.explicit_log_dir).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    intervals = [rl.save_interval, rl.val_check_interval if saving.keep_best else 0]
+    saves = 1 + sum(max(steps - 1, 0) // interval for interval in intervals if interval > 0)
+    checkpoints = (folder / "checkpoints").glob("step_*/**/*")
+    return DiskNeed(
+        folder=folder,
+        checkpoint=size.trained * (weight + (0 if weight == FP32 else FP32) + ADAM_MOMENTS),
+        checkpoints=min(saving.keep_last + saving.keep_best + 1, saves),
+        export=size.parameters * weight if saving.save_hf_on_train_end else 0,
+        held=sum(path.stat().st_size for path in checkpoints if path.is_file()),
+        free=shutil.disk_usage(existing).free,
+    )

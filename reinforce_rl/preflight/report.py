@@ -4,37 +4,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import Layout
-from reinforce_rl.preflight.deep.step import PredictedJob, StepTime
 from reinforce_rl.preflight.memory import ModelSize, RankMemory
-from reinforce_rl.preflight.plan import BatchPlan, DiskNeed, Share, gigabytes
+from reinforce_rl.preflight.plan import BatchPlan, Inputs, Share, gigabytes, layout_of
+from reinforce_rl.preflight.step import PredictedJob, StepTime
+from reinforce_rl.rewards.sources import configured_functions
+from reinforce_rl.trainer.build import lora_settings
 
-_UNKNOWN = "not known: the prompts cannot be read"
+Tried = tuple[dict[str, Any], StepTime]  # a change as values by key, and the step with it
 LEAST_SHARE, LEAST_BYTES = 0.02, 1e6  # below these, parts and collectives of a phase are not printed
 
 
 def print_plan(
-    console: Console,
-    layout: Layout,
-    size: ModelSize,
-    batches: BatchPlan,
-    memory: Sequence[RankMemory],
-    disk: DiskNeed | None,
-    *,
-    gpu: bool,
+    console: Console, cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, memory: Sequence[RankMemory], *, gpu: bool
 ) -> None:
+    layout, disk = layout_of(cfg), inputs.disk
+    assert layout is not None and inputs.architecture is not None
+    size = ModelSize.from_architecture(inputs.architecture, lora_settings(cfg))
     console.print(Text("\nRanks", style="bold"), Text(layout.grid()), sep="\n")
-    console.print(_batches(batches))
-    console.print(*_memory(memory, layout, size, gpu=gpu), sep="\n")
+    _print_lines(console, "Batches", _batches(cfg, batches))
+    _print_memory(console, memory, layout, size, gpu=gpu)
     if disk is not None:
-        console.print(_disk(disk))
+        held = f", of which {gigabytes(disk.held)} are there already" if disk.held else ""
+        rows = [
+            ("checkpoints", f"at most {disk.checkpoints} x {gigabytes(disk.checkpoint)} at a time{held}"),
+            ("export", gigabytes(disk.export) if disk.export else "none"),
+            ("free", f"{gigabytes(disk.free)} in {disk.folder}, {gigabytes(disk.needed)} needed"),
+        ]
+        _print_lines(console, "Disk", rows)
 
 
 def print_warnings(console: Console, warnings: Sequence[str]) -> None:
@@ -42,49 +46,45 @@ def print_warnings(console: Console, warnings: Sequence[str]) -> None:
         console.print(Text.assemble(("warning: ", "yellow"), warning))
 
 
-def _lines(title: str, rows: Sequence[tuple[str, str]]) -> Group:
-    table = Table.grid(padding=(0, 2))
-    for _ in range(2):
-        table.add_column(no_wrap=True)
+def _print_lines(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in rows)
+    console.print(Text(f"\n{title}", style="bold"))
     for name, value in rows:
-        table.add_row(Text(f"  {name}"), Text(value))
-    return Group(Text(f"\n{title}", style="bold"), table)
+        console.print(Text(f"  {name:<{width}}  {value}"))
 
 
-def _batches(plan: BatchPlan) -> Group:
-    g = plan.samples
-    of_rank, of_update = plan.prompts_of_rank, plan.prompts_of_update
-    rows = [
+def _batches(cfg: TrainConfig, plan: BatchPlan) -> list[tuple[str, str]]:
+    g, of_rank, of_update = plan.samples, plan.prompts_of_rank, plan.prompts_of_update
+    sequences = f"{of_update.least} prompts = {of_update.least * g} sequences"
+    validation, epoch, run = "none", *["not known: the prompts cannot be read"] * 2
+    if plan.validation is not None:
+        calls = _count(plan.validation_calls, "generation call")
+        validation = f"{plan.validation} prompts x 1 sample, {calls} a rank"
+    if plan.steps_per_epoch is not None:
+        last = _count(plan.last_batch or 0, "prompt")
+        epoch = f"{plan.train_prompts} prompts = {_count(plan.steps_per_epoch, 'step')}, the last of {last}"
+        run = f"{_count(plan.steps or 0, 'step')} = {plan.total_updates} optimizer steps"
+    return [
         ("a step", f"{plan.prompts} prompts x {g} samples = {plan.prompts * g} sequences, all ranks together"),
         ("a data-parallel rank", f"{_range(of_rank)} prompts = {_range(of_rank, g)} sequences of a step"),
         ("longest sequence", f"{plan.longest} tokens: prompt {plan.longest_prompt}, response the rest"),
-        ("generation", f"{_count(plan.generation_calls, 'call')} a rank and step"),
+        ("generation", f"{_count(plan.generation_calls, 'call')} a rank and step, by {cfg.generation}"),
+        ("rewards", _rewards(cfg)),
+        ("advantages", cfg.trainer.reinforce.advantage_estimator),
         ("log-probs", f"{_count(plan.forward_micro_batches, 'micro-batch')} a rank and step at full length"),
-        (
-            "an optimizer step",
-            f"{of_update.least} prompts = {of_update.least * g} sequences, "
-            f"{_count(plan.micro_batches, 'micro-batch')} a rank at full length",
-        ),
+        ("an optimizer step", f"{sequences}, {_count(plan.micro_batches, 'micro-batch')} a rank at full length"),
         ("optimizer steps", f"{plan.updates} a step"),
-        (
-            "validation",
-            "none"
-            if plan.validation is None
-            else f"{plan.validation} prompts x 1 sample, {_count(plan.validation_calls, 'generation call')} a rank",
-        ),
-        (
-            "an epoch",
-            _UNKNOWN
-            if plan.steps_per_epoch is None
-            else f"{plan.train_prompts} prompts = {_count(plan.steps_per_epoch, 'step')}, "
-            f"the last of {_count(plan.last_batch or 0, 'prompt')}",
-        ),
-        (
-            "the run",
-            _UNKNOWN if plan.steps is None else f"{_count(plan.steps, 'step')} = {plan.total_updates} optimizer steps",
-        ),
+        ("validation", validation),
+        ("an epoch", epoch),
+        ("the run", run),
     ]
-    return _lines("Batches", rows)
+
+
+def _rewards(cfg: TrainConfig) -> str:
+    servers = [cfg.remote_rm.reward_model] if cfg.reward == "server" else []
+    servers += cfg.remote_rm.more_reward_models.values()
+    sources = [f"server {server.name} at {' and '.join(map(str, server.addresses))}" for server in servers]
+    return ", ".join(sources + [f"function {spec.name}" for spec, _ in configured_functions(cfg).values()])
 
 
 def _count(number: int, name: str) -> str:
@@ -96,73 +96,45 @@ def _range(share: Share, times: int = 1) -> str:
     return f"{most}" if least == most else f"{least} to {most}"
 
 
-def _memory(memory: Sequence[RankMemory], layout: Layout, size: ModelSize, *, gpu: bool) -> list[Group | Text | Table]:
+def _print_memory(
+    console: Console, memory: Sequence[RankMemory], layout: Layout, size: ModelSize, *, gpu: bool
+) -> None:
     largest = max(memory, key=lambda rank: rank.peak)
-    of_stage = layout.ranks // layout.pipeline
-    total = sum(rank.peak * of_stage for rank in memory)
-    fixed, shape = largest.states, largest.shape
-    where = "on the GPU" if gpu else "in host memory"
+    fixed, shape, there = largest.states, largest.shape, resident(largest, gpu=gpu)
     which = f", the largest: those of stage {largest.stage}" if layout.pipeline > 1 else ""
     trained = "" if size.trained == size.parameters else f", {size.trained:,} trained"
+    copy = fixed.reference_on_host or fixed.reference_on_device
+    on_host = " in host memory" if gpu and fixed.reference_on_host else ""
+    title = f"Memory of a rank{which}, {'on the GPU' if gpu else 'in host memory'}, every sequence at full length"
     rows = [
         ("model", f"{size.parameters:,} parameters{trained}"),
         ("a rank", f"{shape.parameters:,} parameters on {shape.layers} layers"),
         ("weights", gigabytes(fixed.weights)),
         ("gradients", f"{gigabytes(fixed.gradients)} (fp32)"),
         ("optimizer", gigabytes(fixed.optimizer)),
-        ("reference", _reference(largest, gpu=gpu)),
-        ("there all the time", gigabytes(resident(largest, gpu=gpu))),
+        ("reference", f"{gigabytes(copy)}{on_host}" if copy else "no copy"),
+        ("there all the time", gigabytes(there)),
     ]
-    table = Table(box=None, padding=(0, 2), header_style="italic")
-    for name in ("  besides, in", "activations", "logits", "KV cache", "moved", "with the rest"):
-        table.add_column(name, justify="left" if name.startswith("  ") else "right", no_wrap=True)
+    _print_lines(console, title, rows)
+    table = _table("  besides, in", "activations", "logits", "KV cache", "moved", "with the rest")
     for phase in largest.phases:
         name = Text(f"  {phase.name}", style="bold" if phase is largest.peak_phase else "")
-        parts = [gigabytes(count) if count else "-" for count in (phase.activations, phase.logits, phase.cache)]
-        moved = "-" if not phase.moved else f"{'-' if phase.moved < 0 else ''}{gigabytes(abs(phase.moved))}"
-        table.add_row(name, *parts, moved, gigabytes(phase.total + resident(largest, gpu=gpu)))
-    peak = largest.peak_phase.total + resident(largest, gpu=gpu)
-    end = f"  peak: {gigabytes(peak)} in {largest.peak_phase.name}"
+        counts = (phase.activations, phase.logits, phase.cache, phase.moved)
+        parts = [f"{'-' if count < 0 else ''}{gigabytes(abs(count))}" if count else "-" for count in counts]
+        table.add_row(name, *parts, gigabytes(phase.total + there))
+    console.print(table)
+    end = f"  peak: {gigabytes(largest.peak_phase.total + there)} in {largest.peak_phase.name}"
     if gpu and largest.on_host:
         end += f", and {gigabytes(largest.on_host)} of host memory a rank"
     if layout.ranks > 1:
-        shared = sum(rank.states.reference_on_host * of_stage for rank in memory) if not gpu else 0
-        end += f"; all {layout.ranks} ranks together {gigabytes(total + shared)}"
-    title = f"Memory of a rank{which}, {where}, every sequence at full length"
-    return [_lines(title, rows), table, Text(end)]
+        every = sum(rank.peak_phase.total + resident(rank, gpu=gpu) for rank in memory)
+        end += f"; all {layout.ranks} ranks together {gigabytes(every * (layout.ranks // layout.pipeline))}"
+    console.print(Text(end))
 
 
 def resident(rank: RankMemory, *, gpu: bool) -> int:
     """Return the bytes held throughout in the planned memory, which on a CPU includes the host's."""
     return rank.states.on_device + (0 if gpu else rank.states.reference_on_host)
-
-
-def _reference(rank: RankMemory, *, gpu: bool) -> str:
-    fixed = rank.states
-    if fixed.reference_on_host:
-        return gigabytes(fixed.reference_on_host) + (" in host memory" if gpu else "")
-    return gigabytes(fixed.reference_on_device) if fixed.reference_on_device else "no copy"
-
-
-def _disk(disk: DiskNeed) -> Group:
-    held = f", of which {gigabytes(disk.held)} are there already" if disk.held else ""
-    rows = [
-        ("checkpoints", f"at most {disk.checkpoints} x {gigabytes(disk.checkpoint)} at a time{held}"),
-        ("export", gigabytes(disk.export) if disk.export else "none"),
-        ("free", f"{gigabytes(disk.free)} in {disk.folder}, {gigabytes(disk.needed)} needed"),
-    ]
-    return _lines("Disk", rows)
-
-
-@dataclass(frozen=True)
-class Tried:
-    change: dict[str, Any]  # values by key
-    step: StepTime
-
-    def __str__(self) -> str:
-        return " ".join(
-            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in self.change.items()
-        )
 
 
 def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:
@@ -188,7 +160,7 @@ def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:
     for phase in step.phases:
         for of, calls in phase.cost.calls.items():
             if calls >= 0.5 and (sent := phase.cost.sent[of]) > LEAST_BYTES:
-                cells = (f"{calls:,.0f}", f"{sent / 1e9:,.2f}", _seconds(phase.cost.seconds_of(of, machine)))
+                cells = (f"{calls:,.0f}", f"{sent / 1e9:,.2f}", _seconds(machine.traffic_seconds(phase.cost, of)))
                 wires.add_row(f"  {phase.name}: {of}", *cells)
     if wires.row_count:
         console.print(wires)
@@ -208,10 +180,14 @@ def print_alternatives(console: Console, step: StepTime, better: Sequence[Tried]
         console.print(f"None of the {tried} changes that were tried is better.")
         return
     table = _table("What to change", "seconds a step", "against now", "peak GB")
-    for one in better:
-        now, peak = f"{one.step.seconds / step.seconds - 1:+.0%}", one.step.peaks[one.step.worst]
-        table.add_row(str(one), _seconds(one.step.seconds), now, f"{peak / 1e9:.1f}")
+    for change, other in better:
+        now, peak = f"{other.seconds / step.seconds - 1:+.0%}", f"{other.peaks[other.worst] / 1e9:.1f}"
+        table.add_row(_overrides(change), _seconds(other.seconds), now, peak)
     console.print(table)
+
+
+def _overrides(change: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in change.items())
 
 
 def as_json(job: PredictedJob, step: StepTime, better: Sequence[Tried]) -> dict[str, Any]:
@@ -235,7 +211,7 @@ def as_json(job: PredictedJob, step: StepTime, better: Sequence[Tried]) -> dict[
             }
             for phase in step.phases
         ],
-        "changes": [{"overrides": str(one), **_step(one.step)} for one in better],
+        "changes": [{"overrides": _overrides(change), **_step(other)} for change, other in better],
     }
 
 

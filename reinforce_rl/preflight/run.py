@@ -18,15 +18,13 @@ from reinforce_rl.config.load import read_config
 from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.errors import CheckpointError, ConfigError, RewardServerError
 from reinforce_rl.megatron.hf_weights import HFFolder, check_headers
-from reinforce_rl.preflight.inputs import Inputs, layout_of, read_inputs
-from reinforce_rl.preflight.memory import ModelSize, RankMemory
-from reinforce_rl.preflight.plan import gigabytes, longest_of, plan_batches, plan_memory
+from reinforce_rl.preflight.memory import RankMemory
+from reinforce_rl.preflight.plan import Inputs, gigabytes, layout_of, plan_batches, plan_memory, read_inputs
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
 from reinforce_rl.rewards.function_host import LoadFault, load_function
 from reinforce_rl.rewards.sources import configured_functions
 from reinforce_rl.rewards.transport import FailedAttempt, check_once
 from reinforce_rl.rewards.wire import ServerInfo, read_token, unlike
-from reinforce_rl.trainer.build import lora_settings
 from reinforce_rl.utils.net import Address
 
 SERVER_SECONDS = 3.0
@@ -43,7 +41,7 @@ def preflight(cfg: DictConfig, console: Console | None = None) -> None:
     console = console or wide_console()
     found = examine(cfg, console)
     if cfg.preflight == DEEP and found.memory:  # even with other faults, such as a full disk
-        from reinforce_rl.preflight.deep.run import deep
+        from reinforce_rl.preflight.deep import deep
 
         found.faults.extend(deep(found.config, found.inputs, console))
     if found.faults:
@@ -55,7 +53,7 @@ def preflight(cfg: DictConfig, console: Console | None = None) -> None:
 class Examination:
     config: TrainConfig
     inputs: Inputs
-    memory: tuple[RankMemory, ...]  # of a rank of each pipeline stage; empty if unknown
+    memory: Sequence[RankMemory]  # of a rank of each pipeline stage; empty if unknown
     faults: list[str]  # one sentence each
 
 
@@ -65,10 +63,14 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
     inputs = read_inputs(config)
     memory: list[RankMemory] = []
     if not faults:
-        memory = _print_plan(config, inputs, console)
-        print_warnings(console, list(_warnings(config, inputs, memory, here=here)))
+        layout = layout_of(config)
+        if inputs.layers is not None and layout is not None:
+            gpu, batches = planned_for_gpu(config), plan_batches(config, layout, inputs.datasets)
+            memory = plan_memory(config, inputs, batches, gpu=gpu)
+            print_plan(console, config, inputs, batches, memory, gpu=gpu)
+        print_warnings(console, list(_warnings(config, memory, here=here)))
     faults += [*inputs.faults, *_weight_faults(config, inputs), *_function_faults(config)]
-    return Examination(config, inputs, tuple(memory), faults)
+    return Examination(config, inputs, memory, faults)
 
 
 def wide_console() -> Console:
@@ -80,21 +82,7 @@ def planned_for_gpu(cfg: TrainConfig) -> bool:
     return torch.cuda.is_available() or cfg.trainer.precision == "bf16"
 
 
-def _print_plan(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[RankMemory]:
-    layout = layout_of(cfg)
-    if inputs.architecture is None or inputs.layers is None or layout is None:
-        return []
-    gpu = planned_for_gpu(cfg)
-    batches = plan_batches(cfg, layout, inputs.datasets)
-    validation = inputs.datasets.validation if inputs.datasets else None
-    longest = 0 if validation is None else longest_of(validation)
-    memory = plan_memory(cfg, inputs.architecture, layout, inputs.layers, batches, longest, gpu=gpu)
-    size = ModelSize.from_architecture(inputs.architecture, lora_settings(cfg))
-    print_plan(console, layout, size, batches, memory, inputs.disk, gpu=gpu)
-    return memory
-
-
-def _warnings(cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory], *, here: bool) -> Iterator[str]:
+def _warnings(cfg: TrainConfig, memory: Sequence[RankMemory], *, here: bool) -> Iterator[str]:
     if not _has_weights(cfg):
         yield f"{cfg.pretrained_checkpoint.restore_from_path} holds no safetensors: a run could not load its weights"
     first = [cfg.remote_rm.reward_model] if here and cfg.reward == "server" else []
@@ -149,24 +137,19 @@ def _function_faults(cfg: TrainConfig) -> Iterator[str]:
 def host_memory_of_node(cfg: TrainConfig, memory: Sequence[RankMemory]) -> int:
     """Return the planned peak of host memory for the ranks of one node, in bytes."""
     largest = max(memory, key=lambda rank: rank.peak)
-    of_rank = largest.on_host
-    if not planned_for_gpu(cfg):
-        of_rank = largest.peak_phase.total + resident(largest, gpu=False)
-    return of_rank * cfg.trainer.devices
+    of_rank = largest.peak_phase.total + resident(largest, gpu=False)
+    return (largest.on_host if planned_for_gpu(cfg) else of_rank) * cfg.trainer.devices
 
 
 def _too_much_memory(cfg: TrainConfig, memory: Sequence[RankMemory]) -> Iterator[str]:
     if torch.cuda.is_available():
-        largest = max(memory, key=lambda rank: rank.peak)
+        needed = max(rank.peak for rank in memory)
         there = torch.cuda.get_device_properties(0).total_memory
-        if largest.peak > there:
-            yield f"a rank needs {gigabytes(largest.peak)}, and this machine's GPU has {gigabytes(there)}"
+        if needed > there:
+            yield f"a rank needs {gigabytes(needed)}, and this machine's GPU has {gigabytes(there)}"
     elif planned_for_gpu(cfg):
         return  # a GPU elsewhere is unknown
-    on_host = host_memory_of_node(cfg, memory)
-    there = psutil.virtual_memory().total
+    on_host, there = host_memory_of_node(cfg, memory), psutil.virtual_memory().total
     if on_host > there:
-        yield (
-            f"{cfg.trainer.devices} ranks need {gigabytes(on_host)} of host memory, and this machine has "
-            f"{gigabytes(there)}"
-        )
+        ranks = f"{cfg.trainer.devices} ranks need {gigabytes(on_host)} of host memory"
+        yield f"{ranks}, and this machine has {gigabytes(there)}"

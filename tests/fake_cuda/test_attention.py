@@ -20,8 +20,8 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
+from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 LAYERS = 2
 MODEL = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS}

@@ -22,8 +22,8 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
+from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, SHORT, STEPS = 8, 8, 512, 10, 8
 ROWS = PROMPTS * SAMPLES

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import io
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,13 @@ import torch
 from helpers.public_configs import LLAMA_3_1_8B
 from helpers.tiny_run import compose, write_prompts
 
-from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
 from reinforce_rl.megatron.model.layers import RMSNorm
-from reinforce_rl.preflight.deep import rank
-from reinforce_rl.preflight.deep.machine import MACHINES, Cost, Hardware, Traffic, total
-from reinforce_rl.preflight.deep.rank import Case, RankRun
+from reinforce_rl.preflight import rank
 from reinforce_rl.preflight.fake_cuda.machine import Machine
-from reinforce_rl.preflight.inputs import layout_of, read_inputs
-from reinforce_rl.preflight.plan import plan_batches, plan_memory
+from reinforce_rl.preflight.plan import layout_of, plan_batches, plan_memory, read_inputs
+from reinforce_rl.preflight.rank import Case, Phases, RankRun, Traffic, total
+from reinforce_rl.preflight.step import MACHINES
 
 ONE = ("trainer.devices=1",)
 BLOCKS = ("trainer.devices=8", "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2")
@@ -47,7 +43,7 @@ def case_of(folder: Path, *overrides: str, **changes: object) -> Case:
         )
     )
     case = Case(
-        config=config.model_dump(),
+        config=config,
         rank=0,
         layers=2,
         in_flight=2,
@@ -57,25 +53,19 @@ def case_of(folder: Path, *overrides: str, **changes: object) -> Case:
         samples=2,
         prompt_tokens=96,
         response_tokens=96,
-        machine=MACHINES["h100"],
+        rates=MACHINES["h100"].rates,
     )
     return dataclasses.replace(case, **changes)  # type: ignore[arg-type]
 
 
 @functools.cache
-def blocks(machine: Machine, folder: Path) -> dict[str, tuple[Cost, float]]:
+def blocks(machine: Machine, folder: Path) -> Phases:
     """The first rank of a run in blocks, which several tests look at."""
     return measured(machine, case_of(folder, *BLOCKS))
 
 
-def measured(machine: Machine, case: Case) -> dict[str, tuple[Cost, float]]:
-    found: dict[str, tuple[Cost, float]] = {}
-
-    def write(phase: str, bytes: float, counts: dict[str, float], traffic: list[list]) -> None:
-        rows = [(Traffic(*row[:4]), *row[4:]) for row in traffic]
-        found[phase] = (Cost(counts, {of: n for of, n, _ in rows}, {of: b for of, _, b in rows}), bytes)
-
-    RankRun(case, write).measure(machine)
+def measured(machine: Machine, case: Case) -> Phases:
+    found = RankRun(case).measure(machine)
     gc.collect()  # as between the cases of `main`
     return found
 
@@ -113,11 +103,10 @@ def test_memory_is_as_the_plan_has_it(machine: Machine, folders: dict[int, Path]
     config = {**LLAMA_3_1_8B, "num_hidden_layers": 2, "eos_token_id": 2, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     case = case_of(folder, "trainer.devices=8")
-    cfg = TrainConfig(**case.config)
+    cfg = case.config
     layout, inputs = layout_of(cfg), read_inputs(cfg)
-    assert layout is not None and inputs.architecture is not None and inputs.layers is not None
-    batches = plan_batches(cfg, layout, inputs.datasets)
-    (plan,) = plan_memory(cfg, inputs.architecture, layout, inputs.layers, batches, 0, gpu=True)
+    assert layout is not None
+    (plan,) = plan_memory(cfg, inputs, plan_batches(cfg, layout, inputs.datasets), gpu=True)
     found = {name: peak for name, (_, peak) in measured(machine, case).items()}
     assert found["away"] == pytest.approx(plan.states.optimizer, rel=0.001)
     assert found["resident"] == pytest.approx(plan.states.weights, rel=0.001)
@@ -148,12 +137,7 @@ def test_a_fault_names_phase_and_lines(machine: Machine, folders: dict[int, Path
         norm.weight = torch.nn.Parameter(torch.ones(norm.weight.shape, dtype=norm.weight.dtype))
 
     monkeypatch.setattr(RMSNorm, "__init__", on_cpu)
-    line = json.dumps(dataclasses.asdict(case_of(folders[2], *BLOCKS)), default=Hardware.model_dump)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(line + "\n"))
     monkeypatch.setattr(rank, "install", lambda: machine)
-    out = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", out)
-    rank.main()
-    answer = json.loads(out.getvalue().splitlines()[-1])
-    assert answer["phase"] == "start"
-    assert "megatron/optimizer.py" in answer["fault"].split("; at ")[1]
+    answer = rank.answer(case_of(folders[2], *BLOCKS))
+    assert isinstance(answer, str) and answer.startswith("start: ")
+    assert "megatron/optimizer.py" in answer.split("; at ")[1]

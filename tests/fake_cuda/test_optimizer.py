@@ -17,8 +17,8 @@ from helpers.layouts import ALL_LAYOUTS, SETTINGS, Layout
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.checkpointer import Checkpointer, latest_checkpoint
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
+from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 KINDS = pytest.mark.parametrize(
     ("dtype", "distributed"),

@@ -12,8 +12,8 @@ from helpers.tiny_run import PROMPT_TOKENS, compose, metrics_of, odd_share, tiny
 
 from reinforce_rl import run as build
 from reinforce_rl.config.load import load_config
-from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
+from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 OVERRIDES = (
     "trainer.precision=bf16",

@@ -29,8 +29,8 @@ from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
     build_optimizer,
 )
-from reinforce_rl.preflight.fake_cuda.ledger import Ledger
 from reinforce_rl.preflight.fake_cuda.machine import Machine
+from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 PROMPTS = [Prompt(number, "", tuple(range(3, 6 + number))) for number in range(4)]
 

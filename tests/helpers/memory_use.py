@@ -23,12 +23,10 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-from reinforce_rl.preflight.inputs import read_inputs
 from reinforce_rl.preflight.memory import RankMemory
-from reinforce_rl.preflight.plan import plan_batches, plan_memory
+from reinforce_rl.preflight.plan import layout_of, plan_batches, plan_memory, read_inputs
 from reinforce_rl.trainer.build import build_actor
 
 TP2, PP2, CP2 = (f"model.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline", "context"))
@@ -105,13 +103,10 @@ def planned(overrides: list[str]) -> list[RankMemory]:
     cfg = load_config(compose(*overrides))
     inputs = read_inputs(cfg)
     assert inputs.faults == [] and inputs.layers is not None
-    architecture = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path)
-    from reinforce_rl.preflight.inputs import layout_of
-
     layout = layout_of(cfg)
     assert layout is not None
     batches = plan_batches(cfg, layout, inputs.datasets)
-    return plan_memory(cfg, architecture, layout, inputs.layers, batches, 0, gpu=False)
+    return plan_memory(cfg, inputs, batches, gpu=False)
 
 
 def measured(overrides: list[str]) -> Use:

@@ -10,8 +10,9 @@ from helpers.models import tiny_llama_folder
 from helpers.tiny_run import compose, three_letters, write_prompts
 from rich.console import Console
 
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.preflight.deep import run
+from reinforce_rl.preflight import deep
 from reinforce_rl.preflight.run import preflight
 
 
@@ -41,7 +42,7 @@ def printed(*overrides: str) -> str:
 
 
 def test_a_step_is_predicted_and_better_ones_are_tried(overrides, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "MOST_TRIED", 1)
+    monkeypatch.setattr(deep, "MOST_TRIED", 1)
     text = printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}", "preflight_response_tokens=8")
     for words in ("A step on 4 x H100", "8 tokens on average, 16 at most", "Bottleneck:", "No fault was found"):
         assert words in text
@@ -60,10 +61,29 @@ def test_a_step_is_predicted_and_better_ones_are_tried(overrides, tmp_path, monk
 
 
 def test_a_gpu_too_small_and_a_machine_that_is_unknown_are_faults(overrides, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "MOST_TRIED", 0)
+    monkeypatch.setattr(deep, "MOST_TRIED", 0)
     machine = tmp_path / "small.yaml"
     machine.write_text("base: h100\nname: tiny GPU\nmemory: 3.00001e9\n")
     with pytest.raises(ConfigError, match=r"a rank needs 0\.0 GB in .*, and a tiny GPU has 0\.0 GB for tensors"):
         printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}", f"preflight_machine={machine}")
     with pytest.raises(ConfigError, match="preflight_machine is 'h1000'"):
         printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}", "preflight_machine=h1000")
+
+
+@pytest.mark.parametrize(
+    ("method", "number", "layers", "depths"),
+    [
+        (None, None, 32, (2, 4)),
+        (None, None, 4, (4,)),
+        (None, None, 5, (2, 4)),
+        ("uniform", 1, 20, (2, 4)),
+        ("uniform", 5, 20, (5, 10)),
+        ("block", 8, 32, (4, 8)),
+        ("block", 3, 16, (16,)),
+        ("block", 16, 16, (2, 4)),
+    ],
+)
+def test_measured_depths_keep_the_share_of_recomputed_layers(method, number, layers, depths):
+    keys = {"model.activations_checkpoint_method": method, "model.activations_checkpoint_num_layers": number}
+    cfg = deep.with_keys(TrainConfig(), keys)
+    assert deep.depths_of(cfg, layers) == depths

@@ -9,9 +9,8 @@ from helpers.tiny_run import compose, tiny_overrides
 
 from reinforce_rl.config.load import load_config
 from reinforce_rl.config.parallelism import Layout
-from reinforce_rl.preflight.inputs import layout_of, read_inputs
 from reinforce_rl.preflight.memory import Decoding, Pass, Policy, StageShape, rank_memory
-from reinforce_rl.preflight.plan import Share, plan_batches
+from reinforce_rl.preflight.plan import Share, layout_of, plan_batches, read_inputs
 
 ROLLOUT = "model.reinforce"
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from reinforce_rl.config.load import load_config
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.preflight import plan
-from reinforce_rl.preflight.inputs import read_inputs
+from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.preflight.run import preflight
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +75,7 @@ def test_the_plan_of_a_right_configuration(files):
         text = printed(*right(files), f"remote_rm.reward_model.port={server.port}")
     for words in ("8 prompts x 4 samples = 32 sequences", "1 step, the last of 8", "KV cache", "peak:", "No fault"):
         assert words in text
+    assert f"server reward_model at localhost:{server.port}" in text and "rloo" in text
     assert "warning" not in text
     assert not (files / "run").exists()
 

@@ -15,18 +15,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from reinforce_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from reinforce_rl.preflight.fake_cuda.collectives import Network
-    from reinforce_rl.preflight.fake_cuda.ledger import Ledger
-    from reinforce_rl.preflight.fake_cuda.mode import FakeCuda
-
+    from reinforce_rl.preflight.fake_cuda.device import Network
+    from reinforce_rl.preflight.fake_cuda.mode import FakeCuda, Ledger
 
 GIBIBYTES = 80
 _LEFT_OVER = 1 << 26
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _machine: Machine | None = None
 SOURCE = Path(__file__).with_name("guard.cpp")
 COMPILE_SECONDS = 300.0
@@ -40,20 +38,13 @@ class Machine:
     @contextlib.contextmanager
     def rank(self, rank: int = 0, world_size: int = 1) -> Iterator[Ledger]:
         """Be this rank inside the block, with an empty ledger."""
-        before = {name: os.environ.get(name) for name in _PLACE}
-        values = (str(rank), str(world_size), "0", "localhost", "1")
-        os.environ.update(dict(zip(_PLACE, values, strict=True)))
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+        place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         self._network.begin()
         if self.gpu.memory.bytes > _LEFT_OVER:
             gc.collect()  # a dropped model still holds itself in cycles
-        try:
-            with self.gpu, self.gpu.counting("") as ledger:
-                yield ledger
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
+        with mock.patch.dict(os.environ, place), self.gpu, self.gpu.counting("") as ledger:
+            yield ledger
 
     def ranks(self, world_size: int, turn: Callable[[int], None], *, rehearsals: int = 0) -> dict[int, Ledger]:
         """Run `turn` within `rank` for every rank in order, and return their ledgers.
@@ -80,14 +71,14 @@ def install(gibibytes: int = GIBIBYTES) -> Machine:
         gibibytes: memory that each GPU reports; exceeding it is no error.
 
     Raises:
-        ConfigError: see `load_guard`.
+        ConfigError: torch is already imported or not installed, or no C++ compiler builds the device guard, optional
+            if torch finds a GPU.
     """
     global _machine
     if _machine is not None:
         return _machine
-    load_guard()
-    from reinforce_rl.preflight.fake_cuda.collectives import Network
-    from reinforce_rl.preflight.fake_cuda.device import replace_device, replace_kernels
+    _load_guard()
+    from reinforce_rl.preflight.fake_cuda.device import Network, replace_device, replace_kernels
     from reinforce_rl.preflight.fake_cuda.mode import FakeCuda
 
     gpu = FakeCuda()
@@ -99,13 +90,8 @@ def install(gibibytes: int = GIBIBYTES) -> Machine:
     return _machine
 
 
-def load_guard() -> None:
-    """Import torch with a device guard that accepts fake CUDA tensors.
-
-    Raises:
-        ConfigError: torch is already imported or not installed, or no C++ compiler builds the guard, optional if
-            torch finds a GPU.
-    """
+def _load_guard() -> None:
+    # Import torch with a device guard that accepts fake CUDA tensors.
     if "torch" in sys.modules:
         raise ConfigError(["fake CUDA was asked for after torch was imported; it must come first in the process"])
     spec = importlib.util.find_spec("torch")
@@ -133,12 +119,8 @@ def _library(torch: Path) -> Path:
         return library
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
     if compiler is None:
-        raise ConfigError(
-            [
-                "fake CUDA needs a C++ compiler where there is no GPU, and none was found (looked for $CXX, c++, g++ "
-                "and clang++); install one (Debian: apt-get install g++)"
-            ]
-        )
+        looked = "fake CUDA needs a C++ compiler where there is no GPU; found none of $CXX, c++, g++ and clang++"
+        raise ConfigError([f"{looked}; install one (Debian: apt-get install g++)"])
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         built = Path(folder) / "guard.so"
@@ -146,8 +128,7 @@ def _library(torch: Path) -> Path:
         command += ["-o", str(built), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
         if done.returncode:
-            raise ConfigError(
-                [f"{compiler} could not build {SOURCE.name}, which fake CUDA needs:\n{done.stderr.strip()[-2000:]}"]
-            )
+            said = done.stderr.strip()[-2000:]
+            raise ConfigError([f"{compiler} could not build {SOURCE.name}, which fake CUDA needs:\n{said}"])
         built.replace(library)
     return library

@@ -1,11 +1,14 @@
-"""Dispatch mode of fake CUDA: each operator on a CUDA tensor is checked, counted, and computes shapes only."""
+"""Operators of fake CUDA: each on a CUDA tensor is checked, counted, and computes shapes only."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,41 +18,102 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    in_kernel_invocation_manager,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from reinforce_rl.preflight.fake_cuda.ledger import Kernel, Ledger, Memory
-
 CUDA = torch.device("cuda", 0)
+ALLOCATION = 512  # bytes, granularity of torch's CUDA allocator
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 # Small tensors, which steer control flow, carry their real values on the CPU (`_value`), so that `.item()`, `nonzero`
 # and boolean masks work. Unknown values are zeros, and results of them are kept finite. Larger tensors have no values.
 MAX_INTEGERS, MAX_FLOATS, MAX_HOST_BYTES = 1 << 21, 1 << 12, 1 << 24
 _RANDOM = {"normal_", "uniform_", "random_", "exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"}
-_NO_KERNEL = {
-    "_has_compatible_shallow_copy_type",
-    "_unsafe_view",
-    "detach",
-    "device",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "is_pinned",
-    "lift_fresh",
-    "new_empty",
-    "new_empty_strided",
-    "record_stream",
-    "resize_",
-    "set_",
-}
+_NO_KERNEL = {"_has_compatible_shallow_copy_type", "_unsafe_view", "detach", "device", "is_pinned", "lift_fresh"}
+_NO_KERNEL |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_NO_KERNEL |= {"record_stream", "resize_", "set_"}
 _VALUE_DEPENDENT = {"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"}
 _ROW_COPIES = {"index", "index_select", "embedding", "gather", "index_copy_", "index_add_", "index_put_", "scatter_"}
-_NOT_BY_SHAPE = {"as_strided", "resize_", "set_"}  # their output also depends on the storage
 # torch's multi-tensor kernels: elements per chunk, chunks per launch.
 _CHUNK, _CHUNKS = 65536, 320
+_aten: Any = torch.ops.aten
+
+
+class Kernel(NamedTuple):
+    name: str  # of the ATen operator
+    flops: int  # by torch's formulas; half for causal attention
+    bytes: int  # read and written, lower bound
+    low_precision: bool  # bf16 or fp16
+
+
+class Collective(NamedTuple):
+    kind: str  # such as "all_reduce"; with objects it ends in "_object"
+    ranks: tuple[int, ...]  # global ranks of the group; for "send" and "recv" this rank and its peer
+    bytes: int  # of the whole tensor: gathered, or before scattering; 0 for objects
+    on_gpu: bool  # NCCL, else gloo
+    phase: str
+
+
+@dataclass
+class Ledger:
+    phase: str
+    kernels: Counter[Kernel] = field(default_factory=Counter)  # runs on the device
+    launches: int = 0  # by the host; a CUDA graph is one
+    syncs: Counter[str] = field(default_factory=Counter)  # host syncs by operation and line
+    attention: Counter[str] = field(default_factory=Counter)  # calls by kernel and shapes
+    collectives: list[Collective] = field(default_factory=list)  # in order
+    start: int = 0  # like peak and end: bytes of device memory
+    peak: int = 0
+    end: int = 0
+    host_bytes: int = 0  # copied to host memory and kept there as fake tensors
+
+    @property
+    def num_kernels(self) -> int:
+        return sum(self.kernels.values())
+
+    @property
+    def num_syncs(self) -> int:
+        return sum(self.syncs.values())
+
+    @property
+    def flops(self) -> int:
+        return sum(kernel.flops * count for kernel, count in self.kernels.items())
+
+    @property
+    def bytes(self) -> int:
+        return sum(kernel.bytes * count for kernel, count in self.kernels.items())
+
+    def by_name(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for kernel, count in self.kernels.items():
+            found[kernel.name] += count
+        return found
+
+
+class Memory:
+    """Live storages on the device, each counted once however many views it has."""
+
+    def __init__(self) -> None:
+        self.bytes = self.peak = 0
+        self._live: dict[int, int] = {}
+
+    def track(self, tensor: Any) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._live:
+            self._live[storage._cdata] = 0
+            self.resized(storage)
+            weakref.finalize(storage, self._free, storage._cdata)
+
+    def resized(self, storage: Any) -> None:
+        if storage._cdata in self._live:
+            size = -(-storage.nbytes() // ALLOCATION) * ALLOCATION
+            self.bytes += size - self._live[storage._cdata]
+            self._live[storage._cdata] = size
+            self.peak = max(self.peak, self.bytes)
+
+    def _free(self, key: int) -> None:
+        self.bytes -= self._live.pop(key, 0)
 
 
 class FakeCuda(TorchDispatchMode):
@@ -63,7 +127,6 @@ class FakeCuda(TorchDispatchMode):
         self.ledger = Ledger("")  # of the current phase
         self.memory = Memory()  # over all phases
         self.is_capturing = False  # a CUDA graph is being captured
-        self._known: dict[Any, _Outputs] = {}  # by operator and `_key`
 
     @contextlib.contextmanager
     def counting(self, phase: str) -> Iterator[Ledger]:
@@ -136,7 +199,8 @@ class FakeCuda(TorchDispatchMode):
             args, kwargs = tree_map_only(Tensor, self.as_fake, (args, kwargs))
             tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)]
         try:
-            out = self._run(func, name, args, kwargs, tensors)
+            with self.fake:
+                out = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._by_values(func, args, kwargs)
         except Exception as error:
@@ -147,31 +211,6 @@ class FakeCuda(TorchDispatchMode):
         self._carry_values(func, name, args, kwargs, tensors, outputs)
         self._count(func, name, args, kwargs, tensors, out, outputs)
         return out
-
-    def _run(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
-        # Call an operator on fake tensors, with a cache by `_key`; torch's own cache keys are too slow to compute.
-        key: Any = None
-        if name not in _NOT_BY_SHAPE and all(tensor.constant is None for tensor in tensors):
-            key = (func, _key(args), *((name, _key((kwargs[name],))) for name in kwargs))
-            try:
-                known = self._known.get(key)
-            except TypeError:  # unhashable argument
-                known = key = None
-            if known is not None:
-                found = [args[0] if one is None else self._made(one, args[0]) for one in known.made]
-                return found[0] if known.kind is None else known.kind(found)
-        with self.fake:
-            out = func(*args, **kwargs)
-        if key is not None and (made := _outputs(out, args, tensors)) and key[1] == _key(args):
-            self._known[key] = made
-        return out
-
-    def _made(self, one: _Output, first: Any) -> FakeTensor:
-        with in_kernel_invocation_manager(self.fake):
-            tensor = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
-            if one.is_view:
-                tensor.set_(first.untyped_storage(), one.offset, one.shape, one.stride)
-        return FakeTensor(self.fake, tensor, one.device)
 
     def _special(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         # Handle what fake tensors cannot do or a real device would refuse; else return NotImplemented.
@@ -210,8 +249,8 @@ class FakeCuda(TorchDispatchMode):
                 # torch turns a scalar value into masked_fill_, which does not sync.
                 mask = masks[0]
                 while mask.dim() < first.dim():
-                    mask = self.__torch_dispatch__(torch.ops.aten.unsqueeze.default, (), (mask, -1))
-                return self.__torch_dispatch__(torch.ops.aten.masked_fill_.Tensor, (), (first, mask, args[2]))
+                    mask = self.__torch_dispatch__(_aten.unsqueeze.default, (), (mask, -1))
+                return self.__torch_dispatch__(_aten.masked_fill_.Tensor, (), (first, mask, args[2]))
             if any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
                 return self.__torch_dispatch__(func, (), (first, self._without_masks(args[1]), *args[2:]), kwargs)
         return NotImplemented
@@ -248,10 +287,10 @@ class FakeCuda(TorchDispatchMode):
         if device.type == "cuda":
             self.sync(func._schema.name.split("::")[1])
             self.launch(func._schema.name.split("::")[1], [], launches=2)
-        values, options = tree_map_only(Tensor, self._known_value, (args, kwargs))
+        values, options = tree_map_only(Tensor, self.known, (args, kwargs))
         return tree_map_only(Tensor, lambda tensor: self.wrap(tensor, device), func(*values, **options))
 
-    def _known_value(self, tensor: Tensor) -> Tensor:
+    def known(self, tensor: Tensor) -> Tensor:
         values = self.value(tensor)
         assert values is not None, f"the values of a tensor of {tuple(tensor.shape)} are not known"
         return values
@@ -323,61 +362,11 @@ class FakeCuda(TorchDispatchMode):
         flops = _flops(func, args, kwargs, out)
         if name == "_flash_attention_forward" and kwargs.get("seqused_k") is not None:
             # Keys lie in a paged pool; each sequence reads `seqused_k` of them.
-            starts, used = self._known_value(args[3]).long(), self._known_value(kwargs["seqused_k"]).long()
+            starts, used = self.known(args[3]).long(), self.known(kwargs["seqused_k"]).long()
             numbers = args[1].shape[1] * args[1].shape[2]  # per key
             flops = 4 * numbers * int((starts.diff() * used).sum())
             nbytes = 2 * (size_of(args[0]) + int(used.sum()) * numbers * args[1].element_size())
         self.launch(name, [*inputs, *made], flops=flops, launches=launches, nbytes=nbytes)
-
-
-class _Output(NamedTuple):
-    """Recipe for an output tensor, in new storage or as a view of the first argument's."""
-
-    shape: Any
-    stride: Any
-    dtype: torch.dtype
-    device: torch.device
-    offset: Any
-    is_view: bool
-
-
-class _Outputs(NamedTuple):
-    """Cached outputs of an operator; None stands for the first argument itself."""
-
-    made: list[_Output | None]
-    kind: type | None
-
-
-def _key(args: Any) -> tuple[Any, ...]:
-    # Cache key of arguments; numbers carry their type, as 1 == 1.0 == True.
-    found: list[Any] = []
-    for arg in args:
-        if isinstance(arg, FakeTensor):
-            found.append((arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.fake_device))
-        elif isinstance(arg, (list, tuple)):
-            found.append(_key(arg))
-        else:
-            found.append((type(arg), arg))
-    return tuple(found)
-
-
-def _outputs(out: Any, args: Any, tensors: list[Any]) -> _Outputs | None:
-    outs = list(out) if isinstance(out, (list, tuple)) else [out]
-    storages = {tensor.untyped_storage()._cdata for tensor in tensors}
-    first = args[0] if args and isinstance(args[0], FakeTensor) else None
-    made: list[_Output | None] = []
-    for one in outs:
-        if one is first and first is not None:
-            made.append(None)
-            continue
-        if not isinstance(one, FakeTensor) or one.constant is not None or one.is_conj() or one.is_neg():
-            return None
-        storage = one.untyped_storage()._cdata
-        is_view = first is not None and storage == first.untyped_storage()._cdata
-        if storage in storages and not is_view:
-            return None
-        made.append(_Output(one.shape, one.stride(), one.dtype, one.fake_device, one.storage_offset(), is_view))
-    return _Outputs(made, type(out) if isinstance(out, (list, tuple)) else None) if made else None
 
 
 def _leaves(args: Any, kwargs: Any) -> list[Any]:

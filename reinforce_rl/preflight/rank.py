@@ -1,35 +1,74 @@
-"""Measure single ranks of a run on fake GPUs, in a process: `python -m reinforce_rl.preflight.deep.rank`."""
+"""Measure single ranks of a run on fake GPUs, in the process of a `ModuleChild`."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
-import json
-import sys
+import importlib
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reinforce_rl.preflight.deep.machine import Cost, Hardware, Traffic, total
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.preflight.fake_cuda.machine import install
+from reinforce_rl.utils.process import connect_to_parent
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.data.batches import RolloutBatch
-    from reinforce_rl.megatron.mesh import Mesh
     from reinforce_rl.megatron.optimizer import ActorOptimizer
     from reinforce_rl.preflight.fake_cuda.machine import Machine
+    from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 # No torch import at module level: the device guard must be loaded first.
 
 DECODE_STEPS = 3  # the first may set things up and is not counted
 
 
+class Traffic(NamedTuple):
+    """A kind of collective; `group` is its parallelism (tensor, data, ...)."""
+
+    group: str
+    kind: str
+    ranks: int
+    nodes: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.ranks} ranks ({self.group}) on {self.nodes} node{'s' if self.nodes > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    # Seconds (the kernels' roofline), kernels, launches, flops, bytes, syncs.
+    counts: dict[str, float] = field(default_factory=dict)
+    calls: dict[Traffic, float] = field(default_factory=dict)  # calls of each collective
+    sent: dict[Traffic, float] = field(default_factory=dict)  # bytes of its tensors
+
+    def __getitem__(self, name: str) -> float:
+        return self.counts.get(name, 0.0)
+
+
+Phases = dict[str, tuple[Cost, float]]  # cost and peak bytes by phase
+
+
+def total(parts: Iterable[tuple[float, Cost]]) -> Cost:
+    """Sum costs with weights."""
+    whole = Cost()
+    for weight, cost in parts:
+        for name in ("counts", "calls", "sent"):
+            sums = getattr(whole, name)
+            for key, value in getattr(cost, name).items():
+                sums[key] = sums.get(key, 0.0) + weight * value
+    return whole
+
+
 @dataclass(frozen=True)
 class Case:
-    config: dict[str, Any]  # of the run, as plain values
+    config: TrainConfig  # of the run
     rank: int  # of the job
     layers: int  # per stage of the reduced model
     in_flight: int  # training micro-batches for the peak; costs also use one more
@@ -39,26 +78,25 @@ class Case:
     samples: int  # per prompt
     prompt_tokens: int  # per sequence
     response_tokens: int
-    machine: Hardware  # its rates time the kernels
+    rates: dict[str, float]  # `Hardware.rates`, which time the kernels
 
 
 def main() -> None:
-    """Read cases as JSON lines from stdin; write a JSON line per phase to stdout."""
-    out, sys.stdout = sys.stdout, sys.stderr  # the run's own output must not mix in
+    """Measure each case that the parent sends; answer with its phases or a fault."""
+    connection = connect_to_parent()
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send(answer(connection.recv()))
+            gc.collect()  # the model has reference cycles
 
-    def write(**values: Any) -> None:
-        print(json.dumps(values), file=out, flush=True)
 
-    for text in sys.stdin:
-        raw = json.loads(text)
-        rank = RankRun(Case(**{**raw, "machine": Hardware(**raw["machine"])}), write)
-        try:
-            rank.measure(install())
-            write(done=True)
-        except Exception as error:
-            write(fault=_told(error), phase=rank.phase)
-        del rank
-        gc.collect()  # the model has reference cycles
+def answer(case: Case) -> Phases | str:
+    """Return the costs and peaks of a case, or phase and lines of what failed."""
+    rank = RankRun(case)
+    try:
+        return rank.measure(install())
+    except Exception as error:
+        return f"{rank.phase}: {_told(error)}"
 
 
 def _told(error: BaseException) -> str:
@@ -74,23 +112,19 @@ class _Enough(Exception):
 
 
 class RankRun:
-    def __init__(self, case: Case, write: Callable[..., None]):
-        self._case, self._write = case, write
+    def __init__(self, case: Case):
+        self._case, self._found = case, Phases()
         self.phase = "start"
 
-    def measure(self, fake: Machine) -> None:
-        from reinforce_rl.config.actor import TrainConfig
+    def measure(self, fake: Machine) -> Phases:
         from reinforce_rl.data.tokenizer import load_tokenizer
         from reinforce_rl.megatron.architecture import Architecture
         from reinforce_rl.megatron.mesh import parallel_mesh
         from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
         from reinforce_rl.trainer.build import build_actor
 
-        case, self._gpu = self._case, fake.gpu
-        cfg = TrainConfig(**case.config)
-        model, folder = cfg.model, cfg.pretrained_checkpoint.restore_from_path
-        self._devices = cfg.trainer.devices
-        stages = model.pipeline_model_parallel_size
+        case, cfg, model, self._gpu = self._case, self._case.config, self._case.config.model, fake.gpu
+        folder, stages = cfg.pretrained_checkpoint.restore_from_path, model.pipeline_model_parallel_size
         architecture = dataclasses.replace(Architecture.from_folder(folder), num_layers=case.layers * stages)
         sizes = (model.tensor_model_parallel_size, stages, model.context_parallel_size)
         with (
@@ -112,70 +146,53 @@ class RankRun:
                 reference = actor.get_init_policy_logprobs
                 self._passes("reference log-probs", 1, lambda count: self._log_probs(reference, count))
             self._passes("training", case.in_flight, lambda count: self._train(actor, count))
-            self._put("optimizer", optimizer.step)
+            self.phase = "optimizer"
+            self._put(self.phase, optimizer.step)
+        return self._found
 
     def _put(self, name: str, action: Callable[[], Any]) -> Any:
-        self.phase = name
         with self._gpu.counting(name) as ledger:
             done = action()
-        self._tell(name, self._cost(ledger), ledger.peak)
+        self._found[name] = self._cost(ledger), ledger.peak
         return done
 
     def _passes(self, name: str, first: int, run: Callable[[int], object]) -> None:
         # Split the cost into fixed and per micro-batch, by two runs; the peak is the smaller run's.
         self.phase = name
-        found = []
         for count in (first, first + 1):
-            with self._gpu.counting(name) as ledger:
-                run(count)
-            found.append((self._cost(ledger), ledger.peak))
-        (low, peak), (high, _) = found
+            self._put(f"{name} {count}", functools.partial(run, count))
+        (low, peak), (high, _) = (self._found.pop(f"{name} {count}") for count in (first, first + 1))
         each = total([(1, high), (-1, low)])
-        self._tell(f"{name} once", total([(1, low), (-first, each)]), peak)
-        self._tell(f"{name} each", each, peak)
+        self._found[f"{name} once"] = total([(1, low), (-first, each)]), peak
+        self._found[f"{name} each"] = each, peak
 
-    def _tell(self, phase: str, cost: Cost, nbytes: float) -> None:
-        traffic = [[*of, calls, cost.sent[of]] for of, calls in cost.calls.items()]
-        self._write(phase=phase, bytes=nbytes, counts=dict(cost.counts), traffic=traffic)
-
-    def _cost(self, ledger: Any) -> Cost:
-        rates = self._case.machine.rates
+    def _cost(self, ledger: Ledger) -> Cost:
+        rates = self._case.rates
         seconds = sum(
             count
             * max(k.flops / rates["bf16" if k.low_precision else "fp32"], k.bytes / rates["bandwidth"], rates["floor"])
             for k, count in ledger.kernels.items()
         )
-        calls: dict[Traffic, float] = {}
-        sent: dict[Traffic, float] = {}
+        calls: Counter[Traffic] = Counter()
+        sent: Counter[Traffic] = Counter()
         for call in ledger.collectives:
-            nodes = len({rank // self._devices for rank in call.ranks})
+            nodes = len({rank // self._case.config.trainer.devices for rank in call.ranks})
             of = Traffic(self._group(call.ranks), call.kind, len(call.ranks), nodes)
-            calls[of] = calls.get(of, 0) + 1
-            sent[of] = sent.get(of, 0) + call.bytes
-        counts = {
-            "seconds": seconds,
-            "kernels": ledger.num_kernels,
-            "launches": ledger.launches,
-            "flops": ledger.flops,
-            "bytes": ledger.bytes,
-            "syncs": ledger.num_syncs,
-        }
-        return Cost(counts, calls, sent)
+            calls[of] += 1
+            sent[of] += call.bytes
+        counts = {"seconds": seconds, "kernels": ledger.num_kernels, "launches": ledger.launches}
+        counts |= {"flops": ledger.flops, "bytes": ledger.bytes, "syncs": ledger.num_syncs}
+        return Cost(counts, dict(calls), dict(sent))
 
     def _group(self, ranks: tuple[int, ...]) -> str:
         # Name the parallelism of a group; "several" if no single one fits.
-        mesh: Mesh = self._mesh
-        layout = mesh.layout
-        steps = {  # size, and rank distance of neighbours
-            "tensor": (layout.tensor, 1),
-            "context": (layout.context, layout.tensor),
-            "data": (layout.data, layout.tensor * layout.context),
-            "pipeline": (layout.pipeline, layout.tensor * layout.context * layout.data),
-        }
-        for name, (size, step) in steps.items():
+        layout, step = self._mesh.layout, 1
+        for name in ("tensor", "context", "data", "pipeline"):  # `step`: rank distance of neighbours
+            size = getattr(layout, name)
             if len(ranks) <= size and abs(ranks[1] - ranks[0]) == step:
                 return name
-        return "all" if len(ranks) == mesh.world_size else "several"
+            step *= size
+        return "all" if len(ranks) == self._mesh.world_size else "several"
 
     def _away(self, optimizer: ActorOptimizer, actor: MegatronGPTReinforceActorModel, *, offloads: bool) -> None:
         before = self._gpu.memory.bytes
@@ -183,8 +200,8 @@ class RankRun:
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
         with optimizer.offloaded() if offloads else contextlib.nullcontext():
             resident = self._gpu.memory.bytes
-            self._tell("resident", Cost(), resident)
-            self._tell("away", Cost(), before - resident - gradients if offloads else 0)  # gradients are freed
+            self._found["resident"] = Cost(), resident
+            self._found["away"] = Cost(), before - resident - gradients if offloads else 0  # gradients are freed
             if self._case.prompts:
                 self._generate(actor)
 
@@ -211,8 +228,8 @@ class RankRun:
         steps += [self._cost(ledger)] if len(steps) <= DECODE_STEPS else []
         # Costs are cumulative: a decode step is the slope after the first one.
         first, last, count = steps[min(1, len(steps) - 2)], steps[-1], max(len(steps) - 2, 1)
-        self._tell("prefill", steps[0], ledger.peak)
-        self._tell("decode", total([(1 / count, last), (-1 / count, first)]), ledger.peak)
+        self._found["prefill"] = steps[0], ledger.peak
+        self._found["decode"] = total([(1 / count, last), (-1 / count, first)]), ledger.peak
 
     def _log_probs(self, passes: Callable[..., Any], count: int) -> None:
         found = self._rollouts(count * self._case.forward_rows)
@@ -250,4 +267,5 @@ class RankRun:
 
 
 if __name__ == "__main__":
-    main()
+    # Not this copy, `__main__`: the parent must find the classes that it is sent.
+    importlib.import_module("reinforce_rl.preflight.rank").main()

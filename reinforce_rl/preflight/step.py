@@ -1,4 +1,4 @@
-"""Predict a step of the whole job from the cost of single ranks: seconds per phase and what bounds them."""
+"""Predict a step of the whole job on a named machine from the cost of single ranks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,155 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
 
 from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.base import NOT_SET, Positive, Section, Text
+from reinforce_rl.config.base import key as setting
+from reinforce_rl.config.load import read
 from reinforce_rl.config.parallelism import Layout
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.preflight.deep.machine import Cost, Hardware, total
 from reinforce_rl.preflight.memory import WEIGHT_BYTES, Decoding, stage_shapes
 from reinforce_rl.preflight.plan import BatchPlan
+from reinforce_rl.preflight.rank import Cost, Traffic, total
 from reinforce_rl.trainer.build import lora_settings
 
 BF16 = 2
 _SMALL_KERNELS = 4  # per layer, besides matrices and attention: two norms, RoPE with the cache write, SwiGLU
 _POINTS, _DRAWS = 128, 64  # of the integral over t; of the ranks' lengths
 BACKWARD = 2 / 3  # of a micro-batch's time, which can overlap with the gradient all-reduce
+
+
+KEY = "preflight_machine"
+
+
+class Hardware(Section):
+    """A GPU, its node and its network. Bandwidths are in bytes/s, one direction, per GPU."""
+
+    name: Text = setting(NOT_SET)  # of the GPU
+    memory: Positive = setting(NOT_SET)  # bytes
+    # bf16, fp32: dense FLOP/s of the data sheet; fp32 without TF32, which is off.
+    bf16: Positive = setting(NOT_SET)
+    fp32: Positive = setting(NOT_SET)
+    hbm: Positive = setting(NOT_SET)  # memory bandwidth of the data sheet, times `hbm_share`
+    # nvlink, network: bandwidth inside a node and between nodes, times `nvlink_share` and `network_share`.
+    nvlink: Positive = setting(NOT_SET)
+    network: Positive = setting(NOT_SET)
+    pcie: Positive = setting(NOT_SET)  # bandwidth to pinned host memory, as reached
+    matmul_share: Positive = setting(NOT_SET)  # share of `bf16` and `fp32` that large matrix products reach
+    gpus_per_node: int = setting(8, gt=0)  # GPUs joined by NVLink
+    # Bytes besides tensors.
+    reserved: Positive = 3e9  # CUDA context 0.5 GB, NCCL's buffers, cuBLAS workspaces
+    hbm_share: Positive = 0.8  # of mixed elementwise kernels; plain copies reach 0.9
+    # NIM 1.8, one request (docs.nvidia.com/nim/benchmarking/llm): Llama 3.3 70B in fp8 on two H100 takes 18.91 ms a
+    # token; 3.1 8B 4.63 ms, taken to be fp8 on one: 0.56 and 0.52 with all kernels. 0.6 gives these.
+    decode_share: Positive = 0.6  # of `hbm`, in an engine's decode step
+    kernel_floor: Positive = 2e-6  # seconds of an empty kernel, back to back
+    # Host seconds per kernel launch in eager PyTorch.
+    launch: Positive = 5e-6  # PyTorch's dispatcher, autograd and cudaLaunchKernel on one core
+    # Seconds that the GPU idles at a host sync.
+    sync: Positive = 2e-5  # cudaStreamSynchronize, and refilling the launch queue
+    nvlink_share: Positive = 0.8  # nccl-tests' bus bandwidth of an all-reduce in a node, without NVLS
+    network_share: Positive = 0.9  # the same between nodes, one rail a GPU
+    # nvlink_latency, network_latency: seconds of one hop of a collective.
+    nvlink_latency: Positive = 2.5e-6  # a small all-reduce over 8 GPUs takes about 15 us: 6 hops of a tree
+    network_latency: Positive = 6e-6
+
+    @property
+    def rates(self) -> dict[str, float]:
+        products = {"bf16": self.bf16 * self.matmul_share, "fp32": self.fp32 * self.matmul_share}
+        return {**products, "bandwidth": self.hbm * self.hbm_share, "floor": self.kernel_floor}
+
+    def kernel_seconds(self, flops: float, moved: float) -> float:
+        """Roofline time of an engine's bf16 kernel, at least the floor."""
+        return max(flops / (self.bf16 * self.matmul_share), moved / (self.hbm * self.decode_share), self.kernel_floor)
+
+    def collective_seconds(self, kind: str, moved: float, ranks: int, nodes: int) -> float:
+        """Time of a collective: bandwidth of a ring, latency of a tree.
+
+        Args:
+            kind: all_reduce, all_gather, reduce_scatter, gather, broadcast, send or recv.
+            moved: bytes of the whole tensor: an all-gather's output, a reduce-scatter's input.
+            nodes: nodes that the ranks span; each rank has its own network card.
+        """
+        if ranks <= 1:
+            return 0.0
+        bandwidth, hop = self.nvlink * self.nvlink_share, self.nvlink_latency
+        if nodes > 1:
+            a_node = max(ranks // nodes, 1)
+            bandwidth, hop = min(bandwidth, self.network * self.network_share * a_node), self.network_latency
+        if kind in ("send", "recv"):
+            return hop + moved / bandwidth
+        volume = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(kind, (ranks - 1) / ranks)
+        hops = math.ceil(math.log2(ranks)) * (2 if kind == "all_reduce" else 1)
+        return hops * hop + volume * moved / bandwidth
+
+    def seconds(self, cost: Cost) -> float:
+        """Time of kernels or of their launches, whichever is longer, plus host syncs."""
+        return max(cost["seconds"], cost["launches"] * self.launch) + cost["syncs"] * self.sync
+
+    def wire_seconds(self, cost: Cost) -> float:
+        """Time of all collectives without overlap; those of objects cost only latency."""
+        return sum(self.traffic_seconds(cost, of) for of in cost.calls)
+
+    def traffic_seconds(self, cost: Cost, of: Traffic) -> float:
+        calls = max(cost.calls[of], 1e-9)
+        return calls * self.collective_seconds(of.kind, cost.sent[of] / calls, of.ranks, of.nodes)
+
+    def bound(self, cost: Cost) -> str:
+        host = cost["launches"] * self.launch
+        if self.wire_seconds(cost) > self.seconds(cost):
+            return "collectives"
+        if cost["syncs"] * self.sync > max(cost["seconds"], host):
+            return "host syncs"
+        if host > cost["seconds"]:
+            return "launches"
+        return "matrix products" if cost["flops"] / self.rates["bf16"] > cost["seconds"] / 2 else "memory bandwidth"
+
+
+# Every number is from a data sheet, or a commonly reached share of one; none is fitted to a run of this project.
+# Data sheets: NVIDIA H100 Tensor Core GPU (SXM), NVIDIA H200 Tensor Core GPU (SXM), NVIDIA A100 80GB (SXM), without
+# sparsity; DGX H100/H200 and DGX A100: one ConnectX-7 of 400 Gb/s, one ConnectX-6 of 200 Gb/s a GPU.
+# Share of matrix products: cuBLAS at 8192^3 gives about 700 TFLOP/s on an H100 under its power limit, 250 on an A100.
+# PCIe 5 x16: 64 GB/s, about 50 reached; PCIe 4 x16: 32 GB/s, about 25 reached.
+_FIELDS = ("name", "memory", "bf16", "fp32", "hbm", "nvlink", "network", "pcie", "matmul_share")
+_ROWS = {
+    "h100": ("H100 SXM 80 GB", 80e9, 989.4e12, 66.9e12, 3.35e12, 450e9, 50e9, 50e9, 0.71),
+    "h200": ("H200 SXM 141 GB", 141e9, 989.4e12, 66.9e12, 4.8e12, 450e9, 50e9, 50e9, 0.71),
+    "a100": ("A100 SXM 80 GB", 80e9, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 25e9, 0.8),
+}
+MACHINES = {key: Hardware.model_validate(dict(zip(_FIELDS, row, strict=True))) for key, row in _ROWS.items()}
+
+
+def load_machine(value: str) -> Hardware:
+    """Return a known machine by name, or of a YAML file with `Hardware`'s fields, or some with a known `base`.
+
+    Raises:
+        ConfigError: unknown name, or all faults of the file together.
+    """
+    if value in MACHINES:
+        return MACHINES[value]
+    if not Path(value).is_file():
+        raise ConfigError([f"{KEY} is {value!r}; expected {', '.join(MACHINES)} or a YAML file that exists"])
+    where = f"{KEY}={value}"
+    try:
+        given = OmegaConf.load(value)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError([f"{where} cannot be read as YAML: {' '.join(str(error).split())}"]) from error
+    if not isinstance(given, DictConfig):
+        raise ConfigError([f"{where} holds no keys; expected those of a machine, such as `base: h100`"])
+    base = given.pop("base", None)
+    if base is not None and base not in MACHINES:
+        raise ConfigError([f"{where}: base is {base!r}; expected {', '.join(MACHINES)}"])
+    whole = given if base is None else OmegaConf.merge(MACHINES[base].model_dump(), given)
+    machine, faults = read(Hardware, whole, f"{where}: ")  # type: ignore[arg-type]
+    if faults:
+        raise ConfigError(faults)
+    return machine
 
 
 @dataclass(frozen=True)
@@ -101,11 +237,9 @@ class Engine:
         nodes = -(-gpus // machine.gpus_per_node)
         layer += 2 * machine.collective_seconds("all_reduce", BF16 * t * arch.hidden_size, gpus, nodes)
         head = arch.vocab_size * arch.hidden_size / gpus
+        last = machine.kernel_seconds(2 * rows * head, BF16 * head)
         # Softmax, noise and argmax pass over the fp32 logits a few times.
-        last = machine.kernel_seconds(2 * rows * head, BF16 * head) + 4 * machine.kernel_seconds(
-            0, 8 * rows * arch.vocab_size
-        )
-        return arch.num_layers * layer + last
+        return arch.num_layers * layer + (last + 4 * machine.kernel_seconds(0, 8 * rows * arch.vocab_size))
 
     def call_seconds(self, sequences: int, prompts: int, prompt_tokens: float, lengths: Lengths) -> float:
         """Time of all responses of a call, with continuous batching beyond `slots` sequences."""
@@ -206,14 +340,11 @@ def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
     cfg, machine, plan, model = job.cfg, job.machine, job.batches, job.cfg.model
     peaks = {name: max(role.peaks[name] for role in roles) for name in roles[0].peaks}
     resident, away = peaks.pop("resident"), peaks.pop("away")
-    shapes = stage_shapes(job.architecture, job.layout, job.layers, lora_settings(cfg))
-    weights = max(shape.parameters for shape in shapes) * WEIGHT_BYTES[cfg.trainer.precision]
-    phases = []
     if job.has_engine:
         generation, peaks["generation"] = _engine(job, resident)
-        phases.append(generation)
     else:
-        phases.append(_native(job, roles))
+        generation = _native(job, roles)
+    phases = [generation]
     if away:
         phases.append(PhaseTime("offload and back", "PCIe", {"transfer": 2 * away / machine.pcie}))
     train_rows, forward_rows = job.rows(math.ceil(job.lengths.average))
@@ -223,13 +354,15 @@ def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
     if cfg.trainer.reinforce.initial_policy_kl_penalty > 0:
         reference = _passes(job, roles, "reference log-probs", forward)
         if lora_settings(cfg) is None and model.reference_placement == "host":
+            shapes = stage_shapes(job.architecture, job.layout, job.layers, None)
+            weights = max(shape.parameters for shape in shapes) * WEIGHT_BYTES[cfg.trainer.precision]
             reference.parts["weights from the host"] = weights / machine.pcie
         phases.append(reference)
     phases.append(_passes(job, roles, "training", math.ceil(job.sequences_of_update / train_rows), plan.updates))
     optimizer = [role.costs["optimizer"] for role in roles]
-    cost = total([(plan.updates, max(optimizer, key=lambda c: c.kernel_seconds(machine) + c.wire_seconds(machine)))])
-    parts = {"kernels": cost.kernel_seconds(machine), "collectives": cost.wire_seconds(machine)}
-    phases.append(PhaseTime("optimizer", cost.bound(machine), parts, cost))
+    cost = total([(plan.updates, max(optimizer, key=lambda c: machine.seconds(c) + machine.wire_seconds(c)))])
+    parts = {"kernels": machine.seconds(cost), "collectives": machine.wire_seconds(cost)}
+    phases.append(PhaseTime("optimizer", machine.bound(cost), parts, cost))
     if job.has_engine:
         phases.append(_refit(job))
     tokens = job.sequences * (plan.longest_prompt + job.lengths.average)
@@ -250,24 +383,19 @@ def _passes(job: PredictedJob, roles: Sequence[Role], name: str, count: int, tim
     machine, bubble, once, slowest = job.machine, 0.0, 0.0, (0.0, 0.0, Cost())
     for role in roles:
         fixed, each = role.costs[f"{name} once"], role.costs[f"{name} each"]
-        kernels, wire = each.kernel_seconds(machine), each.wire_seconds(machine)
+        kernels, wire = machine.seconds(each), machine.wire_seconds(each)
         bubble += role.stages * (kernels + wire)
-        slowest = max(
-            slowest, (kernels, wire, total([(times, fixed), (times * count, each)])), key=lambda c: c[0] + c[1]
-        )
-        sums = fixed.wire_seconds(machine)
+        if kernels + wire > slowest[0] + slowest[1]:
+            slowest = kernels, wire, total([(times, fixed), (times * count, each)])
+        sums = machine.wire_seconds(fixed)
         if name == "training" and job.cfg.model.optim.overlap_grad_sync:
             sums = max(0.0, sums - BACKWARD * (kernels + wire))
-        once = max(once, max(0.0, fixed.kernel_seconds(machine)) + sums)
+        once = max(once, max(0.0, machine.seconds(fixed)) + sums)
     kernels, wire, cost = slowest
-    parts = {
-        "kernels": times * count * kernels,
-        "collectives": times * count * wire,
-        "pipeline bubble": times * (bubble - kernels - wire),
-        "once": times * once,
-    }
+    parts = {"kernels": times * count * kernels, "collectives": times * count * wire}
+    parts |= {"pipeline bubble": times * (bubble - kernels - wire), "once": times * once}
     largest = max(parts, key=lambda part: parts[part])
-    return PhaseTime(name, cost.bound(machine) if largest == "kernels" else largest, parts, cost)
+    return PhaseTime(name, machine.bound(cost) if largest == "kernels" else largest, parts, cost)
 
 
 def _native(job: PredictedJob, roles: Sequence[Role]) -> PhaseTime:
@@ -281,15 +409,14 @@ def _native(job: PredictedJob, roles: Sequence[Role]) -> PhaseTime:
     kept = rows * tokens / 2 * 2 * arch.num_groups / job.layout.tensor * arch.head_size
     parts, costs = {"prefill": 0.0, "decode": 0.0, "collectives": 0.0}, []
     for role in roles:
-        prefill, decode = role.costs["prefill"], role.costs["decode"]
+        prefill, decode, times = role.costs["prefill"], role.costs["decode"], calls * role.stages
         reading = job.layers[role.stage] * kept * WEIGHT_BYTES[job.cfg.trainer.precision] / machine.rates["bandwidth"]
-        parts["prefill"] += calls * role.stages * prefill.kernel_seconds(machine)
-        parts["decode"] += calls * role.stages * tokens * (decode.kernel_seconds(machine) + reading)
-        wire = prefill.wire_seconds(machine) + tokens * decode.wire_seconds(machine)
-        parts["collectives"] += calls * role.stages * wire
+        parts["prefill"] += times * machine.seconds(prefill)
+        parts["decode"] += times * tokens * (machine.seconds(decode) + reading)
+        parts["collectives"] += times * (machine.wire_seconds(prefill) + tokens * machine.wire_seconds(decode))
         costs.append(total([(calls, prefill), (calls * tokens, decode)]))
-    cost = max(costs, key=lambda c: c.kernel_seconds(machine))
-    bound = "collectives" if parts["collectives"] > parts["decode"] else cost.bound(machine)
+    cost = max(costs, key=machine.seconds)
+    bound = "collectives" if parts["collectives"] > parts["decode"] else machine.bound(cost)
     parts["waiting for the slowest rank"] = (factor - 1) * sum(parts.values())
     return PhaseTime("generation", bound, parts, cost)
 
@@ -302,11 +429,9 @@ def _engine(job: PredictedJob, resident: float) -> tuple[PhaseTime, float]:
     resident += engine.weight_bytes / gpus
     room = max(0.0, machine.memory - machine.reserved - resident) * settings.free_gpu_memory_fraction
     of_sequence = engine.cache_bytes_of_token * (plan.longest_prompt + job.lengths.average)
-    slots = max(1.0, min(settings.max_batch_size, room * gpus / of_sequence))
+    engine = dataclasses.replace(engine, slots=max(1.0, min(settings.max_batch_size, room * gpus / of_sequence)))
     together, calls = job.prompts_of_call * plan.samples, plan.generation_calls
-    seconds = dataclasses.replace(engine, slots=slots).call_seconds(
-        together, job.prompts_of_call, plan.longest_prompt, job.lengths
-    )
+    seconds = engine.call_seconds(together, job.prompts_of_call, plan.longest_prompt, job.lengths)
     _, factor = job.lengths.of_slowest(job.layout.data, calls, together)
     parts = {"engine": calls * seconds, "waiting for the slowest rank": (factor - 1) * calls * seconds}
     return PhaseTime("generation", "memory bandwidth", parts), resident + room
