@@ -294,12 +294,9 @@ class RemoteGPTRMClient:
         token: the access token, if the servers require one.
         caller: prefix of request ids, such as a run's name and a rank; letters, digits, '.', '_' and '-'.
         deadline_seconds: for a whole request, from `infer_rm` on, including all attempts.
-        attempt_timeout_seconds: for one attempt, from connecting to the answer's last byte. Doubles after each attempt
-            that times out, so that a slow server finishes in the end.
-        pad_to_length: pad rows to this many tokens, since Triton merges only requests of equal width; None: no pad.
-        pad_id: token id for padding; the server ignores it.
-        on_wait: called with a sentence while no server answers, from any thread.
-        wait_report_seconds: minimum time between two such calls.
+        attempt_timeout_seconds: for one attempt, up to the answer's last byte. Doubles after each one that times out.
+        pad_to_length, pad_id: pad rows to this many tokens, since Triton merges only requests of equal width.
+        on_wait: called with a sentence while no server answers, from any thread, each `wait_report_seconds` or later.
         max_in_flight: parts of requests in flight per server; more are queued.
         first_backoff_seconds, max_backoff_seconds: the pause between attempts grows from one to the other.
     """

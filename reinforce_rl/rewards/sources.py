@@ -15,7 +15,6 @@ import torch
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.data.tokenizer import TokenizerInfo, pad_id_of
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import RunMonitor
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _CombinedFuture:
-    sources: tuple[WeightedSource, ...]
-    futures: tuple[RewardFuture, ...]
+    sources: Sequence[WeightedSource]
+    futures: Sequence[RewardFuture]
 
     def result(self) -> Rewards:
         """Return the weighted sum; a failed sample has the status of the first source that failed it."""
@@ -49,22 +48,19 @@ class _CombinedFuture:
         return Rewards(torch.where(status == base.STATUS_OK, values, torch.nan), status, by_source, faults)
 
 
+@dataclass(frozen=True)
 class CombinedRewards:
-    """A reward source that returns the weighted sum of one or more; raises ConfigError if two share a name."""
+    """A reward source that returns the weighted sum of others, whose names differ by the configuration's rules."""
 
-    def __init__(self, sources: Sequence[WeightedSource]):
-        names = [source.name for source in sources]
-        if len(set(names)) < len(names):
-            raise ConfigError([f"reward sources are named {', '.join(names)}; expected different names"])
-        self._sources = tuple(sources)
+    sources: Sequence[WeightedSource]
 
     def infer_rm(self, request: RewardRequest) -> RewardFuture:
-        return _CombinedFuture(self._sources, tuple(source.source.infer_rm(request) for source in self._sources))
+        return _CombinedFuture(self.sources, [source.source.infer_rm(request) for source in self.sources])
 
     def close(self) -> None:
         """Close every source, even if one raises; its exception is raised at the end."""
         with ExitStack() as stack:
-            for source in reversed(self._sources):
+            for source in reversed(self.sources):
                 stack.callback(source.source.close)
 
 

@@ -41,24 +41,12 @@ from reinforce_rl.rewards.base import RewardRequest, TextSample
 from reinforce_rl.utils.net import Address
 
 PROTOCOL_VERSION = 2  # 1 had no digests
-DEFAULT_NAME = "reward_model"
-DEFAULT_PORT = 5555
+DEFAULT_NAME, DEFAULT_PORT = "reward_model", 5555
 
-TOKENS_FORM = "tokens"
-TEXT_FORM = "text"
-AUTO_FORM = "auto"
-
-TOKENS = "tokens"
-SEQUENCE_LENGTHS = "sequence_lengths"
-SENTENCES = "sentences"
-PROMPTS = "prompts"
-RESPONSES = "responses"
-MESSAGES = "messages"
-METADATA = "metadata"
-FINISHED = "finished"
-REWARDS = "rewards"
-STATUS = "status"
-ATTRIBUTES = "attributes"
+TOKENS_FORM, TEXT_FORM, AUTO_FORM = "tokens", "text", "auto"
+TOKENS, SEQUENCE_LENGTHS, SENTENCES = "tokens", "sequence_lengths", "sentences"
+PROMPTS, RESPONSES, MESSAGES, METADATA, FINISHED = "prompts", "responses", "messages", "metadata", "finished"
+REWARDS, STATUS, ATTRIBUTES = "rewards", "status", "attributes"
 
 # Inputs by name: datatype, and elements per sample (-1: the request's own width).
 INPUTS = {name: ("BYTES", 1) for name in (SENTENCES, PROMPTS, RESPONSES, MESSAGES, METADATA)}
@@ -66,14 +54,12 @@ INPUTS |= {TOKENS: ("INT64", -1), SEQUENCE_LENGTHS: ("INT64", 1), FINISHED: ("IN
 TEXT_REQUIRED = frozenset({PROMPTS, RESPONSES})
 TEXT_OPTIONAL = frozenset({MESSAGES, METADATA, FINISHED})
 
-INFO_MODEL = "reward_server_info"
-INFO_OUTPUT = "info"
+INFO_MODEL, INFO_OUTPUT = "reward_server_info", "info"
 
 HEADER_LENGTH = "Inference-Header-Content-Length"  # of the JSON before binary tensors
 REQUEST_ID = "X-Request-ID"  # appears in both sides' logs
 REQUEST_DIGEST = "X-Request-Digest"  # in an answer: hex SHA-256 of the body that the server received
-TOKEN_HEADER = "Authorization"
-TOKEN_SCHEME = "Bearer "
+TOKEN_HEADER, TOKEN_SCHEME = "Authorization", "Bearer "
 TOKEN_VARIABLE = "REINFORCE_REWARD_TOKEN"
 MIN_TOKEN_LETTERS = 16
 
@@ -148,12 +134,10 @@ def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_si
 
     Args:
         place: HOST:PORT, for messages.
-        tokenizer: the actor's.
-        vocab_size: the actor can produce ids 0 .. vocab_size-1.
+        tokenizer: the actor's, which can produce ids 0 .. vocab_size-1.
         form: tokens, text, or auto, which prefers tokens if they mean the same on both sides, else texts.
 
-    Raises:
-        ConfigError: the server does not read this form, or reads other tokens; names every difference.
+    Raises ConfigError if the server does not read this form, or reads other tokens; names every difference.
     """
     reads_text = TEXT_FORM in info.input_forms
     if form != AUTO_FORM and form not in info.input_forms:

@@ -1,1 +1,1 @@
-"""Helpers that do not depend on training: processes, files, ports, durations."""
+"""Helpers that do not depend on training: processes, files, addresses and ports."""

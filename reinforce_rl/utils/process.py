@@ -41,18 +41,14 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     Exits at once if the process `parent` is already gone.
     """
     if sys.platform == "linux":
-        _prctl(PR_SET_PDEATHSIG, int(number))
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 
 
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends (PR_SET_CHILD_SUBREAPER)."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Child:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -26,11 +28,27 @@ def sample(response: str, value: object = 1.0, **record: object) -> TextSample:
     return TextSample("prompt", response, {"value": value, **record})
 
 
-def started(function: str, **options) -> FunctionPool:
+@contextlib.contextmanager
+def started(function: str, **options) -> Iterator[FunctionPool]:
     spec = FunctionSpec("reward_function", NAME + function)
     pool = FunctionPool({"f": spec}, ServedFunctionConfig(**options))
     pool.start()
-    return pool
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def run_alone(*lines: str, **options) -> subprocess.CompletedProcess[str]:
+    """Run these lines in another process, as `owner_code` does."""
+    command = [sys.executable, "-c", owner_code(*lines), str(Path(__file__).parents[1])]
+    return subprocess.run(command, timeout=120, text=True, check=False, **options)
+
+
+def owner_code(*lines: str) -> str:
+    """Return a program of these lines, which may use `sample` and `started`; its argument is the tests' folder."""
+    head = "import sys; sys.path.insert(0, sys.argv[1])", "from rewards.test_function_isolation import sample, started"
+    return "\n".join([*head, *lines])
 
 
 def bubblewrap_or_host(pool: FunctionPool) -> psutil.Process:
@@ -42,9 +60,8 @@ def bubblewrap_or_host(pool: FunctionPool) -> psutil.Process:
 @pytest.fixture(scope="module")
 def pool():
     """Of one worker, so that each sample comes where the one before it was."""
-    pool = started("hostile", num_workers=1, sample_timeout_seconds=20.0)
-    yield pool
-    pool.close()
+    with started("hostile", num_workers=1, sample_timeout_seconds=20.0) as pool:
+        yield pool
 
 
 STATE = ["code", "float", "isfinite", "worker", "modules", "alarm"]
@@ -92,16 +109,13 @@ def test_a_module_that_keeps_a_file_open_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_log_that_is_full_holds_up_nobody():
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from rewards.test_function_isolation import sample, started\n"
-        "pool = started('prints', num_workers=1, sample_timeout_seconds=20.0)\n"
-        "sys.stdout.write(str(pool.submit('f', [sample('')] * 5).result().values.tolist()))\n"
-        "pool.close()\n"
-    )
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-c", code, str(Path(__file__).parents[1])]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, timeout=120, text=True)
+        done = run_alone(
+            "with started('prints', num_workers=1, sample_timeout_seconds=20.0) as pool:",
+            "    sys.stdout.write(str(pool.submit('f', [sample('')] * 5).result().values.tolist()))",
+            stdout=subprocess.PIPE,
+            stderr=full,
+        )
     assert done.stdout == "[1.0, 1.0, 1.0, 1.0, 1.0]"
 
 
@@ -140,12 +154,9 @@ def test_odd_texts_are_scored(pool, odd):
 def test_secrets_are_not_in_the_functions_environment(monkeypatch):
     monkeypatch.setenv("REINFORCE_REWARD_TOKEN", "secret")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    pool = started("sees")
-    try:
-        names = ["REINFORCE_REWARD_TOKEN", "WANDB_API_KEY", "PATH", "PYTHONPATH"]
+    names = ["REINFORCE_REWARD_TOKEN", "WANDB_API_KEY", "PATH", "PYTHONPATH"]
+    with started("sees") as pool:
         scores = pool.submit("f", [sample(f"variable {name}") for name in names]).result()
-    finally:
-        pool.close()
     assert scores.values.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
@@ -164,9 +175,8 @@ needs_bubblewrap = pytest.mark.skipif(bool(bubblewrap_fault()), reason=bubblewra
 class TestSandbox:
     @pytest.fixture
     def sandboxed(self):
-        pool = started("sees", sandbox=True, sample_timeout_seconds=10.0)
-        yield pool
-        pool.close()
+        with started("sees", sandbox=True, sample_timeout_seconds=10.0) as pool:
+            yield pool
 
     def test_what_a_function_reaches(self, sandboxed, tmp_path):
         (tmp_path / "secret").write_text("token")
@@ -191,21 +201,14 @@ class TestSandbox:
 
     def test_the_same_without_a_sandbox_is_reached(self, tmp_path):
         """So that the other test can fail."""
-        pool = started("sees")
-        try:
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                kinds = [f"port {server.getsockname()[1]}", f"process {os.getpid()}", f"writes {tmp_path}/written"]
-                assert pool.submit("f", [sample(kind) for kind in kinds]).result().values.tolist() == [1.0] * 3
-        finally:
-            pool.close()
+        with started("sees") as pool, socket.create_server(("127.0.0.1", 0)) as server:
+            kinds = [f"port {server.getsockname()[1]}", f"process {os.getpid()}", f"writes {tmp_path}/written"]
+            assert pool.submit("f", [sample(kind) for kind in kinds]).result().values.tolist() == [1.0] * 3
 
     def test_scores_and_failures_are_those_without_it(self):
-        pool = started("hostile", sandbox=True, num_workers=1, sample_timeout_seconds=5.0)
-        try:
-            kinds = ["", "code", "", "exit 7", "segfault", "memory", "KeyboardInterrupt", "host", ""]
+        kinds = ["", "code", "", "exit 7", "segfault", "memory", "KeyboardInterrupt", "host", ""]
+        with started("hostile", sandbox=True, num_workers=1, sample_timeout_seconds=5.0) as pool:
             scores = pool.submit("f", [sample(kind) for kind in kinds]).result()
-        finally:
-            pool.close()
         assert scores.values[[0, 2, 8]].tolist() == [1.0, 1.0, 1.0]
         assert scores.status[3:7].tolist() == [base.STATUS_INTERNAL] * 4
 
@@ -220,22 +223,22 @@ class TestSandbox:
             pool.close()
 
     def test_what_samples_started_is_reaped(self):
-        pool = started("hostile", sandbox=True)
-        try:
+        with started("hostile", sandbox=True) as pool:
             pool.submit("f", [sample("child")] * 8).result()
-            pool.submit("f", [sample("")]).result()
-            assert len(bubblewrap_or_host(pool).children(recursive=True)) == 1
-        finally:
-            pool.close()
 
-    def test_nothing_is_left_of_it_when_its_owner_is_killed(self, tmp_path):
-        code = (
-            "import sys; sys.path.insert(0, sys.argv[1])\n"
-            "from rewards.test_function_isolation import sample, started\n"
-            "pool = started('told', sandbox=True, sample_timeout_seconds=600.0)\n"
-            "pending = pool.submit('f', [sample('loop')] * 2)\n"
-            "print('ready', flush=True)\n"
-            "pending.result()\n"
+            def all_reaped() -> bool:
+                """After a further sample, since what was killed may take a while to end."""
+                pool.submit("f", [sample("")]).result()
+                return len(bubblewrap_or_host(pool).children(recursive=True)) == 1
+
+            assert wait_for(all_reaped)
+
+    def test_nothing_is_left_of_it_when_its_owner_is_killed(self):
+        code = owner_code(
+            "with started('told', sandbox=True, sample_timeout_seconds=600.0) as pool:",
+            "    pending = pool.submit('f', [sample('loop')] * 2)",
+            "    print('ready', flush=True)",
+            "    pending.result()",
         )
         owner = subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parents[1])], stdout=subprocess.PIPE)
         try:
@@ -252,27 +255,24 @@ class TestSandbox:
 def test_a_sandbox_that_cannot_be_made_ends_the_start(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"reward_function\.sandbox is true, but there is no 'bwrap'; install"):
-        started("sees", sandbox=True)
+        started("sees", sandbox=True).__enter__()
     program = tmp_path / "bwrap"
     program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('bwrap: No permissions to create new namespace')\n")
     program.chmod(0o755)
     with pytest.raises(ConfigError, match="cannot work here: bwrap: No permissions to create"):
-        started("sees", sandbox=True)
+        started("sees", sandbox=True).__enter__()
 
 
 def test_a_host_that_hangs_fails_its_batch_and_the_next_has_another(monkeypatch):
     monkeypatch.setattr(function_pool, "SLACK_SECONDS", 1.0)
-    pool = started("hostile", sample_timeout_seconds=1.0)
-    try:
+    with started("hostile", sample_timeout_seconds=1.0) as pool:
         host = bubblewrap_or_host(pool)
         host.suspend()
         with pytest.raises(RewardServerError, match="have not answered within the time"):
             pool.submit("f", [sample("")]).result()
-        assert wait_for(lambda: not is_alive(host), 10)
-        time.sleep(0.2)
+        assert wait_for(lambda: not is_alive(host), 60)
+        assert wait_for(lambda: pool._host is not None and pool._host.ended, 60)
         assert pool.submit("f", [sample("", 3.0)]).result().values.tolist() == [3.0]
-    finally:
-        pool.close()
 
 
 @pytest.mark.parametrize("how", ["os._exit(9)", "raise KeyboardInterrupt", "raise SystemExit(3)"])
@@ -288,17 +288,15 @@ def test_a_module_that_ends_its_import_is_named(how, tmp_path, monkeypatch):
 def test_what_functions_print_does_not_count_as_their_files(tmp_path):
     """A log may be longer than what a function may write."""
     log = tmp_path / "log"
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from rewards.test_function_isolation import sample, started\n"
-        "pool = started('told')\n"
-        "assert pool.submit('f', [sample('print', 2.0)]).result().values.tolist() == [2.0]\n"
-        "pool.close()\n"
-    )
     with log.open("ab") as file:
         file.truncate((64 << 20) + 1)
-        command = [sys.executable, "-c", code, str(Path(__file__).parents[1])]
-        assert subprocess.run(command, stdout=file, stderr=file, timeout=60, check=False).returncode == 0
+        done = run_alone(
+            "with started('told') as pool:",
+            "    assert pool.submit('f', [sample('print', 2.0)]).result().values.tolist() == [2.0]",
+            stdout=file,
+            stderr=file,
+        )
+    assert done.returncode == 0
     with log.open("rb") as file:
         file.seek(64 << 20)
         assert b"this must not get between the answers" in file.read()

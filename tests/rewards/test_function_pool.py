@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -96,25 +95,13 @@ def test_workers_are_light_have_one_thread_and_are_replaced(pool, folder):
 
 
 def test_several_batches_at_once_and_none_at_all(pool):
-    start = time.monotonic()
     pending = [pool.submit("told", [sample("", i)] * i) for i in (0, 3, 1)]
-    assert time.monotonic() - start < 1
     assert [scores.result().values.tolist() for scores in pending] == [[], [3.0] * 3, [1.0]]
 
 
 def test_a_ping_calls_no_function(pool):
     scores = pool.submit(PING, [sample("exit")]).result()
     assert (scores.status.tolist(), scores.values.tolist()) == ([base.STATUS_OK], [0.0])
-
-
-def test_workers_that_were_killed_while_idle_are_replaced(pool):
-    host, *workers = processes()
-    for worker in workers:
-        if "spawn_main" in str(worker.cmdline()):
-            worker.kill()
-    for value in (1.0, 2.0, 3.0):
-        assert pool.submit("told", [sample("", value)] * 4).result().values.tolist() == [value] * 4
-    assert host.is_running() and processes()[0] == host
 
 
 def test_the_hosts_death_fails_what_is_under_way_and_the_next_request_has_another(pool):

@@ -240,21 +240,6 @@ def test_a_server_that_does_not_answer_is_not_left_out_of_the_sum():
         future.result()
 
 
-def test_two_of_one_name_are_refused():
-    source = Known("same", [], [])
-    with pytest.raises(ConfigError, match="same, same; expected different names"):
-        combined((source, 1.0), (source, 2.0))
-
-
-def test_they_nest():
-    log: list[str] = []
-    inner = combined((Known("one", [1.0, 2.0, 3.0], log), 2.0))
-    rm = CombinedRewards(
-        [WeightedSource("inner", inner, 3.0), WeightedSource("two", Known("two", [1.0] * 3, log), 1.0)]
-    )
-    assert rm.infer_rm(THREE).result().values.tolist() == [7.0, 13.0, 19.0]
-
-
 def test_all_are_closed_also_after_one_that_cannot_be():
     log: list[str] = []
 
