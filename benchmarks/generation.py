@@ -69,7 +69,7 @@ def model_folder(model: Path | None, short: bool, scratch: Path) -> Path:
         from helpers.models import tiny_llama_folder
 
         return tiny_llama_folder(scratch / "model", vocab_size=128)
-    from reinforce_rl.tools.smollm2 import DEFAULT_FOLDER, prepare_smollm2
+    from reinforce_rl.launch.smollm2 import DEFAULT_FOLDER, prepare_smollm2
 
     return prepare_smollm2(ROOT / DEFAULT_FOLDER)
 

@@ -32,10 +32,10 @@ from rloo_step.processes import OURS, SideFailed, run_side  # noqa: E402
 
 from reinforce_rl.data.tokenizer import load_tokenizer  # noqa: E402
 from reinforce_rl.errors import ReinforceError  # noqa: E402
+from reinforce_rl.launch.smollm2 import DEFAULT_FOLDER, prepare_smollm2  # noqa: E402
 from reinforce_rl.megatron.architecture import Architecture  # noqa: E402
 from reinforce_rl.monitoring.loggers import read_metrics  # noqa: E402
 from reinforce_rl.monitoring.rollouts import read_rollouts, rollout_files  # noqa: E402
-from reinforce_rl.tools.smollm2 import DEFAULT_FOLDER, prepare_smollm2  # noqa: E402
 
 GENERATE, LOG_PROBS, REFERENCE, TRAINING = "generate", "logprobs", "init_logprobs", "train_time"
 PHASES = (GENERATE, LOG_PROBS, REFERENCE, TRAINING)

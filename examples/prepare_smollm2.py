@@ -17,7 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.tools.smollm2 import DEFAULT_FOLDER, prepare_smollm2
+from reinforce_rl.launch.smollm2 import DEFAULT_FOLDER, prepare_smollm2
 
 
 def main() -> int:

@@ -37,7 +37,6 @@ FLOORS = (
     "preflight",
     "run",
     "launch",
-    "tools",
 )
 
 

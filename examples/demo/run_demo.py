@@ -16,8 +16,8 @@ from pathlib import Path
 
 from reinforce_rl.errors import ConfigError, ReinforceError
 from reinforce_rl.launch.local import launch, make_plan, python_script
+from reinforce_rl.launch.smollm2 import DEFAULT_FOLDER, prepare_smollm2
 from reinforce_rl.monitoring.report import run_summary
-from reinforce_rl.tools.smollm2 import DEFAULT_FOLDER, prepare_smollm2
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo"

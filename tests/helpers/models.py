@@ -10,7 +10,7 @@ import torch
 from filelock import FileLock
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
-from reinforce_rl.tools.smollm2 import DEFAULT_FOLDER, prepare_smollm2
+from reinforce_rl.launch.smollm2 import DEFAULT_FOLDER, prepare_smollm2
 
 ROOT = Path(__file__).parents[2]
 

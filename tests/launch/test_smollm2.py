@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from helpers.models import ROOT, smollm2_folder
 
-from reinforce_rl.tools import smollm2
-from reinforce_rl.tools.smollm2 import ModelPreparationError, gguf_from_wheel, is_complete, prepare_smollm2
+from reinforce_rl.launch import smollm2
+from reinforce_rl.launch.smollm2 import ModelPreparationError, gguf_from_wheel, is_complete, prepare_smollm2
 
 
 def make_folder(folder: Path, weights: bytes = b"weights") -> Path:

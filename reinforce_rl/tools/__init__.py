@@ -1,1 +1,0 @@
-"""Tools to run by hand before training, such as making model folders."""
