@@ -34,16 +34,12 @@ LAST_LOG_LINES = 30
 class LaunchPlan:
     server: tuple[str, ...]
     actor: tuple[str, ...]
-    run_dir: Path  # holds logs/server.log
+    server_log: Path
     port: int
     name: str = DEFAULT_NAME  # of the served model
     token: str | None = field(default=None, repr=False)  # access token of the server, if any
     ready_seconds: float = 600.0  # for the server to become ready, model loading included
     grace_seconds: float = 30.0  # from SIGTERM to SIGKILL
-
-    @property
-    def server_log(self) -> Path:
-        return self.run_dir / "logs" / "server.log"
 
 
 def make_plan(
@@ -80,7 +76,7 @@ def make_plan(
     return LaunchPlan(
         server=(*server, *with_missing(server_args, for_server)),
         actor=(*actor, *with_missing(actor_args, for_actor)),
-        run_dir=Path(run_dir),
+        server_log=Path(run_dir) / "logs" / "server.log",
         port=port,
         name=name,
         token=read_token(token_file, "inference.token_file"),

@@ -35,35 +35,20 @@ def serve_model(cfg: ServeRewardModelConfig) -> None:
     from reinforce_rl.reward_server.ranks import end_process, follow_rank_0, lead_ranks
     from reinforce_rl.trainer.build import DTYPES
 
-    folder, head_path = cfg.reward_model.restore_from_path, cfg.reward_model.head_path
-    head = load_head(folder, head_path)
-    merging = Merging.from_names(
-        head.attributes,
-        cfg.reward_model.attribute_weights or None,
-        head.mean if cfg.reward_model.mean is None else cfg.reward_model.mean,
-        head.deviation if cfg.reward_model.deviation is None else cfg.reward_model.deviation,
-    )
-    batching = Batching(
-        cfg.inference.micro_batch_size, cfg.inference.tokens_per_micro_batch, cfg.inference.pad_to_multiple
-    )
+    own, inference = cfg.reward_model, cfg.inference
+    head = load_head(own.restore_from_path, own.head_path)
+    mean = head.mean if own.mean is None else own.mean
+    deviation = head.deviation if own.deviation is None else own.deviation
+    merging = Merging.from_names(head.attributes, own.attribute_weights or None, mean, deviation)
+    batching = Batching(inference.micro_batch_size, inference.tokens_per_micro_batch, inference.pad_to_multiple)
     if faults := batching.faults():
         raise ConfigError(faults)
-    with parallel_mesh(
-        cfg.reward_model.tensor_model_parallel_size,
-        cfg.reward_model.pipeline_model_parallel_size,
-        sequence_parallel=cfg.reward_model.sequence_parallel,
-    ) as mesh:
-        load = partial(
-            load_reward_model,
-            folder,
-            head_path,
-            mesh,
-            batching=batching,
-            max_length=cfg.reward_model.max_length,
-            merging=merging,
-            dtype=getattr(torch, DTYPES[precision_here(cfg.reward_model.precision)]),
-        )
-        rank_timeout, call_timeout = cfg.inference.rank_timeout_seconds, cfg.inference.stuck_seconds
+    dtype = getattr(torch, DTYPES[precision_here(own.precision)])
+    options = {"batching": batching, "max_length": own.max_length, "merging": merging, "dtype": dtype}
+    tensor, pipeline = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
+    with parallel_mesh(tensor, pipeline, sequence_parallel=own.sequence_parallel) as mesh:
+        load = partial(load_reward_model, own.restore_from_path, own.head_path, mesh, **options)
+        rank_timeout, call_timeout = inference.rank_timeout_seconds, inference.stuck_seconds
         if mesh.world_size == 1:
             model = load()
             try:
@@ -82,15 +67,14 @@ def server_of(cfg: ServeRewardModelConfig, scorer: Scorer, model: Any, **options
     """Build the server for a scorer from the configuration; `model` is this rank's part of it."""
     from reinforce_rl.reward_model.scorer import reward_model_identity
 
+    own, inference = cfg.reward_model, cfg.inference
+    names = ("preferred_batch_sizes", "warm_up_lengths", "deterministic", "add_special_tokens")
     return RewardServer(
         scorer,
-        load_tokenizer(cfg.reward_model.tokenizer_path or cfg.reward_model.restore_from_path),
+        load_tokenizer(own.tokenizer_path or own.restore_from_path),
         **inference_options(cfg),
-        preferred_batch_sizes=cfg.inference.preferred_batch_sizes,
-        warm_up_lengths=cfg.inference.warm_up_lengths,
-        deterministic=cfg.inference.deterministic,
-        add_special_tokens=cfg.inference.add_special_tokens,
-        details=reward_model_identity(cfg.reward_model.restore_from_path, cfg.reward_model.head_path, model),
+        **{name: getattr(inference, name) for name in names},
+        details=reward_model_identity(own.restore_from_path, own.head_path, model),
         **options,
     )
 

@@ -6,8 +6,8 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -40,20 +40,17 @@ class Layout:
     @property
     def options(self) -> list[str]:
         """Return `sbatch` options for both components."""
-        server = [f"--nodelist={','.join(self.server_nodes)}", f"--nodes={len(self.server_nodes)}"]
-        actor = [f"--nodelist={','.join(self.actor_nodes)}", f"--nodes={len(self.actor_nodes)}"]
-        return [
-            *server,
-            f"--ntasks-per-node={self.server_tasks}",
-            ":",
-            *actor,
-            f"--ntasks-per-node={self.actor_tasks}",
-        ]
+        both = ((self.server_nodes, self.server_tasks), (self.actor_nodes, self.actor_tasks))
+        server, actor = (
+            [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", f"--ntasks-per-node={tasks}"]
+            for nodes, tasks in both
+        )
+        return [*server, ":", *actor]
 
 
 SMALL = Layout()
 # Overrides of a run of short steps, each saved: so many that a signal comes in the midst of them.
-STEPS = 40
+STEPS = 24
 SHORT = [
     f"trainer.reinforce.max_steps={STEPS}",
     "trainer.reinforce.val_check_interval=0",
@@ -74,7 +71,6 @@ class SlurmRun:
     run_dir: Path
     layout: Layout = SMALL
     overrides: Sequence[str] = ()  # of the actor
-    variables: Mapping[str, str] = field(default_factory=dict)  # of the batch file
 
     def submit(
         self, *overrides: str, server: Sequence[str] = (), options: Sequence[str] = (), **variables: str
@@ -97,7 +93,6 @@ class SlurmRun:
                 "REINFORCE_RUN_DIR": str(self.run_dir),
                 "REINFORCE_PYTHON": sys.executable,
                 "REINFORCE_GRACE_SECONDS": "300",
-                **self.variables,
                 **variables,
             },
             cwd=ROOT,

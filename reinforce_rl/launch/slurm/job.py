@@ -38,7 +38,7 @@ class Job:
         self._allocation = allocation
         self._environment = environment
         self._stop = stop
-        self._folder = settings.slurm_folder / allocation.label
+        self._folder = settings.slurm_folder / f"{allocation.job_id}-{allocation.restart}"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._history = History(settings.slurm_folder / outcome.HISTORY_FILE)
         self._steps: list[Step] = []
@@ -134,7 +134,8 @@ class Job:
         line = steps.srun_line(self._settings, plan, self._folder)
         step = Step(plan, line, self._environment, self._folder, self._log)
         self._steps.append(step)
-        self._log(f"{plan.name}: {plan.ranks} rank{'s' if plan.ranks > 1 else ''}, log {self._folder / plan.name}.log")
+        ranks = plan.num_nodes * plan.component.devices
+        self._log(f"{plan.name}: {ranks} rank{'s' if ranks > 1 else ''}, log {self._folder / plan.name}.log")
         return step
 
     def _wait_until_healthy(self, servers: Sequence[Step]) -> list[Endpoint] | Outcome:
@@ -271,12 +272,8 @@ class Job:
             return False, "not requeued: the policy has diverged, and would again from the same checkpoint"
         if result.kind == FAILED and self._settings.restart_after_crash != "true":
             return False, f"not requeued after a failure (REINFORCE_RESTART_AFTER_CRASH is false); {go_on}"
-        requeue, why = outcome.may_requeue(
-            restart=self._allocation.restart,
-            max_restarts=self._settings.max_restarts,
-            step_before=attempt.step_before,
-            step_after=step,
-        )
+        restart, max_restarts = self._allocation.restart, self._settings.max_restarts
+        requeue, why = outcome.may_requeue(restart, max_restarts, attempt.step_before, step)
         if requeue:
             return True, f"requeued: {why}; Slurm waits about two minutes before"
         return False, f"not requeued: {why}; {go_on}"

@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from reinforce_rl.launch.slurm import settings as names
@@ -52,26 +52,40 @@ class ComponentOption:
     both: str  # empty for no such option
     metavar: str
     meaning: str  # help text
-    sbatch_variable: str = ""  # read by sbatch itself; empty for none
-    parse: Callable[[str], Any] = str  # raises ValueError
+    sbatch_variable: str  # read by sbatch itself; empty for none
+    parse: Callable[[str], Any]  # raises ValueError
 
     def names(self, component: str) -> list[str]:
         """Return the options that count for a component, without dashes, highest precedence first."""
         return [name for name in (f"{component}-{self.name}", self.both) if name]
 
 
-COMPONENT_OPTIONS = (
-    ComponentOption("partition", "partition", "NAME", "partition, or several with commas", "SBATCH_PARTITION"),
-    ComponentOption("account", "account", "NAME", "who pays", "SBATCH_ACCOUNT"),
-    ComponentOption("qos", "qos", "NAME", "quality of service", "SBATCH_QOS"),
-    ComponentOption("constraint", "constraint", "FEATURES", "features that the nodes must have", "SBATCH_CONSTRAINT"),
-    ComponentOption("nodelist", "", "NODES", "nodes that must be among them"),
-    ComponentOption("exclude", "exclude", "NODES", "nodes that must not"),
-    ComponentOption("gpus", "gpus-per-node", "[TYPE:]COUNT", "GPUs of each node; 0: none", parse=parse_gpus),
-    ComponentOption(
-        "cpus-per-task", "cpus-per-task", "N", "CPUs of each task; with torchrun a task is a node", parse=count_from(1)
-    ),
-    ComponentOption("mem", "mem", "SIZE[K|M|G|T]", "memory of each node; 0: all of it", parse=parse_memory),
+def _option(
+    both: str, metavar: str, meaning: str, sbatch_variable: str = "", parse: Callable[[str], Any] = str
+) -> Any:
+    return field(default=None, metadata={"of": (both, metavar, meaning, sbatch_variable, parse)})
+
+
+@dataclass(frozen=True)
+class ComponentOptions:
+    """Options of one component; None if not given."""
+
+    partition: str | None = _option("partition", "NAME", "partition, or several with commas", "SBATCH_PARTITION")
+    account: str | None = _option("account", "NAME", "who pays", "SBATCH_ACCOUNT")
+    qos: str | None = _option("qos", "NAME", "quality of service", "SBATCH_QOS")
+    constraint: str | None = _option("constraint", "FEATURES", "features that nodes must have", "SBATCH_CONSTRAINT")
+    nodelist: str | None = _option("", "NODES", "nodes that must be among them")
+    exclude: str | None = _option("exclude", "NODES", "nodes that must not")
+    gpus: str | None = _option("gpus-per-node", "[TYPE:]COUNT", "GPUs of each node; 0: none", parse=parse_gpus)
+    cpus_per_task: str | None = _option(
+        "cpus-per-task", "N", "CPUs of each task; with torchrun a task is a node", parse=count_from(1)
+    )
+    mem: str | None = _option("mem", "SIZE[K|M|G|T]", "memory of each node; 0: all of it", parse=parse_memory)
+    sbatch_args: tuple[str, ...] = ()  # passed to sbatch as they are
+
+
+COMPONENT_OPTIONS = tuple(
+    ComponentOption(f.name.replace("_", "-"), *f.metadata["of"]) for f in fields(ComponentOptions) if f.metadata
 )
 JOB_VARIABLES = (
     Variable("REINFORCE_TIME", "04:00:00", "time limit of a job, as sbatch reads it"),
@@ -80,22 +94,6 @@ JOB_VARIABLES = (
 )
 # Set by the plan; every other job variable has an option of the same name.
 PLANNED = (names.RUN_DIR, names.ACTOR_DEVICES, names.SERVER_DEVICES, names.REPOSITORY)
-
-
-@dataclass(frozen=True)
-class ComponentOptions:
-    """Options of one component, see `COMPONENT_OPTIONS`; None if not given."""
-
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    nodelist: str | None = None
-    exclude: str | None = None
-    gpus: str | None = None
-    cpus_per_task: str | None = None
-    mem: str | None = None
-    sbatch_args: tuple[str, ...] = ()  # passed to sbatch as they are
 
 
 @dataclass(frozen=True)

@@ -98,14 +98,10 @@ def judge(
     signalled: int | None,
     killed: bool = False,
 ) -> Outcome:
-    """Judge an attempt whose servers were healthy.
+    """Judge an attempt whose servers were healthy by the ends of tasks; those in `lost` recorded none.
 
-    Args:
-        actor, servers: ends of their tasks.
-        lost: those without a record.
-        unasked: step of the last server if it ended unasked; else empty.
-        signalled: signal received by this job, if any.
-        killed: the actor did not end in time after that signal and was killed.
+    `unasked` is the step of the last server if it ended unasked, else empty; `signalled` the signal that this job
+    received; `killed` is true if the actor did not end in time after it.
     """
     by = "" if signalled is None else _signal_name(signalled)
     if signalled is not None and killed:
@@ -206,7 +202,7 @@ def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -
     return f"the run in {run_dir} has finished, at step {status.step}"
 
 
-def may_requeue(*, restart: int, max_restarts: int, step_before: int, step_after: int) -> tuple[bool, str]:
+def may_requeue(restart: int, max_restarts: int, step_before: int, step_after: int) -> tuple[bool, str]:
     """Decide whether to requeue a job whose run has not finished; return the decision and its reason for the log."""
     if restart >= max_restarts:
         return False, f"it was requeued {restart} times, of {max_restarts} (REINFORCE_MAX_RESTARTS)"

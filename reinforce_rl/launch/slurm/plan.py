@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,7 +25,6 @@ from reinforce_rl.launch.slurm.settings import ACTOR, SEPARATOR, SERVER, TORCHRU
 from reinforce_rl.preflight.run import examine, host_memory_of_node
 from reinforce_rl.rewards.wire import DEFAULT_NAME
 
-T = TypeVar("T")
 RUN_DIR_KEY = "exp_manager.explicit_log_dir"
 DEFAULT_LEAD, LEAST_LEAD = 300, 120
 # Slurm sends the signal up to a minute before the lead begins, and the job needs time to end.
@@ -111,17 +109,27 @@ class Request:
 def make_request(options: Options, environment: Mapping[str, str], repository: Path, console: Console) -> Request:
     """Check options and configurations, and plan the job; prints the trainer's own plan if it has no faults."""
     faults: list[str] = []
-    actor_cfg = _attempt(lambda: compose("train_reinforce_actor", options.actor_args), faults)
-    server_cfg = _attempt(lambda: compose("serve_reward_model", options.server_args), faults)
+
+    def composed(name: str, args: Sequence[str]) -> DictConfig | None:
+        try:
+            return compose(name, args)
+        except ConfigError as error:
+            faults.extend(error.faults)
+            return None
+
+    actor_cfg = composed("train_reinforce_actor", options.actor_args)
+    server_cfg = composed("serve_reward_model", options.server_args)
     run_dir = _run_dir(options, actor_cfg, environment)
     # The job sets this key itself, to the absolute path.
     actor_args = tuple(arg for arg in options.actor_args if arg.partition("=")[0].lstrip("+") != RUN_DIR_KEY)
     variables = {**dict(options.variables), names.RUN_DIR: str(run_dir)}
     if not any(name in variables for name in (names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE)):
         variables[names.PYTHON] = sys.executable
-    argv = [*actor_args, SEPARATOR, *options.server_args]
-    settings = _attempt(lambda: read_settings(argv, variables, repository), faults)
-    settings = settings or Settings(run_dir, repository, actor_args=actor_args, server_args=options.server_args)
+    try:
+        settings = read_settings([*actor_args, SEPARATOR, *options.server_args], variables, repository)
+    except ConfigError as error:
+        faults += error.faults
+        settings = Settings(run_dir, repository, actor_args=actor_args, server_args=options.server_args)
     status = status_of(run_dir)
     save_seconds = None if status is None else status.save_seconds
     lead = options.lead or default_lead(save_seconds)
@@ -137,14 +145,6 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     megabytes = math.ceil(host_memory_of_node(cfg, actor.memory) / 2**20) if actor.memory else 0
     plan = None if server_cfg is None else _plan(options, lead, cfg, server_cfg, settings)
     return Request(plan, run_dir, megabytes, faults, list(_warnings(cfg, options, megabytes)))
-
-
-def _attempt(action: Callable[[], T], faults: list[str]) -> T | None:
-    try:
-        return action()
-    except ConfigError as error:
-        faults += error.faults
-        return None
 
 
 def _run_dir(options: Options, cfg: DictConfig | None, environment: Mapping[str, str]) -> Path:

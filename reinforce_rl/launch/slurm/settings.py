@@ -223,10 +223,6 @@ class Allocation:
     server: Component
     actor: Component
 
-    @property
-    def label(self) -> str:
-        return f"{self.job_id}-{self.restart}"
-
 
 def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Allocation:
     """Read the variables that Slurm sets for the batch step; ConfigError if the numbers contradict the settings."""

@@ -110,12 +110,19 @@ class StepPlan:
     name: str  # for `srun -J` and file names: actor, or rm-0, rm-1, ...
     component: Component
     nodes: tuple[str, ...]  # names; empty for all of the component's
-    tasks: int  # number of them
-    ranks: int  # number of them
+    tasks_per_node: int
     program: tuple[str, ...]  # a Python file of the repository and its arguments
     serves: bool  # it is a reward server
     image: str  # of the container; empty for none
     peers: tuple[str, ...]  # a node of the other component
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes) or self.component.nodes
+
+    @property
+    def tasks(self) -> int:
+        return self.num_nodes * self.tasks_per_node
 
 
 def server_plan(
@@ -131,17 +138,11 @@ def server_plan(
         "devices": server.devices,
     }
     script = settings.repository / "examples" / "serve_reward_model.py"
-    return StepPlan(
-        name=f"rm-{number}",
-        component=server,
-        nodes=tuple(nodes[number * each : (number + 1) * each]) if settings.servers > 1 else (),
-        tasks=each * (server.devices if settings.launcher == SRUN else 1),
-        ranks=each * server.devices,
-        program=(str(script), *with_missing(settings.server_args, own)),
-        serves=True,
-        image=settings.server_container_image or settings.container_image,
-        peers=tuple(peers),
-    )
+    mine = tuple(nodes[number * each : (number + 1) * each]) if settings.servers > 1 else ()
+    program = (str(script), *with_missing(settings.server_args, own))
+    image = settings.server_container_image or settings.container_image
+    tasks = server.devices if settings.launcher == SRUN else 1
+    return StepPlan(f"rm-{number}", server, mine, tasks, program, True, image, tuple(peers))
 
 
 def actor_plan(
@@ -162,29 +163,20 @@ def actor_plan(
     if (name := override_of(settings.server_args, "inference.name")) is not None:
         own["remote_rm.reward_model.name"] = name
     script = settings.repository / "examples" / "train_reinforce_actor.py"
-    return StepPlan(
-        name=ACTOR,
-        component=actor,
-        nodes=(),
-        tasks=actor.nodes * (actor.devices if settings.launcher == SRUN else 1),
-        ranks=actor.nodes * actor.devices,
-        program=(str(script), *with_missing(settings.actor_args, own)),
-        serves=False,
-        image=settings.container_image,
-        peers=tuple(peers),
-    )
+    program = (str(script), *with_missing(settings.actor_args, own))
+    tasks = actor.devices if settings.launcher == SRUN else 1
+    return StepPlan(ACTOR, actor, (), tasks, program, False, settings.container_image, tuple(peers))
 
 
 def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
     """Return the srun command of a step; `folder` is the attempt's."""
     component = plan.component
-    nodes = len(plan.nodes) or component.nodes
     line = ["srun", f"--job-name={plan.name}", f"--het-group={component.group}"]
-    line += [f"--nodes={nodes}", f"--ntasks={plan.tasks}", f"--ntasks-per-node={plan.tasks // nodes}"]
+    line += [f"--nodes={plan.num_nodes}", f"--ntasks={plan.tasks}", f"--ntasks-per-node={plan.tasks_per_node}"]
     if plan.nodes:
         line.append(f"--nodelist={','.join(plan.nodes)}")
     if component.cpus_per_task is not None:  # srun does not inherit it from the job
-        cpus = component.cpus_per_task * max(1, component.tasks_per_node * nodes // plan.tasks)
+        cpus = component.cpus_per_task * max(1, component.tasks_per_node // plan.tasks_per_node)
         line.append(f"--cpus-per-task={cpus}")
     line += ["--kill-on-bad-exit=1", "--export=ALL", "--label", f"--output={folder / plan.name}.log"]
     if settings.mpi:
@@ -299,7 +291,7 @@ class Step:
         return sorted(found, key=lambda end: end.time)
 
     def _lost_task(self, task: int) -> TaskEnd:
-        each = self.plan.ranks // self.plan.tasks
+        each = self.plan.component.devices // self.plan.tasks_per_node
         ranks = str(task) if each == 1 else f"{task * each}-{(task + 1) * each - 1}"
         # srun: error: act1: task 2: Killed        srun: error: act0: tasks 0-1: Exited with exit code 1
         for when, message in self._messages:

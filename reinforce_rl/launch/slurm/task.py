@@ -190,12 +190,10 @@ def _children() -> list[int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--component", required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--repository", type=Path, required=True)
+    kinds = {"component": str, "folder": Path, "repository": Path, "devices": int, "seconds": float}
+    for name, kind in kinds.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--launcher", choices=(SRUN, TORCHRUN), required=True)
-    parser.add_argument("--devices", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="for the first task to publish its endpoint")
     parser.add_argument("--peers", nargs="*", default=(), help="names of other nodes")
     parser.add_argument("--serves", action="store_true")
     parser.add_argument("script", nargs="+")

@@ -67,14 +67,8 @@ def write_configuration(folder: Path) -> Path:
         NODE.format(name=node, address=addresses[node], port=port) for node, port in zip(NODES, ports, strict=True)
     ]
     path = folder / "slurm.conf"
-    path.write_text(
-        SLURM_CONF.format(
-            folder=folder,
-            controller_port=controller_port,
-            node_lost_seconds=NODE_LOST_SECONDS,
-            nodes="\n".join(nodes),
-        )
-    )
+    own = {"controller_port": controller_port, "node_lost_seconds": NODE_LOST_SECONDS, "nodes": "\n".join(nodes)}
+    path.write_text(SLURM_CONF.format(folder=folder, **own))
     return path
 
 

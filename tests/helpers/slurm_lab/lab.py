@@ -131,15 +131,9 @@ class SlurmLab:
         Raises:
             AssertionError: it failed, with what it said.
         """
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS,
-            env={**self._environment, **(env or {})},
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-        )
+        env = {**self._environment, **(env or {})}
+        with_pipes = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+        done = subprocess.run(command, timeout=COMMAND_SECONDS, env=env, cwd=cwd, **with_pipes)
         assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -192,15 +186,9 @@ class SlurmLab:
         for line in shown.splitlines():
             fields = dict(re.findall(r"(\w+)=(\S*)", line))
             if "JobId" in fields:
-                found.append(
-                    Component(
-                        id=int(fields["JobId"]),
-                        state=fields["JobState"],
-                        exit_code=fields["ExitCode"],
-                        restarts=int(fields["Restarts"]),
-                        reason=fields["Reason"],
-                    )
-                )
+                state, exit_code = fields["JobState"], fields["ExitCode"]
+                number, restarts = int(fields["JobId"]), int(fields["Restarts"])
+                found.append(Component(number, state, exit_code, restarts, fields["Reason"]))
         assert found, shown
         return found
 
@@ -217,7 +205,7 @@ class SlurmLab:
                 return components
             if time.monotonic() > deadline:
                 raise AssertionError(f"after {seconds} s the job is {components}:\n{job.output}\n{self.logs()}")
-            time.sleep(1.0)
+            time.sleep(0.25)
 
     def wait_for_attempt(self, job: Job, restarts: int, seconds: float) -> None:
         """Until all components run for the `restarts`-th time after the first."""

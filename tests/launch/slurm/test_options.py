@@ -27,11 +27,7 @@ def test_options_and_overrides_in_any_order():
 
 def test_what_counts_first():
     """The component's own option, that of both, then the same two of the environment, then sbatch's own."""
-    environment = {
-        "SBATCH_PARTITION": "e",
-        "REINFORCE_PARTITION": "d",
-        "REINFORCE_ACTOR_PARTITION": "c",
-    }
+    environment = {"SBATCH_PARTITION": "e", "REINFORCE_PARTITION": "d", "REINFORCE_ACTOR_PARTITION": "c"}
     words = ["--partition=b", "--actor-partition=a"]
     assert parse_options(words, environment).actor.partition == "a"
     assert parse_options(words[:1], environment).actor.partition == "b"
@@ -45,18 +41,9 @@ def test_every_option_of_a_component():
     words = [f"--{o.names('actor')[0]}={values.get(o.name, f'x-{o.name}')}" for o in COMPONENT_OPTIONS]
     words += ["--sbatch-arg=--reservation=r", "--server-sbatch-arg=--switches=1", "--server-gpus", "h100:2"]
     options = parse_options(words, {"REINFORCE_GPUS_PER_NODE": "8"})
-    assert options.actor == ComponentOptions(
-        partition="x-partition",
-        account="x-account",
-        qos="x-qos",
-        constraint="x-constraint",
-        nodelist="x-nodelist",
-        exclude="x-exclude",
-        gpus="h100:4",
-        cpus_per_task="7",
-        mem="64G",
-        sbatch_args=("--reservation=r",),
-    )
+    plain = ("partition", "account", "qos", "constraint", "nodelist", "exclude")
+    expected = {**{name: f"x-{name}" for name in plain}, "gpus": "h100:4", "cpus_per_task": "7", "mem": "64G"}
+    assert options.actor == ComponentOptions(**expected, sbatch_args=("--reservation=r",))
     assert options.server == ComponentOptions(gpus="h100:2", sbatch_args=("--reservation=r", "--switches=1"))
     assert parse_options([], {"REINFORCE_GPUS_PER_NODE": "8"}).actor.gpus == "8"
 
@@ -98,14 +85,8 @@ def test_values_that_are_none_of_their_kind():
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("90", 5400),
-        ("2:30", 150),
-        ("04:00:00", 14400),
-        ("1-6", 108000),
-        ("1-6:30", 109800),
-        ("2-00:00:01", 172801),
-        ("UNLIMITED", None),
-        ("infinite", None),
+        *(("90", 5400), ("2:30", 150), ("04:00:00", 14400), ("1-6", 108000), ("1-6:30", 109800)),
+        *(("2-00:00:01", 172801), ("UNLIMITED", None), ("infinite", None)),
     ],
 )
 def test_times(text, seconds):

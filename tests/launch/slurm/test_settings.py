@@ -67,23 +67,9 @@ def test_all_variables_are_read() -> None:
     }
     assert {*given, names.REPOSITORY} == {variable.name for variable in VARIABLES}
     assert read_settings([], given, REPOSITORY) == Settings(
-        Path("/shared/run"),
-        REPOSITORY,
-        "/opt/python",
-        "torchrun",
-        8,
-        4,
-        2,
-        30.5,
-        7.0,
-        0,
-        "true",
-        "pmix",
-        "a.sqsh",
-        "b.sqsh",
-        ("/data:/data", "/models:/models"),
-        ("--cpu-bind=none", "--gres=gpu:a b"),
-        "module load cuda",
+        *(Path("/shared/run"), REPOSITORY, "/opt/python", "torchrun", 8, 4, 2, 30.5, 7.0, 0, "true", "pmix"),
+        *("a.sqsh", "b.sqsh", ("/data:/data", "/models:/models"), ("--cpu-bind=none", "--gres=gpu:a b")),
+        setup="module load cuda",
     )
 
 
@@ -163,11 +149,10 @@ def settings_with(**values: object) -> Settings:
 def test_two_components() -> None:
     expected = Allocation("7", 0, Component(0, "7", 2, 1, 1, None), Component(1, "8", 2, 2, 2, 2))
     assert read_allocation(settings_with(), ENVIRONMENT) == expected
-    assert expected.label == "7-0"
 
 
-def test_a_requeued_job_has_another_label() -> None:
-    assert read_allocation(settings_with(), {**ENVIRONMENT, "SLURM_RESTART_COUNT": "3"}).label == "7-3"
+def test_restarts_are_counted() -> None:
+    assert read_allocation(settings_with(), {**ENVIRONMENT, "SLURM_RESTART_COUNT": "3"}).restart == 3
 
 
 def test_devices_are_the_tasks_a_node_unless_they_are_set() -> None:

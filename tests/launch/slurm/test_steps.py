@@ -46,55 +46,24 @@ def actor_line(settings: Settings, servers: list[Endpoint] = SERVERS) -> list[st
 def test_the_servers_line() -> None:
     line = server_line(SETTINGS)
     split = line.index("/opt/python")
-    assert line[:split] == [
-        "srun",
-        "--job-name=rm-0",
-        "--het-group=0",
-        "--nodes=2",
-        "--ntasks=2",
-        "--ntasks-per-node=1",
-        "--kill-on-bad-exit=1",
-        "--export=ALL",
-        "--label",
-        "--output=/run/slurm/7-0/rm-0.log",
-    ]
+    expected = "srun --job-name=rm-0 --het-group=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1"
+    assert line[:split] == [*expected.split(), "--export=ALL", "--label", "--output=/run/slurm/7-0/rm-0.log"]
     wrapper, program = line[split + 3 : line.index("--")], line[line.index("--") + 1 :]
-    assert wrapper == [
-        "/repo",
-        "--component=rm-0",
-        "--folder=/run/slurm/7-0",
-        "--repository=/repo",
-        "--launcher=srun",
-        "--devices=1",
-        "--seconds=600",
-        "--peers",
-        "act0",
-        "--serves",
-    ]
-    assert program == [
-        "/repo/examples/serve_reward_model.py",
-        "b=2",
-        "inference.token_file=/run/slurm/token",
-        "inference.ready_file=/run/slurm/7-0/ready-0.json",
-        "num_nodes=2",
-        "devices=1",
-    ]
+    expected = "/repo --component=rm-0 --folder=/run/slurm/7-0 --repository=/repo --launcher=srun --devices=1"
+    assert wrapper == [*expected.split(), "--seconds=600", "--peers", "act0", "--serves"]
+    expected = "/repo/examples/serve_reward_model.py b=2 inference.token_file=/run/slurm/token"
+    expected += " inference.ready_file=/run/slurm/7-0/ready-0.json num_nodes=2 devices=1"
+    assert program == expected.split()
 
 
 def test_the_actors_line() -> None:
     line = actor_line(SETTINGS)
     assert "--ntasks=8" in line and "--ntasks-per-node=4" in line and "--cpus-per-task=2" in line
     assert "--serves" not in line
-    assert line[line.index("--") + 1 :] == [
-        "/repo/examples/train_reinforce_actor.py",
-        "a=1",
-        "trainer.num_nodes=2",
-        "trainer.devices=4",
-        "exp_manager.explicit_log_dir=/run",
-        "remote_rm.reward_model.ip=10.0.0.1",
-        "remote_rm.reward_model.port=20001",
-        "remote_rm.reward_model.token_file=/run/slurm/token",
-    ]
+    expected = "/repo/examples/train_reinforce_actor.py a=1 trainer.num_nodes=2 trainer.devices=4"
+    expected += " exp_manager.explicit_log_dir=/run remote_rm.reward_model.ip=10.0.0.1"
+    expected += " remote_rm.reward_model.port=20001 remote_rm.reward_model.token_file=/run/slurm/token"
+    assert line[line.index("--") + 1 :] == expected.split()
 
 
 def test_what_the_person_has_said_is_not_said_again() -> None:
@@ -122,14 +91,8 @@ def test_several_servers_have_nodes_of_their_own() -> None:
 
 def test_options_that_not_every_slurm_has_are_there_only_where_asked_for() -> None:
     assert not [word for word in actor_line(SETTINGS) if "mpi" in word or "container" in word]
-    settings = replace(
-        SETTINGS,
-        mpi="pmix",
-        container_image="a.sqsh",
-        server_container_image="b.sqsh",
-        container_mounts=("/data:/data",),
-        srun_args=("--cpu-bind=none",),
-    )
+    images = {"container_image": "a.sqsh", "server_container_image": "b.sqsh", "container_mounts": ("/data:/data",)}
+    settings = replace(SETTINGS, mpi="pmix", srun_args=("--cpu-bind=none",), **images)
     for line, image in ((actor_line(settings), "a.sqsh"), (server_line(settings), "b.sqsh")):
         assert f"--container-image={image}" in line
         assert "--container-mounts=/repo:/repo,/run:/run,/data:/data" in line
@@ -138,7 +101,7 @@ def test_options_that_not_every_slurm_has_are_there_only_where_asked_for() -> No
 
 @pytest.fixture
 def plan() -> StepPlan:
-    return StepPlan("actor", ALLOCATION.actor, (), 1, 1, ("program.py",), False, "", ())
+    return StepPlan("actor", ALLOCATION.actor, (), 1, ("program.py",), False, "", ())
 
 
 def test_the_actor_does_not_get_the_servers_memory(plan: StepPlan, tmp_path: Path) -> None:
@@ -153,12 +116,8 @@ def test_the_actor_does_not_get_the_servers_memory(plan: StepPlan, tmp_path: Pat
 
 def run_after_srun(line: list[str]) -> subprocess.CompletedProcess[str]:
     """What srun would start, but with another program than the wrapper."""
-    start = [
-        *line[line.index("bash") : line.index("/opt/python")],
-        sys.executable,
-        "-c",
-        "import os;print(os.environ['X'])",
-    ]
+    setup = line[line.index("bash") : line.index("/opt/python")]
+    start = [*setup, sys.executable, "-c", "import os;print(os.environ['X'])"]
     return subprocess.run(start, capture_output=True, text=True, timeout=60)
 
 

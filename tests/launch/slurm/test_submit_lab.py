@@ -79,16 +79,9 @@ def test_a_chain_of_two_jobs(lab, world, tmp_path):
     """The first one trains, the second one finds the run finished."""
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     run_dir = tmp_path / "run"
-    options = [
-        "--chain=2",
-        "--sbatch-arg=--hold",
-        "--time=20",
-        "--server-nodelist=rm0",
-        "--actor-nodelist=act0",
-        "trainer.devices=2",
-    ]
+    options = ["--chain=2", "--sbatch-arg=--hold", "--time=20", "--server-nodelist=rm0", "--actor-nodelist=act0"]
     actor = world.actor_overrides(run_dir, *SHORT, f"trainer.reinforce.max_steps={STEPS}")
-    words = [*options, *actor, "--", *world.server_overrides("mean")]
+    words = [*options, "trainer.devices=2", *actor, "--", *world.server_overrides("mean")]
     command = [sys.executable, str(ROOT / "slurm" / "submit.py"), *words]
 
     def submit() -> str:
