@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from one_gpu.weights import fill_ours
 from one_gpu.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, STEP, Workload
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
-from reinforce_rl.algorithm.advantages import rloo
-from reinforce_rl.algorithm.credit import sequence_credit
+from reinforce_rl.algorithm.advantages import rloo, sequence_credit
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.algorithm.loss import Denominators
 from reinforce_rl.config.model import OptimConfig

@@ -1,7 +1,7 @@
-"""Baselines and advantages, chosen by name in the configuration.
+"""Baselines, advantages and their credit to tokens, chosen by name in the configuration.
 
-Notation: N samples; the samples of a group answer one prompt. r = reward of a sequence, less the KL where it is part
-of the reward. Everything is detached. Invalid samples are excluded everywhere; their rewards may be NaN.
+Notation: N samples, T response tokens; the samples of a group answer one prompt. r = reward of a sequence, less the KL
+where it is part of the reward. Everything is detached. Invalid samples are excluded; their rewards may be NaN.
 
 To add an estimator, decorate a function of a `RewardGroups` with `@estimator` (CONTRIBUTING.md). The configuration is
 checked against `ADVANTAGE_ESTIMATORS` before torch is loaded, so functions here only use tensor methods.
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 MAX_REWARD = 1e6  # beyond it float32 cannot resolve differences within a group
 # GRPO's epsilon, as in TRL; it swamps the deviation of about 1e-7 that rounding gives.
 EPSILON = 1e-4
+# Of a variance, as in verl and OpenRLHF: equal advantages stay at zero.
+VARIANCE_EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
@@ -41,24 +43,19 @@ class RewardGroups:
         """
         import torch
 
-        shapes = {"rewards": rewards.shape, "group_ids": group_ids.shape}
-        if valid is not None:
-            shapes["valid"] = valid.shape
-        if len(set(shapes.values())) > 1 or rewards.dim() != 1:
-            raise ValueError(
-                f"expected 1-D tensors of one length, found { ({k: tuple(v) for k, v in shapes.items()}) }"
-            )
-        if group_ids.is_floating_point():
-            raise ValueError(f"group_ids must be integers, found {group_ids.dtype}")
-        if valid is not None and valid.dtype != torch.bool:
-            raise ValueError(f"valid must be a bool mask, found {valid.dtype}")
         rewards = rewards.detach()
         if not rewards.is_floating_point():
             rewards = rewards.to(torch.get_default_dtype())
-        if valid is None:
-            valid = torch.ones_like(rewards, dtype=torch.bool)
-        used = rewards[valid]
-        if used.numel() and not bool((used.abs() <= MAX_REWARD).all()):
+        valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
+        shapes = {"rewards": rewards.shape, "group_ids": group_ids.shape, "valid": valid.shape}
+        if len(set(shapes.values())) > 1 or rewards.dim() != 1:
+            found = ", ".join(f"{name} of {tuple(shape)}" for name, shape in shapes.items())
+            raise ValueError(f"expected 1-D tensors of one length, found {found}")
+        if group_ids.is_floating_point():
+            raise ValueError(f"group_ids must be integers, found {group_ids.dtype}")
+        if valid.dtype != torch.bool:
+            raise ValueError(f"valid must be a bool mask, found {valid.dtype}")
+        if not bool((rewards[valid].abs() <= MAX_REWARD).all()):
             raise ValueError(f"a valid reward is not finite or beyond {MAX_REWARD:g} in size; scale or clip rewards")
         return cls(rewards.where(valid, 0.0), group_ids, valid, past_mean)
 
@@ -110,8 +107,6 @@ Estimator = Callable[[RewardGroups], Advantages]
 
 @dataclass(frozen=True)
 class EstimatorEntry:
-    """A registered advantage estimator."""
-
     function: Estimator
     compares_samples: bool  # needs at least two samples per prompt
     only_subtracts: bool  # reward less a baseline, without scaling or selection
@@ -124,8 +119,7 @@ def estimator(*names: str, compares_samples: bool, only_subtracts: bool = True) 
     """Register a function under values of `trainer.reinforce.advantage_estimator`; see `EstimatorEntry`."""
 
     def enter(function: Estimator) -> Estimator:
-        for name in names:
-            ADVANTAGE_ESTIMATORS[name] = EstimatorEntry(function, compares_samples, only_subtracts)
+        ADVANTAGE_ESTIMATORS.update(dict.fromkeys(names, EstimatorEntry(function, compares_samples, only_subtracts)))
         return function
 
     return enter
@@ -139,9 +133,9 @@ def no_baseline(groups: RewardGroups) -> Advantages:
 
 @estimator("running_mean", "moving_average", "exponential_moving_average", compares_samples=False)
 def past_mean(groups: RewardGroups) -> Advantages:
-    """A = r - mean reward of past steps (Williams 1992; "REINFORCE with baseline" in arXiv:2402.14740).
+    """A = r - `PastSteps`' mean (Williams 1992; "REINFORCE with baseline" in arXiv:2402.14740).
 
-    `PastSteps` defines the mean. Unbiased, since the past does not depend on this step's samples.
+    Unbiased, since the past does not depend on this step's samples.
     """
     return groups.advantages(groups.past_mean)
 
@@ -162,8 +156,7 @@ def prompt_mean(groups: RewardGroups) -> Advantages:
 def leave_one_out(groups: RewardGroups) -> Advantages:
     """RLOO: A = r - mean of the group's other samples = G/(G-1) (r - mean). Unbiased; A = 0 for a lone valid sample.
 
-    Source: Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for Free!" (2019); Ahmadian et al., "Back to Basics"
-    (arXiv:2402.14740), equation 8.
+    Source: Kool et al. (2019), "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; arXiv:2402.14740, equation 8.
     """
     means = groups.mean_by_group()
     # mean of the others = mean + (mean - r) / (G - 1), without cancellation of large sums.
@@ -186,10 +179,7 @@ def group_normalised(groups: RewardGroups) -> Advantages:
 
 @estimator("raft", compares_samples=True, only_subtracts=False)
 def best_of_group(groups: RewardGroups) -> Advantages:
-    """RAFT: only the best sample of each group trains, with A = 1 (Dong et al. 2023, 2304.06767).
-
-    Ties go to the first. The loss is the mean over groups of -log pi(best).
-    """
+    """RAFT: the best of each group, of ties the first, trains alone, with A = 1 (Dong et al. 2023, 2304.06767)."""
     import torch
 
     index = groups.group_index()
@@ -198,9 +188,8 @@ def best_of_group(groups: RewardGroups) -> Advantages:
     best = masked.new_full((num_groups,), float("-inf")).scatter_reduce(0, index, masked, "amax")
     ties = groups.valid & (masked == best[index])
     position = torch.arange(len(index), device=index.device)
-    first = position.new_full((num_groups,), len(index)).scatter_reduce(
-        0, index, torch.where(ties, position, len(index)), "amin"
-    )
+    places = torch.where(ties, position, len(index))
+    first = position.new_full((num_groups,), len(index)).scatter_reduce(0, index, places, "amin")
     trains = groups.valid & (position == first[index])
     return Advantages(trains.to(groups.rewards.dtype), groups.rewards.new_zeros(len(trains)), trains)
 
@@ -208,3 +197,93 @@ def best_of_group(groups: RewardGroups) -> Advantages:
 def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> Tensor:
     """Compute `leave_one_out` advantages [N] from plain tensors, as for `RewardGroups.of`; 0 where invalid."""
     return leave_one_out(RewardGroups.of(rewards, group_ids, valid)).values
+
+
+def sequence_credit(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Give each response token its response's advantage: [N] and bool [N, T] to [N, T]."""
+    return advantages[:, None].where(mask, 0.0)
+
+
+def returns_to_go(token_rewards: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor:
+    """Compute sum_{s >= t} discount^(s - t) reward_s: [N, T], 0 outside the mask, from [N, T] and bool [N, T].
+
+    A token cannot change earlier rewards, so omitting them is unbiased if discount is 1 (Williams 1992; Schulman et
+    al. 2015, arXiv:1506.02438); below 1 it is biased. Response tokens come first; other rewards are ignored.
+    """
+    rewards = token_rewards.where(mask, 0.0)
+    if discount == 1.0:
+        later = rewards.flip(-1).cumsum(-1).flip(-1)
+    else:
+        later = rewards.new_zeros(rewards.shape)
+        running = rewards.new_zeros(len(rewards))
+        for t in range(rewards.shape[1] - 1, -1, -1):
+            running = rewards[:, t] + discount * running
+            later[:, t] = running
+    return later.where(mask, 0.0)
+
+
+def token_credit(
+    terminal: Tensor, baseline: Tensor, token_penalty: Tensor, mask: Tensor, discount: float = 1.0
+) -> Tensor:
+    """Compute return-to-go of reward and KL less a baseline: [N, T], 0 outside the mask.
+
+    `terminal` [N] is the reward of the last token, `baseline` [N] is subtracted at every token, undiscounted, and
+    `token_penalty` [N, T] is beta times each token's KL.
+    """
+    is_last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
+    rewards = terminal[:, None].where(is_last, 0.0) - token_penalty.where(mask, 0.0)
+    return (returns_to_go(rewards, mask, discount) - baseline[:, None]).where(mask, 0.0)
+
+
+def assign_credit(
+    found: Advantages,
+    rewards: Tensor,
+    kl: Tensor,
+    token_kl: Tensor,
+    mask: Tensor,
+    *,
+    beta: float,
+    kl_placement: str = "reward",
+    assignment: str = "sequence",
+    discount: float = 1.0,
+) -> Tensor:
+    """Return the advantage of each token: [N, T], 0 outside the mask.
+
+    Args:
+        found: advantages of the rewards, less beta times the KL if `kl_placement` is `reward`.
+        rewards, kl: [N]; the rewards shaped, without the KL.
+        token_kl, mask: [N, T] and bool [N, T]; the KL is 0 outside the mask. With `loss` it enters no advantage.
+        discount: gamma of `returns_to_go`; only with `token`.
+    """
+    if assignment == "sequence":
+        return sequence_credit(found.values - beta * kl if kl_placement == "advantage" else found.values, mask)
+    charged = 0.0 * token_kl if kl_placement == "loss" else beta * token_kl
+    if kl_placement == "reward":
+        # The estimator has the KL of whole responses in it; here each token is charged its own, so only the baseline
+        # is taken from it.
+        return token_credit(rewards, found.baseline, charged, mask, discount)
+    return token_credit(found.values, found.values.new_zeros(len(found.values)), charged, mask, discount)
+
+
+def whiten(
+    values: Tensor, mask: Tensor, *, unit: str = "token", total: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> Tensor:
+    """Return (A - mean) / sqrt(variance + 1e-8) over the batch: REINFORCE++ (Hu 2025, 2501.03262).
+
+    By token, each of weight 1, as in verl and OpenRLHF, or by `sequence`, each of weight 1 shared by its tokens.
+    Biased: the scale depends on the samples. From [N, T] and bool [N, T] to [N, T], 0 outside the mask; all 0 with
+    fewer than two units or without variance. `total` sums a float64 tensor over the ranks that hold the batch.
+    """
+    import torch
+
+    weights = units = mask.double()
+    if unit == "sequence":
+        weights, units = weights / weights.sum(-1, keepdim=True).clamp(min=1), mask.any(-1).double()
+    exact = values.where(mask, 0.0).double()
+    count, sum_of_values = total(torch.stack((units.sum(), (weights * exact).sum()))).cpu()
+    mean = sum_of_values / count.clamp(min=1)
+    (squares,) = total((weights * (exact - mean) ** 2).sum()[None]).cpu()
+    variance = squares / (count - 1).clamp(min=1)
+    # A single response has nothing to compare with, even if its tokens differ.
+    counted = mask & (count.item() > 1)
+    return torch.where(counted, (exact - mean) * (variance + VARIANCE_EPSILON).rsqrt(), 0.0).to(values.dtype)

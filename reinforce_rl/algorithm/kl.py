@@ -1,8 +1,6 @@
-"""Estimates of the KL from the reference policy on sampled tokens, for the reward or the loss.
+"""Estimates of the KL from the reference policy on sampled tokens (J. Schulman, "Approximating KL Divergence", 2020).
 
 Notation: N sequences, T response tokens. l = log pi(token), l_ref = log pi_ref(token); the tokens were drawn from pi.
-
-Source of the estimators' names: J. Schulman, "Approximating KL Divergence" (2020).
 """
 
 from __future__ import annotations
@@ -15,22 +13,22 @@ from torch import Tensor
 
 
 def k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Return l - l_ref: unbiased, of either sign. [N, T] to [N, T]."""
+    """Return l - l_ref: unbiased, of either sign. [N, T] to [N, T], as the others."""
     return log_probs - reference_log_probs
 
 
 def absolute_k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Return |l - l_ref|, NeMo-Aligner's `use_absolute_kl`: non-negative, biased. [N, T] to [N, T]."""
+    """Return |l - l_ref|, NeMo-Aligner's `use_absolute_kl`: non-negative, biased."""
     return k1(log_probs, reference_log_probs).abs()
 
 
 def k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Return (l - l_ref)^2 / 2: non-negative, low variance, biased. [N, T] to [N, T]."""
+    """Return (l - l_ref)^2 / 2: non-negative, low variance, biased."""
     return k1(log_probs, reference_log_probs).square() / 2
 
 
 def k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Return exp(l_ref - l) - 1 - (l_ref - l): non-negative, unbiased as a value. [N, T] to [N, T]."""
+    """Return exp(l_ref - l) - 1 - (l_ref - l): non-negative, unbiased as a value."""
     difference = k1(log_probs, reference_log_probs)
     return torch.expm1(-difference) + difference
 
@@ -43,10 +41,7 @@ def token_kl(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, es
 
 
 def reduce_over_tokens(values: Tensor, mask: Tensor, reduction: str = "sum") -> Tensor:
-    """Reduce tokens by `sum` or by `mean` (NeMo-Aligner, biased for a KL): [N, T] to [N].
-
-    Values outside the mask must be 0; an empty response gives 0.
-    """
+    """Reduce tokens by `sum` or `mean` (NeMo-Aligner, biased for a KL): [N, T], 0 outside the mask, to [N]."""
     total = values.sum(dim=-1)
     return total if reduction == "sum" else total / mask.sum(dim=-1).clamp(min=1)
 
@@ -74,9 +69,7 @@ def kl_loss_terms(
         token: the token's own, sg(k_t) l_t. Biased: ignores the divergence of later tokens.
         prefix: sg(k_t) sum_{s <= t} l_s, the gradient of the expected sum of estimates; exact for k1 and k3.
 
-    Args:
-        log_probs, reference_log_probs: [N, T]; the former with gradient, of the policy that sampled the tokens.
-        mask: bool [N, T], True on response tokens; the result is 0 elsewhere.
+    `log_probs` [N, T] have a gradient and are of the policy that sampled the tokens; the result is 0 outside the mask.
     """
     terms = token_kl(log_probs, reference_log_probs.detach(), mask, estimator=estimator)
     if weights == "none":

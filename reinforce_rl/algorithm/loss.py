@@ -56,20 +56,17 @@ class LossInputs:
 def token_weights(
     mask: Tensor, trains: Tensor, denominators: Denominators, aggregation: str, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the weight of each token's loss term: [N, T], 0 where it does not count.
+    """Return the weight of each token's loss term, [N, T], 0 where it does not count, from bool [N, T] and [N].
 
-    Denominators of the global batch make the gradient independent of the split into micro-batches and ranks.
+    Denominators of the global batch make the gradient independent of the split into micro-batches and ranks; zeros
+    give a loss of 0. `aggregation` is a value of the key `loss_aggregation`:
 
-    Args:
-        mask, trains: bool [N, T] and [N].
-        denominators: of the global batch; zeros give a loss of 0.
-        aggregation: a value of the key `loss_aggregation`:
-            sequence_sum: sum over tokens, mean over sequences (RLOO, Ahmadian et al. 2024, arXiv:2402.14740, equation
-                6). Unbiased: the response is one action.
-            sequence_mean: mean over tokens, then sequences (GRPO, arXiv:2402.03300). Biased against long responses.
-            token_mean: mean over the batch's tokens (DAPO, arXiv:2503.14476). The direction of sequence_sum; the scale
-                depends on the sampled lengths.
-            fixed_length: sequence_sum divided by max_length (Dr. GRPO, arXiv:2503.20783).
+        sequence_sum: sum over tokens, mean over sequences (RLOO, Ahmadian et al. 2024, arXiv:2402.14740, equation 6).
+            Unbiased: the response is one action.
+        sequence_mean: mean over tokens, then sequences (GRPO, arXiv:2402.03300). Biased against long responses.
+        token_mean: mean over the batch's tokens (DAPO, arXiv:2503.14476). The direction of sequence_sum; the scale
+            depends on the sampled lengths.
+        fixed_length: sequence_sum divided by max_length (Dr. GRPO, arXiv:2503.20783).
     """
     kept = (mask & trains[:, None]).to(dtype)
     sequences = max(denominators.sequences, 1.0)
@@ -87,24 +84,21 @@ def policy_terms(
     old_log_probs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    *,
     ratio: str = "none",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the policy-gradient term of each token. At pi = pi_old all ratios give the gradient of `none`.
 
-    Args:
-        log_probs, old_log_probs: [N, T], 0 outside the mask; the former with gradient.
-        advantages: [N, T]; constant within a response for the sequence ratios.
-        mask: bool [N, T].
-        ratio: a value of the key `importance_ratio`:
-            none: -A l, REINFORCE; on-policy only.
-            token: -min(rho A, clip(rho) A), rho = pi / pi_old per token (PPO, arXiv:1707.06347; GRPO).
-            sequence: the same with rho of the whole response, as TRL's RLOO.
-            sequence_geometric: rho to the power of 1 / length (GSPO, arXiv:2507.18071).
-        clip_low, clip_high: clip rho to 1 - clip_low .. 1 + clip_high (they differ in DAPO's clip-higher). Any rho is
-            capped at exp(`MAX_LOG_RATIO`).
+    All are [N, T]: log-probs are 0 outside the mask, the first with gradient; advantages are constant within a
+    response for the sequence ratios. `ratio` is a value of the key `importance_ratio`:
+
+        none: -A l, REINFORCE; on-policy only.
+        token: -min(rho A, clip(rho) A), rho = pi / pi_old per token (PPO, arXiv:1707.06347; GRPO).
+        sequence: the same with rho of the whole response, as TRL's RLOO.
+        sequence_geometric: rho to the power of 1 / length (GSPO, arXiv:2507.18071).
+
+    clip(rho) is within 1 - clip_low .. 1 + clip_high, and any rho is capped at exp(`MAX_LOG_RATIO`).
 
     Returns:
         terms [N, T] with gradient, rho [N, T] detached, and bool [N, T] where clipping stopped the gradient.
@@ -133,11 +127,9 @@ def generator_weights(
 ) -> Tensor:
     """Return detached importance weights min(pi_old / pi_gen, cap), [N, T], from log-probs and mask [N, T].
 
-    They correct for another engine, other kernels or older weights. The cap bounds the variance and adds bias (Ionides
-    2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
-
-    Args:
-        correction: `none`, `token` (each token's own ratio), or `sequence` (the response's; unbiased but for the cap).
+    They correct for another engine, other kernels or older weights: each token's own ratio, or the response's, which
+    is unbiased but for the cap. That bounds the variance and adds bias (Ionides 2008; Yao et al. 2025, "Your Efficient
+    RL Framework Secretly Brings You Off-Policy RL Training").
     """
     if correction == "none":
         return torch.ones_like(old_log_probs)
@@ -159,10 +151,7 @@ def policy_loss(
 
     With the default settings it is REINFORCE: -1/M sum_i A_i sum_t l_it over M sequences.
 
-    Args:
-        log_probs: [N, T], with gradient; anything outside the mask.
-        entropy: [N, T], with gradient if there is a bonus; None if not computed.
-        kl_coefficient: beta of a KL in the loss.
+    `log_probs` and `entropy`, None if not computed, are [N, T] with gradient, and anything outside the mask.
 
     Returns:
         the scalar share, and float64 sums over training tokens, additive over micro-batches and ranks, for
@@ -179,30 +168,19 @@ def policy_loss(
     # would clip on-policy samples.
     old = own.detach() if inputs.old_log_probs is None else clean(inputs.old_log_probs)
     weights = token_weights(inputs.mask, inputs.trains, denominators, settings.aggregation, own.dtype)
+    advantages = clean(inputs.advantages.detach())
     terms, rho, clipped = policy_terms(
-        own,
-        old,
-        clean(inputs.advantages.detach()),
-        kept,
-        ratio=settings.ratio,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
+        own, old, advantages, kept, settings.ratio, settings.clip_low, settings.clip_high
     )
-    ones = torch.ones_like(old)
+    ones = correction = torch.ones_like(old)
     generator = None if inputs.generator_log_probs is None else clean(inputs.generator_log_probs)
-    correction = (
-        ones
-        if generator is None
-        else generator_weights(
-            old, generator, kept, correction=settings.generator_correction, cap=settings.generator_ratio_cap
-        )
-    )
+    cap = settings.generator_ratio_cap
+    if generator is not None:
+        correction = generator_weights(old, generator, kept, correction=settings.generator_correction, cap=cap)
     terms = terms * correction
     if kl_coefficient and inputs.reference_log_probs is not None:
-        reference = clean(inputs.reference_log_probs)
-        terms = terms + kl_coefficient * kl_loss_terms(
-            own, reference, kept, estimator=settings.kl_estimator, weights=settings.kl_weights
-        )
+        how = {"estimator": settings.kl_estimator, "weights": settings.kl_weights}
+        terms = terms + kl_coefficient * kl_loss_terms(own, clean(inputs.reference_log_probs), kept, **how)
     if settings.entropy_bonus and entropy is not None:
         terms = terms - settings.entropy_bonus * clean(entropy)
     loss = torch.where(kept, weights * terms, 0.0).sum()
@@ -218,5 +196,5 @@ def policy_loss(
         difference = old - generator
         sums["generator_gap"] = total(difference.abs())
         sums["generator_kl"] = total(torch.expm1(difference) - difference)
-        sums["generator_capped"] = total(difference.exp() > settings.generator_ratio_cap)
+        sums["generator_capped"] = total(difference.exp() > cap)
     return loss, sums

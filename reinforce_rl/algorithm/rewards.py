@@ -1,7 +1,4 @@
-"""Reward shaping before advantages: standardise, scale, clip, penalise.
-
-Notation: N sequences of the global batch.
-"""
+"""Reward shaping before advantages: standardise, scale, clip, penalise. N sequences of the global batch."""
 
 from __future__ import annotations
 
@@ -13,6 +10,8 @@ from torch import Tensor
 
 from reinforce_rl.algorithm.advantages import MAX_REWARD
 from reinforce_rl.errors import DivergedError, RewardServerError
+
+TOLERANCE = 1e-6  # rewards closer than this count as equal: float32 rounding at order one
 
 
 @dataclass
@@ -78,12 +77,9 @@ def shape_rewards(
     shaping: RewardShaping,
     past: RunningMoments,
 ) -> Tensor:
-    """Return the shaped rewards [N].
+    """Return the shaped rewards [N]; invalid ones are arbitrary. `is_end` is False if cut at max_length.
 
-    Args:
-        rewards, valid: raw [N] and bool [N]; invalid rewards are arbitrary.
-        response_lengths, is_end: int64 [N] and bool [N], False if cut at max_length.
-        past: moments of past steps' raw rewards; the first step uses its own.
+    `past` are the moments of past steps' raw rewards; the first step uses its own.
     """
     shaped = rewards
     if shaping.standardisation == "given":
@@ -99,12 +95,10 @@ def shape_rewards(
     if shaping.clip is not None:
         shaped = shaped.clamp(-shaping.clip, shaping.clip)
     shaped = shaped - shaping.length_penalty * response_lengths
+    overlong = (~is_end).to(shaped.dtype)
     if shaping.overlong_buffer > 0:
         into = response_lengths - (shaping.max_length - shaping.overlong_buffer)
-        overlong = (into / shaping.overlong_buffer).clamp(0.0, 1.0)
-        overlong = torch.where(is_end, overlong, 1.0)
-    else:
-        overlong = (~is_end).to(shaped.dtype)
+        overlong = (into / shaping.overlong_buffer).clamp(0.0, 1.0).where(is_end, 1.0)
     return shaped - shaping.truncation_penalty * overlong
 
 
@@ -129,22 +123,13 @@ def less_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: int) 
     return found
 
 
-# Rewards closer than this count as equal: float32 rounding at order one.
-TOLERANCE = 1e-6
-
-
 def in_group_with_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
-    """Return bool [N]: True if the valid samples of the sample's group differ in reward.
-
-    Rewards are [N], with arbitrary values where `valid` bool [N] is False; `group_ids` is int64 [N].
-    """
+    """Return bool [N]: True if the valid samples of the sample's group differ in reward."""
     groups, index = torch.unique(group_ids, return_inverse=True)
     exact = rewards.double()
-    highest = exact.new_full((len(groups),), -torch.inf).scatter_reduce(
-        0, index, torch.where(valid, exact, -torch.inf), "amax"
-    )
-    lowest = exact.new_full((len(groups),), torch.inf).scatter_reduce(
-        0, index, torch.where(valid, exact, torch.inf), "amin"
+    highest, lowest = (
+        exact.new_full((len(groups),), worst).scatter_reduce(0, index, exact.where(valid, worst), kind)
+        for worst, kind in ((-torch.inf, "amax"), (torch.inf, "amin"))
     )
     size = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1.0)
     return (highest - lowest > TOLERANCE * size)[index]

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups
-from reinforce_rl.algorithm.credit import assign_credit, whiten
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups, assign_credit, whiten
 from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
 from reinforce_rl.algorithm.loss import Denominators
 from reinforce_rl.algorithm.rewards import less_kl, shape_rewards

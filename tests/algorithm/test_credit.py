@@ -12,8 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reinforce_rl.algorithm.advantages import Advantages
-from reinforce_rl.algorithm.credit import VARIANCE_EPSILON, assign_credit, returns_to_go, token_credit, whiten
+from reinforce_rl.algorithm.advantages import (
+    VARIANCE_EPSILON,
+    Advantages,
+    assign_credit,
+    returns_to_go,
+    token_credit,
+    whiten,
+)
 from reinforce_rl.config.actor import KL_PLACEMENTS
 from reinforce_rl.data.batches import length_mask
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups
-from reinforce_rl.algorithm.credit import assign_credit, whiten
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups, assign_credit, whiten
 from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
 from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
 

@@ -15,8 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, MAX_REWARD, RewardGroups, leave_one_out
-from reinforce_rl.algorithm.credit import assign_credit, whiten
+from reinforce_rl.algorithm.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    MAX_REWARD,
+    RewardGroups,
+    assign_credit,
+    leave_one_out,
+    whiten,
+)
 from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
 from reinforce_rl.config.actor import (
     ADVANTAGE_WHITENINGS,
