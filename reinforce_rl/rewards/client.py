@@ -25,8 +25,8 @@ from reinforce_rl.data.tokenizer import TokenizerInfo
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards import transport, wire
 from reinforce_rl.rewards.base import RewardRequest, Rewards
-from reinforce_rl.rewards.transport import Call, FailedAttempt, ModelAddress, Scores
-from reinforce_rl.rewards.wire import ServerInfo
+from reinforce_rl.rewards.transport import Call, FailedAttempt, ModelAddress
+from reinforce_rl.rewards.wire import Scores, ServerInfo
 from reinforce_rl.utils.net import Address
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
@@ -25,7 +25,7 @@ from yarl import URL
 
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards import wire
-from reinforce_rl.rewards.wire import ServerInfo
+from reinforce_rl.rewards.wire import Scores, ServerInfo
 from reinforce_rl.utils.net import Address
 
 CONNECT_SECONDS = 10.0
@@ -239,12 +239,6 @@ def infer_json(
         raise RewardServerError(f"{host}:{port} gave no proper answer to a request to '{name}': {error}") from error
 
 
-class Scores(NamedTuple):
-    values: np.ndarray  # float32 [N], NaN where a sample failed
-    status: np.ndarray  # int32 [N]
-    attributes: np.ndarray  # float32 [N, K]
-
-
 async def infer(
     model: ModelAddress, arrays: Mapping[str, np.ndarray], attributes: int, timeout: float, request_id: str
 ) -> Scores:
@@ -287,9 +281,7 @@ async def infer(
         found = client.parse_response_body(answer.body, header_length=int(json_length) if json_length else None)
         if (found_id := found.get_response().get("id")) != request_id:
             raise ValueError(f"it is to the request with the id {found_id!r}, not {request_id!r}")
-        values, status = wire.check_answer(found.as_numpy(wire.REWARDS), found.as_numpy(wire.STATUS), count)
-        scores = found.as_numpy(wire.ATTRIBUTES) if attributes else np.zeros((count, 0), np.float32)
-        return Scores(values, status, wire.check_attributes(scores, status, attributes))
+        return wire.check_answer(found.as_numpy, count, attributes)
     except Exception as error:  # tritonclient may raise anything on malformed bytes
         if not answer.delimited:
             raise FailedAttempt("does not answer (the answer was cut short, or is none)") from error

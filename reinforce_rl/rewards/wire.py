@@ -27,10 +27,10 @@ import itertools
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -281,35 +281,38 @@ def _depth(node: Any) -> int:
 # Answers: what the client checks.
 
 
-def check_answer(rewards: Any, status: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return an answer's rewards, float32 [N], NaN where a sample has no score, and statuses, int32 [N].
+class Scores(NamedTuple):
+    values: np.ndarray  # float32 [N], NaN where a sample failed
+    status: np.ndarray  # int32 [N]
+    attributes: np.ndarray  # float32 [N, K], NaN where a sample failed
+
+
+def check_answer(output: Callable[[str], np.ndarray | None], count: int, attributes: int) -> Scores:
+    """Return the scores in an answer about N = `count` samples, with K = `attributes`, whose outputs `output` gives.
 
     Raises ValueError if the answer breaks the protocol.
     """
-    for key, array, dtype in ((REWARDS, rewards, np.float32), (STATUS, status, np.int32)):
-        _check_output(key, array, dtype, (count, 1))
-    values, codes = rewards[:, 0].copy(), status[:, 0].copy()
-    unknown = sorted(set(codes.tolist()) - set(base.STATUS_TEXT))
+    values = _checked(output, REWARDS, np.float32, (count, 1))[:, 0].copy()
+    status = _checked(output, STATUS, np.int32, (count, 1))[:, 0].copy()
+    shape = (count, attributes)
+    scores = _checked(output, ATTRIBUTES, np.float32, shape) if attributes else np.zeros(shape, np.float32)
+    unknown = sorted(set(status.tolist()) - set(base.STATUS_TEXT))
     if unknown:
         raise ValueError(f"unknown status {unknown}")
-    codes[(codes == base.STATUS_OK) & ~np.isfinite(values)] = base.STATUS_NOT_FINITE
-    values[codes != base.STATUS_OK] = np.nan
-    return values, codes
+    status[(status == base.STATUS_OK) & ~np.isfinite(values)] = base.STATUS_NOT_FINITE
+    failed = status != base.STATUS_OK
+    values[failed] = np.nan
+    return Scores(values, status, np.where(failed[:, None], np.float32(np.nan), scores))
 
 
-def check_attributes(attributes: Any, status: np.ndarray, count: int) -> np.ndarray:
-    """Return an answer's attributes, float32 [N, K = `count`], NaN where `status`, int32 [N], is not ok.
-
-    Raises ValueError if the answer breaks the protocol.
-    """
-    _check_output(ATTRIBUTES, attributes, np.float32, (len(status), count))
-    return np.where(status[:, None] == base.STATUS_OK, attributes, np.nan).astype(np.float32)
-
-
-def _check_output(key: str, array: Any, dtype: type[np.generic], shape: tuple[int, int]) -> None:
+def _checked(
+    output: Callable[[str], np.ndarray | None], key: str, dtype: type[np.generic], shape: tuple[int, int]
+) -> np.ndarray:
+    array = output(key)
     if array is None or array.dtype != dtype or array.shape != shape:
         found = "missing" if array is None else f"{array.dtype} {list(array.shape)}"
         raise ValueError(f"'{key}' is {found}; expected {np.dtype(dtype).name} {list(shape)}")
+    return array
 
 
 # The access token that a server may require.

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
-from helpers.faulty_proxy import ALL, REPLAY, FaultyProxy
+from helpers.faulty_proxy import ALL, FaultyProxy
 from helpers.rewards import request_of
 from helpers.serve_toy_scorer import TOKEN_NAN, TOKEN_SLOW, VOCAB_SIZE, toy_scores
 from helpers.tiny_tokenizer import write_tiny_tokenizer
@@ -83,15 +83,6 @@ def test_a_fault_of_the_network_between_is_borne(server, make_client, fault):
         assert proxy.happened == [fault] * 2
     assert rewards.status.tolist() == [0] * 19
     assert rewards.values.tolist() == toy_scores(sequences)
-
-
-def test_an_answer_to_another_request_is_not_taken(server, make_client):
-    """The server's own, as a proxy keeps it: as many samples, scored and delivered before."""
-    with FaultyProxy(server.port, [None, REPLAY]) as proxy:
-        client = make_client(proxy.port)
-        assert client.infer_rm(request_of([[5], [6]])).result().values.tolist() == toy_scores([[5], [6]])
-        assert client.infer_rm(request_of([[7], [8]])).result().values.tolist() == toy_scores([[7], [8]])
-        assert proxy.happened == [REPLAY]
 
 
 def test_failed_samples_are_nan_and_keep_their_status(server, make_client):
@@ -293,13 +284,6 @@ def test_a_busy_server_says_when_to_come_back(make_client):
     assert first["Authorization"] == f"Bearer {'t' * 20}"
 
 
-def test_a_time_to_come_back_beyond_the_deadline_ends_at_the_deadline(make_client):
-    text = "within 1 s; the last error: answers HTTP 503: busy"
-    busy = (503, {"error": "busy"}, {"Retry-After": "3600"})
-    with FakeRewardServer([busy]) as fake, pytest.raises(RewardServerError, match=text):
-        make_client(fake.port, deadline_seconds=1.0).infer_rm(request_of([[1]])).result()
-
-
 def test_a_refused_token_is_not_tried_again(make_client):
     with FakeRewardServer([(401, {"error": "no"})]) as fake:
         with pytest.raises(RewardServerError, match=r"asks for an access token.*REINFORCE_REWARD_TOKEN"):
@@ -333,18 +317,6 @@ def test_jitter_leaves_the_random_state_of_the_trainer_alone(make_client):
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
-
-
-def test_close_fails_what_is_under_way_and_can_be_repeated(make_client):
-    client = make_client(free_port(), deadline_seconds=60.0, max_backoff_seconds=30.0, first_backoff_seconds=20.0)
-    future = client.infer_rm(request_of([[1]]))
-    time.sleep(0.2)
-    client.close()
-    client.close()
-    with pytest.raises(RewardServerError, match="closed"):
-        future.result()
-    with pytest.raises(RewardServerError, match="closed"):
-        client.infer_rm(request_of([[1]]))
 
 
 def test_a_request_whose_shapes_do_not_fit_is_refused(make_client):

@@ -63,7 +63,7 @@ def test_the_parts_of_a_request_are_spread_and_joined_in_order(world):
         server.gate.clear()
     future = client.infer_rm(request_of(SEQUENCES))  # eight parts of at most eight
     # Six threads for three servers: each server has two parts before any has answered.
-    assert wait_for(lambda: [server.calls for server in servers] == [2, 2, 2], 20)
+    assert wait_for(lambda: [server.calls for server in servers] == [2, 2, 2], 60)
     for server in servers:
         server.gate.set()
     assert future.result().values.tolist() == toy_scores(SEQUENCES)
@@ -80,11 +80,11 @@ def test_the_least_busy_server_is_asked(world):
     for server in servers:
         server.gate.clear()
     futures = [client.infer_rm(request_of(SEQUENCES[:8]))]
-    assert wait_for(lambda: sum(server.calls for server in servers) == 1, 20)
+    assert wait_for(lambda: sum(server.calls for server in servers) == 1, 60)
     busy, idle = sorted(servers, key=lambda server: -server.calls)
     for number in range(1, 5):
         futures.append(client.infer_rm(request_of(SEQUENCES[:1])))
-        assert wait_for(lambda number=number: idle.calls == number, 20)
+        assert wait_for(lambda number=number: idle.calls == number, 60)
     assert busy.calls == 1
     for server in servers:
         server.gate.set()
@@ -117,7 +117,7 @@ def test_a_run_goes_on_while_one_lives_and_the_other_is_taken_back(world):
     assert time.monotonic() - start < 15  # far from the deadline
     assert any(f"127.0.0.1:{port} does not answer" in text for text in client.missing())
     again = serve(port)
-    assert wait_for(lambda: client.infer_rm(request_of([[5]])).result() and again.calls > 0, 20)
+    assert wait_for(lambda: client.infer_rm(request_of([[5]])).result() and again.calls > 0, 60)
     assert client.missing() == []
 
 
@@ -242,11 +242,14 @@ def test_close_ends_what_waits_and_what_is_under_way(world):
     server.gate.clear()
     client = connect(server.port, free_port())
     futures = [client.infer_rm(request_of(SEQUENCES)) for _ in range(3)]
-    assert wait_for(lambda: server.calls > 0, 20)
+    assert wait_for(lambda: server.calls > 0, 60)
+    client.close()
     client.close()
     for future in futures:
         with pytest.raises(RewardServerError, match="closed"):
             future.result()
+    with pytest.raises(RewardServerError, match="closed"):
+        client.infer_rm(request_of([[1]]))
     server.gate.set()
     left = [thread.name for thread in threading.enumerate() if str(server.port) in thread.name]
     assert wait_for(lambda: not left, 1), left

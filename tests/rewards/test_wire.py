@@ -148,9 +148,8 @@ def test_texts_are_split_by_their_own_lengths():
     ],
 )
 def test_whatever_failed_is_nan(rewards, status, values, codes):
-    found, found_codes = wire.check_answer(
-        np.array(rewards, np.float32)[:, None], np.array(status, np.int32)[:, None], 2
-    )
+    outputs = {"rewards": np.array(rewards, np.float32)[:, None], "status": np.array(status, np.int32)[:, None]}
+    found, found_codes, _ = wire.check_answer(outputs.get, 2, 0)
     assert [None if np.isnan(value) else value for value in found.tolist()] == values
     assert found_codes.tolist() == codes
 
@@ -167,7 +166,7 @@ def test_whatever_failed_is_nan(rewards, status, values, codes):
 )
 def test_answers_outside_the_protocol_are_refused(rewards, status):
     with pytest.raises(ValueError, match=r"rewards|status"):
-        wire.check_answer(rewards, status, 1)
+        wire.check_answer({"rewards": rewards, "status": status}.get, 1, 0)
 
 
 @pytest.fixture(scope="module")
