@@ -116,7 +116,7 @@ class ServedModelConfig(Section):
     mean: float | None = key(
         None, "the reward is (merged score - mean) / deviation; null: the head file's own, else 0"
     )
-    deviation: float | None = key(None, "null: the head file's own, else 1")
+    deviation: Positive | None = key(None, "null: the head file's own, else 1")
     tokenizer_path: Text | None = key(None, "Hugging Face folder of the tokenizer; null: the trunk's", kind="path")
     max_length: int | None = key(None, "longest sample; null: the trunk's context", unit="tokens")
     precision: Precision = key(
@@ -135,11 +135,13 @@ class InferenceConfig(Section):
         None, "file with the access token, mode 0600; null: REINFORCE_REWARD_TOKEN, if set", kind="path"
     )
     allow_no_token: bool = key(False, "serve other nodes without a token")
-    micro_batch_size: int = key(8, "sequences in one forward pass", unit="sequences")
+    micro_batch_size: int = key(8, "sequences in one forward pass", unit="sequences", ge=1)
     tokens_per_micro_batch: int | None = key(
-        None, "tokens in one, padding included, instead of a number of sequences", unit="tokens"
+        None, "tokens in one, padding included, instead of a number of sequences", unit="tokens", ge=1
     )
-    pad_to_multiple: int = key(1, "pad sequences to a multiple of this length: fewer different shapes", unit="tokens")
+    pad_to_multiple: int = key(
+        1, "pad sequences to a multiple of this length: fewer different shapes", unit="tokens", ge=1
+    )
     max_batch_size: int = key(256, "samples in one request; clients split larger ones", unit="samples")
     max_request_bytes: int | None = key(
         None, "of one request; null: what a full batch of the widest rows takes", unit="bytes"

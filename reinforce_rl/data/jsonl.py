@@ -59,25 +59,19 @@ class JsonLine:
     value: dict[str, Any]
 
 
-class LineFaults:
-    """Collect faulty lines and report all of them in one `DataError`."""
-
-    def __init__(self) -> None:
-        self._faults: list[str] = []
+class LineFaults(list[str]):
+    """Faulty lines, reported together in one `DataError`."""
 
     def add(self, path: Path, number: int, reason: object) -> None:
-        self._faults.append(f"{path}:{number}: {reason}")
+        self.append(f"  {path}:{number}: {reason}")
 
     def raise_if_any(self, advice: str) -> None:
         """Raise a `DataError` that lists the first faults and ends with `advice`, if there are faults."""
-        if not self._faults:
+        if not self:
             return
-        count = len(self._faults)
-        listed = [f"  {fault}" for fault in self._faults[:MAX_LISTED_FAULTS]]
-        if count > MAX_LISTED_FAULTS:
-            listed.append(f"  ... and {count - MAX_LISTED_FAULTS} more")
-        head = f"{count} line{'s' if count != 1 else ''} of the data cannot be used:"
-        raise DataError("\n".join([head, *listed, advice]))
+        more = [f"  ... and {len(self) - MAX_LISTED_FAULTS} more"] if len(self) > MAX_LISTED_FAULTS else []
+        head = f"{len(self)} line{'s' if len(self) != 1 else ''} of the data cannot be used:"
+        raise DataError("\n".join([head, *self[:MAX_LISTED_FAULTS], *more, advice]))
 
 
 def read_jsonl(path: str | Path, parse: Callable[[JsonLine], T], faults: LineFaults) -> list[T]:
@@ -325,8 +319,6 @@ class PrepareOptions:
             for name, bound in least.items()
             if (value := getattr(self, name)) is not None and value < bound
         ]
-        if self.form not in ("messages", "prompt"):
-            faults.append(f"form is {self.form!r}; expected messages or prompt")
         if not 0 < self.validation_fraction < 1:
             faults.append(f"validation_fraction is {self.validation_fraction}; expected above 0 and below 1")
         if faults:

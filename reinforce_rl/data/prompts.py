@@ -13,16 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.utils.data import Dataset
 
+from reinforce_rl.data import jsonl
 from reinforce_rl.data.batches import Prompt
-from reinforce_rl.data.jsonl import (
-    JsonLine,
-    LineFaults,
-    check_messages,
-    check_prompt,
-    check_text,
-    read_jsonl,
-    resolve_data_prefix,
-)
+from reinforce_rl.data.jsonl import JsonLine, LineFaults
 from reinforce_rl.data.sampler import Blend, PromptSampler, shard
 from reinforce_rl.data.tokenizer import render_prompt
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError
@@ -107,14 +100,13 @@ class PromptDataset(Dataset[Prompt]):
             DataError: a file cannot be read, invalid lines (all counted, the first listed), or no prompt is left.
         """
         if add_bos and tokenizer.bos_token_id is None:
-            told = "add_bos is true, but the tokenizer has no begin-of-sequence token; set add_bos=false"
-            raise ConfigError([told])
+            raise ConfigError(["add_bos is true, but the tokenizer has no begin-of-sequence token; set it to false"])
         paths = [Path(files)] if isinstance(files, (str, Path)) else [Path(file) for file in files]
         faults, advice = LineFaults(), "Correct or remove these lines."
         render = partial(_render, tokenizer=tokenizer, apply_chat_template=apply_chat_template)
         rendered: list[_Rendered] = []
         for path in paths:
-            rendered += read_jsonl(path, render, faults)
+            rendered += jsonl.read_jsonl(path, render, faults)
         prompts: list[Prompt] = []
         sizes: Counter[Path] = Counter()
         skipped: list[tuple[JsonLine, int]] = []
@@ -161,6 +153,7 @@ class PromptLoader:
     ):
         self.dataset, self.sampler, self.collate_fn = dataset, sampler, collate_fn
         self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.prompts_per_step = sampler.prompts_per_step  # over all ranks; the last batch of an epoch may have fewer
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
@@ -168,11 +161,6 @@ class PromptLoader:
     @property
     def finished(self) -> bool:
         return self.sampler.finished
-
-    @property
-    def prompts_per_step(self) -> int:
-        """Prompts of a global batch; the last one of an epoch may have fewer."""
-        return self.sampler.prompts_per_step
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -260,7 +248,7 @@ def build_train_valid_test_rlhf_datasets(
         ConfigError: keys or files are wrong; all faults together, before any file is read.
         DataError: as `PromptDataset.from_jsonl`, for all splits together.
     """
-    files, weights = resolve_data_prefix(data_prefix)
+    files, weights = jsonl.resolve_data_prefix(data_prefix)
     datasets: dict[str, PromptDataset] = {}
     errors: list[DataError] = []
     for split, paths in files.items():
@@ -284,16 +272,16 @@ def _render(line: JsonLine, tokenizer: PreTrainedTokenizerBase, apply_chat_templ
     key, content = keys[0], line.value[keys[0]]
     messages: list[dict[str, Any]] = []
     if key == "messages":
-        messages = check_messages(content, key, ROLES, "a list of messages")
-        check_prompt(messages, key)
+        messages = jsonl.check_messages(content, key, ROLES, "a list of messages")
+        jsonl.check_prompt(messages, key)
     elif isinstance(content, list):
         raise DataError(f"{key} is a list, expected a string; a conversation belongs under messages")
-    elif not check_text(content, key).strip():
+    elif not jsonl.check_text(content, key).strip():
         raise DataError(f"{key} is empty")
     elif apply_chat_template:
         messages = [{"role": "user", "content": content}]
     text = render_prompt(tokenizer, messages) if messages else content
-    return _Rendered(line, check_text(text, key), tuple(messages))
+    return _Rendered(line, jsonl.check_text(text, key), tuple(messages))
 
 
 def _tokenise(

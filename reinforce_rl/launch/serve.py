@@ -41,8 +41,6 @@ def serve_model(cfg: ServeRewardModelConfig) -> None:
     deviation = head.deviation if own.deviation is None else own.deviation
     merging = Merging.from_names(head.attributes, own.attribute_weights or None, mean, deviation)
     batching = Batching(inference.micro_batch_size, inference.tokens_per_micro_batch, inference.pad_to_multiple)
-    if faults := batching.faults():
-        raise ConfigError(faults)
     dtype = getattr(torch, DTYPES[precision_here(own.precision)])
     options = {"batching": batching, "max_length": own.max_length, "merging": merging, "dtype": dtype}
     tensor, pipeline = own.tensor_model_parallel_size, own.pipeline_model_parallel_size

@@ -1,14 +1,9 @@
 """Preference pairs and rated answers (HelpSteer, arXiv:2311.09528): read JSONL, tokenise, split by prompt.
 
-During actor training the reward server gets the actor's own tokens and never renders text. Their format:
-
-    the prompt, rendered by the chat template with its generation prompt  (see `reinforce_rl.data.prompts`)
-    the answer's tokens
-    the end-of-turn token (`<|im_end|>` for SmolLM2) if the answer is complete; nothing after it
-
-The template would add a newline after the turn; the actor stops at the end-of-turn token, so it is left out. An answer
-cut at the actor's `max_length` has no end-of-turn token. If the reward model's tokenizer differs from the actor's, the
-server gets text, and `encode_sample` renders it to the same format with the reward model's template.
+The reward server gets the actor's own tokens: the prompt, rendered by the chat template with its generation prompt
+(see `reinforce_rl.data.prompts`); the answer; and the end-of-turn token (`<|im_end|>` for SmolLM2) if the answer is
+complete, not cut at the actor's `max_length`. The newline that the template would add after it is left out: the actor
+stops there. If the reward model's tokenizer differs from the actor's, `encode_sample` renders texts alike.
 """
 
 from __future__ import annotations
@@ -22,25 +17,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from reinforce_rl.data.jsonl import (
-    JsonLine,
-    LineFaults,
-    Message,
-    check_messages,
-    check_prompt,
-    check_text,
-    describe_type,
-    messages_of_text,
-    prompt_key,
-    read_jsonl,
-)
+from reinforce_rl.data import jsonl
+from reinforce_rl.data.jsonl import JsonLine, LineFaults, Message
 from reinforce_rl.data.tokenizer import render_prompt
 from reinforce_rl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
-    from reinforce_rl.config.reward_model import TrainRewardModelConfig
+    from reinforce_rl.config.reward_model import PairsConfig, TrainRewardModelConfig
     from reinforce_rl.rewards.base import TextSample
 
 SKIP_SAME = "chosen and rejected are the same"
@@ -86,23 +71,23 @@ class EncodedRating:
         return len(self.tokens)
 
 
-Encoded = TypeVar("Encoded", EncodedPair, EncodedRating)
+Example = TypeVar("Example", EncodedPair, EncodedRating)
 
 
 @dataclass(frozen=True)
-class Examples(Generic[Encoded]):
-    used: list[Encoded]  # in file order
+class Examples(Generic[Example]):
+    used: list[Example]  # in file order
     train_rows: list[int]  # indices into `used`; no prompt is on both sides
     held_out_rows: list[int]
     num_lines: int  # lines in the file
     skipped: dict[str, int]  # reason to number of lines
 
     @property
-    def train(self) -> list[Encoded]:
+    def train(self) -> list[Example]:
         return [self.used[row] for row in self.train_rows]
 
     @property
-    def held_out(self) -> list[Encoded]:
+    def held_out(self) -> list[Example]:
         return [self.used[row] for row in self.held_out_rows]
 
     @property
@@ -122,7 +107,7 @@ def longest_example(cfg: TrainRewardModelConfig) -> int:
     return cfg.data.max_length or Architecture.from_folder(cfg.model.restore_from_path).max_positions
 
 
-def load_examples(cfg: TrainRewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[Any]:
+def load_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> Examples[Any]:
     """Read, tokenise and split pairs, or ratings if the objective is regression.
 
     Raises:
@@ -134,9 +119,7 @@ def load_examples(cfg: TrainRewardModelConfig, tokenizer: PreTrainedTokenizerBas
     return Examples(used, *split, num_lines, skipped)
 
 
-def read_examples(
-    cfg: TrainRewardModelConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Any], dict[str, int], int]:
+def read_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> tuple[list[Any], dict[str, int], int]:
     """Return the examples to use, the number of skipped lines by reason, and the number of all lines.
 
     Pairs are lines of `{"prompt", "chosen", "rejected"}`; `prompt`, alias `messages`, is a list of messages, a text in
@@ -150,9 +133,8 @@ def read_examples(
         DataError: the file cannot be read, lines are malformed (all counted, the first ten listed), an attribute is
             never rated, or no example is left.
     """
-    data, max_length = cfg.data, longest_example(cfg)
+    data, names, max_length = cfg.data, cfg.full.attributes, longest_example(cfg)
     rated: set[str] = set()
-    names = cfg.full.attributes
     if cfg.mode == "full" and cfg.full.objective == "regression":
         path, noun, advice = data.ratings_path, "rated answers", _RATING_ADVICE
         encode = partial(_rating_of, names=names, rated=rated)
@@ -161,8 +143,7 @@ def read_examples(
         encode = _pair_of
     assert path is not None  # checked
     faults = LineFaults()
-    encode = partial(encode, tokenizer=tokenizer, cut=data.max_answer_tokens, single_turn=data.single_turn_only)
-    found = read_jsonl(path, encode, faults)
+    found = jsonl.read_jsonl(path, partial(encode, tokenizer=tokenizer, data=data), faults)
     faults.raise_if_any(advice)
     if not found:
         raise DataError(f"{path} holds no line; expected {noun}. {advice}")
@@ -211,25 +192,18 @@ def prompt_position(key: str, seed: int) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def _pair_of(
-    line: JsonLine, tokenizer: PreTrainedTokenizerBase, cut: int | None, single_turn: bool
-) -> EncodedPair | str:
+def _pair_of(line: JsonLine, tokenizer: Tokenizer, data: PairsConfig) -> EncodedPair | str:
     """Return a line's example, or the reason to skip it."""
     messages, answers = _prompt_of(line.value), [_text_of(line.value, key) for key in ("chosen", "rejected")]
-    if single_turn and _turns(messages) > 1:
+    if data.single_turn_only and _turns(messages) > 1:
         return SKIP_MULTI_TURN
     prompt = tuple(encode_prompt(tokenizer, messages))
-    chosen, rejected = (tuple(encode_answer(tokenizer, text, cut)) for text in answers)
-    return SKIP_SAME if chosen == rejected else EncodedPair(prompt_key(messages), prompt, chosen, rejected)
+    chosen, rejected = (tuple(encode_answer(tokenizer, text, data.max_answer_tokens)) for text in answers)
+    return SKIP_SAME if chosen == rejected else EncodedPair(jsonl.prompt_key(messages), prompt, chosen, rejected)
 
 
 def _rating_of(
-    line: JsonLine,
-    tokenizer: PreTrainedTokenizerBase,
-    cut: int | None,
-    single_turn: bool,
-    names: Sequence[str],
-    rated: set[str],
+    line: JsonLine, tokenizer: Tokenizer, data: PairsConfig, names: Sequence[str], rated: set[str]
 ) -> EncodedRating | str:
     """Like `_pair_of`; the attributes that the line rates are added to `rated`."""
     ratings, messages = _ratings_of(line.value, names), _prompt_of(line.value)
@@ -238,10 +212,10 @@ def _rating_of(
     rated |= given
     if not given:
         return SKIP_UNRATED
-    if single_turn and _turns(messages) > 1:
+    if data.single_turn_only and _turns(messages) > 1:
         return SKIP_MULTI_TURN
-    tokens = encode_conversation(tokenizer, messages, response, max_answer_tokens=cut)
-    return EncodedRating(prompt_key(messages), tuple(tokens), ratings)
+    tokens = encode_conversation(tokenizer, messages, response, data.max_answer_tokens)
+    return EncodedRating(jsonl.prompt_key(messages), tuple(tokens), ratings)
 
 
 def _turns(messages: Sequence[Message]) -> int:
@@ -252,17 +226,17 @@ def _prompt_of(value: dict[str, Any]) -> list[Message]:
     key = "messages" if "messages" in value and "prompt" not in value else "prompt"
     prompt = _given(value, key)
     if isinstance(prompt, str):
-        messages = messages_of_text(check_text(prompt, key))
+        messages = jsonl.messages_of_text(jsonl.check_text(prompt, key))
     else:
-        found = check_messages(prompt, key, ("system", "user", "assistant"))
+        found = jsonl.check_messages(prompt, key, ("system", "user", "assistant"))
         # Not stripped, like the actor's prompts.
         messages = [{"role": message["role"], "content": message["content"]} for message in found]
-    check_prompt(messages, key)
+    jsonl.check_prompt(messages, key)
     return messages
 
 
 def _text_of(value: dict[str, Any], key: str) -> str:
-    return check_text(_given(value, key), key)
+    return jsonl.check_text(_given(value, key), key)
 
 
 def _given(value: dict[str, Any], key: str) -> object:
@@ -274,7 +248,7 @@ def _given(value: dict[str, Any], key: str) -> object:
 def _ratings_of(value: dict[str, Any], names: Sequence[str]) -> tuple[float, ...]:
     given = value.get("attributes", value)
     if not isinstance(given, dict):
-        raise DataError(f"attributes is {describe_type(given)}, expected an object of names and numbers")
+        raise DataError(f"attributes is {jsonl.describe_type(given)}, expected an object of names and numbers")
     ratings = []
     for name in names:
         rating = given.get(name)
@@ -288,7 +262,7 @@ def _ratings_of(value: dict[str, Any], names: Sequence[str]) -> tuple[float, ...
 # The token format
 
 
-def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
+def end_of_turn_id(tokenizer: Tokenizer) -> int:
     """Return the end-of-sequence token, at which the actor stops.
 
     Raises:
@@ -299,12 +273,12 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return cast(int, tokenizer.eos_token_id)
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Tokenise a conversation up to where the assistant's answer begins; raises as `render_prompt`."""
     return _ids(tokenizer, render_prompt(tokenizer, messages))
 
 
-def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: str, max_tokens: int | None = None) -> list[int]:
+def encode_answer(tokenizer: Tokenizer, answer: str, max_tokens: int | None = None) -> list[int]:
     """Tokenise an answer and its end-of-turn token; keep the first `max_tokens` tokens.
 
     Surrounding white space is dropped: an actor's answer begins directly after the generation prompt.
@@ -313,11 +287,7 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: str, max_tokens: i
 
 
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
-    answer: str,
-    *,
-    max_answer_tokens: int | None = None,
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], answer: str, max_answer_tokens: int | None = None
 ) -> list[int]:
     """Tokenise a prompt and its answer exactly as an actor would send them.
 
@@ -326,7 +296,7 @@ def encode_conversation(
     return encode_prompt(tokenizer, messages) + encode_answer(tokenizer, answer, max_answer_tokens)
 
 
-def encode_sample(tokenizer: PreTrainedTokenizerBase, sample: TextSample) -> list[int]:
+def encode_sample(tokenizer: Tokenizer, sample: TextSample) -> list[int]:
     """Tokenise a sample with the chat template. A plain prompt becomes one user message.
 
     A cut answer gets no end-of-turn token, so that it does not look finished.
@@ -340,6 +310,6 @@ def encode_sample(tokenizer: PreTrainedTokenizerBase, sample: TextSample) -> lis
     return encode_prompt(tokenizer, messages) + (answer if sample.finished else answer[:-1])
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
     # Special tokens are in the rendered text already. Verbose is off because callers check lengths by their own limit.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
-"""Training data of a reward head: pooled hidden states of a frozen trunk, over whole, cut and synthetic answers.
+"""A reward head on a frozen trunk: features of whole, cut and synthetic answers, and its fit.
 
-A decoder is causal: one pass over the whole answer also gives the states of each of its prefixes.
+A decoder is causal: one pass over the whole answer also gives the states of each of its prefixes. The loss of P pairs
+is the mean of -log sigmoid(s_chosen - s_rejected), plus l2 / 2 * |w|^2. It is convex and the data fit in memory, so it
+is minimised to convergence in float64: the result depends on neither seed nor batch order.
 
 Notation: N sequences, C cuts of all sequences together, S tokens, P pairs, h hidden.
 """
@@ -9,26 +11,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from reinforce_rl.config.reward_model import CutsConfig
-from reinforce_rl.errors import CheckpointError, ConfigError, DataError
-from reinforce_rl.megatron.model.reward_head import pool
-from reinforce_rl.reward_model.data import EncodedPair
-
-Trunk = Callable[[Tensor], Tensor]
-"""int64 [n, S], right-padded, to hidden states [n, S, h]."""
+from reinforce_rl.config.reward_model import CutsConfig, HeadConfig
+from reinforce_rl.errors import CheckpointError, DataError
+from reinforce_rl.megatron.model.reward_head import RewardHead, pool
+from reinforce_rl.reward_model.data import EncodedPair, prompt_position
+from reinforce_rl.reward_model.objectives import Accuracy, pair_accuracy
 
 MAX_EARLY_TOKENS = 3
 MAX_PHRASE_TOKENS = 4
 WHOLE, CUT = 0, 1  # views of an answer: whole, and cut for evaluation; then those cut for training
+
+
+# Features
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class SyntheticNegative:
 
 
 def synthetic_negatives(
-    pairs: Sequence[EncodedPair], fraction: float, *, end_id: int, min_tokens: int, max_tokens: int, seed: int
+    pairs: Sequence[EncodedPair], fraction: float, cuts: CutsConfig, *, end_id: int, seed: int
 ) -> list[SyntheticNegative]:
     """Make two negatives for a share of the pairs: one that ends early and one that repeats a phrase.
 
@@ -65,8 +71,8 @@ def synthetic_negatives(
     alone may score them above sensible answers. Chosen and rejected alternate as the better answer, which keeps their
     order unaffected.
 
-    `fraction` (0 to 1, rounded) is the share of pairs. A repetition has `min_tokens` to `max_tokens` tokens, drawn
-    uniformly, and no end-of-turn token (`end_id`).
+    `fraction` (0 to 1, rounded) is the share of pairs. A repetition has `cuts.min_tokens` to `cuts.max_tokens` tokens,
+    drawn uniformly, and no end-of-turn token (`end_id`).
     """
     rng = random.Random(seed)
     drawn = sorted(rng.sample(range(len(pairs)), round(fraction * len(pairs))))
@@ -81,18 +87,18 @@ def synthetic_negatives(
         if words:
             start = rng.choice((0, rng.randrange(len(words))))
             phrase = words[start : start + rng.randint(1, MAX_PHRASE_TOKENS)]
-            length = rng.randint(min_tokens, max_tokens)
+            length = rng.randint(cuts.min_tokens, cuts.max_tokens)
             made.append(SyntheticNegative(index, (phrase * length)[:length], (number + 1) % 2))
     return made
 
 
 @torch.no_grad()
 def pooled_features(
-    trunk: Trunk,
+    trunk: Callable[[Tensor], Tensor],
     sequences: Sequence[CutSequence],
     poolings: Sequence[str],
-    *,
     micro_batch_size: int = 8,
+    *,
     device: torch.device | str = "cpu",
     on_progress: Callable[[int], None] = lambda tokens: None,
 ) -> dict[str, Tensor]:
@@ -101,6 +107,7 @@ def pooled_features(
     Returns pooling to float32 [C, h] on the CPU, in the order of the sequences and of their cuts.
 
     Args:
+        trunk: maps int64 [n, S], right-padded, to hidden states [n, S, h].
         poolings: from `reward_head.POOLINGS`.
         micro_batch_size: sequences per pass; sequences of similar length are batched.
         on_progress: called after each pass with its number of tokens.
@@ -113,9 +120,7 @@ def pooled_features(
     for first in range(0, len(order), micro_batch_size):
         rows = order[first : first + micro_batch_size]
         batch = [sequences[i] for i in rows]
-        tokens = torch.zeros((len(rows), max(len(s.tokens) for s in batch)), dtype=torch.long)
-        for row, sequence in enumerate(batch):
-            tokens[row, : len(sequence.tokens)] = torch.tensor(sequence.tokens)
+        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(s.tokens) for s in batch], batch_first=True)
         hidden = trunk(tokens.to(device))
         owners = torch.tensor([row for row, s in enumerate(batch) for _ in s.cuts], device=hidden.device)
         lengths = torch.tensor([cut for s in batch for cut in s.cuts], device=hidden.device)
@@ -128,6 +133,28 @@ def pooled_features(
     return features
 
 
+def sha256_of_file(path: str | Path) -> str:
+    """Return the sha256 (hex) of a file, as `sha256sum` prints it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    return digest.hexdigest()
+
+
+def sha256_of_trunk(folder: Path) -> str:
+    """Return the sha256 (hex) over the names and hashes of weights and config."""
+    paths = sorted([*folder.glob("*.safetensors"), folder / "config.json"], key=lambda path: path.name)
+    return hashlib.sha256("".join(f"{sha256_of_file(path)}  {path.name}\n" for path in paths).encode()).hexdigest()
+
+
 def features_fingerprint(trunk_sha256: str, sequences: Sequence[CutSequence], poolings: Sequence[str]) -> str:
     """Return the sha256 (hex) over all inputs of the features, to validate a cached file."""
     digest = hashlib.sha256(json.dumps([trunk_sha256, list(poolings)]).encode())
@@ -137,31 +164,15 @@ def features_fingerprint(trunk_sha256: str, sequences: Sequence[CutSequence], po
 
 
 def save_features(path: str | Path, features: dict[str, Tensor], fingerprint: str) -> None:
-    """Write features as safetensors, atomically.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write features as safetensors, atomically; CheckpointError if that fails."""
     from safetensors.torch import save_file
 
-    path = Path(path)
-    part = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(Path(path)) as part:
         save_file(features, part, metadata={"fingerprint": fingerprint})
-        os.replace(part, path)
-    except OSError as error:
-        raise CheckpointError(f"features file {path} cannot be written: {error.strerror or error}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load_features(path: str | Path, fingerprint: str) -> dict[str, Tensor] | None:
-    """Read a file of `save_features`; None if it is absent or its fingerprint differs.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """Read a file of `save_features`; None if absent or of another fingerprint; CheckpointError if damaged."""
     from safetensors import safe_open
 
     if not Path(path).is_file():
@@ -175,20 +186,27 @@ def load_features(path: str | Path, fingerprint: str) -> dict[str, Tensor] | Non
         raise CheckpointError(f"features file {path} cannot be read: {error}; remove it to make a new one") from error
 
 
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a file to write, which then takes the place of `path`."""
+    part = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        os.replace(part, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
 @dataclass(frozen=True)
 class PairFeatures:
     chosen: Tensor  # [P, h]
     rejected: Tensor  # [P, h]
-    keys: tuple[str, ...]  # prompt keys; pairs of one prompt stay together in every split
+    keys: tuple[str, ...]  # P prompt keys; pairs of one prompt stay together in every split
 
     def __post_init__(self) -> None:
-        if self.chosen.shape != self.rejected.shape or len(self.keys) != len(self.chosen):
-            raise ConfigError(
-                [
-                    f"chosen {tuple(self.chosen.shape)}, rejected {tuple(self.rejected.shape)} and "
-                    f"{len(self.keys)} keys do not belong together; expected [P, h] twice and P keys"
-                ]
-            )
         if not (self.chosen.isfinite().all() and self.rejected.isfinite().all()):
             raise DataError("the trunk gave features that are not finite; are its weights damaged?")
 
@@ -221,3 +239,122 @@ class HeadData:
         made = [self._made[number] for number in numbers]
         real = torch.stack([self._pairs[item.pair, item.better, CUT] for item in made])
         return PairFeatures(real, self._made_features[numbers], tuple(self._keys[item.pair] for item in made))
+
+
+# The fit
+
+
+@dataclass(frozen=True)
+class FoldScore:
+    loss: float  # mean per pair, in nats
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    head: RewardHead  # standardised: training scores have mean 0 and deviation 1
+    l2: float
+    raw_mean: float  # of the scores before standardisation, in log-odds
+    raw_std: float
+    validation: FoldScore  # NaN if not run
+
+
+def scores(head: RewardHead, features: Tensor) -> Tensor:
+    """Score features [n, h]; return float64 [n]."""
+    return features.double() @ head.weight.double() + head.bias.double()
+
+
+def head_accuracy(head: RewardHead, features: PairFeatures) -> Accuracy:
+    return pair_accuracy(scores(head, features.chosen), scores(head, features.rejected))
+
+
+def fit_direction(differences: Tensor, l2: float) -> Tensor:
+    """Return the w, float64 [h], that minimises mean(softplus(-differences @ w)) + l2 / 2 * |w|^2.
+
+    `differences` [P, h] are chosen minus rejected features; `l2` is above 0, so that the minimum is unique.
+    """
+    x = differences.double()
+    w = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [w], max_iter=1000, tolerance_grad=1e-8, tolerance_change=0.0, history_size=20, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.softplus(-(x @ w)).mean() + 0.5 * l2 * w.dot(w)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    return w.detach()
+
+
+def cross_validate(
+    features: PairFeatures, config: HeadConfig, *, seed: int, extra: PairFeatures | None = None
+) -> dict[float, FoldScore]:
+    """Return held-out loss and accuracy of each L2 strength. Folds share no prompt; `extra` pairs are only fitted on.
+
+    Raises:
+        DataError: a fold would have no prompt.
+    """
+
+    def folds_of(part: PairFeatures | None) -> Tensor:
+        keys = part.keys if part else ()
+        return torch.tensor([int(prompt_position(key, seed) * config.folds) for key in keys], dtype=torch.long)
+
+    fold_of, extra_fold_of = folds_of(features), folds_of(extra)
+    if len(fold_of.unique()) < config.folds:
+        raise DataError(
+            f"{len(set(features.keys))} prompts are too few for {config.folds} folds of cross-validation; "
+            "use more pairs, or give one L2 strength"
+        )
+    pairs, more, _ = _scaled_differences(features, extra)
+    result = {}
+    for l2 in config.l2:
+        loss = hits = 0.0
+        for fold in range(config.folds):
+            out = fold_of == fold
+            margins = pairs[out] @ fit_direction(torch.cat((pairs[~out], more[extra_fold_of != fold])), l2)
+            loss += float(F.softplus(-margins).sum())
+            hits += float((margins > 0).sum()) + 0.5 * float((margins == 0).sum())
+        result[l2] = FoldScore(loss / len(fold_of), hits / len(fold_of))
+    return result
+
+
+def train_head(
+    features: PairFeatures, pooling: str, config: HeadConfig, *, seed: int = 0, extra: PairFeatures | None = None
+) -> TrainedHead:
+    """Choose the L2 strength by cross-validation, fit on all training pairs, standardise.
+
+    Features are scaled so that chosen minus rejected has mean squared length 1: strengths are then comparable between
+    trunks and poolings. A single strength of `config` is used as it is, and cross-validated only to compare poolings.
+
+    Args:
+        seed: assigns prompts to folds. Not the seed of the held-out split: the same hash would leave folds empty.
+        extra: pairs to fit on only, not used in measuring or standardising.
+
+    Raises:
+        DataError: too few prompts, or chosen and rejected have the same features throughout.
+    """
+    validation = {config.l2[0]: FoldScore(math.nan, math.nan)}
+    if len(config.l2) > 1 or len(config.poolings) > 1:
+        validation = cross_validate(features, config, seed=seed, extra=extra)
+    l2 = min(validation, key=lambda strength: validation[strength].loss)
+    pairs, more, size = _scaled_differences(features, extra)
+    w = fit_direction(torch.cat((pairs, more)), l2) / size
+    raw = torch.cat((features.chosen, features.rejected)).double() @ w
+    mean, std = float(raw.mean()), float(raw.std())
+    if not std > 0:
+        raise DataError("all training answers get one score; chosen and rejected cannot be told apart")
+    head = RewardHead((w / std).float(), torch.tensor(-mean / std, dtype=torch.float32), pooling)
+    return TrainedHead(head, l2, mean, std, validation[l2])
+
+
+def _scaled_differences(features: PairFeatures, extra: PairFeatures | None) -> tuple[Tensor, Tensor, float]:
+    """Return chosen minus rejected in float64, of both, and the scale that they were divided by."""
+    pairs = features.chosen.double() - features.rejected.double()
+    more = pairs[:0] if extra is None else extra.chosen.double() - extra.rejected.double()
+    size = float(pairs.square().sum(1).mean().sqrt())
+    if not size > 0:
+        raise DataError("chosen and rejected have the same features throughout")
+    return pairs / size, more / size, size

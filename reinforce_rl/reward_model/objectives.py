@@ -10,17 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from reinforce_rl.errors import DataError
 from reinforce_rl.reward_model.data import EncodedPair, EncodedRating
-
-Example = TypeVar("Example", contravariant=True)
-Tokens = tuple[int, ...]
 
 NUM_BINS = 10
 
@@ -50,51 +45,28 @@ class Best:
     step: int
     evaluation: Evaluation
 
-    @classmethod
-    def from_dict(cls, state: dict[str, Any]) -> Best:
-        """Inverse of `dataclasses.asdict`."""
-        evaluation = state["evaluation"]
-        bins = tuple(ReliabilityBin(**one) for one in evaluation["reliability"])
-        return cls(state["step"], Evaluation(evaluation["loss"], evaluation["metrics"], bins))
-
-
-class Objective(Protocol[Example]):
-    names: tuple[str, ...]
-
-    def sequences_of(self, example: Example) -> tuple[Tokens, ...]:
-        """Return the G sequences to score."""
-        ...
-
-    def count(self, examples: Sequence[Example]) -> int:
-        """Return the denominator of the mean loss."""
-        ...
-
-    def loss(self, scores: Tensor, examples: Sequence[Example]) -> tuple[Tensor, dict[str, float]]:
-        """Return the summed loss of E examples with scores [E, G, K], with gradient, and sums of metrics."""
-        ...
-
-    def evaluate(self, scores: Tensor, examples: Sequence[Example]) -> Evaluation:
-        """Evaluate all held-out examples, scores [E, G, K]."""
-        ...
-
 
 class Ranking:
     """Bradley-Terry loss on pairs."""
 
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # of the scores; empty for a single one
 
-    def sequences_of(self, example: EncodedPair) -> tuple[Tokens, ...]:
+    def sequences_of(self, example: EncodedPair) -> tuple[tuple[int, ...], ...]:
+        """Return the G sequences to score."""
         return example.prompt + example.chosen, example.prompt + example.rejected
 
     def count(self, examples: Sequence[EncodedPair]) -> int:
+        """Return the denominator of the mean loss."""
         return len(examples)
 
     def loss(self, scores: Tensor, examples: Sequence[EncodedPair]) -> tuple[Tensor, dict[str, float]]:
+        """Return the summed loss of E examples with scores [E, G, K], with gradient, and sums of metrics."""
         chosen, rejected = scores[:, 0, 0], scores[:, 1, 0]
         margin = float((chosen - rejected).detach().sum())
         return bradley_terry(chosen, rejected), {"accuracy": float(_hits(chosen, rejected).sum()), "margin": margin}
 
     def evaluate(self, scores: Tensor, examples: Sequence[EncodedPair]) -> Evaluation:
+        """Evaluate all held-out examples, scores [E, G, K]."""
         chosen, rejected = scores[:, 0, 0].double(), scores[:, 1, 0].double()
         accuracy, (error, bins) = pair_accuracy(chosen, rejected), calibration(chosen, rejected)
         longer = pair_accuracy(*torch.tensor([[len(e.chosen), len(e.rejected)] for e in examples]).t())
@@ -111,12 +83,12 @@ class Ranking:
 
 
 class Regression:
-    """Mean squared error over the ratings that are present. `names` has the order of the examples' ratings."""
+    """Mean squared error over the ratings that are present; `names` are in their order. Methods as of `Ranking`."""
 
     def __init__(self, names: Sequence[str]):
         self.names = tuple(names)
 
-    def sequences_of(self, example: EncodedRating) -> tuple[Tokens, ...]:
+    def sequences_of(self, example: EncodedRating) -> tuple[tuple[int, ...], ...]:
         return (example.tokens,)
 
     def count(self, examples: Sequence[EncodedRating]) -> int:
@@ -133,6 +105,9 @@ class Regression:
             for measure, value in attribute_fit(predicted[:, i], targets[:, i]).items()
         }
         return Evaluation(float(squared_error(predicted, targets)) / max(self.count(examples), 1), metrics)
+
+
+Objective = Ranking | Regression
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -160,8 +135,6 @@ class Accuracy:
 
 def pair_accuracy(chosen: Tensor, rejected: Tensor) -> Accuracy:
     """Compute the accuracy of scores [P]."""
-    if not len(chosen):
-        raise DataError("no pair to measure accuracy on")
     hits = _hits(chosen, rejected)
     value = float(hits.mean())
     return Accuracy(value, math.sqrt(float(((hits - value) ** 2).mean()) / len(hits)))
@@ -179,12 +152,10 @@ def calibration(
     hits = _hits(chosen, rejected)
     number = ((predicted - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)
     bins = []
-    for i in range(num_bins):
+    for i in number.unique().tolist():
         rows = number == i
-        if rows.any():
-            edges = (0.5 + 0.5 * i / num_bins, 0.5 + 0.5 * (i + 1) / num_bins)
-            means = (float(predicted[rows].mean()), float(hits[rows].mean()))
-            bins.append(ReliabilityBin(*edges, int(rows.sum()), *means))
+        edges = (0.5 + 0.5 * i / num_bins, 0.5 + 0.5 * (i + 1) / num_bins)
+        bins.append(ReliabilityBin(*edges, int(rows.sum()), float(predicted[rows].mean()), float(hits[rows].mean())))
     error = sum(b.count * abs(b.predicted - b.observed) for b in bins) / max(len(hits), 1)
     return error, tuple(bins)
 

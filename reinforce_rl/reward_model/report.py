@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.charts import Series, legend, line_chart
@@ -19,12 +20,10 @@ from reinforce_rl.monitoring.progress import Shown, TrainingProgress
 from reinforce_rl.monitoring.report import TEMPLATES, main
 from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor
-from reinforce_rl.reward_model.objectives import Best, Evaluation
+from reinforce_rl.reward_model.objectives import Best, Evaluation, Objective, Regression
 from reinforce_rl.utils.files import write_atomically
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from reinforce_rl.megatron.optimizer import OptimizerUpdate
 
 EVALUATION_FILE = "evaluation.json"
@@ -98,29 +97,12 @@ class RewardModelMonitor(RunMonitor):
 
     Args:
         start_step: of the checkpoint to resume from; 0 for none.
-        regression: hide the metrics of pairs.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        total_steps: int,
-        start_step: int,
-        *,
-        enabled: bool,
-        regression: bool = False,
-        console: Console | None = None,
-    ):
-        of_pairs = ("accuracy", "calibration_error")
-        progress = TrainingProgress(
-            total_steps,
-            start_step,
-            enabled,
-            console,
-            title="reward model",
-            shown=[one for one in SHOWN if not (regression and one[0] in of_pairs)],
-            phases=("train_time",),
-        )
+    def __init__(self, folder: str | Path, total_steps: int, start_step: int, objective: Objective, *, enabled: bool):
+        hidden = ("accuracy", "calibration_error") if isinstance(objective, Regression) else ()
+        shown, phases = [one for one in SHOWN if one[0] not in hidden], ("train_time",)
+        progress = TrainingProgress(total_steps, start_step, enabled, title="reward model", shown=shown, phases=phases)
         metrics = [JsonlLogger(Path(folder) / "metrics.jsonl", resume_step=start_step)] if enabled else []
         super().__init__(folder, Loggers(metrics), RolloutWriter(folder), progress)
 
@@ -172,9 +154,9 @@ def read_best(path: Path) -> Best | None:
     if not path.is_file():
         return None
     try:
-        return Best.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is no evaluation ({error!r}); remove it, or start the run again") from error
+        return TypeAdapter(Best).validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise DataError(f"{path} is no evaluation ({error}); remove it, or start the run again") from error
 
 
 def verdict(metrics: Sequence[Mapping[str, Any]], best: Best | None) -> str:
@@ -194,33 +176,29 @@ def verdict(metrics: Sequence[Mapping[str, Any]], best: Best | None) -> str:
 
 def reliability_series(best: Best) -> list[Series]:
     """Return observed against predicted (in percent), and the diagonal."""
-    bins = best.evaluation.reliability
-    if not bins:
-        return []
-    observed = [(100 * one.predicted, one.observed) for one in bins]
-    return [
-        Series("observed", observed, 1, markers=True),
-        Series("calibrated", [(50.0, 0.5), (100.0, 1.0)], 6),
-    ]
+    observed = [(100 * one.predicted, one.observed) for one in best.evaluation.reliability]
+    diagonal = Series("calibrated", [(50.0, 0.5), (100.0, 1.0)], 6)
+    return [Series("observed", observed, 1, markers=True), diagonal] if observed else []
 
 
 def charts(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Series]]]:
     """Return title and lines of every chart that has data."""
 
-    def series(name: str, key: str, colour: int, *, held_out: bool) -> Series:
+    def series(name: str, key: str, colour: int) -> Series:
         points = [(line["step"], math.nan if line[key] is None else line[key]) for line in metrics if key in line]
+        held_out = key.startswith("val/")
         return Series(name, points, colour, markers=held_out, smooth=not held_out)
 
-    found = []
-    for title, name in (("Loss", "loss"), ("Pairs ordered rightly", "accuracy")):
-        training = series("training", f"train/{name}", 1, held_out=False)
-        found.append((title, [training, series("held out", f"val/{name}", 3, held_out=True)]))
-    found.append(("Calibration error", [series("held out", "val/calibration_error", 3, held_out=True)]))
-    names = list(dict.fromkeys(key for line in metrics for key in line if key.startswith("val/pearson_")))
-    lines = [series(key.removeprefix("val/pearson_"), key, i % 6 + 1, held_out=True) for i, key in enumerate(names)]
-    found.append(("Correlation with held-out ratings", lines))
-    found.append(("Gradient norm", [series("gradient norm", "train/grad_norm", 1, held_out=False)]))
-    found.append(("Learning rate", [series("learning rate", "train/lr", 1, held_out=False)]))
+    rated = dict.fromkeys(key for line in metrics for key in line if key.startswith("val/pearson_"))
+    correlations = [series(key.removeprefix("val/pearson_"), key, i % 6 + 1) for i, key in enumerate(rated)]
+    found = [
+        ("Loss", [series("training", "train/loss", 1), series("held out", "val/loss", 3)]),
+        ("Pairs ordered rightly", [series("training", "train/accuracy", 1), series("held out", "val/accuracy", 3)]),
+        ("Calibration error", [series("held out", "val/calibration_error", 3)]),
+        ("Correlation with held-out ratings", correlations),
+        ("Gradient norm", [series("gradient norm", "train/grad_norm", 1)]),
+        ("Learning rate", [series("learning rate", "train/lr", 1)]),
+    ]
     return [(title, lines) for title, lines in found if any(line.points for line in lines)]
 
 

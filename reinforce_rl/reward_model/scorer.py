@@ -8,7 +8,6 @@ Notation: N sequences, S tokens, h hidden, K attributes.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,38 +38,23 @@ class Merging:
 
     @classmethod
     def from_names(
-        cls,
-        names: Sequence[str],
-        weights: Mapping[str, float] | None,
-        mean: float = 0.0,
-        deviation: float = 1.0,
+        cls, names: Sequence[str], weights: Mapping[str, float] | None, mean: float = 0.0, deviation: float = 1.0
     ) -> Merging:
-        """Build from user settings; all errors are raised together.
+        """Build from user settings.
 
         `names` is empty for a single score. Missing weights are 0; `weights=None` weights each of K attributes 1 / K.
 
         Raises:
-            ConfigError: unknown names, weights that are all 0, values that are not finite, or a deviation not above 0.
+            ConfigError: unknown names, or weights that are all 0.
         """
-        faults = []
-        unknown = sorted(set(weights or {}) - set(names))
-        if unknown:
+        if unknown := sorted(set(weights or {}) - set(names)):
             known = f"the head has {', '.join(names)}" if names else "the head has one score and no attributes"
-            faults.append(f"reward_model.attribute_weights names {', '.join(unknown)}; {known}")
-        elif weights is not None and not any(weights.values()):
-            faults.append("reward_model.attribute_weights has no weight other than 0, so every reward would be 0")
-        if not all(math.isfinite(weight) for weight in (weights or {}).values()):
-            faults.append(f"reward_model.attribute_weights is {dict(weights or {})}; expected finite numbers")
-        if not math.isfinite(mean):
-            faults.append(f"reward_model.mean is {mean}; expected a finite number")
-        if not (math.isfinite(deviation) and deviation > 0):
-            faults.append(f"reward_model.deviation is {deviation}; expected above 0")
-        if faults:
-            raise ConfigError(faults)
-        if not names:
-            return cls((1.0,), mean, deviation)
+            raise ConfigError([f"reward_model.attribute_weights names {', '.join(unknown)}; {known}"])
+        if weights is not None and not any(weights.values()):
+            told = "reward_model.attribute_weights has no weight other than 0, so every reward would be 0"
+            raise ConfigError([told])
         if weights is None:
-            return cls((1 / len(names),) * len(names), mean, deviation)
+            return cls((1 / max(len(names), 1),) * max(len(names), 1), mean, deviation)
         return cls(tuple(float(weights.get(name, 0.0)) for name in names), mean, deviation)
 
     def __call__(self, scores: Tensor) -> Tensor:
@@ -92,20 +76,18 @@ class Batching:
     tokens_per_micro_batch: int | None = None  # padding included
     pad_to_multiple: int = 1  # in tokens, to limit the number of shapes
 
-    def faults(self, section: str = "inference") -> list[str]:
-        """Return one message per invalid value; keys are prefixed with `section`."""
-        return [
-            f"{section}.{key} is {value}; expected at least 1"
-            for key, value in vars(self).items()
-            if value is not None and value < 1
-        ]
-
     def plan(self, sequences: Sequence[Sequence[int]]) -> list[MicroBatch]:
         """Group sequences (none empty) of similar length, longest first. Depends only on the list's content."""
         lengths = np.array([len(sequence) for sequence in sequences], np.int64)
         padded = -(-lengths // self.pad_to_multiple) * self.pad_to_multiple
-        groups = micro_batches(torch.from_numpy(padded), self.micro_batch_size, self.tokens_per_micro_batch)
-        return [_fill(sequences, rows.numpy(), lengths, int(padded[rows].max())) for rows in groups]
+        found = []
+        for group in micro_batches(torch.from_numpy(padded), self.micro_batch_size, self.tokens_per_micro_batch):
+            rows = group.numpy()
+            tokens = np.zeros((len(rows), padded[rows].max()), np.int64)
+            for row, source in enumerate(rows.tolist()):
+                tokens[row, : lengths[source]] = sequences[source]
+            found.append(MicroBatch(rows, tokens, lengths[rows]))
+        return found
 
 
 def share(passes: Sequence[MicroBatch], blocks: int) -> list[list[int]]:
@@ -121,13 +103,6 @@ def share(passes: Sequence[MicroBatch], blocks: int) -> list[list[int]]:
         dealt[block].append(index)
         load[block] += passes[index].tokens.size
     return dealt
-
-
-def _fill(sequences: Sequence[Sequence[int]], rows: np.ndarray, lengths: np.ndarray, width: int) -> MicroBatch:
-    tokens = np.zeros((len(rows), width), np.int64)
-    for row, source in enumerate(rows.tolist()):
-        tokens[row, : lengths[source]] = sequences[source]
-    return MicroBatch(rows, tokens, lengths[rows])
 
 
 class MegatronRewardModel:
@@ -149,24 +124,14 @@ class MegatronRewardModel:
         max_length: int | None = None,
         merging: Merging | None = None,
     ):
-        width = lm.architecture.hidden_size
+        width, shape, most = lm.architecture.hidden_size, tuple(head.weight.shape), lm.architecture.max_positions
         if head.rows.shape[1] != width:
-            raise ConfigError(
-                [f"the reward head has shape {tuple(head.weight.shape)}, its trunk has hidden size {width}"]
-            )
-        self._lm, self._head, self.batching = lm.eval(), head, batching or Batching()
-        if faults := self.batching.faults():
-            raise ConfigError(faults)
-        self._weight = head.rows.to(lm.mesh.device)
+            raise ConfigError([f"the reward head has shape {shape}, its trunk has hidden size {width}"])
+        self._lm, self._head, self._weight = lm.eval(), head, head.rows.to(lm.mesh.device)
+        self.batching = batching or Batching()
         self.merging = merging or Merging.from_names(head.attributes, None, head.mean, head.deviation)
-        self.attributes = head.attributes
-        self.pooling = head.pooling
-        self.vocab_size = lm.architecture.vocab_size
-        self.max_length = min(max_length or lm.architecture.max_positions, lm.architecture.max_positions)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._lm.config.params_dtype
+        self.attributes, self.pooling, self.dtype = head.attributes, head.pooling, lm.config.params_dtype
+        self.vocab_size, self.max_length = lm.architecture.vocab_size, min(max_length or most, most)
 
     def score(self, sequences: list[list[int]]) -> list[float]:
         """Return one reward per sequence, in order. Micro-batches depend only on the list's content."""
@@ -213,39 +178,31 @@ class MegatronRewardModel:
         return (scores + head.bias.to(device)).double().cpu()
 
 
-def load_trunk(folder: str | Path, mesh: Mesh) -> CausalLM:
-    return _loaded(Architecture.from_folder(folder), HFFolder(folder), mesh)
+def load_trunk(
+    folder: str | Path, mesh: Mesh, *, num_scores: int | None = None, dtype: torch.dtype = torch.float32
+) -> CausalLM:
+    """Load a trunk, with the score layer of a classifier if it has `num_scores`."""
+    architecture, weights = Architecture.from_folder(folder), HFFolder(folder)
+    lm = CausalLM(architecture if num_scores is None else architecture.as_classifier(num_scores), mesh, dtype)
+    load_hf_weights(lm, weights)
+    return lm
 
 
 def load_head(trunk_folder: str | Path, head_file: str | Path | None) -> RewardHead:
-    """Load the head of a file, or of a `...ForSequenceClassification` folder if no file is given.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Load the head of a file, or of a `...ForSequenceClassification` folder; CheckpointError if there is none."""
     return RewardHead.from_classifier(HFFolder(trunk_folder)) if head_file is None else RewardHead.load(head_file)
 
 
 def load_reward_model(
-    trunk_folder: str | Path,
-    head_file: str | Path | None,
-    mesh: Mesh,
-    *,
-    batching: Batching | None = None,
-    max_length: int | None = None,
-    merging: Merging | None = None,
-    dtype: torch.dtype = torch.float32,
+    folder: str | Path, head_file: str | Path | None, mesh: Mesh, *, dtype: torch.dtype = torch.float32, **options: Any
 ) -> MegatronRewardModel:
-    """Load this rank's part of a reward model; see `load_head` and `MegatronRewardModel`.
+    """Load this rank's part of a reward model; see `load_head`, and `MegatronRewardModel` for the options.
 
     `dtype` is the trunk's. Pooling, head and merging always run in fp32 or better.
     """
-    head = load_head(trunk_folder, head_file)  # first: fail on a missing file before loading the trunk
-    architecture, weights = Architecture.from_folder(trunk_folder), HFFolder(trunk_folder)
-    if head_file is None:
-        architecture = architecture.as_classifier(len(head.rows))
-    lm = _loaded(architecture, weights, mesh, dtype)
-    return MegatronRewardModel(lm, head, batching=batching, max_length=max_length, merging=merging)
+    head = load_head(folder, head_file)  # first: fail on a missing file before loading the trunk
+    lm = load_trunk(folder, mesh, num_scores=len(head.rows) if head_file is None else None, dtype=dtype)
+    return MegatronRewardModel(lm, head, **options)
 
 
 def reward_model_identity(
@@ -270,9 +227,3 @@ def reward_model_identity(
         "mean": merging.mean,
         "deviation": merging.deviation,
     }
-
-
-def _loaded(architecture: Architecture, weights: HFFolder, mesh: Mesh, dtype: torch.dtype = torch.float32) -> CausalLM:
-    lm = CausalLM(architecture, mesh, dtype)
-    load_hf_weights(lm, weights)
-    return lm

@@ -14,9 +14,10 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from reinforce_rl.actor.micro_batches import micro_batches
@@ -37,23 +38,24 @@ if TYPE_CHECKING:
     from reinforce_rl.config.reward_model import FullConfig
     from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer
     from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerUpdate
+    from reinforce_rl.reward_model.data import Examples
     from reinforce_rl.reward_model.report import RewardModelMonitor
 
 T = TypeVar("T")
-Example = TypeVar("Example")
 Group = Sequence[Sequence[int]]
 """The G sequences of one example."""
+MicroBatch = tuple[list[int], list[Group]]
+"""The indices of its examples, and their sequences."""
 
 STATE_VERSION = 1
 SCORE_NAME = "reward"  # of the only score, in an exported folder
-_NOTHING: Group = [[0]]  # a rank without examples still runs one pass: the passes are collective
 
 
-class FullTrainer(Generic[Example]):
+class FullTrainer:
     """Runs passes, optimizer steps, evaluations and checkpoints, on every rank alike.
 
     Args:
-        train, held_out: all examples, the same on every rank.
+        data: the same on every rank.
         sampler: order of the training examples; its batches are global.
         export: writes the model at each new best evaluation; a collective call.
         settings: evaluation interval and patience.
@@ -63,9 +65,8 @@ class FullTrainer(Generic[Example]):
         self,
         model: TrainableRewardModel,
         optimizer: ActorOptimizer,
-        objective: Objective[Example],
-        train: Sequence[Example],
-        held_out: Sequence[Example],
+        objective: Objective,
+        data: Examples[Any],
         sampler: PromptSampler,
         checkpointer: Checkpointer,
         monitor: RewardModelMonitor,
@@ -74,13 +75,16 @@ class FullTrainer(Generic[Example]):
         settings: FullConfig,
     ):
         self._model, self._optimizer, self._objective = model, optimizer, objective
-        self._train, self._held_out, self._sampler = train, held_out, sampler
+        self._train, self._held_out, self._sampler = data.train, data.held_out, sampler
         self._checkpointer, self._monitor, self._export = checkpointer, monitor, export
         self._total_steps, self._settings = total_steps, settings
         self.step = 0
         self.best: Best | None = None
         self._evaluations_since_best = 0
-        self._data_digest = data_digest(objective.names, train, held_out)
+        digest = hashlib.sha256(json.dumps(objective.names).encode())
+        for example in (*self._train, None, *self._held_out):
+            digest.update(repr(example).encode())
+        self._data_digest = digest.hexdigest()
 
     def fit(self) -> None:
         if self.step == 0:
@@ -108,7 +112,7 @@ class FullTrainer(Generic[Example]):
         patience = self._settings.patience
         return patience is not None and self._evaluations_since_best >= patience
 
-    def _train_step(self, batch: list[Example]) -> tuple[dict[str, float], OptimizerUpdate]:
+    def _train_step(self, batch: list[Any]) -> tuple[dict[str, float], OptimizerUpdate]:
         mesh, objective = self._model.mesh, self._objective
         mine = shard(batch, mesh.dp_rank, mesh.dp_size)
         count = max(objective.count(batch), 1)
@@ -128,9 +132,8 @@ class FullTrainer(Generic[Example]):
         scores = self._model.scores([self._objective.sequences_of(example) for example in mine])
         every = torch.cat([part for part in mesh.gather_over_dp(scores) if len(part)])
         if not every.isfinite().all():
-            raise DataError(
-                f"the model's scores of held-out data are not finite after step {self.step}; lower model.optim.lr"
-            )
+            found = f"the model's scores of held-out data are not finite after step {self.step}"
+            raise DataError(f"{found}; lower model.optim.lr")
         return self._objective.evaluate(every, self._held_out)
 
     def _keep_if_best(self, evaluation: Evaluation) -> None:
@@ -165,21 +168,12 @@ class FullTrainer(Generic[Example]):
         if state["data"] != self._data_digest:
             raise CheckpointError(
                 f"{checkpoint.folder} was made with other data (files, lengths, split or attributes); set them back, "
-                "or start a new run with another output_dir"
+                "or choose another output_dir"
             )
         self._sampler.load_state_dict(state["sampler"])
         self._checkpointer.restore(checkpoint)
         self.step, self._evaluations_since_best = state["step"], state["evaluations_since_best"]
-        if state["best"] is not None:
-            self.best = Best.from_dict(state["best"])
-
-
-def data_digest(names: Sequence[str], train: Sequence[object], held_out: Sequence[object]) -> str:
-    """Return the sha256 (hex) over the training and held-out data."""
-    digest = hashlib.sha256(json.dumps(names).encode())
-    for example in (*train, None, *held_out):
-        digest.update(repr(example).encode())
-    return digest.hexdigest()
+        self.best = TypeAdapter(Best | None).validate_python(state["best"])
 
 
 class TrainableRewardModel:
@@ -194,21 +188,14 @@ class TrainableRewardModel:
     def __init__(
         self,
         lm: CausalLM,
-        *,
         pooling: str = "last",
         pad_id: int | None = None,
         micro_batch_size: int = 8,
         optim: OptimConfig = DEFAULT_OPTIM,
     ):
-        self.lm = lm
-        self.ddp = wrap_data_parallel(lm, optim)
-        self._pooling = pooling
+        self.lm, self.mesh, self.ddp = lm, lm.mesh, wrap_data_parallel(lm, optim)
+        self._pooling, self._micro_batch_size = pooling, micro_batch_size
         self._pad_id = pad_id if pooling == "last" else None
-        self._micro_batch_size = micro_batch_size
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.lm.mesh
 
     def accumulate(self, groups: Sequence[Group], loss_of: Callable[[Tensor, list[int]], tuple[Tensor, T]]) -> list[T]:
         """Zero the gradient buffers and accumulate a loss's gradient into them; a collective call.
@@ -218,37 +205,34 @@ class TrainableRewardModel:
         may be empty.
         """
 
-        def loss(hidden: Tensor, part: tuple[list[int], list[Group]]) -> tuple[Tensor, list[T]]:
-            rows, scores = part[0], self._score(hidden, part[1])
-            if not rows:
+        def loss(hidden: Tensor, part: MicroBatch) -> tuple[Tensor, list[T]]:
+            scores = self._score(hidden, part)
+            if not part[0]:
                 return 0.0 * scores.sum(), []
-            share, result = loss_of(scores, rows)
+            share, result = loss_of(scores, part[0])
             return share, [result]
 
         self.lm.train()
-        found = accumulate_gradients(
-            self.ddp,
-            self._micro_batches(groups) or [([], [_NOTHING])],
-            lambda model, part: self._hidden(model, part[1]),
-            loss,
-            lambda part: self._stage_shape(part[1]),
-        )
+        # A rank without examples still runs one pass: the passes are collective.
+        parts = self._micro_batches(groups) or [([], [[[0]]])]
+        found = accumulate_gradients(self.ddp, parts, self._hidden, loss, self._stage_shape)
         return [result for results in self.mesh.from_last_stage(found) for result in results]
 
     def scores(self, groups: Sequence[Group]) -> Tensor:
         """Return float32 [E, G, K] on the CPU of every rank of the block, without gradient; a collective call."""
         if not groups:
             return torch.zeros((0, 1, 1))
-        parts = self._micro_batches(groups)
         self.lm.eval()
-        found = forward_passes(
-            self.lm,
-            [part for _, part in parts],
-            self._hidden,
-            lambda hidden, part: self._score(hidden, part).float().cpu(),
-            self._stage_shape,
+        parts = self._micro_batches(groups)
+        found = self.mesh.from_last_stage(
+            forward_passes(
+                self.lm,
+                parts,
+                self._hidden,
+                lambda hidden, part: self._score(hidden, part).float().cpu(),
+                self._stage_shape,
+            )
         )
-        found = self.mesh.from_last_stage(found)
         out = torch.zeros((len(groups), *found[0].shape[1:]))
         for (rows, _), scores in zip(parts, found, strict=True):
             out[rows] = scores
@@ -262,33 +246,43 @@ class TrainableRewardModel:
             names: of the K scores; empty for a single one.
             pad_id: the tokenizer's padding token, which transformers needs.
         """
-        values = classifier_config(self.lm.architecture, names or (SCORE_NAME,), self._pooling, pad_id)
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+        names, family = tuple(names) or (SCORE_NAME,), self.lm.architecture.raw["model_type"]
+        values = {
+            "architectures": [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[family]],
+            "id2label": {str(i): name for i, name in enumerate(names)},
+            "label2id": {name: i for i, name in enumerate(names)},
+            "problem_type": "regression",
+            "pad_token_id": pad_id,
+            POOLING_KEY: self._pooling,
+        }
         return export_hf_folder(self.lm, source, out, config_values=values)
 
-    def _micro_batches(self, groups: Sequence[Group]) -> list[tuple[list[int], list[Group]]]:
+    def _micro_batches(self, groups: Sequence[Group]) -> list[MicroBatch]:
         if not groups:
             return []
         lengths = torch.tensor([max(map(len, group)) for group in groups])
         cuts = micro_batches(lengths, max(self._micro_batch_size // len(groups[0]), 1))
-        return [(rows.tolist(), [groups[i] for i in rows.tolist()]) for rows in cuts]
+        return [(rows, [groups[i] for i in rows]) for rows in (cut.tolist() for cut in cuts)]
 
-    def _hidden(self, model: torch.nn.Module, groups: Sequence[Group]) -> Tensor:
-        return model(self._tokens(groups)[0])
+    def _hidden(self, model: torch.nn.Module, part: MicroBatch) -> Tensor:
+        return model(self._tokens(part)[0])
 
-    def _stage_shape(self, groups: Sequence[Group]) -> tuple[int, int, int]:
-        lengths = [len(sequence) for group in groups for sequence in group]
+    def _stage_shape(self, part: MicroBatch) -> tuple[int, int, int]:
+        lengths = [len(sequence) for group in part[1] for sequence in group]
         return self.lm.stage_shape(len(lengths), max(lengths))
 
-    def _score(self, hidden: Tensor, groups: Sequence[Group]) -> Tensor:
+    def _score(self, hidden: Tensor, part: MicroBatch) -> Tensor:
         """Return [E, G, K], on the last stage."""
-        tokens, lengths = self._tokens(groups)
+        tokens, lengths = self._tokens(part)
         counted = counted_lengths(tokens, lengths, self._pad_id)
         scores = head_scores(hidden, self.lm, self.lm.score.weight, counted, tokens.shape[1], self._pooling)
-        return scores.view(len(groups), len(groups[0]), -1)
+        return scores.view(len(part[1]), len(part[1][0]), -1)
 
-    def _tokens(self, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
+    def _tokens(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return tokens int64 [E G, S], right-padded, and lengths int64 [E G]."""
-        sequences = [torch.tensor(sequence) for group in groups for sequence in group]
+        sequences = [torch.tensor(sequence) for group in part[1] for sequence in group]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         tokens = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         return tokens.to(self.mesh.device), lengths.to(self.mesh.device)
@@ -316,13 +310,10 @@ def load_trainable(
     if SCORE_LAYER in weights:
         found = RewardHead.from_classifier(weights).attributes
         if found != tuple(names):
-            raise ConfigError(
-                [
-                    f"the head of {folder} scores {', '.join(found) or 'one reward'}; this run trains "
-                    f"{', '.join(names) or 'one reward'}. Set full.objective and full.attributes to it, or begin with "
-                    "a language model's folder"
-                ]
-            )
+            has, wanted = (", ".join(one) or "one reward" for one in (found, names))
+            told = f"the head of {folder} scores {has}; this run trains {wanted}"
+            advice = "set full.objective and full.attributes to it, or begin with a language model's folder"
+            raise ConfigError([f"{told}; {advice}"])
     lm = CausalLM(architecture.as_classifier(max(len(names), 1)), mesh, dtype, options)
     if mesh.is_last_stage:
         generator = torch.Generator().manual_seed(seed)
@@ -331,19 +322,3 @@ def load_trainable(
             lm.score.weight.copy_(start)
     load_hf_weights(lm, weights)
     return lm
-
-
-def classifier_config(
-    architecture: Architecture, names: Sequence[str], pooling: str, pad_id: int | None
-) -> dict[str, Any]:
-    """Return the config.json values that a classifier adds to the trunk's."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-
-    return {
-        "architectures": [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[architecture.raw["model_type"]]],
-        "id2label": {str(i): name for i, name in enumerate(names)},
-        "label2id": {name: i for i, name in enumerate(names)},
-        "problem_type": "regression",
-        "pad_token_id": pad_id,
-        POOLING_KEY: pooling,
-    }

@@ -245,7 +245,7 @@ def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
 
 def test_wrong_options_and_files(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        PrepareOptions(form="text", num_validation=0, validation_fraction=1.0, max_turns=0, limit=1)  # type: ignore[arg-type]
+        PrepareOptions(num_validation=0, validation_fraction=1.0, max_turns=0, max_characters=0, limit=1)
     assert len(caught.value.faults) == 5
     with pytest.raises(DataError, match=r"^file \S+none\.jsonl cannot be read"):
         prepare_prompts([tmp_path / "none.jsonl"], tmp_path, PrepareOptions())

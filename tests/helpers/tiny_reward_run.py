@@ -97,7 +97,7 @@ def tiny_config(*overrides: str) -> TrainRewardModelConfig:
         return load_config(hydra.compose("train_reward_model", list(overrides)), TrainRewardModelConfig)
 
 
-def run(*overrides: str) -> FullTrainer[Any]:
+def run(*overrides: str) -> FullTrainer:
     trainer = train_reward_model(tiny_config(*overrides), command="a test")
     assert isinstance(trainer, FullTrainer)
     return trainer

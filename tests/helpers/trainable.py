@@ -22,13 +22,13 @@ from reinforce_rl.reward_model.train_full import TrainableRewardModel, load_trai
 VOCAB_SIZE = 61
 PAD_ID = 0
 NAMES = ("kind", "brief", "true")
-CASES: dict[str, tuple[Objective[Any], str]] = {
+CASES: dict[str, tuple[Objective, str]] = {
     "ranking": (Ranking(), "last"),
     "regression": (Regression(NAMES), "mean"),
 }
 
 
-def examples_of(objective: Objective[Any], count: int = 7) -> list[Any]:
+def examples_of(objective: Objective, count: int = 7) -> list[Any]:
     """Return examples of unequal lengths, some ending in padding tokens; every third rating is missing."""
     rng = random.Random(1)
 

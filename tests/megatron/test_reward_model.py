@@ -139,11 +139,9 @@ def test_merging():
     assert Merging.from_names((), None, 1.0, 0.5)(scores[:, :1]).tolist() == pytest.approx([0.0, -2.0])
 
 
-def test_merging_refuses_all_at_once():
-    with pytest.raises(ConfigError) as caught:
-        Merging.from_names(HELPSTEER, {"helpfulnes": 1.0}, mean=float("nan"), deviation=0.0)
-    text = str(caught.value)
-    assert "helpfulnes;" in text and "verbosity" in text and "mean is nan" in text and "deviation is 0" in text
+def test_merging_refuses_names_that_the_head_lacks():
+    with pytest.raises(ConfigError, match=r"names helpfulnes; .*verbosity"):
+        Merging.from_names(HELPSTEER, {"helpfulnes": 1.0})
     with pytest.raises(ConfigError, match="no attributes"):
         Merging.from_names((), {"helpfulness": 1.0})
     with pytest.raises(ConfigError, match="no weight other than 0"):

@@ -1,17 +1,28 @@
-"""Features of a frozen trunk, and synthetic negatives."""
+"""A reward head: features of a frozen trunk, synthetic negatives, and its fit on made features."""
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
+from reinforce_rl.config.reward_model import CutsConfig, HeadConfig
+from reinforce_rl.errors import DataError
 from reinforce_rl.megatron.model.reward_head import pool
 from reinforce_rl.reward_model.data import EncodedPair
 from reinforce_rl.reward_model.head import (
     CutSequence,
+    PairFeatures,
+    cross_validate,
+    fit_direction,
+    head_accuracy,
     load_features,
     pooled_features,
     save_features,
+    scores,
     synthetic_negatives,
+    train_head,
 )
 
 
@@ -47,11 +58,104 @@ def test_cached_features_are_only_used_for_the_same_data(tmp_path):
 
 def test_synthetic_negatives_end_early_or_repeat():
     pairs = [EncodedPair(str(i), (9,), (10, 11, 12, 13, 2), (20, 21, 2)) for i in range(40)]
-    made = synthetic_negatives(pairs, 0.5, end_id=2, min_tokens=8, max_tokens=12, seed=0)
+    cuts = CutsConfig(min_tokens=8, max_tokens=12)
+    made = synthetic_negatives(pairs, 0.5, cuts, end_id=2, seed=0)
     early, repeated = ([m.tokens for m in made if (m.tokens[-1] == 2) == is_early] for is_early in (True, False))
     assert len(early) == len(repeated) == 20
     assert all(len(tokens) <= 4 and tokens.count(2) == 1 for tokens in early)
     assert (2,) in early
     assert all(8 <= len(tokens) <= 12 and len(set(tokens)) <= 4 and 2 not in tokens for tokens in repeated)
     assert sum(m.better for m in made) == 20
-    assert made == synthetic_negatives(pairs, 0.5, end_id=2, min_tokens=8, max_tokens=12, seed=0)
+    assert made == synthetic_negatives(pairs, 0.5, cuts, end_id=2, seed=0)
+
+
+def made_features(pairs: int, width: int = 16, noise: float = 0.5, seed: int = 0) -> tuple[PairFeatures, torch.Tensor]:
+    """Pairs whose preference follows from a known direction, and that direction."""
+    generator = torch.Generator().manual_seed(seed)
+    direction = torch.randn(width, generator=generator, dtype=torch.float64)
+    direction /= direction.norm()
+    first, second = (torch.randn(pairs, width, generator=generator, dtype=torch.float64) + 5 for _ in range(2))
+    margin = (first - second) @ direction + noise * torch.randn(pairs, generator=generator, dtype=torch.float64)
+    better = (margin > 0)[:, None]
+    chosen, rejected = torch.where(better, first, second), torch.where(better, second, first)
+    return PairFeatures(chosen, rejected, tuple(f"prompt {i // 2}" for i in range(pairs))), direction
+
+
+def test_a_known_direction_is_recovered():
+    features, direction = made_features(2000)
+    trained = train_head(features, "mean", HeadConfig())
+    cosine = torch.nn.functional.cosine_similarity(trained.head.weight.double(), direction, dim=0)
+    assert cosine > 0.98
+    fresh, _ = made_features(2000, seed=0)
+    assert head_accuracy(trained.head, fresh).value > 0.85
+
+
+def test_scores_over_the_training_answers_are_standardised():
+    features, _ = made_features(300)
+    trained = train_head(features, "last", HeadConfig())
+    values = scores(trained.head, torch.cat((features.chosen, features.rejected)))
+    assert float(values.mean()) == pytest.approx(0, abs=1e-4)
+    assert float(values.std()) == pytest.approx(1, abs=1e-4)
+    assert trained.head.pooling == "last"
+
+
+def test_standardising_keeps_the_log_odds():
+    features, _ = made_features(300)
+    trained = train_head(features, "mean", HeadConfig(l2=[0.01]))
+    difference = (features.chosen - features.rejected).double()
+    size = difference.square().sum(1).mean().sqrt()
+    log_odds = difference @ (fit_direction(difference / size, 0.01) / size)
+    ours = (scores(trained.head, features.chosen) - scores(trained.head, features.rejected)) * trained.raw_std
+    torch.testing.assert_close(ours, log_odds, atol=1e-4, rtol=1e-4)
+
+
+def test_the_minimum_is_a_minimum():
+    features, _ = made_features(100)
+    differences = (features.chosen - features.rejected).double()
+    w = fit_direction(differences, 0.1).requires_grad_()
+    loss = torch.nn.functional.softplus(-(differences @ w)).mean() + 0.05 * w.dot(w)
+    (gradient,) = torch.autograd.grad(loss, w)
+    assert gradient.abs().max() < 1e-6
+
+
+def test_training_is_deterministic_and_blind_to_the_order_of_pairs():
+    features, _ = made_features(200)
+    turned = PairFeatures(features.chosen.flip(0), features.rejected.flip(0), features.keys[::-1])
+    first, again, other = (train_head(part, "mean", HeadConfig()) for part in (features, features, turned))
+    assert torch.equal(first.head.weight, again.head.weight)
+    torch.testing.assert_close(first.head.weight, other.head.weight, atol=1e-5, rtol=1e-4)
+
+
+def test_noise_gets_more_regularisation_than_signal():
+    signal, _ = made_features(120, noise=0.01)
+    generator = torch.Generator().manual_seed(1)
+    noise = PairFeatures(*(torch.randn(120, 16, generator=generator) for _ in range(2)), signal.keys)
+    assert train_head(noise, "mean", HeadConfig()).l2 > train_head(signal, "mean", HeadConfig()).l2
+    assert train_head(noise, "mean", HeadConfig()).validation.loss == pytest.approx(math.log(2), abs=0.05)
+
+
+def test_extra_pairs_are_learnt_but_not_measured():
+    features, direction = made_features(400)
+    away = torch.zeros(16, dtype=torch.float64)
+    away[0] = 1  # a region that no pair shows, and that the preferred direction leans to
+    bad = features.chosen.mean(0) + 20 * (away - direction[0] * direction) + 2 * direction
+    extra = PairFeatures(features.chosen, bad.expand(400, 16), features.keys)
+    plain, taught = train_head(features, "mean", HeadConfig()), train_head(features, "mean", HeadConfig(), extra=extra)
+    assert head_accuracy(plain.head, extra).value < 0.5
+    assert head_accuracy(taught.head, extra).value > 0.95
+    assert head_accuracy(taught.head, features).value > 0.8
+    # The extra pairs are many and of one mind against the pairs: they win the fit, and the pairs alone are measured.
+    against = PairFeatures(*(part.repeat(5, 1) for part in (features.rejected, features.chosen)), features.keys * 5)
+    assert cross_validate(features, HeadConfig(l2=[0.01], folds=3), seed=0, extra=against)[0.01].accuracy < 0.2
+    values = scores(taught.head, torch.cat((features.chosen, features.rejected)))
+    assert float(values.std()) == pytest.approx(1, abs=1e-4)
+
+
+def test_unusable_features_are_refused():
+    features, _ = made_features(10)
+    with pytest.raises(DataError, match="not finite"):
+        PairFeatures(features.chosen * float("nan"), features.rejected, features.keys)
+    with pytest.raises(DataError, match="same features"):
+        train_head(PairFeatures(features.chosen, features.chosen, features.keys), "mean", HeadConfig(l2=[0.1]))
+    with pytest.raises(DataError, match="too few for 5 folds"):
+        train_head(PairFeatures(features.chosen[:2], features.rejected[:2], features.keys[:2]), "mean", HeadConfig())

@@ -47,7 +47,7 @@ def ranked(tmp_path_factory):
 def held_out_groups(overrides: list[str]) -> tuple[list[Any], list[tuple[int, ...]]]:
     """The held-out examples of a run, and their sequences."""
     cfg = tiny_config(*overrides)
-    objective: Objective[Any] = Ranking() if cfg.full.objective == "ranking" else Regression(cfg.full.attributes)
+    objective: Objective = Ranking() if cfg.full.objective == "ranking" else Regression(cfg.full.attributes)
     examples = load_examples(cfg, load_tokenizer(cfg.model.restore_from_path)).held_out
     return examples, [s for example in examples for s in objective.sequences_of(example)]
 

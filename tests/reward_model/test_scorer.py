@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.models import tiny_llama_folder
 
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.reward_model.scorer import Batching, MegatronRewardModel, load_trunk, share
@@ -55,18 +54,6 @@ def test_passes_are_dealt_once_and_evenly(blocks):
     loads = [sum(passes[index].tokens.size for index in own) for own in dealt]
     fair = max(sum(loads) / blocks, max(one.tokens.size for one in passes))
     assert max(loads) <= 4 / 3 * fair
-
-
-def test_impossible_bounds_are_named_together(tmp_path, mesh):
-    faults = Batching(0, -1, 0).faults()
-    assert [fault.split(" is ")[0] for fault in faults] == [
-        "inference.micro_batch_size",
-        "inference.tokens_per_micro_batch",
-        "inference.pad_to_multiple",
-    ]
-    lm = load_trunk(tiny_llama_folder(tmp_path), mesh)
-    with pytest.raises(ConfigError, match=r"inference\.pad_to_multiple is 0"):
-        MegatronRewardModel(lm, RewardHead(torch.zeros(32), torch.tensor(0.0), "mean"), batching=Batching(1, 1, 0))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
