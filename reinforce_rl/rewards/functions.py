@@ -1,8 +1,6 @@
-"""Built-in reward functions; `docs/reward-functions.md` says how to write your own.
+"""Built-in reward functions; `docs/reward-functions.md` has their signature and says how to write your own.
 
-Signature: `reward(prompt, response, record, **kwargs) -> float`. `prompt` has the chat template applied, `response`
-has no special tokens, `record` holds the other fields of the prompt's JSON line, and the keyword-only kwargs come from
-the configuration. Functions run in processes without torch, so nothing here imports it.
+Functions run in processes without torch, so nothing here imports it.
 """
 
 from __future__ import annotations

@@ -1,23 +1,8 @@
-"""Wire format shared by reward server and client: inputs, outputs, server description, access token.
+"""Wire format shared by reward server and client, KServe v2 over HTTP; docs/reward-server.md lists what travels.
 
-The transport is KServe v2 over HTTP, so any such client works. Neither side's code is imported here.
-
-Inputs, in one of three forms:
-    tokens            INT64 [N, S], right-padded, with sequence_lengths INT64 [N, 1]
-    sentences         BYTES [N, 1], UTF-8
-    prompts           BYTES [N, 1], UTF-8, with responses BYTES [N, 1], and optionally:
-                      messages BYTES [N, 1], JSON, a list of {role, content}, or empty for a plain prompt
-                      metadata BYTES [N, 1], JSON, the other fields of the prompt's line
-                      finished INT64 [N, 1], 0 for a truncated response, else 1
-Outputs:
-    rewards           FP32 [N, 1], NaN where a sample failed
-    status            INT32 [N, 1], the STATUS_ constants of `rewards/base.py`
-    attributes        FP32 [N, K], NaN where a sample failed; only if the server's description names attributes
-
-The answer repeats the request's `id` and carries the digest of its body in REQUEST_DIGEST, so that an answer to
-another or a corrupted request is never accepted. The description (BYTES [1], a JSON object) is the answer of a second
-model, `reward_server_info`, to a request without inputs. Its fixed name lets the server correct a client that asks for
-a wrong reward model, and its own process answers while the reward model is busy.
+Neither side's code is imported here. An answer bears the digest of its request in REQUEST_DIGEST, so that one to
+another or a corrupted request is never accepted. The server's description is the answer of a second model, INFO_MODEL:
+its fixed name lets the server correct a client that asks for a wrong reward model.
 """
 
 from __future__ import annotations
