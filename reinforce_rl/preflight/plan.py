@@ -21,18 +21,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, ReinforceError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.model import layers_of_stages
-from reinforce_rl.preflight.memory import (
-    ADAM_MOMENTS,
-    FP32,
-    WEIGHT_BYTES,
-    Decoding,
-    ModelSize,
-    Pass,
-    Policy,
-    RankMemory,
-    rank_memory,
-    stage_shapes,
-)
+from reinforce_rl.preflight import memory
 from reinforce_rl.trainer import build
 from reinforce_rl.trainer.updates import total_steps, total_updates
 
@@ -95,7 +84,7 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
         datasets = attempt(lambda: build.build_datasets(cfg, tokenizer))
     if architecture is not None and datasets is not None and cfg.model.reinforce.num_rollout_samples > 0:
         steps = total_steps(cfg.trainer.reinforce, build.build_sampler(cfg, datasets.train).steps_per_epoch)
-        disk = disk_need(cfg, ModelSize.from_architecture(architecture, build.lora_settings(cfg)), steps)
+        disk = disk_need(cfg, memory.ModelSize.from_architecture(architecture, build.lora_settings(cfg)), steps)
         if disk.fault is not None:
             errors.append(ConfigError([disk.fault]))
     return Inputs(architecture, layers, tokenizer, datasets, disk, tuple(errors))
@@ -208,7 +197,7 @@ def _cut(cfg: TrainConfig, sequences: int, longest: int, size: int) -> list[torc
     return micro_batches(torch.full((sequences,), longest), size, cfg.model.tokens_per_micro_batch)
 
 
-def plan_memory(cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bool) -> list[RankMemory]:
+def plan_memory(cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bool) -> list[memory.RankMemory]:
     """Compute the memory of a rank of each stage at full length; empty if model or layout cannot be read."""
     layout, data = layout_of(cfg), inputs.datasets
     if inputs.architecture is None or inputs.layers is None or layout is None:
@@ -218,14 +207,14 @@ def plan_memory(cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bo
     multiple = layout.sequence_multiple
     positions = -(-(batches.longest - 1) // multiple) * multiple // layout.context
 
-    def micro_batch(sequences: int, size: int, in_flight: int) -> Pass:
+    def micro_batch(sequences: int, size: int, in_flight: int) -> memory.Pass:
         rows = len(_cut(cfg, sequences, batches.longest, size)[0])
         # A context-parallel rank may hold the ends of the sequences, with all of the responses.
-        return Pass(rows, positions, rows * min(response, positions), in_flight)
+        return memory.Pass(rows, positions, rows * min(response, positions), in_flight)
 
-    def call(prompts: int, size: int, samples: int, prompt_tokens: int) -> Decoding:
+    def call(prompts: int, size: int, samples: int, prompt_tokens: int) -> memory.Decoding:
         most = -(-min(prompts, size) // layout.context)
-        return Decoding(most, samples, prompt_tokens, response, rollout.generation_cache_tokens)
+        return memory.Decoding(most, samples, prompt_tokens, response, rollout.generation_cache_tokens)
 
     of_rank, samples = batches.prompts_of_rank.most, batches.samples
     decoding = call(of_rank, rollout.rollout_micro_batch_size, samples, batches.longest_prompt)
@@ -235,21 +224,23 @@ def plan_memory(cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bo
         validation = call(most, rollout.val_rollout_micro_batch_size, 1, _longest_of(data.validation))
     forward = micro_batch(of_rank * samples, rollout.forward_micro_batch_size, 1)
     found = []
-    for stage, shape in enumerate(stage_shapes(inputs.architecture, layout, inputs.layers, build.lora_settings(cfg))):
+    for stage, shape in enumerate(
+        memory.stage_shapes(inputs.architecture, layout, inputs.layers, build.lora_settings(cfg))
+    ):
         # 1F1B: the first stage has most micro-batches in flight.
         in_flight = min(layout.pipeline - stage, batches.micro_batches)
         train = micro_batch(batches.prompts_of_update.most * samples, cfg.model.micro_batch_size, in_flight)
-        found.append(rank_memory(stage, shape, used, train, forward, decoding, validation))
+        found.append(memory.rank_memory(stage, shape, used, train, forward, decoding, validation))
     return found
 
 
-def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> Policy:
+def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> memory.Policy:
     model, lora = cfg.model, build.lora_settings(cfg)
     number = model.activations_checkpoint_num_layers or 1
     full = model.activations_checkpoint_granularity == "full"
     uniform = model.activations_checkpoint_method == "uniform"
-    return Policy(
-        weight_bytes=WEIGHT_BYTES[cfg.trainer.precision],
+    return memory.Policy(
+        weight_bytes=memory.WEIGHT_BYTES[cfg.trainer.precision],
         tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel,
         context=layout.context,
@@ -305,8 +296,8 @@ def gigabytes(count: float) -> str:
     return f"{count / 1e3:.3g} kB"
 
 
-def disk_need(cfg: TrainConfig, size: ModelSize, steps: int) -> DiskNeed:
-    weight, rl = WEIGHT_BYTES[cfg.trainer.precision], cfg.trainer.reinforce
+def disk_need(cfg: TrainConfig, size: memory.ModelSize, steps: int) -> DiskNeed:
+    weight, rl = memory.WEIGHT_BYTES[cfg.trainer.precision], cfg.trainer.reinforce
     saving = cfg.exp_manager.checkpoint_callback_params
     folder = Path(cfg.exp_manager.explicit_log_dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -315,7 +306,7 @@ def disk_need(cfg: TrainConfig, size: ModelSize, steps: int) -> DiskNeed:
     checkpoints = (folder / "checkpoints").glob("step_*/**/*")
     return DiskNeed(
         folder=folder,
-        checkpoint=size.trained * (weight + (0 if weight == FP32 else FP32) + ADAM_MOMENTS),
+        checkpoint=size.trained * (weight + (0 if weight == memory.FP32 else memory.FP32) + memory.ADAM_MOMENTS),
         checkpoints=min(saving.keep_last + saving.keep_best + 1, saves),
         export=size.parameters * weight if saving.save_hf_on_train_end else 0,
         held=sum(path.stat().st_size for path in checkpoints if path.is_file()),

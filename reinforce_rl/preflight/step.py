@@ -29,8 +29,6 @@ BF16 = 2
 _SMALL_KERNELS = 4  # per layer, besides matrices and attention: two norms, RoPE with the cache write, SwiGLU
 _POINTS, _DRAWS = 128, 64  # of the integral over t; of the ranks' lengths
 BACKWARD = 2 / 3  # of a micro-batch's time, which can overlap with the gradient all-reduce
-
-
 KEY = "preflight_machine"
 
 
@@ -325,15 +323,12 @@ class PredictedJob:
 
     def rows(self, response: int) -> tuple[int, int]:
         """Return the sequences of a training and of a forward micro-batch at a response length."""
-        plan, model = self.batches, self.cfg.model
-        tokens, length = model.tokens_per_micro_batch, plan.longest_prompt + response
-        return (
-            self._rows(model.micro_batch_size, plan.prompts_of_update.most, tokens, length),
-            self._rows(model.reinforce.forward_micro_batch_size, plan.prompts_of_rank.most, tokens, length),
-        )
-
-    def _rows(self, size: int, prompts: int, tokens: int | None, length: int) -> int:
-        return min(prompts * self.batches.samples, size if tokens is None else max(tokens // length, 1))
+        plan, model, tokens = self.batches, self.cfg.model, self.cfg.model.tokens_per_micro_batch
+        sizes = (model.micro_batch_size, model.reinforce.forward_micro_batch_size)
+        if tokens is not None:
+            sizes = (max(tokens // (plan.longest_prompt + response), 1),) * 2
+        train, forward = (prompts.most * plan.samples for prompts in (plan.prompts_of_update, plan.prompts_of_rank))
+        return min(train, sizes[0]), min(forward, sizes[1])
 
 
 def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:

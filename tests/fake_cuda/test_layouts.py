@@ -1,17 +1,113 @@
-"""Every layout of the layout tests, rank by rank: no tensor on a wrong device, and no two ranks at odds."""
+"""Layouts, model families and the reward server's model, rank by rank: no wrong device, and no two ranks at odds."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
-from helpers.fake_cuda import check_collectives, run_layout
-from helpers.layouts import ALL_LAYOUTS, Layout
+import torch
+from helpers.batches import sequences
+from helpers.fake_cuda import check_collectives, run_layout, take_turns
+from helpers.families import MODELS, family_folder
+from helpers.layouts import ALL_LAYOUTS, LAYOUTS, SETTINGS, Layout
+from helpers.policies import megatron_model, random_tokens
+from helpers.trainable import CASES, NAMES, PAD_ID, examples_of, model_of, take_gradient
 
+from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.data.batches import FINISH_LENGTH, Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
+from reinforce_rl.megatron.model.reward_head import RewardHead
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.preflight.fake_cuda.machine import Machine
+from reinforce_rl.reward_model.scorer import MegatronRewardModel, load_trunk
+
+WINDOW = 7  # of the families that have one: prompt and response are longer
+NAMED = ("TP2 SP", "PP2", "CP2", "DP2 distributed optimizer", "TP2 PP2 SP")
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS.values(), ids=ALL_LAYOUTS.keys())
 def test_ranks_agree(machine: Machine, folders: dict[int, Path], layout: Layout) -> None:
     ledgers = run_layout(machine, layout, folders[2 if layout.pp == 1 else 4])
     assert check_collectives(ledgers) > 0
+
+
+def update(folder: Path, mesh: Mesh, out: Path) -> None:
+    lm = megatron_model(folder, mesh, torch.bfloat16)
+    tokenizer = load_tokenizer(folder)
+    sampling = SamplingParams(max_length=2)
+    generator = NativeGenerator(lm, tokenizer)
+    prompt = Prompt(0, "", tuple(range(3, 3 + WINDOW + 2)))
+    assert generator.generate([prompt], 2, sampling, seed=0).tokens.shape == (2, 2)
+    settings = ActorSettings(sampling, sampling, 2, 2, seed=0)
+    actor = MegatronGPTReinforceActorModel(lm, tokenizer, generator, settings, with_reference=False)
+    tokens = random_tokens(61, 2, WINDOW + 8)
+    zero = 0.0 * torch.ones(2)
+    rollouts = RolloutBatch(
+        sequences=tokens,
+        prompt_lengths=torch.tensor([WINDOW + 2] * 2, dtype=torch.long),
+        response_lengths=torch.tensor([6, 3], dtype=torch.long),
+        group_ids=torch.tensor([0, 1]),
+        sample_ids=torch.tensor([0, 0]),
+        finish_reasons=(FINISH_LENGTH,) * 2,
+        rewards=zero,
+        valid=zero == 0,
+    )
+    batch = ReinforceBatch(rollouts, zero, zero, zero, torch.ones(2, 6), rollouts.valid)
+    optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS))
+    actor.get_loss_and_metrics(batch, sequences(2))
+    optimizer.step()
+    actor.export(folder, out)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_family_runs(machine: Machine, tmp_path: Path, name: str) -> None:
+    folder = family_folder(tmp_path, name)
+    with machine.rank(), parallel_mesh() as mesh:
+        update(folder, mesh, tmp_path / "alone")
+    assert (tmp_path / "alone" / "model.safetensors").is_file()
+
+    def turn(rank: int) -> None:
+        with parallel_mesh(2, sequence_parallel=True) as mesh:
+            update(folder, mesh, tmp_path / "shared")
+
+    assert check_collectives(take_turns(machine, 2, turn)) > 0
+
+
+@pytest.mark.parametrize("name", ["TP2", "TP2 SP", "PP2", "CP2", "TP2 PP2"])
+def test_reward_model_scores(machine: Machine, folders: dict[int, Path], name: str) -> None:
+    layout = LAYOUTS[name]
+
+    def turn(rank: int) -> None:
+        with layout.mesh() as mesh:
+            trunk = load_trunk(folders[2], mesh)
+            head = RewardHead(torch.randn(trunk.architecture.hidden_size), torch.zeros(()), "mean")
+            scores = MegatronRewardModel(trunk, head).score([[3, 4, 5], [6] * 12, [7]])
+            assert len(scores) == 3
+            assert all(map(math.isfinite, scores))
+
+    assert check_collectives(take_turns(machine, layout.ranks, turn, rehearsals=int(layout.pp > 1))) > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", [Layout(), *map(LAYOUTS.get, NAMED)], ids=["one", *NAMED])
+def test_reward_model_trains(
+    machine: Machine, folders: dict[int, Path], tmp_path: Path, layout: Layout, case: str
+) -> None:
+    objective, _ = CASES[case]
+
+    def turn(rank: int) -> None:
+        with layout.mesh() as mesh:
+            model = model_of(folders[2], mesh, case, layout)
+            optimizer = ActorOptimizer(*build_optimizer(model.ddp, **SETTINGS))
+            examples = examples_of(objective, 3)
+            model.scores([objective.sequences_of(example) for example in examples])
+            take_gradient(model, case, examples)
+            assert not optimizer.step().skipped
+            model.export(folders[2], tmp_path / "out", NAMES if objective.names else (), PAD_ID)
+
+    ledgers = take_turns(machine, layout.ranks, turn, rehearsals=2 * (layout.pp > 1))
+    assert layout.ranks == 1 or check_collectives(ledgers) > 0

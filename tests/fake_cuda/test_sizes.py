@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
-from helpers.fake_cuda import Work, check_collectives, real_step
+from helpers.fake_cuda import Work, check_collectives, real_step, take_turns
 from helpers.public_configs import LLAMA_3_1_8B, LLAMA_3_1_70B
 
 from reinforce_rl.config.model import OptimConfig
@@ -29,7 +29,7 @@ def test_8b_on_8_ranks(machine: Machine) -> None:
         with parallel_mesh(4, sequence_parallel=True) as mesh:
             found[rank] = real_step(machine, config, mesh, Work(prompts=1), optim=DISTRIBUTED)
 
-    machine.ranks(8, turn)
+    take_turns(machine, 8, turn)
     for phase in found[0]:
         check_collectives({rank: ledgers[phase] for rank, ledgers in found.items()})
     peaks = [ledgers["update"].peak for ledgers in found.values()]

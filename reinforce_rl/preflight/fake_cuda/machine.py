@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -33,35 +33,18 @@ COMPILE_SECONDS = 300.0
 class Machine:
     def __init__(self, gpu: FakeCuda, network: Network):
         self.gpu = gpu
-        self._network = network
+        self.network = network
 
     @contextlib.contextmanager
     def rank(self, rank: int = 0, world_size: int = 1) -> Iterator[Ledger]:
         """Be this rank inside the block, with an empty ledger."""
         place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
         place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-        self._network.begin()
+        self.network.begin()
         if self.gpu.memory.bytes > _LEFT_OVER:
             gc.collect()  # a dropped model still holds itself in cycles
         with mock.patch.dict(os.environ, place), self.gpu, self.gpu.counting("") as ledger:
             yield ledger
-
-    def ranks(self, world_size: int, turn: Callable[[int], None], *, rehearsals: int = 0) -> dict[int, Ledger]:
-        """Run `turn` within `rank` for every rank in order, and return their ledgers.
-
-        Args:
-            rehearsals: earlier rounds whose errors are ignored; one per chain of objects sent from a later rank.
-        """
-        self._network.objects.clear()
-        for _ in range(rehearsals):
-            for rank in range(world_size):
-                with contextlib.suppress(Exception), self.rank(rank, world_size):
-                    turn(rank)
-        ledgers = {}
-        for rank in range(world_size):
-            with self.rank(rank, world_size) as ledgers[rank]:
-                turn(rank)
-        return ledgers
 
 
 def install(gibibytes: int = GIBIBYTES) -> Machine:

@@ -205,7 +205,8 @@ class FakeCuda(TorchDispatchMode):
             return self._by_values(func, args, kwargs)
         except Exception as error:
             if not getattr(error, "__notes__", None):
-                _note(error, f"in {func} of {[(tuple(t.shape), str(t.dtype), str(t.device)) for t in tensors]}")
+                where = [(tuple(t.shape), str(t.dtype), str(t.device)) for t in tensors]
+                error.__notes__ = [f"in {func} of {where}"]  # type: ignore[attr-defined]  # `add_note` needs 3.11
             raise
         outputs = [leaf for leaf in _leaves((out,), {}) if isinstance(leaf, Tensor)]
         self._carry_values(func, name, args, kwargs, tensors, outputs)
@@ -227,10 +228,8 @@ class FakeCuda(TorchDispatchMode):
             self.sync("equal")
             left, right = self.value(args[0]), self.value(args[1])
             return left is not None and right is not None and torch.equal(left, right)
-        if name == "is_pinned":
-            return False
-        if name == "_pin_memory":
-            return first
+        if name in ("is_pinned", "_pin_memory"):
+            return first if name == "_pin_memory" else False
         if name == "_to_copy" and is_cuda(first) and torch.device(kwargs.get("device") or CUDA).type == "cpu":
             return self._to_host(first, kwargs)
         if name == "copy_" and not isinstance(first, FakeTensor):
@@ -405,10 +404,3 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if given.get("is_causal") and query is not None and key is not None and query.shape[-2] == key.shape[-2]:
         flops //= 2  # the kernel skips blocks above the diagonal
     return int(flops)
-
-
-def _note(error: Exception, text: str) -> None:
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(text)  # type: ignore[attr-defined]
-    else:
-        error.__notes__ = [text]  # type: ignore[attr-defined]
