@@ -30,47 +30,39 @@ class RewardShapingConfig(Section):
 
 
 class ReinforceConfig(Section):
-    max_epochs: int = key(1, "passes over the training prompts", unit="epochs", origin="NeMo", ge=1)
+    max_epochs: int = key(1, "passes over the training prompts", unit="epochs", ge=1)
     max_steps: Steps = key(
         -1,
         "rollout batches in all, resumes included; -1 for all of max_epochs",
         unit="steps",
-        origin="NeMo",
         expected="at least 1, or -1 for all of max_epochs",
     )
     val_check_interval: int = key(
         10,
         "steps between validations, with one before the first and one after the last; 0 for never",
         unit="steps",
-        origin="NeMo*",
         ge=0,
     )
     save_interval: int = key(
         10,
         "steps between checkpoints, with one after the last; 0 for the last only",
         unit="steps",
-        origin="NeMo",
         follows="trainer.reinforce.val_check_interval",
         ge=0,
     )
-    gradient_clip_val: float = key(1.0, "bound on the gradient's norm; 0 for none", origin="NeMo", ge=0)
+    gradient_clip_val: float = key(1.0, "bound on the gradient's norm; 0 for none", ge=0)
     num_rollouts_per_prompt: int = key(
-        4,
-        "samples of each prompt (G); at least 2 for estimators that compare samples",
-        unit="samples",
-        origin="NeMo",
-        ge=1,
+        4, "samples of each prompt (G); at least 2 for estimators that compare samples", unit="samples", ge=1
     )
 
     initial_policy_kl_penalty: float = key(
         0.05,
         "beta: cost of a nat of KL in reward; 0 skips the reference",
         unit="reward per nat",
-        origin="NeMo*",
         ge=0,
         heading="KL from the initial policy. See docs/algorithms.md for what is biased.",
     )
-    use_absolute_kl: bool = key(False, "NeMo-Aligner's name for kl_estimator=absolute_k1; biased", origin="NeMo*")
+    use_absolute_kl: bool = key(False, "NeMo-Aligner's name for kl_estimator=absolute_k1; biased")
     kl_estimator: Literal["k1", "absolute_k1", "k2", "k3"] = key(
         "k1",
         "k1 (exact), absolute_k1, k2 or k3; in the reward the last three are biased",
@@ -113,9 +105,7 @@ class ReinforceConfig(Section):
     credit_assignment: Literal["sequence", "token"] = key(
         "sequence", "sequence: the response is one action; token: return-to-go of each token"
     )
-    discount_factor: float = key(
-        1.0, "gamma a token, with credit_assignment=token; below 1 is biased", origin="NeMo*", gt=0, le=1
-    )
+    discount_factor: float = key(1.0, "gamma a token, with credit_assignment=token; below 1 is biased", gt=0, le=1)
 
     loss_aggregation: Literal["sequence_sum", "sequence_mean", "token_mean", "fixed_length"] = key(
         "sequence_sum",
@@ -129,7 +119,6 @@ class ReinforceConfig(Section):
         1,
         "optimizer passes over a rollout batch",
         unit="epochs",
-        origin="NeMo*",
         ge=1,
         heading="Off-policy: several passes, or model.global_batch_size below a step's sequences, need a ratio",
     )
@@ -171,7 +160,6 @@ class ReinforceConfig(Section):
     generation_work_queue: bool = key(
         False,
         "free data-parallel ranks generate the others' remaining micro-batches; no number changes",
-        origin="NeMo*",
         more=(
             ". Needs more than one micro-batch a rank (`model.reinforce.rollout_micro_batch_size`); see "
             "[parallelism.md](parallelism.md#work-queue)"
@@ -204,7 +192,6 @@ class ReinforceConfig(Section):
         "pad each sequence to this length in log-prob passes and updates, so that all passes have one shape; null "
         "pads to the longest of a micro-batch",
         unit="tokens",
-        origin="NeMo",
         ge=1,
         more=". Longer ones are not cut, and no number changes",
     )
@@ -235,14 +222,11 @@ REWARD_STANDARDISATIONS = get_args(RewardShapingConfig.model_fields["standardisa
 class RanksConfig(Section):
     """Ranks and numbers, of the actor and of a reward model that is trained."""
 
-    num_nodes: int = key(1, "nodes; above 1 start it by torchrun", origin="NeMo", ge=1)
-    devices: int = key(
-        1, "ranks on each node; above 1, a plain python starts them itself", unit="ranks", origin="NeMo", ge=1
-    )
+    num_nodes: int = key(1, "nodes; above 1 start it by torchrun", ge=1)
+    devices: int = key(1, "ranks on each node; above 1, a plain python starts them itself", unit="ranks", ge=1)
     precision: Precision = key(
         "auto",
         "32, bf16 (keeps fp32 main weights and gradients), or auto: bf16 on GPUs, else 32",
-        origin="NeMo*",
         more=". See [parallelism.md](parallelism.md#bf16)",
     )
 
@@ -274,8 +258,8 @@ class TrainerConfig(RanksConfig):
 
 
 class WandbConfig(Section):
-    project: Text = key("reinforce_rl", "wandb's project", origin="NeMo")
-    name: Text = key("reinforce", "the run's name in wandb", origin="NeMo", follows="exp_manager.name")
+    project: Text = key("reinforce_rl", "wandb's project")
+    name: Text = key("reinforce", "the run's name in wandb", follows="exp_manager.name")
     mode: Literal["online", "offline"] = key("online", "online or offline")
 
 
@@ -297,42 +281,34 @@ class CheckpointConfig(Section):
 
 class ExpManagerConfig(Section):
     explicit_log_dir: Text = key(
-        "results/reinforce",
-        "folder of the run: checkpoints, metrics, rollouts and the report",
-        kind="path",
-        origin="NeMo",
+        "results/reinforce", "folder of the run: checkpoints, metrics, rollouts and the report", kind="path"
     )
-    name: Text = key("reinforce", "the run's name", origin="NeMo")
+    name: Text = key("reinforce", "the run's name")
     resume_if_exists: bool = key(
         True,
         "resume from the newest checkpoint in explicit_log_dir",
-        origin="NeMo",
         more=". With false, a folder that holds metrics is refused",
     )
     max_time_per_run: Text | None = key(
         None,
         "DD:HH:MM:SS from the allocation's start, else the process's; saved by then; null: no bound",
         kind="`DD:HH:MM:SS`",
-        origin="NeMo",
         more=(
             ". The allocation's start is `SLURM_JOB_START_TIME`. The run validates, saves and ends with exit code "
             "75; see [operations.md](operations.md#a-run-that-ends-in-time-by-itself)"
         ),
     )
     create_tensorboard_logger: bool = key(
-        False,
-        "write event files to explicit_log_dir/tensorboard",
-        origin="NeMo*",
-        more=" (`pip install 'reinforce-rl[tensorboard]'`)",
+        False, "write event files to explicit_log_dir/tensorboard", more=" (`pip install 'reinforce-rl[tensorboard]'`)"
     )
-    create_wandb_logger: bool = key(False, "log to wandb too", origin="NeMo", more=" (`pip install wandb`)")
+    create_wandb_logger: bool = key(False, "log to wandb too", more=" (`pip install wandb`)")
     wandb_logger_kwargs: WandbConfig = WandbConfig()
     checkpoint_callback_params: CheckpointConfig = CheckpointConfig()
 
 
 class PretrainedConfig(Section):
     restore_from_path: Text = key(
-        NOT_SET, "local Hugging Face folder: the policy at the start, and the reference", kind="path", origin="NeMo*"
+        NOT_SET, "local Hugging Face folder: the policy at the start, and the reference", kind="path"
     )
 
 
@@ -347,7 +323,7 @@ class TensorRTLLMConfig(Section):
         ),
     )
     tensor_parallel_size: int | None = key(
-        None, "GPUs of an engine; null: all that share a copy of the model", unit="GPUs", origin="NeMo*"
+        None, "GPUs of an engine; null: all that share a copy of the model", unit="GPUs"
     )
     free_gpu_memory_fraction: float = key(
         0.5, "share of the memory free at the engine's start that its cache takes", gt=0, lt=1
@@ -367,7 +343,6 @@ class TrainConfig(Section):
     generation: Text = key(
         "native",
         "native: on the actor's own weights; tensorrt_llm; or a class's dotted name (CONTRIBUTING.md)",
-        origin="NeMo*",
         more=", see [A generator](../CONTRIBUTING.md#a-generator)",
     )
     tensorrt_llm: TensorRTLLMConfig = key(TensorRTLLMConfig(), "of generation=tensorrt_llm; see docs/tensorrt-llm.md")

@@ -29,7 +29,6 @@ def key(
     sentence: str = "",
     *,
     unit: str = "",
-    origin: str = "-",
     more: str = "",
     kind: str = "",
     expected: str = "",
@@ -43,7 +42,6 @@ def key(
         default: `NOT_SET` makes the key required.
         sentence: YAML comment and start of the row in the documentation.
         unit: of a number.
-        origin: NeMo (NeMo-Aligner's name and meaning), NeMo* (its name; default or meaning differs), or -.
         more: Markdown after the sentence, in the documentation only.
         kind: documented type, if the annotation does not say it.
         expected: end of the error message, if bounds and choices do not say it.
@@ -51,7 +49,7 @@ def key(
         heading: comment line before the key in the YAML.
         bounds: constraints of pydantic's `Field`: ge, gt, le, lt.
     """
-    extra: dict[str, Any] = {"unit": unit, "origin": origin, "more": more, "kind": kind, "expected": expected}
+    extra: dict[str, Any] = {"unit": unit, "more": more, "kind": kind, "expected": expected}
     extra |= {"follows": follows, "heading": heading}
     return Field(default, description=sentence, json_schema_extra={k: v for k, v in extra.items() if v}, **bounds)
 

@@ -19,60 +19,48 @@ def _two_decays(betas: list[float]) -> list[float]:
 
 
 class SamplingConfig(Section):
-    use_greedy: bool = key(
-        False, "take the likeliest token", origin="NeMo", more="; refused in training: all samples would be alike"
-    )
+    use_greedy: bool = key(False, "take the likeliest token", more="; refused in training: all samples would be alike")
     temperature: Positive = key(
         1.0,
         "applies to the log-probs of actor and reference too",
-        origin="NeMo*",
         expected="a finite number above 0 (use_greedy=true takes the likeliest)",
     )
     top_k: int = key(
         0,
         "sample from the k likeliest tokens only; 0 for all",
         unit="tokens",
-        origin="NeMo",
         ge=0,
         expected="at least 0 (0 for all tokens)",
     )
-    top_p: float = key(
-        1.0, "sample from the likeliest tokens that reach this probability only", origin="NeMo", gt=0, le=1
-    )
+    top_p: float = key(1.0, "sample from the likeliest tokens that reach this probability only", gt=0, le=1)
     repetition_penalty: Positive = key(
-        1.0,
-        "1 for none; counts the prompt's tokens too",
-        origin="NeMo",
-        expected="a finite number above 0 (1 for none)",
+        1.0, "1 for none; counts the prompt's tokens too", expected="a finite number above 0 (1 for none)"
     )
     end_strings: list[Text] = key(
-        [], "a response ends where its text contains one of these, besides the model's end tokens", origin="NeMo*"
+        [], "a response ends where its text contains one of these, besides the model's end tokens"
     )
 
 
 class LengthConfig(Section):
-    max_length: int = key(128, "longest response, its end token included", unit="tokens", origin="NeMo*", ge=1)
+    max_length: int = key(128, "longest response, its end token included", unit="tokens", ge=1)
     min_length: int = key(
         0,
         "tokens before an end token may come; above 0 biases the gradient, as top_k does",
         unit="tokens",
-        origin="NeMo",
         ge=0,
         more=": the end token is banned there, and the log-probs do not know of the ban",
     )
 
 
 class RolloutConfig(Section):
-    num_rollout_samples: int = key(8, "prompts of a step, over all ranks", unit="prompts", origin="NeMo*", ge=1)
+    num_rollout_samples: int = key(8, "prompts of a step, over all ranks", unit="prompts", ge=1)
     rollout_micro_batch_size: int = key(
-        8, "prompts generated together, each with all its samples", unit="prompts", origin="NeMo*", ge=1
+        8, "prompts generated together, each with all its samples", unit="prompts", ge=1
     )
     forward_micro_batch_size: int = key(
-        4, "sequences in one log-prob pass", unit="sequences", origin="NeMo*", follows="model.micro_batch_size", ge=1
+        4, "sequences in one log-prob pass", unit="sequences", follows="model.micro_batch_size", ge=1
     )
-    val_rollout_micro_batch_size: int = key(
-        32, "prompts generated together in validation", unit="prompts", origin="NeMo", ge=1
-    )
+    val_rollout_micro_batch_size: int = key(32, "prompts generated together in validation", unit="prompts", ge=1)
     generation_cache_tokens: int | None = key(
         None,
         "capacity of the native engine's KV cache on a rank; further sequences wait for room. At least "
@@ -102,12 +90,10 @@ class RolloutConfig(Section):
         more=" and no pipeline stages. Off until `tools/gpu_check.py` has passed it on hardware",
     )
     num_val_samples: int | None = key(
-        None, "validate on the first prompts of the set only; null for all", unit="prompts", origin="NeMo*", ge=1
+        None, "validate on the first prompts of the set only; null for all", unit="prompts", ge=1
     )
     offload_adam_states: bool = key(
-        False,
-        "on a GPU: Adam's moments and fp32 weights in host memory, gradients freed, during generation",
-        origin="NeMo",
+        False, "on a GPU: Adam's moments and fp32 weights in host memory, gradients freed, during generation"
     )
     overlap_offload: bool = key(
         False,
@@ -130,23 +116,21 @@ class RolloutConfig(Section):
 
 class ScheduleConfig(Section):
     name: Literal["constant", "linear", "CosineAnnealing"] = key(
-        "constant", "constant, linear or CosineAnnealing; the last two end at `min_lr`", origin="NeMo*"
+        "constant", "constant, linear or CosineAnnealing; the last two end at `min_lr`"
     )
-    warmup_steps: int = key(0, "linear from 0 to `lr`", unit="optimizer steps", origin="NeMo*", ge=0)
-    constant_steps: int = key(
-        0, "at `min_lr` at the end (linear, CosineAnnealing)", unit="optimizer steps", origin="NeMo*", ge=0
-    )
-    min_lr: float = key(0.0, "where linear and CosineAnnealing end", origin="NeMo*", ge=0)
+    warmup_steps: int = key(0, "linear from 0 to `lr`", unit="optimizer steps", ge=0)
+    constant_steps: int = key(0, "at `min_lr` at the end (linear, CosineAnnealing)", unit="optimizer steps", ge=0)
+    min_lr: float = key(0.0, "where linear and CosineAnnealing end", ge=0)
 
 
 class OptimConfig(Section):
-    name: Literal["adam"] = key("adam", "with decoupled weight decay on matrices", origin="NeMo*")
-    lr: Positive = key(1e-6, "learning rate after the warm-up", origin="NeMo*")
-    weight_decay: float = key(0.01, origin="NeMo*", ge=0)
+    name: Literal["adam"] = key("adam", "with decoupled weight decay on matrices")
+    lr: Positive = key(1e-6, "learning rate after the warm-up")
+    weight_decay: float = key(0.01, ge=0)
     betas: Annotated[list[float], AfterValidator(_two_decays)] = key(
-        [0.9, 0.98], origin="NeMo", expected="two numbers, each at least 0 and below 1"
+        [0.9, 0.98], expected="two numbers, each at least 0 and below 1"
     )
-    eps: Positive = key(1e-8, origin="NeMo")
+    eps: Positive = key(1e-8)
     fused: bool = key(
         True,
         "torch's fused Adam, which goes over memory once",
@@ -161,7 +145,7 @@ class OptimConfig(Section):
         "context-parallel ranks",
     )
     overlap_grad_sync: bool | None = key(
-        None, "sum gradients over ranks during the last backward pass; null: as for `distributed`", origin="NeMo"
+        None, "sum gradients over ranks during the last backward pass; null: as for `distributed`"
     )
     in_place_gradients: bool = key(
         True,
@@ -183,18 +167,16 @@ class DataPrefixConfig(Section):
         NOT_SET,
         "JSONL files of prompts: a path or a list of paths",
         kind="path or list",
-        origin="NeMo",
         more=(
             ". `[a, b]`: every prompt once an epoch; `[0.3, a, 0.7, b]`: [blended by "
             "weight](#blending-files-by-weight)"
         ),
     )
-    validation: Text | list[Text] | None = key(None, "null for no validation", kind="path or list", origin="NeMo")
+    validation: Text | list[Text] | None = key(None, "null for no validation", kind="path or list")
     test: Text | list[Text] | None = key(
         None,
         "prompts that the trained policy answers once, after the last step",
         kind="path or list",
-        origin="NeMo*",
         more=", with validation's sampling: `test/...` metrics, samples in `test/`",
     )
 
@@ -206,11 +188,7 @@ class DataConfig(Section):
         "wrap a plain prompt as one user message of the chat template",
         more=". `messages` always go through the template",
     )
-    add_bos: bool = key(
-        False,
-        "put the begin-of-sequence token before a prompt that no template rendered",
-        origin="- (there `add_BOS`)",
-    )
+    add_bos: bool = key(False, "put the begin-of-sequence token before a prompt that no template rendered")
     too_long: Literal["refuse", "skip"] = key(
         "refuse",
         "a prompt above encoder_seq_length - max_length tokens: refuse, or skip with a count",
@@ -220,12 +198,11 @@ class DataConfig(Section):
 
 
 class LoraTuningConfig(Section):
-    adapter_dim: int = key(32, "rank of an update", origin="NeMo", ge=1)
-    alpha: Positive = key(32.0, "updates are scaled by alpha / adapter_dim", origin="NeMo")
+    adapter_dim: int = key(32, "rank of an update", ge=1)
+    alpha: Positive = key(32.0, "updates are scaled by alpha / adapter_dim")
     target_modules: Annotated[list[LoraTarget], Field(min_length=1)] = key(
         ["all"],
         "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or all of them",
-        origin="NeMo*",
         expected="some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, all",
     )
 
@@ -234,7 +211,6 @@ class PeftConfig(Section):
     peft_scheme: Literal["lora"] | None = key(
         None,
         "lora: train low-rank updates of frozen weights; null: train all weights",
-        origin="NeMo*",
         more=". See [architecture.md](architecture.md#lora)",
     )
     lora_tuning: LoraTuningConfig = LoraTuningConfig()
@@ -247,35 +223,29 @@ class ParallelConfig(Section):
         1,
         "ranks that share each weight matrix",
         unit="ranks",
-        origin="NeMo",
         ge=1,
         heading="Ranks = tensor x pipeline x context x data; see docs/parallelism.md for what to choose.",
         more="; see [parallelism.md](parallelism.md)",
     )
-    pipeline_model_parallel_size: int = key(1, "stages that share the layers", unit="ranks", origin="NeMo", ge=1)
+    pipeline_model_parallel_size: int = key(1, "stages that share the layers", unit="ranks", ge=1)
     context_parallel_size: int = key(
         1,
         "ranks that share each sequence in log-prob passes and updates",
         unit="ranks",
-        origin="NeMo",
         ge=1,
         more="; when generating, they share the prompts",
     )
     sequence_parallel: bool = key(
-        False, "tensor-parallel ranks share the positions where they share no matrix: less memory", origin="NeMo"
+        False, "tensor-parallel ranks share the positions where they share no matrix: less memory"
     )
     activations_checkpoint_granularity: Literal["selective", "full"] | None = key(
-        None, "recompute in the backward pass: selective (attention), full (layers); null: nothing", origin="NeMo"
+        None, "recompute in the backward pass: selective (attention), full (layers); null: nothing"
     )
     activations_checkpoint_method: Literal["uniform", "block"] | None = key(
-        None, "of full: uniform (all layers) or block (the first num_layers of each stage)", origin="NeMo"
+        None, "of full: uniform (all layers) or block (the first num_layers of each stage)"
     )
     activations_checkpoint_num_layers: int | None = key(
-        None,
-        "of full: layers between two kept inputs (uniform), or recomputed layers (block)",
-        unit="layers",
-        origin="NeMo",
-        ge=1,
+        None, "of full: layers between two kept inputs (uniform), or recomputed layers (block)", unit="layers", ge=1
     )
     megatron_overrides: Fields = key(
         {},
@@ -290,16 +260,14 @@ class ParallelConfig(Section):
 
 
 class ModelConfig(ParallelConfig):
-    seed: int = key(1234, "of sampling and of the prompts' order", origin="NeMo", ge=0)
+    seed: int = key(1234, "of sampling and of the prompts' order", ge=0)
     transformer_engine: bool = key(
         False,
         "use Transformer Engine's layers; on GPUs, where it is installed",
         more=" ([details](tensorrt-llm.md#transformer-engine)). Off until it has run on one",
     )
-    encoder_seq_length: int = key(2048, "longest sequence, prompt and response together", unit="tokens", origin="NeMo")
-    micro_batch_size: int = key(
-        4, "sequences in one forward and backward pass", unit="sequences", origin="NeMo*", ge=1
-    )
+    encoder_seq_length: int = key(2048, "longest sequence, prompt and response together", unit="tokens")
+    micro_batch_size: int = key(4, "sequences in one forward and backward pass", unit="sequences", ge=1)
     tokens_per_micro_batch: int | None = key(
         None,
         "tokens in a pass, padding included, instead of `micro_batch_size` and `forward_micro_batch_size`; at least"
@@ -325,7 +293,6 @@ class ModelConfig(ParallelConfig):
         None,
         "sequences of an optimizer step; null for all of num_rollout_samples x num_rollouts_per_prompt",
         unit="sequences",
-        origin="NeMo*",
     )
     reference_placement: Literal["host", "device"] = key(
         "host",

@@ -14,9 +14,9 @@ _NOT_ZERO = "a number other than 0"
 
 
 class RewardServerConfig(Section):
-    name: Text = key("reward_model", "the model's name at the server, its `inference.name`", origin="NeMo")
-    ip: Text = key("localhost", "host name or address of the server", origin="NeMo")
-    port: int = key(5555, origin="NeMo", ge=1, le=65535)
+    name: Text = key("reward_model", "the model's name at the server, its `inference.name`")
+    ip: Text = key("localhost", "host name or address of the server")
+    port: int = key(5555, ge=1, le=65535)
     replicas: list[Text] = key(
         [],
         "HOST:PORT of each further server of the same model; requests are spread over all",
@@ -50,7 +50,6 @@ class RemoteRMConfig(Section):
         None,
         "pad each request to this length, cutting none; null: to the longest row of a request",
         unit="tokens",
-        origin="NeMo*",
         ge=1,
     )
     ready_timeout_seconds: Positive = key(60.0, "wait for the server at the start", unit="s")
@@ -147,9 +146,7 @@ class InferenceConfig(Section):
         None, "of one request; null: what a full batch of the widest rows takes", unit="bytes"
     )
     max_sequence_length: int | None = key(
-        None,
-        "tokens that a row may claim, padding included; null: four times the model's context",
-        unit="tokens",
+        None, "tokens that a row may claim, padding included; null: four times the model's context", unit="tokens"
     )
     max_in_flight: int = key(64, "requests that Triton has at the same time", unit="requests")
     max_queue: int = key(256, "requests that wait for that; more are rejected with 503", unit="requests")

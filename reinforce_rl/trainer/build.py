@@ -22,15 +22,15 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM, ModelOptions
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
 
 def build_datasets(cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> RLHFDatasets:
     data = cfg.model.data
+    prefixes = {key: value for key, value in vars(data.data_prefix).items() if value is not None}
     datasets = build_train_valid_test_rlhf_datasets(
         tokenizer,
-        {key: value for key, value in vars(data.data_prefix).items() if value is not None},
+        prefixes,
         max_prompt_tokens=cfg.model.max_prompt_tokens,
         too_long=data.too_long,  # type: ignore[arg-type]
         apply_chat_template=data.apply_chat_template,
@@ -72,16 +72,15 @@ def build_actor(
             ["model.transformer_engine is true, but this rank computes on a CPU; expected a GPU. Set it to false"]
         )
     folder = cfg.pretrained_checkpoint.restore_from_path
-    has_weights = architecture is None
+    weights = HFFolder(folder) if architecture is None else None
     architecture = architecture or Architecture.from_folder(folder)
-    dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
-    lm = CausalLM(architecture, mesh, dtype, model_options(cfg))
-    weights = HFFolder(folder) if has_weights else None
+    lm = CausalLM(architecture, mesh, getattr(torch, DTYPES[cfg.trainer.precision]), model_options(cfg))
     if weights is not None:
         load_hf_weights(lm, weights)
-    lora = lora_settings(cfg)
+    lora, identity = lora_settings(cfg), None
     if lora is not None:
         add_lora(lm, lora)
+        identity = LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint() if weights else "")
     rollout = cfg.model.reinforce
     stop_ids = stop_token_ids(architecture, tokenizer)
     return MegatronGPTReinforceActorModel(
@@ -103,9 +102,7 @@ def build_actor(
         ),
         with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
         reference_on_device=cfg.model.reference_placement == "device",
-        lora=None
-        if lora is None
-        else LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint() if weights else ""),
+        lora=identity,
         optim=cfg.model.optim,
     )
 

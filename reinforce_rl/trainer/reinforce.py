@@ -20,8 +20,9 @@ from reinforce_rl.algorithm.loss import Denominators
 from reinforce_rl.algorithm.rewards import less_kl, shape_rewards
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
-from reinforce_rl.monitoring.metrics import of_this_rank, reinforce_means, take_means, update_metrics
+from reinforce_rl.monitoring.metrics import reinforce_means, take_means, update_metrics
 from reinforce_rl.monitoring.rollouts import sample_rows
+from reinforce_rl.monitoring.stragglers import of_this_rank
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.stop import StopRequest
@@ -48,17 +49,13 @@ class ReinforceTrainer:
 
     Args:
         cfg: `trainer.reinforce`.
-        model: policy and reference.
         optimizer: `.step()` applies the gradient of `model.get_loss_and_metrics`; see `ActorOptimizer`.
         scheduler: learning rate; exposed only, the optimizer steps it.
-        train_dataloader_builder: called with `collate_fn`.
-        val_dataloader_builder: called with `collate_fn`; None for no validation.
+        train_dataloader_builder, val_..., test_...: called with `collate_fn`; None for no validation or test.
         batch_iterator_cls: called with (prompts, validation); yields the batches to generate together.
         logger: does nothing on every rank but the first.
-        run_timer: decides if there is time for another step.
         prompts_per_update: prompts per optimizer step, over all ranks; None for the whole rollout batch.
         best: which validations' checkpoints to keep; None keeps none.
-        test_dataloader_builder: called with `collate_fn`; evaluated at the end of training.
     """
 
     def __init__(
@@ -86,8 +83,8 @@ class ReinforceTrainer:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.train_dataloader = train_dataloader_builder(collate_fn=collate_fn)
-        self.val_dataloader = val_dataloader_builder(collate_fn=collate_fn) if val_dataloader_builder else None
-        self.test_dataloader = test_dataloader_builder(collate_fn=collate_fn) if test_dataloader_builder else None
+        self.val_dataloader = val_dataloader_builder and val_dataloader_builder(collate_fn=collate_fn)
+        self.test_dataloader = test_dataloader_builder and test_dataloader_builder(collate_fn=collate_fn)
         self.rm = rm
         self.logger = logger
         self.ckpt_callback = ckpt_callback
@@ -104,7 +101,7 @@ class ReinforceTrainer:
         self._best = best or BestCheckpoints()
         self._prompts: list[Prompt] = []
         self._divergence = Divergence(cfg.max_skipped_steps)
-        self._past = PastSteps.of(cfg)
+        self._past = PastSteps(cfg)
         self._activity = activity or Activity()
         self._clock = StepClock(self._activity, model.mesh.device, among_ranks=model.mesh.world_size > 1)
         self._rollouts = RolloutMaker(

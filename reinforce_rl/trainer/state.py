@@ -22,25 +22,15 @@ if TYPE_CHECKING:
 
 
 class PastSteps:
-    """Running statistics over the valid samples of all earlier steps, and the current beta.
+    """Running statistics over the valid samples of all earlier steps, and the current beta."""
 
-    Args:
-        window: number of steps in `moving_average`.
-        decay: per-step factor of a sample's weight in `exponential_moving_average`.
-    """
-
-    def __init__(self, beta: KLCoefficient, window: int, decay: float):
+    def __init__(self, cfg: ReinforceConfig):
         self.scores = RunningMoments()  # raw rewards
         self.rewards = RunningMoments()  # less their KL
-        self.last_rewards = deque[RunningMoments](maxlen=window)  # one per step
+        self.last_rewards = deque[RunningMoments](maxlen=cfg.baseline_window)  # one per step
         self.decayed_rewards = RunningMoments()
-        self.beta = beta
-        self._decay = decay
-
-    @classmethod
-    def of(cls, cfg: ReinforceConfig) -> PastSteps:
-        beta = KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon)
-        return cls(beta, cfg.baseline_window, cfg.baseline_decay)
+        self.beta = KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon)
+        self._decay = cfg.baseline_decay
 
     def reward_mean(self, estimator: str) -> float:
         """Return the baseline of a history-based estimator; 0 before the first step."""
@@ -114,13 +104,9 @@ class BestCheckpoints:
             return
         value = metrics.get(self._metric.removeprefix("val/"))
         if value is None:
-            known = ", ".join(f"val/{name}" for name in metrics)
-            raise ConfigError(
-                [
-                    f"exp_manager.checkpoint_callback_params.best_metric is {self._metric!r}, which validation does "
-                    f"not give; expected one of {known}"
-                ]
-            )
+            expected = f"expected one of {', '.join(f'val/{name}' for name in metrics)}"
+            key = "exp_manager.checkpoint_callback_params.best_metric"
+            raise ConfigError([f"{key} is {self._metric!r}, which validation does not give; {expected}"])
         if math.isfinite(value):
             self._found.append((step, float(value)))
             self._cut()
@@ -142,12 +128,9 @@ class BestCheckpoints:
 
 
 class Divergence:
-    """Ends a diverged run.
+    """Ends a run after `most` consecutive optimizer steps without a finite gradient.
 
     `is_sound` is False while the loss is not finite, which can happen with finite weights.
-
-    Args:
-        most: raise after this many consecutive optimizer steps without a finite gradient.
     """
 
     def __init__(self, most: int):

@@ -1,7 +1,4 @@
-"""Split a rollout batch into optimizer steps, and count a run's steps.
-
-Notation: N sequences on this data-parallel rank.
-"""
+"""Split a rollout batch into optimizer steps, and count a run's steps."""
 
 from __future__ import annotations
 
@@ -26,9 +23,8 @@ def mini_batches(
     number of ranks.
 
     Args:
-        group_ids_of_ranks: int64 [N] of each data-parallel rank, in rank order; a group lies on one rank.
+        group_ids_of_ranks: int64 [sequences] of each data-parallel rank, in rank order; a group lies on one rank.
         prompts_per_update: groups per optimizer step, over all ranks; None for all.
-        epochs: passes over the rollout batch.
         seed: of the order, which changes each epoch.
     """
     own = group_ids_of_ranks[dp_rank]

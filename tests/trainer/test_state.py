@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from reinforce_rl.algorithm.kl import KLCoefficient
+from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.trainer.state import BestCheckpoints, PastSteps
@@ -23,7 +23,7 @@ Rewards = list[list[float]]  # of each step; NaN where a sample is not valid
 
 
 def new_past() -> PastSteps:
-    return PastSteps(KLCoefficient(0.1, None, 100.0), WINDOW, DECAY)
+    return PastSteps(ReinforceConfig(initial_policy_kl_penalty=0.1, baseline_window=WINDOW, baseline_decay=DECAY))
 
 
 def batch_of(rewards: list[float], kl: float = 0.0) -> ReinforceBatch:
