@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -103,6 +103,12 @@ def compose(name: str, overrides: Sequence[str]) -> DictConfig:
 
 def _explained(error: Exception, name: str, overrides: Sequence[str]) -> ConfigError:
     """Name every unknown key. Hydra stops at the first, so retry without it until none is left."""
+    if isinstance(error, OverrideParseException) and error.override:
+        expected = "expected KEY=VALUE, with quotes around a text with special letters: \"KEY='a, b'\""
+        return ConfigError([f"{error.override} cannot be read as an override; {expected}"])
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        group, _, found = error.missing_cfg_file.rpartition("/")
+        return ConfigError([f"{group} is {found!r}; expected one of {', '.join(error.options)}"])
     text = str(error).partition("\nConfig search path:")[0].strip()
     unknown = re.search(r"Could not override '([^']+)'|not in struct\s+full_key: (\S+)", text)
     if unknown is None:
@@ -128,10 +134,11 @@ def _unknown_key(wanted: str, config_file: Path) -> str:
     for key in known:
         if wanted.startswith(f"{key}.") and OmegaConf.is_config(OmegaConf.select(config, key)):
             return f"{key} has entries of your own names; give {wanted} as +{wanted}=VALUE"
-    close = difflib.get_close_matches(wanted, known, n=3)
-    last_part = [key for key in known if key.split(".")[-1] == wanted.split(".")[-1]]
-    suggestions = list(dict.fromkeys([*last_part, *close]))[:3]
-    advice = f"did you mean {' or '.join(suggestions)}?" if suggestions else f"its keys stand in {config_file}"
+    same_name = [key for key in known if key.split(".")[-1] == wanted.split(".")[-1]]
+    close = difflib.get_close_matches(wanted, same_name, n=3, cutoff=0) or difflib.get_close_matches(
+        wanted, known, n=1
+    )
+    advice = f"did you mean {' or '.join(close)}?" if close else f"its keys stand in {config_file}"
     return f"{wanted} is not a key of the configuration; {advice}"
 
 

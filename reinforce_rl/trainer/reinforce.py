@@ -20,9 +20,8 @@ from reinforce_rl.algorithm.loss import Denominators
 from reinforce_rl.algorithm.rewards import less_kl, shape_rewards
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
-from reinforce_rl.monitoring.metrics import reinforce_means, take_means, update_metrics
+from reinforce_rl.monitoring.metrics import of_this_rank, reinforce_means, take_means, update_metrics
 from reinforce_rl.monitoring.rollouts import sample_rows
-from reinforce_rl.monitoring.stragglers import of_this_rank
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.stop import StopRequest

@@ -108,12 +108,9 @@ def batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 @pytest.mark.parametrize("reduction", KL_REDUCTIONS)
 def test_every_estimate_of_a_sequence_by_hand(estimator, reduction):
-    formula = {
-        "k1": lambda d: d,
-        "absolute_k1": abs,
-        "k2": lambda d: d * d / 2,
-        "k3": lambda d: math.exp(-d) - 1 + d,
-    }[estimator]
+    formula = {"k1": lambda d: d, "absolute_k1": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}[
+        estimator
+    ]
     log_probs, reference, mask = batch(1)
     expected = []
     for own, other, kept in zip(log_probs, reference, mask, strict=True):

@@ -71,13 +71,7 @@ class TestPolicyTerms:
         advantages = torch.randn(4, generator=generator, dtype=torch.float64)
         advantages[0] = 0.0
         terms, rho, clipped = policy_terms(
-            own,
-            old,
-            torch.where(mask, advantages[:, None], 0.0),
-            mask,
-            ratio=ratio,
-            clip_low=low,
-            clip_high=high,
+            own, old, torch.where(mask, advantages[:, None], 0.0), mask, ratio=ratio, clip_low=low, clip_high=high
         )
         torch.where(mask, terms, 0.0).sum().backward()
         rows = [own[i, :n].tolist() for i, n in enumerate(lengths.tolist())]

@@ -124,11 +124,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["trainer.devices=2", "model.pipeline_model_parallel_size=2"],
         ["pipeline_model_parallel_size is 2", "the 1 layers", "num_layers_in_first_pipeline_stage"],
     ),
-    (
-        "granularity",
-        ["model.activations_checkpoint_granularity=some"],
-        ["granularity is 'some'", "selective or full"],
-    ),
+    ("granularity", ["model.activations_checkpoint_granularity=some"], ["granularity is 'some'", "selective or full"]),
     (
         "full without a method",
         ["model.activations_checkpoint_granularity=full", "model.activations_checkpoint_num_layers=1"],
@@ -331,11 +327,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ),
     ("few tokens", ["model.tokens_per_micro_batch=63"], ["tokens_per_micro_batch is 63", "encoder_seq_length", "64"]),
     ("peft scheme", ["model.peft.peft_scheme=ptuning"], ["peft_scheme is 'ptuning'", "lora", "null"]),
-    (
-        "rank",
-        [LORA, "model.peft.lora_tuning.adapter_dim=0"],
-        ["adapter_dim is 0", "at least 1"],
-    ),
+    ("rank", [LORA, "model.peft.lora_tuning.adapter_dim=0"], ["adapter_dim is 0", "at least 1"]),
     ("alpha", [LORA, "model.peft.lora_tuning.alpha=0"], ["alpha is 0", "above 0"]),
     (
         "lora target",
@@ -349,11 +341,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ),
     ("lora unread", ["model.peft.lora_tuning.adapter_dim=8"], ["lora_tuning is given", "peft_scheme=lora"]),
     ("reference", ["model.reference_placement=disk"], ["reference_placement is 'disk'", "host, device"]),
-    (
-        "reference and lora",
-        [LORA, "model.reference_placement=device"],
-        ["reference_placement is 'device'", "no copy"],
-    ),
+    ("reference and lora", [LORA, "model.reference_placement=device"], ["reference_placement is 'device'", "no copy"]),
     ("preflight", ["preflight=depe"], ["preflight is 'depe'", "true, false or deep"]),
     ("mean response", ["preflight_response_tokens=0"], ["preflight_response_tokens is 0", "at least 1"]),
     ("negative seed", ["model.seed=-1"], ["model.seed is -1", "at least 0"]),

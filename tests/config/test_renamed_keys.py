@@ -84,8 +84,17 @@ def test_unknown_keys_are_told_together_however_they_are_given():
     ]
 
 
-def test_what_else_hydra_refuses_is_told_without_its_search_path():
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("algorithm=gpro", "algorithm is 'gpro'; expected one of dr_grpo, grpo, nemo_aligner"),
+        ("trainer.devices==2", "trainer.devices==2 cannot be read as an override; expected KEY=VALUE"),
+        ("+trainer.devices=3", "An item is already at 'trainer.devices'"),
+        ("trainer.devces=2", "did you mean trainer.devices?"),
+    ],
+)
+def test_what_else_hydra_refuses_is_told_in_its_place(override, text):
     with pytest.raises(ConfigError) as raised:
-        compose_or_explain("train_reinforce_actor", ["algorithm=gpro"])
+        compose_or_explain("train_reinforce_actor", [override])
     (fault,) = raised.value.faults
-    assert "Could not find 'algorithm/gpro'" in fault and "nemo_aligner" in fault and "search path" not in fault
+    assert text in fault and "search path" not in fault and "Error parsing" not in fault

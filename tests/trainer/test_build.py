@@ -40,11 +40,7 @@ def test_transformer_engine_wants_a_gpu(tmp_path, mesh):
 
 @pytest.mark.parametrize(
     ("overrides", "shared"),
-    [
-        ([], True),
-        (["model.shared_prefix=false"], False),
-        (["trainer.reinforce.rollout_batch_seq_length=12"], False),
-    ],
+    [([], True), (["model.shared_prefix=false"], False), (["trainer.reinforce.rollout_batch_seq_length=12"], False)],
 )
 def test_groups_share_their_prompt_unless_rows_are_padded(tmp_path, mesh, overrides, shared):
     assert actor_of(tiny_config(tmp_path, *overrides), mesh).settings.shared_prefix is shared

@@ -21,12 +21,7 @@ from torch import Tensor
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.algorithm.loss import LossSettings
-from reinforce_rl.config.actor import (
-    IMPORTANCE_RATIOS,
-    KL_ESTIMATORS,
-    KL_LOSS_WEIGHTS,
-    LOSS_AGGREGATIONS,
-)
+from reinforce_rl.config.actor import IMPORTANCE_RATIOS, KL_ESTIMATORS, KL_LOSS_WEIGHTS, LOSS_AGGREGATIONS
 
 EXACT = {"none", "running_mean", "moving_average", "exponential_moving_average", "rloo"}
 

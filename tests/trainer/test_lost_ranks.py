@@ -85,6 +85,6 @@ def test_outside_of_steps(processes, tmp_path, phase, step):
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=SLOW), 1])
 def test_torchs_own_limit_of_a_collective(processes, tmp_path, lost):
     """It is busy, not still, so that nobody finds it hanging until gloo gives up waiting for it."""
-    reason = lose(processes, tmp_path, lost, "generate", 5, BUSY, torch_timeout=20)
+    reason = lose(processes, tmp_path, lost, "generate", 5, BUSY, torch_timeout=12)
     assert "hangs in" in reason and "longer than torch's own limit (" in reason and "imed out waiting" in reason
     assert "Traceback" not in (tmp_path / "log").read_text()

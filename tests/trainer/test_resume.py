@@ -154,10 +154,7 @@ class TestRefused:
         with tiny_trainer(config, mesh) as trainer:
             trainer.fit()
         write_prompts(tmp_path / "train.jsonl", three_letters(9)[1:])
-        with (
-            pytest.raises(CheckpointError, match=r"prompts|data") as raised,
-            tiny_trainer(config, mesh),
-        ):
+        with pytest.raises(CheckpointError, match=r"prompts|data") as raised, tiny_trainer(config, mesh):
             pass
         assert "new run in another folder" in str(raised.value)
 

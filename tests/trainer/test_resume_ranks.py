@@ -145,10 +145,7 @@ ONE = (1, ())
 
 @pytest.mark.parametrize(
     "layouts",
-    [
-        [ONE, PP2, DP2],
-        pytest.param([ONE, ONE, TP2, TP2, DP2, DP2, PP2, PP2, ONE], marks=pytest.mark.slow),
-    ],
+    [[ONE, PP2, DP2], pytest.param([ONE, ONE, TP2, TP2, DP2, DP2, PP2, PP2, ONE], marks=pytest.mark.slow)],
     ids=["three", "nine"],
 )
 def test_every_prompt_once_an_epoch_through_kills_and_layouts(layouts, processes, tmp_path):

@@ -163,9 +163,9 @@ def test_two_ranks_of_a_plain_python(processes, uninterrupted_on_two, tmp_path, 
 
 
 def test_it_ends_by_itself_before_the_allocation_does(processes, tmp_path):
-    """Steps of two seconds; the allocation ends in 50 s, besides what is the launcher's."""
+    """Steps of two seconds; the allocation ends in 30 s, besides what is the launcher's."""
     steps = ["trainer.reinforce.max_epochs=400", "exp_manager.max_time_per_run='02:30:00'"]
-    stop(processes, tmp_path, *steps, allocation=round(LAUNCHER_SECONDS) + 50, step_seconds=2.0)
+    stop(processes, tmp_path, *steps, allocation=round(LAUNCHER_SECONDS) + 30, step_seconds=2.0)
     end = int(next(line for line in log(tmp_path).splitlines() if "allocation ends" in line).split()[-1])
     found = status(tmp_path)
     assert "the time of this run is used up (" in found.reason and "s are left by SLURM_JOB_END_TIME" in found.reason

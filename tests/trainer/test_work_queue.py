@@ -268,10 +268,7 @@ TWO = (2, ("model.reinforce.num_rollout_samples=7", "model.reinforce.rollout_mic
 # Of four ranks 2, 2, 2, 3, and the last step has one prompt.
 FOUR = (4, ("model.reinforce.num_rollout_samples=9", "trainer.reinforce.max_epochs=1", *ONE_BY_ONE))
 TP2 = (4, ("model.reinforce.num_rollout_samples=7", "model.tensor_model_parallel_size=2", *ONE_BY_ONE))
-FILTERING = (
-    2,
-    ("trainer.reinforce.dynamic_filtering=true", "trainer.reinforce.max_resampling_rounds=2", *ONE_BY_ONE),
-)
+FILTERING = (2, ("trainer.reinforce.dynamic_filtering=true", "trainer.reinforce.max_resampling_rounds=2", *ONE_BY_ONE))
 SETTINGS = (
     "trainer.reinforce.max_epochs=2",
     "trainer.reinforce.val_check_interval=2",
