@@ -28,8 +28,7 @@ from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.settings import check_changes, record
 from reinforce_rl.runtime.status import StatusFile
-from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.runtime.timer import RunTimer, first_save_seconds
+from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
 from reinforce_rl.trainer.build import build_actor, build_sampler
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 from reinforce_rl.trainer.state import BestCheckpoints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -129,7 +130,7 @@ class ServedModelConfig(Section):
 class InferenceConfig(Section):
     name: Text = key("reward_model", "the model's name in URLs; the actor's remote_rm.reward_model.name")
     host: Text = key("127.0.0.1", "0.0.0.0 lets other nodes in; then a token is needed")
-    port: int = key(5555)
+    port: int = key(5555, ge=1, le=65535)
     token_file: Text | None = key(
         None, "file with the access token, mode 0600; null: REINFORCE_REWARD_TOKEN, if set", kind="path"
     )
@@ -141,22 +142,25 @@ class InferenceConfig(Section):
     pad_to_multiple: int = key(
         1, "pad sequences to a multiple of this length: fewer different shapes", unit="tokens", ge=1
     )
-    max_batch_size: int = key(256, "samples in one request; clients split larger ones", unit="samples")
+    max_batch_size: int = key(256, "samples in one request; clients split larger ones", unit="samples", ge=1)
     max_request_bytes: int | None = key(
-        None, "of one request; null: what a full batch of the widest rows takes", unit="bytes"
+        None, "of one request; null: what a full batch of the widest rows takes", unit="bytes", ge=1024
     )
     max_sequence_length: int | None = key(
-        None, "tokens that a row may claim, padding included; null: four times the model's context", unit="tokens"
+        None,
+        "tokens that a row may claim, padding included; null: four times the model's context",
+        unit="tokens",
+        ge=1,
     )
-    max_in_flight: int = key(64, "requests that Triton has at the same time", unit="requests")
-    max_queue: int = key(256, "requests that wait for that; more are rejected with 503", unit="requests")
-    request_seconds: float = key(600.0, "for the answer to one request", unit="s")
+    max_in_flight: int = key(64, "requests that Triton has at the same time", unit="requests", ge=1)
+    max_queue: int = key(256, "requests that wait for that; more are rejected with 503", unit="requests", ge=0)
+    request_seconds: float = key(600.0, "for the answer to one request", unit="s", gt=0)
     stuck_seconds: float = key(
-        300.0, "for one request's samples in the model; then health fails and the server ends", unit="s"
+        300.0, "for one request's samples in the model; then health fails and the server ends", unit="s", gt=0
     )
-    canary_seconds: float = key(10.0, "for health's own sample of one token", unit="s")
+    canary_seconds: float = key(10.0, "for health's own sample of one token", unit="s", gt=0)
     warm_up_lengths: list[int] = key([64, 512], "lengths of the samples scored before the server opens", unit="tokens")
-    max_queue_delay_ms: float = key(0.0, "a request may wait this long for others to be merged with", unit="ms")
+    max_queue_delay_ms: float = key(0.0, "a request may wait this long for others to be merged with", unit="ms", ge=0)
     preferred_batch_sizes: list[int] = key(
         [], "numbers of samples that merged requests should come to, such as [32, 64]", unit="samples"
     )
@@ -184,9 +188,18 @@ class ServeRewardModelConfig(Section):
         return self.reward_function.name is not None
 
     def all_faults(self, found: list[str]) -> Iterable[str]:
+        faults = [*found, *self._inference_faults()]
         if self.serves_function:
-            return [fault for fault in found if " is not set" not in fault]
-        return [*found, *self._model_faults()]
+            return [fault for fault in faults if " is not set" not in fault]
+        return [*faults, *self._model_faults()]
+
+    def _inference_faults(self) -> Iterator[str]:
+        name, most, sizes = self.inference.name, self.inference.max_batch_size, self.inference.preferred_batch_sizes
+        if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+            yield f"inference.name is '{name}'; expected letters, digits, '.', '_' and '-'"
+        if not all(1 <= size <= most for size in sizes):
+            expected = f"numbers from 1 to inference.max_batch_size, which is {most}"
+            yield f"inference.preferred_batch_sizes is {sizes}; expected {expected}"
 
     def _model_faults(self) -> Iterator[str]:
         model, section = self.reward_model, "reward_model"

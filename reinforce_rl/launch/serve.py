@@ -5,20 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError, ModelStuckError
+from reinforce_rl.errors import ModelStuckError
 from reinforce_rl.launch.cli import start_ranks
-from reinforce_rl.reward_server.options import FrontOptions, access_faults
 from reinforce_rl.reward_server.scoring import FunctionScorer
-from reinforce_rl.reward_server.server import RewardServer
+from reinforce_rl.reward_server.server import RewardServer, token_of
 from reinforce_rl.rewards.base import FunctionSpec, Scorer
 from reinforce_rl.rewards.function_pool import FunctionPool
-from reinforce_rl.rewards.wire import read_token
 from reinforce_rl.utils.net import check_port
 
 
@@ -65,16 +62,10 @@ def server_of(cfg: ServeRewardModelConfig, scorer: Scorer, model: Any, **options
     """Build the server for a scorer from the configuration; `model` is this rank's part of it."""
     from reinforce_rl.reward_model.scorer import reward_model_identity
 
-    own, inference = cfg.reward_model, cfg.inference
-    names = ("preferred_batch_sizes", "warm_up_lengths", "deterministic", "add_special_tokens")
-    return RewardServer(
-        scorer,
-        load_tokenizer(own.tokenizer_path or own.restore_from_path),
-        **inference_options(cfg),
-        **{name: getattr(inference, name) for name in names},
-        details=reward_model_identity(own.restore_from_path, own.head_path, model),
-        **options,
-    )
+    own = cfg.reward_model
+    tokenizer = load_tokenizer(own.tokenizer_path or own.restore_from_path)
+    details = reward_model_identity(own.restore_from_path, own.head_path, model)
+    return RewardServer(scorer, tokenizer, cfg.inference, details=details, **options)
 
 
 def serve_function(cfg: ServeRewardModelConfig) -> None:
@@ -85,38 +76,17 @@ def serve_function(cfg: ServeRewardModelConfig) -> None:
         pool.start()
         # Hash the source, so that clients notice a changed function.
         details = {"function": own.name, "kwargs": own.kwargs, "source_sha256": pool.sources[own.name]}
-        RewardServer(FunctionScorer(pool, own.name), None, **inference_options(cfg), details=details).serve()
+        RewardServer(FunctionScorer(pool, own.name), None, cfg.inference, details=details).serve()
     finally:
         pool.close()
-
-
-def inference_options(cfg: ServeRewardModelConfig) -> dict[str, Any]:
-    """Return the `RewardServer` arguments shared by models and functions."""
-    inference = cfg.inference
-    names = {field.name for field in fields(FrontOptions)} & type(inference).model_fields.keys()
-    token = read_token(inference.token_file, "inference.token_file")
-    return {
-        "name": inference.name,
-        "host": inference.host,
-        "port": inference.port,
-        "front": FrontOptions(token=token, **{name: getattr(inference, name) for name in names}),
-        "max_batch_size": inference.max_batch_size,
-        "max_queue_delay": inference.max_queue_delay_ms / 1000,
-        "ready_file": inference.ready_file,
-        "stop_timeout": inference.stop_timeout_seconds,
-    }
 
 
 def serve(cfg: ServeRewardModelConfig) -> None:
     """Serve until a signal; ConfigError if a required access token is missing, or the port is busy."""
     logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if os.environ.get("RANK", "0") == "0":
-        # Before minutes of loading.
-        inference = cfg.inference
-        token = read_token(inference.token_file, "inference.token_file")
-        if faults := access_faults(inference.host, token, inference.allow_no_token):
-            raise ConfigError(faults)
-        check_port(inference.host, inference.port)
+        token_of(cfg.inference)  # both before minutes of loading
+        check_port(cfg.inference.host, cfg.inference.port)
     if cfg.serves_function:
         serve_function(cfg)
         return

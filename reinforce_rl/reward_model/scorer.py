@@ -108,7 +108,7 @@ def share(passes: Sequence[MicroBatch], blocks: int) -> list[list[int]]:
 class MegatronRewardModel:
     """This rank's part of a reward model: an `AttributeScorer` to be called by every rank with the same sequences.
 
-    It is also a `BlockModel`: a server on several ranks calls `score_micro_batches` with this rank's share.
+    A server on several ranks calls `score_micro_batches` with this rank's share.
 
     Args:
         max_length: maximum tokens of a sequence; None for the trunk's maximum.

@@ -20,14 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from socket import gethostname
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_LOST_RANK, ModelStuckError, RankLostError, RewardServerError
-from reinforce_rl.reward_model.scorer import Batching, Merging, MicroBatch, share
+from reinforce_rl.reward_model.scorer import MegatronRewardModel, MicroBatch, share
 from reinforce_rl.rewards.base import AttributeScores
 from reinforce_rl.runtime.links import Buffer, Invitation, Links, LinkThread, host_of_rank_0
 from reinforce_rl.utils.process import die_with_parent
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 300.0  # ranks of a large job do not start at the same moment
+
+Load = Callable[[], MegatronRewardModel]  # builds this rank's part of the model
 
 LOADED, SCORE, ANSWER, STOP = b"loaded", b"score", b"answer", b"stop"  # kinds of messages
 
@@ -54,25 +55,12 @@ class Member:
     host: str = field(default_factory=gethostname)
     pid: int = field(default_factory=os.getpid)
 
+    @classmethod
+    def of(cls, mesh: Mesh) -> Member:
+        return cls(mesh.rank, mesh.dp_rank, mesh.is_last_stage and mesh.tp_rank == 0)
+
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
-
-
-class BlockModel(Protocol):
-    """This rank's part of a reward model."""
-
-    max_length: int  # tokens per sequence
-    vocab_size: int  # token ids are 0 .. vocab_size-1
-    batching: Batching  # splits a call into micro-batches
-    attributes: tuple[str, ...]  # names of the K scores; empty if the reward is the only one
-    merging: Merging  # of the K scores into the reward
-
-    def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
-        """Return scores [n, K] of all n sequences, in order; empty if this rank is not on the last stage.
-
-        A collective call over the block, with no work pending when it returns or raises.
-        """
-        ...
 
 
 @dataclass
@@ -90,14 +78,12 @@ class DistributedScorer:
     collective for the lost rank for ever.
 
     Args:
-        links: to the other ranks.
-        load: builds this rank's part of the model; the others are watched meanwhile.
+        load: the others are watched meanwhile.
         rank_timeout: seconds of silence after which a rank counts as lost.
         call_timeout: seconds for the ranks to finish one call.
 
-    Raises:
-        RankLostError: a rank died or hung before all were ready.
-        RewardServerError: the model cannot score a single token.
+    Raises RankLostError if a rank died or hung before all were ready, RewardServerError if the model cannot score a
+    single token.
     """
 
     def __init__(
@@ -105,10 +91,10 @@ class DistributedScorer:
         me: Member,
         links: Links,
         others: Sequence[Member],
-        load: Callable[[], BlockModel],
+        load: Load,
         *,
-        rank_timeout: float = 60.0,
-        call_timeout: float = 600.0,
+        rank_timeout: float,
+        call_timeout: float,
     ):
         self._members = {member.rank: member for member in (me, *others)}
         self._num_blocks = 1 + max(member.block for member in self._members.values())
@@ -136,9 +122,8 @@ class DistributedScorer:
     def score(self, sequences: list[list[int]]) -> list[float]:
         """Return one reward per sequence, in order. Micro-batches depend on the list's content only, not on the ranks.
 
-        Raises:
-            RankLostError: a rank is gone; no call can succeed any more.
-            RewardServerError: the model raised on a rank; later calls may succeed.
+        Raises RankLostError if a rank is gone, so no call can succeed any more, and RewardServerError if the model
+        raised on a rank.
         """
         return self.score_attributes(sequences).rewards
 
@@ -185,17 +170,17 @@ class DistributedScorer:
         if call.failures:
             raise RewardServerError(self._failures_of(call))
         for block, own in jobs.items():
-            count = sum(len(one.lengths) for one in own)
-            if len(call.scores[block]) != count:
-                raise RewardServerError(f"block {block} gave {len(call.scores[block])} scores for {count} sequences")
+            found, count = len(call.scores[block]), sum(len(one.lengths) for one in own)
+            if found != count:
+                raise RewardServerError(f"block {block} gave {found} scores for {count} sequences")
         return np.concatenate([call.scores[block] for block in jobs])
 
     def _why_given_up(self, call: _Call) -> str:
         now = time.monotonic()
         late = " and ".join(str(self._members[rank]) for rank, due in sorted(call.due.items()) if due <= now)
-        if not call.failures:
-            return f"{late} hangs: no scores within {self._call_timeout:.0f} s (inference.stuck_seconds)"
-        return f"{self._failures_of(call)}, and since then {late} waits for it in vain: the ranks are out of step"
+        if call.failures:
+            return f"{self._failures_of(call)}, and since then {late} waits for it in vain: the ranks are out of step"
+        return f"{late} hangs: no scores within {self._call_timeout:.0f} s (inference.stuck_seconds)"
 
     def _failures_of(self, call: _Call) -> str:
         return "; ".join(f"{self._members[rank]} failed ({why})" for rank, why in sorted(call.failures.items()))
@@ -240,9 +225,7 @@ class DistributedScorer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._lost is not None:
             end_process(str(self._lost))
         if isinstance(error, ModelStuckError):
@@ -262,28 +245,20 @@ class DistributedScorer:
 
 
 def follow(
-    me: Member,
-    links: Links,
-    leader: Member,
-    load: Callable[[], BlockModel],
-    *,
-    rank_timeout: float = 60.0,
-    end: Callable[[str], object] | None = None,
+    me: Member, links: Links, leader: Member, load: Load, rank_timeout: float, end: Callable[[str], object]
 ) -> None:
     """Compute for rank 0, the `leader`, until it sends STOP.
 
     Args:
-        load: builds this rank's part of the model.
         rank_timeout: seconds of silence after which rank 0 counts as lost.
         end: ends the process when rank 0 is lost; called on another thread.
     """
     inbox: queue.SimpleQueue[Sequence[Buffer]] = queue.SimpleQueue()
-    watch = LinkThread(
-        links,
-        rank_timeout,
-        lambda rank, parts: inbox.put(parts),
-        lambda rank, reason: (end or end_process)(f"{leader} {reason}; {me} ends"),
-    )
+
+    def on_lost(rank: int, reason: str) -> None:
+        end(f"{leader} {reason}; {me} ends")
+
+    watch = LinkThread(links, rank_timeout, lambda rank, parts: inbox.put(parts), on_lost)
     model = load()
     links.send(0, LOADED)
     while (parts := inbox.get())[0] != STOP:
@@ -291,12 +266,10 @@ def follow(
     watch.close()
 
 
-def lead_ranks(
-    mesh: Mesh, load: Callable[[], BlockModel], *, rank_timeout: float, call_timeout: float
-) -> DistributedScorer:
+def lead_ranks(mesh: Mesh, load: Load, *, rank_timeout: float, call_timeout: float) -> DistributedScorer:
     """Connect rank 0 to the others, which call `follow_rank_0`. A collective call."""
     _remove_folder_of_torchrun()
-    me = _member_of(mesh)
+    me = Member.of(mesh)
     links, invitation = Links.listen(host_of_rank_0())
     mesh.from_main((invitation, me))
     others = accept(links, mesh.world_size - 1, CONNECT_SECONDS)
@@ -309,7 +282,7 @@ def lead_ranks(
         end_process(str(error))
 
 
-def follow_rank_0(mesh: Mesh, load: Callable[[], BlockModel], *, rank_timeout: float) -> None:
+def follow_rank_0(mesh: Mesh, load: Load, *, rank_timeout: float) -> None:
     """Compute on another rank until rank 0 sends STOP; the process ends if rank 0 is lost. A collective call.
 
     SIGTERM and SIGINT are ignored: torchrun and terminals send them to every rank, and rank 0 needs the others until
@@ -319,8 +292,8 @@ def follow_rank_0(mesh: Mesh, load: Callable[[], BlockModel], *, rank_timeout: f
     invitation, leader = mesh.from_main(None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    me = _member_of(mesh)
-    follow(me, connect(invitation, me, CONNECT_SECONDS), leader, load, rank_timeout=rank_timeout)
+    me = Member.of(mesh)
+    follow(me, connect(invitation, me, CONNECT_SECONDS), leader, load, rank_timeout, end_process)
 
 
 def accept(links: Links, count: int, seconds: float) -> list[Member]:
@@ -328,9 +301,8 @@ def accept(links: Links, count: int, seconds: float) -> list[Member]:
     hellos = links.accept(range(1, count + 1), seconds)
     if len(hellos) < count:
         links.close()
-        raise RewardServerError(
-            f"only {len(hellos)} of {count} ranks connected to rank 0 within {seconds:.0f} s: {sorted(hellos)}"
-        )
+        came = f"only {len(hellos)} of {count} ranks connected to rank 0 within {seconds:.0f} s"
+        raise RewardServerError(f"{came}: {sorted(hellos)}")
     return [Member(**json.loads(hellos[rank])) for rank in sorted(hellos)]
 
 
@@ -339,10 +311,9 @@ def connect(invitation: Invitation, me: Member, seconds: float) -> Links:
     try:
         return Links.connect(invitation, me.rank, json.dumps(asdict(me)).encode(), seconds)
     except ConnectionError as error:
-        raise RewardServerError(
-            f"{me} cannot reach rank 0 at {invitation.host}:{invitation.port} ({error}); ranks of a reward server "
-            "need TCP connections to the host of rank 0"
-        ) from error
+        where = f"{me} cannot reach rank 0 at {invitation.host}:{invitation.port} ({error})"
+        advice = "ranks of a reward server need TCP connections to the host of rank 0"
+        raise RewardServerError(f"{where}; {advice}") from error
 
 
 def end_process(reason: str, code: int = EXIT_LOST_RANK) -> NoReturn:
@@ -362,11 +333,7 @@ def _remove_folder_of_torchrun() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _member_of(mesh: Mesh) -> Member:
-    return Member(mesh.rank, mesh.dp_rank, mesh.is_last_stage and mesh.tp_rank == 0)
-
-
-def _score(model: BlockModel, number: int, micro_batches: Sequence[MicroBatch], me: Member) -> list[Buffer]:
+def _score(model: MegatronRewardModel, number: int, micro_batches: Sequence[MicroBatch], me: Member) -> list[Buffer]:
     """Run this rank's part of a call; return the message for rank 0."""
     try:
         scores = np.asarray(model.score_micro_batches(micro_batches), np.float64)

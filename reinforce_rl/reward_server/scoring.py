@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +16,7 @@ import numpy as np
 
 from reinforce_rl.errors import RankLostError
 from reinforce_rl.reward_model.data import encode_sample
-from reinforce_rl.reward_server.progress import Progress
+from reinforce_rl.reward_server.health import Progress
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.function_pool import PING, FunctionPool
 from reinforce_rl.rewards.wire import read_samples
@@ -84,48 +85,39 @@ class RequestScorer:
 
         If the scorer has K attributes, also `attributes` float32 [N, K].
 
-        Raises:
-            ValueError: no request has inputs that make a form; the front door rejects these.
-            RankLostError: a rank of the server is gone; no call can succeed any more.
+        Raises RankLostError, as no call can succeed any more, and ValueError if no request's inputs make a form.
         """
         self.progress.begin()
         start = time.monotonic()
         try:
-            try:
-                samples, answers = self._answer(requests)
-            except RankLostError:
-                raise
-            except Exception:
-                if len(requests) == 1:
-                    raise
-                samples, answers = self._answer_apart(requests)
+            samples, answers = self._answer(requests)
             self._count(samples, answers, time.monotonic() - start)
             return answers
         finally:
             self.progress.end()
 
     def _answer(self, requests: Sequence[Mapping[str, np.ndarray]]) -> tuple[list[Samples], list[Answer]]:
-        samples = [self._read(request) for request in requests]
-        return samples, self._score_requests(samples)
-
-    def _answer_apart(self, requests: Sequence[Mapping[str, np.ndarray]]) -> tuple[list[Samples], list[Answer]]:
-        """Score requests one by one; raise if none can be answered, so that clients try another server."""
-        samples: list[Samples] = []
-        answers: list[Answer] = []
-        failures: list[Exception] = []
+        """Score requests together, or one by one if that fails; raise if none succeeds: clients try another server."""
+        try:
+            samples = [self._read(request) for request in requests]
+            return samples, self._score_requests(samples)
+        except Exception as error:
+            if isinstance(error, RankLostError) or len(requests) == 1:
+                raise
+        samples, answers, failures = [], [], []
         for request in requests:
             try:
-                read, answer = self._answer([request])
+                (read,), (answer,) = self._answer([request])
             except RankLostError:
                 raise
             except Exception as error:
                 logger.error("event=request_failed error=%s", type(error).__name__)
                 failures.append(error)
                 count = max(len(array) for array in request.values())
-                read = [Samples([[]] * count, np.full(count, base.STATUS_INTERNAL, np.int32))]
-                answer = [self._score(read[0])]
-            samples += read
-            answers += answer
+                read = Samples([[]] * count, np.full(count, base.STATUS_INTERNAL, np.int32))
+                answer = self._score(read)
+            samples.append(read)
+            answers.append(answer)
         if len(failures) == len(requests):
             raise failures[-1]
         return samples, answers
@@ -147,8 +139,7 @@ class RequestScorer:
 
     def _read_each(self, rows: Iterable[Any], read: Callable[[Any], Any], fault: int) -> Samples:
         """Apply `read` per row; if it raises, the row gets status `fault`, or STATUS_BAD_TEXT for bad UTF-8."""
-        sequences: list[list[int]] = []
-        status: list[int] = []
+        sequences, status = [], []
         for row in rows:
             try:
                 sequence = np.asarray(read(row), np.int64)
@@ -177,15 +168,13 @@ class RequestScorer:
         return base.STATUS_OK
 
     def _score_requests(self, samples: list[Samples]) -> list[Answer]:
-        if not self._deterministic and len(samples) > 1:
-            merged = Samples(
-                [sequence for one in samples for sequence in one.sequences],
-                np.concatenate([one.status for one in samples]),
-            )
-            cuts = np.cumsum([len(one.status) for one in samples])[:-1]
-            parts = {key: np.split(value, cuts) for key, value in self._score(merged).items()}
-            return [{key: values[row] for key, values in parts.items()} for row in range(len(samples))]
-        return [self._score(one) for one in samples]
+        if self._deterministic or len(samples) == 1:
+            return [self._score(one) for one in samples]
+        sequences = [sequence for one in samples for sequence in one.sequences]
+        merged = self._score(Samples(sequences, np.concatenate([one.status for one in samples])))
+        cuts = np.cumsum([len(one.status) for one in samples])[:-1]
+        parts = {key: np.split(value, cuts) for key, value in merged.items()}
+        return [{key: values[row] for key, values in parts.items()} for row in range(len(samples))]
 
     def _score(self, samples: Samples) -> Answer:
         status = samples.status.copy()
@@ -224,30 +213,19 @@ class RequestScorer:
 
     def _call_model(self, sequences: list[list[int]]) -> np.ndarray:
         count = len(sequences)
-        if self._attributes and isinstance(self._scorer, base.AttributeScorer):
-            found = self._scorer.score_attributes(sequences)
-            attributes = np.asarray(found.attributes, np.float64).reshape(count, len(self._attributes))
-            return np.column_stack([np.asarray(found.rewards, np.float64).reshape(count), attributes])
-        return np.asarray(self._scorer.score(sequences), np.float64).reshape(count, 1)
+        if not self._attributes:
+            return np.asarray(self._scorer.score(sequences), np.float64).reshape(count, 1)
+        found = cast(base.AttributeScorer, self._scorer).score_attributes(sequences)
+        attributes = np.asarray(found.attributes, np.float64).reshape(count, len(self._attributes))
+        return np.column_stack([np.asarray(found.rewards, np.float64).reshape(count), attributes])
 
     def _count(self, samples: list[Samples], answers: list[Answer], seconds: float) -> None:
-        by_status: dict[int, int] = {}
-        for answer in answers:
-            for code in answer[wire.STATUS][:, 0].tolist():
-                by_status[code] = by_status.get(code, 0) + 1
+        by_status = Counter(code for answer in answers for code in answer[wire.STATUS][:, 0].tolist())
         failed = {base.STATUS_TEXT[code]: n for code, n in by_status.items() if code != base.STATUS_OK}
-        count = sum(len(one.status) for one in samples)
         tokens = sum(len(sequence) for one in samples for sequence in one.sequences)
+        text = "event=scored requests=%d samples=%d tokens=%d seconds=%.3f failed=%s"
         level = logging.WARNING if failed else logging.DEBUG
-        logger.log(
-            level,
-            "event=scored requests=%d samples=%d tokens=%d seconds=%.3f failed=%s",
-            len(samples),
-            count,
-            tokens,
-            seconds,
-            failed,
-        )
+        logger.log(level, text, len(samples), by_status.total(), tokens, seconds, failed)
         self.progress.count(len(samples), by_status, tokens, seconds)
 
 
@@ -275,14 +253,8 @@ class FunctionRequestScorer(RequestScorer):
 
     def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
         """Return a sample that a worker answers without calling the function, which may reject made-up ones."""
-        return [
-            {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]}
-            for name, text in (
-                (wire.PROMPTS, ""),
-                (wire.RESPONSES, ""),
-                (wire.METADATA, json.dumps(self._canary)),
-            )
-        ]
+        texts = {wire.PROMPTS: "", wire.RESPONSES: "", wire.METADATA: json.dumps(self._canary)}
+        return [{"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]} for name, text in texts.items()]
 
     def _read(self, request: Mapping[str, np.ndarray]) -> Samples:
         wire.check_inputs(set(request.keys()), self.input_forms)
@@ -292,15 +264,14 @@ class FunctionRequestScorer(RequestScorer):
     def _score_requests(self, samples: list[Samples]) -> list[dict[str, np.ndarray]]:
         pending = []
         for one in samples:
-            good = np.flatnonzero(one.status == base.STATUS_OK)
             texts = [text for text in one.texts if text is not None]
             is_canary = all(dict(text.record) == self._canary for text in texts)
             function = PING if is_canary else self._function.function
-            pending.append((one, good, self._function.pool.submit(function, texts, self.progress.beat)))
+            pending.append(self._function.pool.submit(function, texts, self.progress.beat))
         answers = []
-        for one, good, scores in pending:
+        for one, scores in zip(samples, pending, strict=True):
             status, rewards = one.status.copy(), np.full(len(one.status), np.nan, np.float32)
-            answer = scores.result()
+            good, answer = status == base.STATUS_OK, scores.result()
             status[good], rewards[good] = answer.status, answer.values
             answers.append({wire.REWARDS: rewards[:, None], wire.STATUS: status[:, None]})
         return answers

@@ -1,29 +1,304 @@
-"""Context of a run on one rank: signals, `status.json`, the watchdog, and the current phase."""
+"""Context of a run on one rank: signals, `status.json`, the current phase, and the watch over the other ranks.
+
+A rank that dies or hangs ends the job within a bounded time and is named. A thread of each rank reports the state of
+its main thread to rank 0 every second, over `Links`. Rank 0 reports to the others too, and sends the verdict once a
+rank is lost. The thread exits the process if the main thread is stuck in a collective.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
-import socket
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from socket import gethostname
+from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError, LostRankError, ReinforceError, StoppedEarly
-from reinforce_rl.runtime.links import host_of_rank_0
-from reinforce_rl.runtime.phases import Activity
-from reinforce_rl.runtime.status import StatusFile, read_status
+from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, LostRankError, ReinforceError, StoppedEarly
+from reinforce_rl.runtime.links import Invitation, Links, host_of_rank_0
+from reinforce_rl.runtime.phases import Activity, PlaceWatcher
+from reinforce_rl.runtime.status import StatusFile, refuse_second_run
 from reinforce_rl.runtime.stop import StopNow, StopRequest
-from reinforce_rl.runtime.watchdog import Verdict, Watchdog
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.mesh import Mesh
 
 EXIT_INTERRUPTED = 130  # as of a shell after Ctrl-C
+BEAT_SECONDS = 1.0
+CONNECT_SECONDS = 30.0
+SETTLE_SECONDS = 1.0  # from the first sign of a loss to the verdict, since a dead rank drags others along
+GRACE_SECONDS = 5.0  # from the verdict to the exit of a process whose main thread is stuck
+END_SECONDS = 120.0  # for cleanup of a main thread that is already ending
+
+_NAMED = 8  # most ranks named in a message
+
+
+@dataclass(frozen=True)
+class Report:
+    """Last known state of a rank."""
+
+    rank: int
+    host: str
+    phase: str = "start"  # phase, step and number as in `phases.Phase`
+    step: int = 0
+    number: int = 0
+    has_deadline: bool = False  # it waits for another program, with its own timeout
+    line: str = ""  # of this package, where its main thread is
+    in_collective: bool = False  # it waits for other ranks
+    still: float = 0.0  # seconds without movement of its main thread
+
+
+@dataclass(frozen=True)
+class Verdict:
+    text: str  # names rank, host and phase
+    exit_code: int = LostRankError.exit_code  # of the ranks that end because of it
+    of_first: bool = False  # rank 0 is lost, which writes the run's status
+
+
+@dataclass
+class _Watched:
+    report: Report
+    ended: tuple[int, str] | None = None  # exit code and text
+    ended_at: float = 0.0  # `time.monotonic`
+
+
+class Watchdog:
+    """This rank's side of the watch.
+
+    Args:
+        run: its stop request is polled for this rank, and passed the requests of others.
+        silence_seconds: a rank that sends nothing for this long is lost.
+        hang_seconds: abort after this long without progress on any rank.
+    """
+
+    def __init__(self, run: RunControl, rank: int, world_size: int, *, silence_seconds: float, hang_seconds: float):
+        self.rank = rank
+        self._run, self._activity, self._stop = run, run.activity, run.stop
+        self._silence_seconds, self._hang_seconds = silence_seconds, hang_seconds
+        self._place = PlaceWatcher(threading.get_ident())
+        self._links: Links | None = None
+        self._others = {other: _Watched(Report(other, "?")) for other in (range(1, world_size) if rank == 0 else [0])}
+        self._verdict: Verdict | None = None
+        self._timed_out: dict[int, str] = {}  # on rank 0: timeout errors by rank
+        self.ending = threading.Event()
+        self._judged, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def open(self, host: str) -> Invitation:
+        """Listen on rank 0, reached by the others as `host`; return the invitation that they `join` with."""
+        self._links, invitation = Links.listen(host)
+        return invitation
+
+    def join(self, invitation: Invitation) -> None:
+        """Connect to rank 0, on the others; raise ReinforceError if it cannot be reached."""
+        try:
+            self._links = Links.connect(invitation, self.rank, self._beat()[0], CONNECT_SECONDS)
+        except ConnectionError as error:
+            raise ReinforceError(
+                f"rank {self.rank} ({gethostname()}) cannot reach rank 0 at {invitation.host}:{invitation.port}: "
+                f"{error}; ranks of a job need open ports between them"
+            ) from error
+
+    def start(self) -> None:
+        """Start watching; rank 0 first waits for the others, which have all joined.
+
+        Raises ReinforceError, on rank 0, if a rank is missing.
+        """
+        assert self._links is not None
+        self._links.set_beat(BEAT_SECONDS, self._beat)
+        if self.rank == 0:
+            hellos = self._links.accept(self._others.keys(), CONNECT_SECONDS)
+            for rank, hello in hellos.items():
+                self._others[rank].report = Report(**json.loads(hello)["report"])
+            if missing := sorted(self._others.keys() - hellos.keys()):
+                raise ReinforceError(f"no report of rank {missing} came to rank 0 within {CONNECT_SECONDS:.0f} s")
+        # Report each new phase at once, so that the verdict on a dead rank names its phase.
+        self._activity.listen(lambda name: self._send(self._state()))
+        self._thread.start()
+
+    def explain(self, *, timed_out: str = "") -> Verdict | None:
+        """Return the verdict after an error of this rank, if another rank is to blame.
+
+        `timed_out` is a collective's own timeout error. It does not name the awaited rank; rank 0 finds it.
+        """
+        if timed_out and self.rank == 0:
+            self._timed_out[0] = timed_out
+        elif timed_out:
+            self._send({"timed_out": timed_out})
+        self._judged.wait(SETTLE_SECONDS + 2 * BEAT_SECONDS)
+        return self._verdict
+
+    def end(self, exit_code: int, text: str = "") -> None:
+        """Send the others the exit code of this rank's main thread. Only the first call counts."""
+        if not self.ending.is_set():
+            self._send({"end": exit_code, "text": text})
+            self.ending.set()
+
+    def close(self) -> None:
+        """Stop watching; call `end` first."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * BEAT_SECONDS)
+        if self._links is not None:
+            self._links.close()
+
+    def _watch(self) -> None:
+        assert self._links is not None
+        first_sign: float | None = None
+        next_look = 0.0
+        while not self._closing.is_set():
+            for rank, parts in self._links.poll(0.2):
+                self._receive(self._others[rank], json.loads(bytes(parts[0])))
+            now = time.monotonic()
+            looks = now >= next_look  # limited to once a beat, since looking for a hang walks the stack
+            next_look = now + BEAT_SECONDS if looks else next_look
+            if first_sign is None and (self._sign_of_loss() or (looks and self._hung() is not None)):
+                first_sign = now
+            if self._verdict is None and first_sign is not None and now - first_sign >= SETTLE_SECONDS:
+                self._verdict = self._judge()
+            if self._verdict is not None:
+                self._see_the_end(self._links, self._verdict)
+                return
+
+    def _see_the_end(self, links: Links, verdict: Verdict) -> None:
+        if self.rank == 0:
+            self._send({"verdict": asdict(verdict)})
+            links.poll(0.0)
+        self._judged.set()
+        self.ending.wait(GRACE_SECONDS)  # give the main thread time to end by itself
+        links.poll(0.0)  # flush the message of `end`
+        if not self._closing.wait(END_SECONDS if self.ending.is_set() else 0.0):
+            self._run.leave(verdict)
+
+    def _report(self) -> Report:
+        phase, place = self._activity.phase, self._place.look()
+        still = time.monotonic() - max(place.still_since, phase.since)
+        where = (phase.name, phase.step, phase.number, phase.has_deadline, place.line, place.in_collective, still)
+        return Report(self.rank, gethostname(), *where)
+
+    def _state(self) -> dict[str, Any]:
+        stop = {} if self._stop.reason is None else {"stop": self._stop.reason}
+        return {"report": asdict(self._report()), **stop}
+
+    def _beat(self) -> list[bytes]:
+        return [json.dumps(self._state()).encode()]
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._links is not None:
+            self._links.send_all(json.dumps(message).encode())
+
+    def _receive(self, sender: _Watched, message: dict[str, Any]) -> None:
+        if "report" in message:
+            sender.report = Report(**message["report"])
+        if "stop" in message:
+            self._stop.relay(message["stop"])
+        if "end" in message:
+            sender.ended, sender.ended_at = (message["end"], message["text"]), time.monotonic()
+            if sender.ended[0] == StoppedEarly.exit_code:
+                self._stop.relay("a signal to another rank")
+        if "timed_out" in message:
+            self._timed_out[sender.report.rank] = message["timed_out"]
+        if "verdict" in message and self._verdict is None:
+            self._verdict = Verdict(**message["verdict"])
+
+    def _lost(self) -> tuple[list[Report], list[Report]]:
+        """Return the ranks whose connections closed without a message, and those that are silent."""
+        assert self._links is not None
+        left = [(self._links.peers[rank], other.report) for rank, other in self._others.items() if other.ended is None]
+        gone = [report for peer, report in left if peer.closed]
+        return gone, [report for peer, report in left if peer.silence > self._silence_seconds]
+
+    def _failed(self) -> list[_Watched]:
+        return [o for o in self._others.values() if o.ended is not None and o.ended[0] != EXIT_FINISHED]
+
+    def _sign_of_loss(self) -> bool:
+        return bool(self._timed_out or self._failed() or any(self._lost()))
+
+    def _judge(self) -> Verdict | None:
+        # A dead process explains more than the errors of those that lost it.
+        gone, quiet = self._lost()
+        if gone:
+            return died(gone)
+        if quiet:
+            return silent(quiet, self._silence_seconds)
+        verdict = waited_for(self._reports(), self._timed_out) or self._hung()
+        if verdict is None and (failures := self._failed()):
+            first = min(failures, key=lambda other: other.ended_at)
+            assert first.ended is not None
+            return failed(first.report, *first.ended)
+        return verdict
+
+    def _hung(self) -> Verdict | None:
+        if self.rank != 0 or self.ending.is_set() or any(o.ended is not None for o in self._others.values()):
+            return None
+        return hung(self._reports(), self._hang_seconds)
+
+    def _reports(self) -> list[Report]:
+        return [self._report(), *(other.report for other in self._others.values())]
+
+
+def died(lost: Sequence[Report]) -> Verdict:
+    """Return the verdict on ranks whose connections closed without a message."""
+    return _verdict(lost, "died in", ": the process has gone without a word; see its output and the kernel's log")
+
+
+def silent(lost: Sequence[Report], seconds: float) -> Verdict:
+    """Return the verdict on ranks that have sent nothing for `seconds`."""
+    what = f"was last heard of {seconds:.0f} s ago, in"
+    return _verdict(lost, what, ": its process is stopped, or its machine is down")
+
+
+def failed(report: Report, exit_code: int, text: str) -> Verdict:
+    """Return the verdict on a rank that sent its error; one stopped by a signal stops the others too."""
+    if exit_code == StoppedEarly.exit_code:
+        return Verdict(text, exit_code)
+    return _verdict([report], "failed in", f": {text.strip() or f'exit code {exit_code}'}")
+
+
+def hung(reports: Sequence[Report], limit: float) -> Verdict | None:
+    """Return the verdict if no rank has moved for `limit` seconds; else None.
+
+    Blames the ranks outside a collective; if all are in one, those with the least progress.
+    """
+    seconds = min(report.still for report in reports)
+    return None if seconds < limit else _stuck(reports, f"no rank has got any further for {seconds:.0f} s")
+
+
+def waited_for(reports: Sequence[Report], timed_out: Mapping[int, str]) -> Verdict | None:
+    """Return the verdict after a collective's timeout (`timed_out`: texts by rank); None if nobody can be blamed."""
+    others = [report for report in reports if report.rank not in timed_out]
+    if not timed_out or not others:
+        return None
+    rank = min(timed_out)
+    return _stuck(others, f"rank {rank} has waited for longer than torch's own limit ({timed_out[rank].strip()})")
+
+
+def _stuck(reports: Sequence[Report], why: str) -> Verdict | None:
+    """Blame the ranks outside a collective; None if one of them has its own timeout."""
+    blamed = [report for report in reports if not report.in_collective]
+    if any(report.has_deadline for report in blamed):
+        return None
+    if not blamed:
+        least = min(report.number for report in reports)
+        blamed = [report for report in reports if report.number == least]
+    lines = ", ".join(dict.fromkeys(report.line for report in blamed if report.line))
+    return _verdict(blamed, "hangs in", f"{f' at {lines}' if lines else ''}: {why}")
+
+
+def _verdict(lost: Sequence[Report], what: str, why: str) -> Verdict:
+    names = ", ".join(f"rank {report.rank} (host {report.host})" for report in lost[:_NAMED])
+    if len(lost) > _NAMED:
+        names += f" and {len(lost) - _NAMED} more"
+    step = f" of step {lost[0].step}" if lost[0].step else ", before the first step"
+    advice = "The other ranks end. The same command goes on from the last checkpoint"
+    text = f"{names} {what} phase {lost[0].phase}{step}{why}. {advice}"
+    return Verdict(text, of_first=any(report.rank == 0 for report in lost))
 
 
 class RunControl:
@@ -37,9 +312,8 @@ class RunControl:
     def running(self) -> Iterator[None]:
         """Keep `status.json` up to date during the block, which is the whole run.
 
-        Raises:
-            StoppedEarly: a signal came before there was anything to save.
-            ConfigError: another process on this machine works in this run's folder.
+        Raises StoppedEarly if a signal came before there was anything to save, and ConfigError if another process on
+        this machine works in this run's folder.
         """
         if self.status.enabled:
             refuse_second_run(self.status.path.parent)
@@ -56,37 +330,24 @@ class RunControl:
         self.status.end(EXIT_FINISHED)
 
     @contextlib.contextmanager
-    def watching(self, mesh: Mesh, *, silence_seconds: float, hang_seconds: float) -> Iterator[None]:
-        """Watch the other ranks during the block; no-op with one rank.
-
-        Raises:
-            LostRankError: this rank failed because another was lost.
-        """
+    def watching(self, mesh: Mesh, **limits: float) -> Iterator[None]:
+        """Watch the other ranks during the block, with `limits` as of `Watchdog`, as `ending` does; no-op with one."""
         from reinforce_rl.megatron.mesh import before_the_watch  # imports torch and megatron
 
         if mesh.world_size == 1:
             yield
             return
-        watchdog = self._watchdog = Watchdog(
-            mesh.rank,
-            mesh.world_size,
-            self.activity,
-            self.stop,
-            silence_seconds=silence_seconds,
-            hang_seconds=hang_seconds,
-            leave=self._leave,
-        )
-        invitation = watchdog.open(host_of_rank_0()) if mesh.is_main else None
+        watchdog = self._watchdog = Watchdog(self, mesh.rank, mesh.world_size, **limits)
         failure: Exception | None = None
-        with before_the_watch(mesh.rank, mesh.world_size):
-            invitation = mesh.from_main(invitation)
-            try:
-                if not mesh.is_main:
-                    watchdog.join(invitation)
-            except ReinforceError as error:
-                failure = error
-            mesh.check_together(failure)
         try:
+            with before_the_watch(mesh.rank, mesh.world_size):
+                invitation = mesh.from_main(watchdog.open(host_of_rank_0()) if mesh.is_main else None)
+                try:
+                    if not mesh.is_main:
+                        watchdog.join(invitation)
+                except ReinforceError as error:
+                    failure = error
+                mesh.check_together(failure)
             watchdog.start()
             with self.ending():
                 yield
@@ -98,21 +359,18 @@ class RunControl:
     def ending(self) -> Iterator[None]:
         """Send an error of the block to the other ranks at once, before any cleanup.
 
-        Raises:
-            LostRankError: the error was caused by the loss of another rank.
-            StoppedEarly: the other rank was stopped by a signal.
+        Raises LostRankError in its place if another rank's loss caused it, StoppedEarly if that one got a signal.
         """
         try:
             yield
         except BaseException as error:
             watchdog = self._watchdog
-            if watchdog is None or watchdog.is_ending:
+            if watchdog is None or watchdog.ending.is_set():
                 raise
-            code, text = _outcome(error)
             # All ranks raise our own errors together; any other error may be caused by another rank's end.
             may_be_echo = isinstance(error, Exception) and not isinstance(error, ReinforceError)
             verdict = watchdog.explain(timed_out=_time_out_of(error)) if may_be_echo else None
-            watchdog.end(code, text)
+            watchdog.end(*_outcome(error))
             if verdict is not None:
                 self._take_over(verdict)
                 kind = StoppedEarly if verdict.exit_code == StoppedEarly.exit_code else LostRankError
@@ -121,14 +379,12 @@ class RunControl:
 
     def _take_over(self, verdict: Verdict) -> None:
         if verdict.of_first:
-            with contextlib.suppress(OSError, ValueError):
-                self.status.speak_for_first()
+            self.status.speak_for_first()
 
-    def _leave(self, verdict: Verdict) -> None:
+    def leave(self, verdict: Verdict) -> None:
         """Exit from the watchdog's thread while the main thread is stuck."""
         self._take_over(verdict)
-        with contextlib.suppress(OSError):
-            self.status.end(verdict.exit_code, verdict.text)
+        self.status.end(verdict.exit_code, verdict.text)
         with contextlib.suppress(OSError, ValueError):
             show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # hidden by the live display
             kind = "" if verdict.exit_code == StoppedEarly.exit_code else "error: "
@@ -151,21 +407,3 @@ def _outcome(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted by Ctrl-C"
     return EXIT_ERROR, f"{type(error).__name__}: {error}"
-
-
-def refuse_second_run(folder: Path) -> None:
-    """Raise ConfigError if the process that last wrote `status.json` still runs on this machine."""
-    with contextlib.suppress(OSError, ValueError, TypeError, psutil.Error):
-        status = read_status(folder)
-        if status is None or (status.state, status.host) != ("running", socket.gethostname()):
-            return
-        process = psutil.Process(status.pid)
-        is_other = status.pid != os.getpid() and process.create_time() < status.time
-        if not is_other or process.status() == psutil.STATUS_ZOMBIE:
-            return
-        raise ConfigError(
-            [
-                f"{folder} has a run that is still going on (process {status.pid} of this machine). Wait for its end "
-                "or end it, or choose another folder (exp_manager.explicit_log_dir)"
-            ]
-        )

@@ -25,7 +25,6 @@ Message = tuple[int, list[memoryview]]  # sender's rank, parts
 
 BEATS_A_TIMEOUT = 5  # heartbeats per timeout
 LINGER_SECONDS = 2.0  # to send queued messages on close
-_BEAT = (b"",)
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,8 @@ class Links:
     def __init__(self, socket: zmq.Socket[bytes], rank: int):
         self.peers: dict[int, Peer] = {}  # by rank
         self.beat_seconds = 1.0  # heartbeat interval
-        self._beat: Callable[[], Sequence[Buffer]] = lambda: _BEAT
-        self._rank = rank
-        self._socket = socket
+        self._beat: Callable[[], Sequence[Buffer]] = lambda: (b"",)
+        self._rank, self._socket = rank, socket
         socket.set_hwm(0)  # a message is never dropped
         self._monitor = socket.get_monitor_socket()
         self._ranks: dict[int, int] = {}  # by file descriptor, on rank 0
@@ -67,16 +65,12 @@ class Links:
             self._poller.register(source, zmq.POLLIN)
         self._next_beat = self._last_poll = time.monotonic()
         self._authenticator: ThreadAuthenticator | None = None
-        self._closing = threading.Lock()
-        self._is_closed = False
 
     @classmethod
     def listen(cls, host: str) -> tuple[Links, Invitation]:
-        """Listen on rank 0; return its end and the invitation for `connect`.
+        """Listen on rank 0, which the other ranks see as `host`; return its end and the invitation for `connect`.
 
-        Args:
-            host: this machine's name or address as seen by the other ranks. Unless it is the loopback, listens on all
-                addresses, since the name may resolve to another address here than there.
+        Listens on all addresses, unless it is the loopback: a name may resolve to another address here than there.
         """
         server_key, server_secret = zmq.curve_keypair()
         public_key, secret_key = zmq.curve_keypair()
@@ -90,21 +84,17 @@ class Links:
         router.backlog = 1024
         links = cls(router, 0)
         links._authenticator = authenticator
-        is_local = host in ("127.0.0.1", "localhost", "::1")
-        router.ipv6 = not is_local
-        router.bind(f"tcp://{'127.0.0.1' if is_local else '*'}:*")
+        host = "127.0.0.1" if host in ("localhost", "::1") else host
+        router.ipv6 = host != "127.0.0.1"
+        router.bind(f"tcp://{'*' if router.ipv6 else host}:*")
         port = int(bytes(router.get(zmq.LAST_ENDPOINT)).rpartition(b":")[2])
-        return links, Invitation("127.0.0.1" if is_local else host, port, server_key, public_key, secret_key)
+        return links, Invitation(host, port, server_key, public_key, secret_key)
 
     @classmethod
     def connect(cls, invitation: Invitation, rank: int, hello: bytes, seconds: float) -> Links:
-        """Connect another rank to rank 0.
+        """Connect another rank to rank 0, where `accept` returns the `hello`.
 
-        Args:
-            hello: returned by `accept` for this rank.
-
-        Raises:
-            ConnectionError: rank 0 is not there, or refused this rank.
+        Raises ConnectionError if rank 0 is not there, or refused this rank.
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         dealer = context.socket(zmq.DEALER)
@@ -141,9 +131,9 @@ class Links:
             peer.silence = 0.0
         return hellos
 
-    def set_beat(self, seconds: float, beat: Callable[[], Sequence[Buffer]] = lambda: _BEAT) -> None:
-        """Send the result of `beat` at this interval from now on. The other end drops empty messages (the default)."""
-        self.beat_seconds, self._beat, self._next_beat = seconds, beat, time.monotonic()
+    def set_beat(self, seconds: float, beat: Callable[[], Sequence[Buffer]] | None = None) -> None:
+        """Send the result of `beat` at this interval from now on; by default an empty message, which `poll` drops."""
+        self.beat_seconds, self._beat, self._next_beat = seconds, beat or self._beat, time.monotonic()
 
     def send(self, rank: int, *parts: Buffer) -> None:
         """Queue a message for `poll` to send; from any thread. Messages to a lost peer are dropped."""
@@ -187,17 +177,15 @@ class Links:
 
     def close(self) -> None:
         """Close all connections after sending what is queued; `poll` must have ended. Safe to call twice."""
-        with self._closing:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._flush()
-            self._socket.disable_monitor()
-            if self._authenticator is not None:
-                self._authenticator.stop()
-            self._socket.context.destroy(round(1000 * LINGER_SECONDS))
-            self._wake.close()
-            self._wakes.close()
+        if self._socket.context.closed:
+            return
+        self._flush()
+        self._socket.disable_monitor()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._socket.context.destroy(round(1000 * LINGER_SECONDS))
+        self._wake.close()
+        self._wakes.close()
 
     def _flush(self) -> None:
         while self._outbox:
@@ -245,7 +233,6 @@ class LinkThread:
     """Sends and receives on its own thread, and detects lost and silent peers.
 
     Args:
-        links: connected.
         timeout: seconds of silence after which a peer counts as lost.
         on_message: called on the thread with the sender's rank and the message parts.
         on_lost: called on the thread, once per lost peer, with its rank and the reason.
@@ -259,10 +246,8 @@ class LinkThread:
         on_lost: Callable[[int, str], object],
     ):
         self.stopping = threading.Event()  # set when a peer's end is no loss any more
-        self._links = links
-        self._timeout = timeout
-        self._on_message = on_message
-        self._on_lost = on_lost
+        self._links, self._timeout = links, timeout
+        self._on_message, self._on_lost = on_message, on_lost
         self._end = threading.Event()
         links.set_beat(timeout / BEATS_A_TIMEOUT)
         self._thread = threading.Thread(target=self._run, daemon=True, name="links")
@@ -286,21 +271,20 @@ class LinkThread:
             for rank, parts in self._links.poll(self._links.beat_seconds):
                 self._on_message(rank, parts)
             for peer in list(watched):
-                is_silent = peer.silence > self._timeout and not self.stopping.is_set()
-                if not peer.closed and not is_silent:
-                    continue
-                watched.discard(peer)
-                if not self.stopping.is_set():
+                stopping, is_silent = self.stopping.is_set(), peer.silence > self._timeout
+                if peer.closed or (is_silent and not stopping):
+                    watched.discard(peer)
                     silent = f"hangs: it gave no sign of life for {peer.silence:.0f} s"
-                    self._on_lost(peer.rank, "died: its connection is closed" if peer.closed else silent)
+                    if not stopping:
+                        self._on_lost(peer.rank, "died: its connection is closed" if peer.closed else silent)
 
 
+@dataclass
 class _OneKey:
-    def __init__(self, key: bytes):
-        self._key = key
+    key: bytes
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._key
+        return key == self.key
 
 
 def host_of_rank_0() -> str:

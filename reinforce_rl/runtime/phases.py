@@ -6,10 +6,10 @@ import contextlib
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import psutil
 import torch
@@ -61,36 +61,33 @@ class Activity:
 
 
 class StepClock:
-    """Measures seconds and peak memory of each phase of the current step on this rank.
-
-    Args:
-        activity: notified of the phases.
-        among_ranks: measure how long this thread waits for other ranks.
-    """
+    """Measures seconds and peak memory of each phase of the current step, and `among_ranks` the waits for others."""
 
     def __init__(self, activity: Activity, device: torch.device, *, among_ranks: bool = False):
         self._activity = activity
         self._waits = WaitMeter(threading.get_ident()) if among_ranks else None
         self._memory = PeakMemory(device)
+        self._begin()
+
+    def start(self, step: int) -> None:
+        self._activity.at_step(step)
+        self._begin()
+
+    def _begin(self) -> None:
         self._started = time.perf_counter()
         self.seconds: dict[str, float] = {}  # by phase; repeated phases add up
         self.own_seconds: dict[str, float] = {}  # less the measured waits for other ranks
         self.gigabytes: dict[str, float] = {}  # highest peak
-
-    def start(self, step: int) -> None:
-        self._activity.at_step(step)
-        self._started = time.perf_counter()
-        self.seconds, self.own_seconds, self.gigabytes = {}, {}, {}
 
     @contextlib.contextmanager
     def phase(self, name: str, *, has_deadline: bool = False) -> Iterator[None]:
         self._activity.begin(name, has_deadline=has_deadline)
         self._memory.start()
         started = time.perf_counter()
-        with contextlib.nullcontext() if self._waits is None else self._waits.measuring():
+        with self._waits.measuring() if self._waits else contextlib.nullcontext():
             yield
         seconds = time.perf_counter() - started
-        own = seconds - (0.0 if self._waits is None else self._waits.seconds)
+        own = seconds - (self._waits.seconds if self._waits else 0.0)
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.own_seconds[name] = self.own_seconds.get(name, 0.0) + max(own, 0.0)
         self.gigabytes[name] = max(self.gigabytes.get(name, 0.0), self._memory.gigabytes())
@@ -141,7 +138,9 @@ class PlaceWatcher:
         self._still_since = time.monotonic()
 
     def look(self) -> Place:
-        stack = _stack(sys._current_frames().get(self._thread))
+        frame = sys._current_frames().get(self._thread)
+        walk = [] if frame is None else traceback.walk_stack(frame)
+        stack = tuple((one.f_code.co_filename, line) for one, line in walk)
         if stack != self._last:
             self._last, self._still_since = stack, time.monotonic()
         innermost = stack[0][0] if stack else ""
@@ -183,11 +182,3 @@ class WaitMeter:
 
 def _waits_for_ranks(file: str) -> bool:
     return any(part in file for part in _COLLECTIVES)
-
-
-def _stack(frame: FrameType | None) -> tuple[tuple[str, int], ...]:
-    found = []
-    while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return tuple(found)

@@ -6,7 +6,6 @@ then, and the configuration from there on, as YAML.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -39,7 +38,7 @@ SILENT = re.compile(r"resume_with_changes$|preflight|remote_rm\.reward_model\.(i
 
 def compare(before: str, now: str, schema: type[Section] = TrainConfig) -> dict[str, str]:
     """Return keys that differ between two YAML texts, with both values; a missing key has its default."""
-    trees: list[Any] = [OmegaConf.to_container(OmegaConf.create(text)) for text in (before, now)]
+    trees = [OmegaConf.to_container(OmegaConf.create(text)) for text in (before, now)]
     found = {}
     for key, default in flatten(schema().model_dump()):
         old, new = (_value(tree, key, default) for tree in trees)
@@ -67,20 +66,16 @@ def _value(tree: Any, key: str, default: Any) -> Any:
 def check_changes(cfg: TrainConfig) -> dict[str, str]:
     """Return changes since the settings of the last step before this start; the same before and after `record`.
 
-    Raises:
-        ConfigError: a change of the run's meaning without `resume_with_changes`.
+    Raises ConfigError on a change of the run's meaning without `resume_with_changes`.
     """
     folder, step = _place(cfg)
     past = _history(folder, step)
     found = compare(past[-1]["config"], _text(cfg)) if past else {}
     refused = "; ".join(f"{key}: {values}" for key, values in found.items() if MEANING.match(key))
     if refused and not cfg.resume_with_changes:
-        raise ConfigError(
-            [
-                f"{folder} goes on after step {step}, and its steps so far had other settings: {refused}. Set them "
-                "back, or choose another exp_manager.explicit_log_dir for a new run, or resume_with_changes=true"
-            ]
-        )
+        found_here = f"{folder} goes on after step {step}, and its steps so far had other settings: {refused}"
+        advice = "Set them back, or choose another exp_manager.explicit_log_dir for a new run"
+        raise ConfigError([f"{found_here}. {advice}, or resume_with_changes=true"])
     return found
 
 
@@ -106,19 +101,14 @@ def settings_of(folder: Path, step: int) -> tuple[str, list[str]]:
 
 
 def may_start(cfg: TrainConfig) -> bool:
-    """Return False, and print so, if the run has finished.
-
-    Raises:
-        ConfigError: see `check_changes`.
-    """
+    """Return False, and print so, if the run has finished; else check as `check_changes` does."""
     folder, step = _place(cfg)
-    status, past, most = None, _history(folder, step), cfg.trainer.reinforce.max_steps
-    with contextlib.suppress(OSError, ValueError, TypeError):  # written by another version
-        status = read_status(folder)
+    status, past = read_status(folder), _history(folder, step)
     is_exported = (folder / "hf").is_dir() or not cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end
     if past and is_exported and status is not None and (status.state, status.step) == ("finished", step):
         changes = compare(past[-1]["config"], _text(cfg))
-        if 0 < most <= step or not any(MEANING.match(key) or LENGTH.match(key) for key in changes):
+        is_done = 0 < cfg.trainer.reinforce.max_steps <= step
+        if is_done or not any(MEANING.match(key) or LENGTH.match(key) for key in changes):
             if os.environ.get("RANK", "0") == "0":
                 print(f"the run in {folder} has finished, at step {step}; raise trainer.reinforce.max_steps to go on")
             return False

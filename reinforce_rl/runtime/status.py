@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from reinforce_rl.errors import EXIT_FINISHED, EXIT_STOPPED
+from reinforce_rl.errors import EXIT_FINISHED, EXIT_STOPPED, ConfigError
 from reinforce_rl.utils.files import write_atomically
 
 STATUS_FILE = "status.json"
@@ -45,10 +45,7 @@ class StatusFile:
 
     def begin(self) -> None:
         """Write the start of the run, with the progress of an earlier one in this folder."""
-        earlier = None
-        with contextlib.suppress(OSError, ValueError, TypeError):  # may be written by another version
-            earlier = read_status(self.path.parent) if self.enabled else None
-        earlier = earlier or Status()
+        earlier = (read_status(self.path.parent) if self.enabled else None) or Status()
         self._write(Status(step=earlier.step, max_steps=earlier.max_steps, save_seconds=earlier.save_seconds))
 
     def saved(self, seconds: float) -> None:
@@ -76,6 +73,26 @@ class StatusFile:
 
 
 def read_status(folder: str | Path) -> Status | None:
-    """Return the status of the run in a folder; None if there is none."""
-    path = Path(folder) / STATUS_FILE
-    return Status(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    """Return the status of the run in a folder; None if there is none, or another version wrote it."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Status(**json.loads((Path(folder) / STATUS_FILE).read_text(encoding="utf-8")))
+    return None
+
+
+def refuse_second_run(folder: Path) -> None:
+    """Raise ConfigError if the process that last wrote `status.json` still runs on this machine."""
+    import psutil  # not in the environment of a job's supervisor, which reads the status too
+
+    status = read_status(folder)
+    if status is None or (status.state, status.host) != ("running", socket.gethostname()):
+        return
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(status.pid)
+        is_other = status.pid != os.getpid() and process.create_time() < status.time
+        if is_other and process.status() != psutil.STATUS_ZOMBIE:
+            raise ConfigError(
+                [
+                    f"{folder} has a run that is still going on (process {status.pid} of this machine). Wait for its "
+                    "end or end it, or choose another folder (exp_manager.explicit_log_dir)"
+                ]
+            )

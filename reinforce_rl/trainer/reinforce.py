@@ -24,8 +24,7 @@ from reinforce_rl.monitoring.metrics import of_this_rank, reinforce_means, take_
 from reinforce_rl.monitoring.rollouts import sample_rows
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
-from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.runtime.timer import Due, Outlook, RunTimer
+from reinforce_rl.runtime.stop import Due, Outlook, RunTimer, StopRequest
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
 from reinforce_rl.trainer.updates import mini_batches, reward_shaping, total_steps

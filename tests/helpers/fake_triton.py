@@ -10,27 +10,22 @@ import threading
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+from helpers.fuzz_batches import int_tensor
 from helpers.http_call import call
 
-from reinforce_rl.reward_server.front.app import READY, FrontSettings
-from reinforce_rl.reward_server.front.process import FrontProcess
-from reinforce_rl.reward_server.options import FrontLimits
-from reinforce_rl.reward_server.progress import Progress
+from reinforce_rl.config.rewards import InferenceConfig
+from reinforce_rl.reward_server.admission import FrontSettings
+from reinforce_rl.reward_server.front import READY
+from reinforce_rl.reward_server.front_process import FrontProcess
+from reinforce_rl.reward_server.health import Progress
 from reinforce_rl.rewards.transport import HttpAnswer
 from reinforce_rl.utils.net import free_port, open_port
 
 
 def infer_body(*rows: list[int]) -> bytes:
     """Return a JSON request; all rows have one width."""
-    width = len(rows[0])
-    tokens = {
-        "name": "tokens",
-        "datatype": "INT64",
-        "shape": [len(rows), width],
-        "data": [id_ for row in rows for id_ in row],
-    }
-    lengths = {"name": "sequence_lengths", "datatype": "INT64", "shape": [len(rows), 1], "data": [width] * len(rows)}
-    return json.dumps({"inputs": [tokens, lengths]}).encode()
+    lengths = int_tensor("sequence_lengths", [[len(row)] for row in rows])
+    return json.dumps({"inputs": [int_tensor("tokens", list(rows)), lengths]}).encode()
 
 
 class _UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
@@ -100,13 +95,15 @@ CANARY = '{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1, 1], "
 
 
 class FrontBeforeFake:
-    """A front door process before a FakeTriton, with small default limits."""
+    """A front door process before a FakeTriton, with small default limits; `limits` are keys of either settings."""
 
-    def __init__(self, folder: Path, *, token: str | None = None, ready: bool = True, **limits):
+    def __init__(self, folder: Path, *, ready: bool = True, **limits):
         self.backend = FakeTriton()
         self.progress = Progress(folder / "progress", create=True)
-        small = {"max_request_bytes": 10_000, "max_samples": 8, "max_sequence_length": 64, "canary_seconds": 0.5}
-        settings = FrontSettings("rm", self.backend.path, FrontLimits(token=token, **{**small, **limits}), CANARY)
+        own = {"max_request_bytes": 10_000, "max_sequence_length": 64, "canary": CANARY, "backend": self.backend.path}
+        own |= {key: limits.pop(key) for key in list(limits) if key in FrontSettings.model_fields}
+        inference = InferenceConfig(name="rm", max_batch_size=8, **{"canary_seconds": 0.5, **limits})
+        settings = FrontSettings(inference=inference, **own)
         self.port = free_port("127.0.0.1")
         self.process = FrontProcess(open_port("127.0.0.1", self.port), settings, folder / "progress")
         self.process.wait_until_up()

@@ -9,11 +9,14 @@ import numpy as np
 from helpers.fuzz_batches import WireRequest
 from helpers.fuzz_requests import HEADER_LENGTH
 
-from reinforce_rl.reward_server.front.request import TritonRequest, read_request
-from reinforce_rl.reward_server.options import FrontLimits
+from reinforce_rl.config.rewards import InferenceConfig
+from reinforce_rl.reward_server.admission import FrontSettings
+from reinforce_rl.reward_server.request import TritonRequest, read_request
 from reinforce_rl.rewards import wire
 
-LIMITS = FrontLimits(max_request_bytes=1 << 20, max_samples=64, max_sequence_length=128)
+LIMITS = FrontSettings(
+    inference=InferenceConfig(max_batch_size=64), max_request_bytes=1 << 20, max_sequence_length=128
+)
 ALL_FORMS = (wire.TOKENS_FORM, wire.TEXT_FORM)
 
 

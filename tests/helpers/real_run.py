@@ -94,9 +94,7 @@ class World:
 class RealServer(ToyServer):
     """A process of examples/serve_reward_model.py; options are Hydra overrides."""
 
-    def command(self) -> list[str]:
-        places = [f"inference.port={self.port}", f"inference.ready_file={self.ready_file}"]
-        return [sys.executable, str(EXAMPLES / "serve_reward_model.py"), *places, *self.options]
+    script = EXAMPLES / "serve_reward_model.py"
 
 
 class Actor:

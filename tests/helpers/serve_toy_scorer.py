@@ -1,4 +1,4 @@
-"""A real PyTriton reward server with a toy model, for tests: `python serve_toy_scorer.py --port N [--slow 0.5] ...`.
+"""A real PyTriton reward server with a toy model: `python serve_toy_scorer.py inference.port=N [--slow 0.5] ...`.
 
 The score of a sequence is a weighted sum of its tokens, in their order. Some tokens make the model misbehave.
 """
@@ -6,7 +6,6 @@ The score of a sequence is a weighted sum of its tokens, in their order. Some to
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import struct
 import sys
@@ -53,50 +52,29 @@ class ToyScorer:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("overrides", nargs="*", help="inference.port=N, as the real script takes it")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--name", default="reward_model")
+    parser.add_argument("overrides", nargs="*", help="inference.KEY=VALUE, as the real script takes it")
     parser.add_argument("--slow", type=float, default=1.0)
     parser.add_argument("--batch-noise", type=float, default=0.0)
-    parser.add_argument("--merge", action="store_true", help="not deterministic")
-    parser.add_argument("--max-batch-size", type=int, default=8)
-    parser.add_argument("--max-queue-delay", type=float, default=0.0)
-    parser.add_argument("--stop-timeout", type=float, default=20.0)
-    parser.add_argument("--ready-file")
-    parser.add_argument("--token")
-    parser.add_argument("--front", default="{}", help="further FrontOptions, as JSON")
-    parser.add_argument("--tokenizer", help="folder; default: a fresh tiny one")
-    args = parser.parse_args()
-    for override in args.overrides:
-        key, _, value = override.partition("=")
-        if key == "inference.port":
-            args.port = int(value)
+    args = parser.parse_intermixed_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
     from helpers.tiny_tokenizer import write_tiny_tokenizer
+    from omegaconf import OmegaConf
 
+    from reinforce_rl.config.load import read
+    from reinforce_rl.config.rewards import InferenceConfig
     from reinforce_rl.data.tokenizer import load_tokenizer
     from reinforce_rl.errors import ReinforceError
-    from reinforce_rl.reward_server.options import FrontOptions
     from reinforce_rl.reward_server.server import RewardServer
 
+    given = OmegaConf.from_dotlist(["inference.max_batch_size=8", *args.overrides])
+    inference, faults = read(InferenceConfig, given.inference, "inference.")
+    assert faults == []
     with tempfile.TemporaryDirectory() as folder:
-        if args.tokenizer is None:
-            write_tiny_tokenizer(Path(folder), vocab_size=VOCAB_SIZE)
-        tokenizer = load_tokenizer(args.tokenizer or folder)
+        write_tiny_tokenizer(Path(folder), vocab_size=VOCAB_SIZE)
+        tokenizer = load_tokenizer(folder)
     try:
-        RewardServer(
-            ToyScorer(args.slow, args.batch_noise),
-            tokenizer,
-            name=args.name,
-            port=args.port,
-            front=FrontOptions(token=args.token, **json.loads(args.front)),
-            max_batch_size=args.max_batch_size,
-            max_queue_delay=args.max_queue_delay,
-            deterministic=not args.merge,
-            ready_file=args.ready_file,
-            stop_timeout=args.stop_timeout,
-        ).serve()
+        RewardServer(ToyScorer(args.slow, args.batch_noise), tokenizer, inference).serve()
     except ReinforceError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)

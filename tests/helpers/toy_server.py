@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from reinforce_rl.launch import local as launch
+from reinforce_rl.reward_server.front_process import MODULE
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,7 +31,7 @@ END_SECONDS = 60.0  # until what was killed has left nothing behind
 class ToyServer:
     """A reward server process with its own session, temporary folder and log."""
 
-    start_seconds = START_SECONDS
+    script, start_seconds = SCRIPT, START_SECONDS
 
     def __init__(self, folder: Path, *options: str, port: int | None = None):
         self.port = port or free_port()
@@ -43,8 +44,8 @@ class ToyServer:
         self.descendants: list[psutil.Process] = []
 
     def command(self) -> list[str]:
-        places = [f"inference.port={self.port}", "--ready-file", str(self.ready_file)]
-        return [sys.executable, str(SCRIPT), *places, *self.options]
+        places = [f"inference.port={self.port}", f"inference.ready_file={self.ready_file}"]
+        return [sys.executable, str(self.script), *places, *self.options]
 
     def start(self) -> Self:
         self.temporary.mkdir(exist_ok=True)
@@ -71,7 +72,7 @@ class ToyServer:
 
     @property
     def front(self) -> psutil.Process:
-        return next(p for p in self.descendants if "reinforce_rl.reward_server.front.process" in p.cmdline())
+        return next(p for p in self.descendants if MODULE in p.cmdline())
 
     def ensure_running(self) -> Self:
         """Start it again if a test has ended it: pytest may repeat that test."""

@@ -11,7 +11,7 @@ from helpers.toy_server import free_port, wait_for
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.doctor import Unwell, check_server
-from reinforce_rl.reward_server.front.app import FAILED
+from reinforce_rl.reward_server.front import FAILED
 
 
 def told(port: int, token: str | None = None) -> str:

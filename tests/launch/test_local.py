@@ -107,7 +107,9 @@ def gone(processes: list[psutil.Process], seconds: float = 20.0) -> list[psutil.
 @pytest.mark.slow
 def test_the_real_server_and_an_actor_that_scores(start):
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
-    launched = start(TOY_SERVER, SCORING_ACTOR, "--server-args", "--max-batch-size", "4", "--actor-args", "extra=yes")
+    launched = start(
+        TOY_SERVER, SCORING_ACTOR, "--server-args", "inference.max_batch_size=4", "--actor-args", "extra=yes"
+    )
     assert wait_for(lambda: launched.log.exists() and "ready at http" in launched.log.read_text(), 90)
     seen = psutil.Process(launched.process.pid).children(recursive=True)
     code, output = launched.finish()

@@ -44,8 +44,8 @@ from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError, RewardServerError, StoppedEarly
 from reinforce_rl.rewards.base import STATUS_BAD_TOKEN, STATUS_OK, RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
-from reinforce_rl.runtime import timer as run_timer
-from reinforce_rl.runtime.timer import RunTimer
+from reinforce_rl.runtime import stop as run_timer
+from reinforce_rl.runtime.stop import RunTimer
 
 RL, ROLLOUT = "trainer.reinforce", "model.reinforce"
 ONE_STEP = f"{RL}.max_steps=1"
@@ -299,7 +299,7 @@ def test_defect_15_the_schedule_is_as_long_as_the_run(tmp_path, mesh):
 def test_defect_16_the_time_counts_from_the_start_of_the_process_and_across_epochs(tmp_path, mesh, monkeypatch):
     """12 s of imports and loading, 10 s a step. A fifth step does not fit: with a save and the margin it is 26.5 s."""
     started = psutil.Process().create_time()
-    assert RunTimer(None).elapsed() == pytest.approx(time.time() - started, abs=5)
+    assert RunTimer(3600.0).seconds_left() == pytest.approx(started + 3600 - time.time(), abs=5)
     config = tiny_config(tmp_path, f"{RL}.max_epochs=9", "exp_manager.max_time_per_run='1:15'")
     with tiny_trainer(config, mesh) as trainer:
         monkeypatch.setattr(run_timer, "time", SimpleNamespace(time=lambda: started + 12 + 10 * trainer.step))

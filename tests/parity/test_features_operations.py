@@ -41,7 +41,7 @@ from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.sources import connect_to_reward_servers
-from reinforce_rl.runtime.timer import Due, Outlook, RunTimer
+from reinforce_rl.runtime.stop import Due, Outlook, RunTimer
 from reinforce_rl.trainer.build import build_datasets
 
 RL = "trainer.reinforce"

@@ -6,19 +6,19 @@ import asyncio
 
 import pytest
 
-from reinforce_rl.reward_server.front.admission import BUFFERED_REQUESTS, Admission, Refusal, check_length
-from reinforce_rl.reward_server.options import FrontLimits
+from reinforce_rl.config.rewards import InferenceConfig
+from reinforce_rl.reward_server.admission import BUFFERED_REQUESTS, Admission, FrontSettings, Refusal, check_length
 
 
 def admission_of(in_flight: int, queue: int) -> Admission:
-    return Admission(FrontLimits(max_request_bytes=1000, max_in_flight=in_flight, max_queue=queue))
+    inference = InferenceConfig(max_in_flight=in_flight, max_queue=queue)
+    return Admission(FrontSettings(inference=inference, max_request_bytes=1000, max_sequence_length=1))
 
 
 async def hold(admission: Admission, name: str, order: list[str], release: asyncio.Event) -> None:
-    with admission.admitted():
-        async with admission.slot():
-            order.append(name)
-            await release.wait()
+    async with admission.slot():
+        order.append(name)
+        await release.wait()
 
 
 async def settle() -> None:
@@ -32,8 +32,8 @@ def test_turns_come_in_order_and_one_too_many_is_busy():
         tasks = [asyncio.create_task(hold(admission, name, order, release)) for name in "abcd"]
         await settle()
         assert (order, admission.in_flight, admission.queued) == (["a", "b"], 2, 2)
-        with pytest.raises(Refusal) as caught, admission.admitted():
-            pass
+        with pytest.raises(Refusal) as caught:
+            await hold(admission, "e", order, release)
         assert caught.value.code == 503
         assert caught.value.retry_after is not None and caught.value.retry_after >= 1
         release.set()
@@ -92,8 +92,8 @@ def test_a_drain_sends_those_that_wait_away_and_keeps_the_others():
         await settle()
         with pytest.raises(Refusal, match="stopping"):
             await waiting
-        with pytest.raises(Refusal, match="stopping"), admission.admitted():
-            pass
+        with pytest.raises(Refusal, match="stopping"):
+            await hold(admission, "c", order, release)
         assert not served.done()
         release.set()
         await served
@@ -104,15 +104,14 @@ def test_a_drain_sends_those_that_wait_away_and_keeps_the_others():
 
 def test_bodies_share_a_bounded_memory():
     admission = admission_of(4, 4)
-    with admission.memory() as first, admission.memory() as second:
-        first(1000 * (BUFFERED_REQUESTS - 1))
-        second(900)
-        second(1000)
-        with pytest.raises(Refusal, match="memory") as caught:
-            second(1001)
-        assert caught.value.code == 503
-    with admission.memory() as third:
-        third(1000 * BUFFERED_REQUESTS)
+    admission.hold(1000 * (BUFFERED_REQUESTS - 1))
+    admission.hold(900)
+    admission.hold(100)
+    with pytest.raises(Refusal, match="memory") as caught:
+        admission.hold(1)
+    assert caught.value.code == 503
+    admission.release(1000 * BUFFERED_REQUESTS)
+    admission.hold(1000 * BUFFERED_REQUESTS)
 
 
 def test_the_time_to_come_back_follows_the_queue(monkeypatch):
@@ -126,7 +125,7 @@ def test_the_time_to_come_back_follows_the_queue(monkeypatch):
 
 
 def test_a_body_has_a_greatest_length():
-    limits = FrontLimits(max_request_bytes=10_000)
+    limits = FrontSettings(inference=InferenceConfig(), max_request_bytes=10_000, max_sequence_length=1)
     check_length(10_000, limits)
     check_length(None, limits)
     with pytest.raises(Refusal, match=r"10001 bytes.*at most 10000"):

@@ -21,7 +21,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
-DELAY = "0.03"  # seconds in which eight requests come, to be merged
+DELAY = 30.0  # milliseconds in which eight requests come, to be merged
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def encode(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """All requests of a batch share one call of the model: the mode in which a bad one is the nearest to others."""
-    options = ["--merge", "--max-queue-delay", DELAY, "--max-batch-size", "64"]
-    server = ToyServer(tmp_path_factory.mktemp("server"), *options).start()
+    options = ["deterministic=false", f"max_queue_delay_ms={DELAY}", "max_batch_size=64"]
+    server = ToyServer(tmp_path_factory.mktemp("server"), *(f"inference.{option}" for option in options)).start()
     yield server
     server.close()
 

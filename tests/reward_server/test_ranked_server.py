@@ -123,6 +123,9 @@ def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_n
         (["devices=4"], ["2 ranks were started (WORLD_SIZE), but num_nodes x devices = 1 x 4 = 4"]),
         (["reward_model.precision=fp16"], ["reward_model.precision is 'fp16'; expected one of auto, 32, bf16"]),
         (["inference.rank_timeout_seconds=0", "num_nodes=-1"], ["num_nodes is -1", "rank_timeout_seconds is 0"]),
+        (["inference.name=a/b", "inference.port=0"], ["name is 'a/b'", "port is 0; expected 1 to 65535"]),
+        (["inference.preferred_batch_sizes=[512]"], ["preferred_batch_sizes is [512]; expected numbers from 1 to"]),
+        (["inference.max_request_bytes=9", "inference.max_queue=-1"], ["max_request_bytes is 9", "max_queue is -1"]),
     ],
 )
 def test_impossible_settings_are_named(files, monkeypatch, overrides, faults):

@@ -92,8 +92,8 @@ class Group:
             links,
             leader,
             lambda: self.models[me.rank],
-            rank_timeout=rank_timeout,
-            end=lambda reason: end(me.rank, reason),
+            rank_timeout,
+            lambda reason: end(me.rank, reason),
         )
 
     def kill(self, rank: int) -> None:

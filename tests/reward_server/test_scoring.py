@@ -1,33 +1,225 @@
-"""Requests to rewards without a server: what merging does, and what it must not do."""
+"""Requests to rewards without a server: what merging does, and that a bad request or sample leaves the others alone.
+
+`test_isolation_server.py` sends the same over HTTP, to be merged by Triton.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
+from helpers.fuzz_batches import BatchFuzzer
+from helpers.merged_requests import let_in
 from helpers.serve_toy_scorer import TOKEN_RAISE, VOCAB_SIZE, ToyScorer, toy_score
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
+from reinforce_rl.config.rewards import ServedFunctionConfig
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
-from reinforce_rl.errors import RankLostError
-from reinforce_rl.reward_server.progress import Progress
+from reinforce_rl.errors import RankLostError, RewardServerError
+from reinforce_rl.reward_server.admission import Refusal
+from reinforce_rl.reward_server.health import Progress
 from reinforce_rl.reward_server.scoring import FunctionRequestScorer, FunctionScorer, RequestScorer
 from reinforce_rl.rewards import base, wire
-from reinforce_rl.rewards.base import TextSample
+from reinforce_rl.rewards.base import FunctionSpec, TextSample
 from reinforce_rl.rewards.function_pool import PING, FunctionPool, PendingScores, Scores
 from reinforce_rl.rewards.wire import PROTOCOL_VERSION, ServerInfo, text_arrays
 
 NOISE = 0.25
+# As that of a model with tools: it fails on what is no list of calls, and on a text it cannot add to.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] | upper }}: {{ m.content + '' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}{{ eos_token }}{% endfor %}A:"
+)
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    return load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE))
+    folder = write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE, chat_template=TEMPLATE)
+    return load_tokenizer(folder)
+
+
+class RaisingScorer(ToyScorer):
+    """Raises whatever a test wants where it meets a certain token."""
+
+    def __init__(self, error: type[BaseException]):
+        super().__init__(0.0, 0.0)
+        self.calls = 0
+        self._error = error
+
+    def score(self, sequences):
+        self.calls += 1
+        if any(TOKEN_RAISE in sequence for sequence in sequences):
+            raise self._error("told to")
+        return super().score(sequences)
 
 
 def request_of(*rows: list[int]) -> dict[str, np.ndarray]:
     return {"tokens": np.array(rows, np.int64), "sequence_lengths": np.array([[len(row)] for row in rows], np.int64)}
+
+
+def assert_right(answer: dict[str, np.ndarray], scores: np.ndarray, what: object) -> None:
+    assert answer["status"].tolist() == [[base.STATUS_OK]] * len(scores), what
+    np.testing.assert_allclose(answer["rewards"][:, 0], scores, rtol=1e-5, err_msg=str(what))
+
+
+def fuzz(scorer: RequestScorer, fuzzer: BatchFuzzer, rounds: int, rank: int = 0) -> Counter[str]:
+    """What became of the wrong ones."""
+    outcomes: Counter[str] = Counter()
+    for _ in range(rounds):
+        bad, *good = fuzzer.batch()
+        arrays = [let_in(request, scorer.input_forms) for request in good]
+        try:
+            arrays.insert(rank, let_in(bad, scorer.input_forms))
+        except Refusal as refusal:
+            assert refusal.code in (400, 413)
+            outcomes["refused"] += 1
+        answers = scorer(arrays)
+        if len(answers) > len(good):
+            answer = answers.pop(rank)
+            outcomes.update(map(str, answer["status"][:, 0]))
+            assert (np.isnan(answer["rewards"]) == (answer["status"] != base.STATUS_OK)).all(), bad
+        for request, answer in zip(good, answers, strict=True):
+            assert_right(answer, request.scores, bad)
+    return outcomes
+
+
+def fuzz_model(tokenizer, deterministic: bool, rounds: int, seed: int) -> None:
+    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    scorer = RequestScorer(RaisingScorer(RuntimeError), tokenizer, deterministic=deterministic)
+    outcomes = fuzz(scorer, BatchFuzzer(seed, encode), rounds, rank=seed % 8)
+    print(f"seed {seed}: {dict(outcomes)}")
+    assert outcomes["refused"] > rounds / 5
+    for status in (*range(1, 8), base.STATUS_BAD_PROMPT):
+        assert outcomes[str(status)] > 0, status
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_one_bad_request_among_seven_good(tokenizer, deterministic):
+    fuzz_model(tokenizer, deterministic, 1000, seed=18 + deterministic)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(1800, 1804))
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_one_bad_request_among_seven_good_ten_thousand_times(tokenizer, deterministic, seed):
+    fuzz_model(tokenizer, deterministic, 10_000, seed)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, RecursionError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_sample_at_which_a_model_raises_fails_alone(tokenizer, deterministic, error):
+    model = RaisingScorer(error)
+    rows = [[3, row] for row in range(32)]
+    bad = [*rows[:20], [TOKEN_RAISE, 1], *rows[21:]]
+    scorer = RequestScorer(model, tokenizer, deterministic=deterministic)
+    left, right = scorer([request_of(*bad), request_of([7, 8])])
+    assert_right(right, np.array([toy_score([7, 8])], np.float32), error)
+    assert [row for row, status in enumerate(left["status"][:, 0]) if status] == [20]
+    assert left["status"][20, 0] == base.STATUS_INTERNAL and np.isnan(left["rewards"][20, 0])
+    others = [row for row in range(32) if row != 20]
+    np.testing.assert_allclose(left["rewards"][others, 0], [toy_score(rows[row]) for row in others], rtol=1e-6)
+    assert model.calls < 2 + 2 * 6 + 2  # by halves, and not one by one
+    done = scorer.progress.read()
+    assert (done.requests, done.samples, done.failed) == (2, 33, 1)
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ({"content": "\ud800"}, base.STATUS_BAD_PROMPT),
+        ({"tool_calls": 5}, base.STATUS_BAD_PROMPT),
+        ({"content": None}, base.STATUS_BAD_PROMPT),
+        ({"content": 5}, base.STATUS_BAD_PROMPT),
+        ({"more": [[[[]]]] * 99}, base.STATUS_OK),
+    ],
+)
+def test_a_message_that_the_template_or_the_tokenizer_cannot_read_fails_alone(tokenizer, message, status):
+    scorer = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)
+    hi = {"role": "user", "content": "hi"}
+    samples = [TextSample("hi", "yes", {}, (hi,)), TextSample("hi", "yes", {}, ({**hi, **message},))]
+    alone, both = scorer([text_arrays(samples[:1]), text_arrays(samples)])
+    assert both["status"][:, 0].tolist() == [base.STATUS_OK, status]
+    assert both["rewards"][0] == alone["rewards"][0]
+
+
+def test_a_request_of_no_form_fails_alone_among_others_and_raises_alone(tokenizer):
+    """The front door lets none in; here each is read by itself all the same."""
+    scorer = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)
+    odd = [{"tokens": np.ones((2, 3), np.int64)}, {**request_of([1]), "sentences": np.array([[b"a"]], object)}]
+    first, good, last = scorer([odd[0], request_of([7, 8]), odd[1]])
+    assert_right(good, np.array([toy_score([7, 8])], np.float32), "")
+    assert first["status"].tolist() == [[base.STATUS_INTERNAL]] * 2
+    assert last["status"].tolist() == [[base.STATUS_INTERNAL]] and np.isnan(last["rewards"]).all()
+    with pytest.raises(ValueError, match=r"this model reads tokens or text; this request holds \['tokens'\]"):
+        scorer(odd[:1])
+
+
+class Functions(FunctionPool):
+    """Of the response's length; started for a module."""
+
+    def __init__(self):
+        spec = FunctionSpec("reward_function", "helpers.reward_functions.counted", {})
+        super().__init__({"counted": spec}, ServedFunctionConfig(sample_timeout_seconds=20.0))
+
+
+@pytest.fixture(scope="module")
+def functions():
+    pool = Functions()
+    pool.start()
+    yield pool
+    pool.close()
+
+
+def fuzz_function(pool: FunctionPool, rounds: int, seed: int) -> None:
+    scorer = FunctionRequestScorer(FunctionScorer(pool, "counted"))
+    fuzzer = BatchFuzzer(seed, list, score=lambda text: text_length("".join(text)), forms=("text",))
+    outcomes = fuzz(scorer, fuzzer, rounds)
+    print(f"seed {seed}: {dict(outcomes)}")
+    assert min(outcomes["refused"], outcomes["5"], outcomes["9"]) > 0
+
+
+def text_length(rendered: str) -> float:
+    return float(len(rendered.removeprefix("U: hi<eos>A:").removesuffix("<eos>")))
+
+
+def test_one_bad_request_among_seven_good_of_a_function(functions):
+    fuzz_function(functions, 100, seed=18)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_one_bad_request_among_seven_good_of_a_function_thousands_of_times(functions):
+    fuzz_function(functions, 3000, seed=1800)
+
+
+def test_a_sample_that_ends_all_processes_of_a_function_fails_alone(functions):
+    scorer = FunctionRequestScorer(FunctionScorer(functions, "counted"))
+    good = text_arrays([TextSample("p", "abc"), TextSample("p", "ab")])
+    killer = text_arrays([TextSample("p", "kill")])
+    first, bad, last = scorer([good, killer, good])
+    assert_right(first, np.array([3, 2], np.float32), "")
+    assert_right(last, np.array([3, 2], np.float32), "")
+    assert bad["status"].tolist() == [[base.STATUS_INTERNAL]] and np.isnan(bad["rewards"]).all()
+    with pytest.raises(RewardServerError):  # an error of HTTP: the next server may do better
+        scorer([killer])
+    assert_right(scorer([good])[0], np.array([3, 2], np.float32), "")
+
+
+def test_metadata_that_is_nested_deeply_never_reaches_the_processes(functions):
+    """Each of them would read it anew, with another stack above it."""
+    scorer = FunctionRequestScorer(FunctionScorer(functions, "counted"))
+    pid = functions._host.process.pid if functions._host else None
+    for depth in (10, 62, 100, 500, 900, 960, 990):
+        arrays = text_arrays([TextSample("p", "abc"), TextSample("p", "ab")])
+        arrays[wire.METADATA][0, 0] = json.dumps({"a": 0}).replace("0", "[" * depth + "]" * depth).encode()
+        (answer,) = scorer([arrays])
+        expected = base.STATUS_OK if depth < 64 else base.STATUS_BAD_PROMPT
+        assert answer["status"][:, 0].tolist() == [expected, base.STATUS_OK], depth
+    assert functions._host is not None and functions._host.process.pid == pid
 
 
 def test_deterministic_requests_are_scored_apart_and_others_together(tokenizer):
@@ -42,22 +234,6 @@ def test_deterministic_requests_are_scored_apart_and_others_together(tokenizer):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_request_that_makes_the_model_raise_does_not_fail_another(tokenizer, deterministic):
-    scorer = RequestScorer(ToyScorer(0.0, 0.0), tokenizer, deterministic=deterministic)
-    good, bad = scorer([request_of([1, 2]), request_of([TOKEN_RAISE, 2])])
-    assert good["status"].tolist() == [[base.STATUS_OK]]
-    assert good["rewards"][0, 0] == np.float32(toy_score([1, 2]))
-    assert bad["status"].tolist() == [[base.STATUS_INTERNAL]]
-    assert math.isnan(bad["rewards"][0, 0])
-    done = scorer.progress.read()
-    assert (done.requests, done.samples, done.failed) == (
-        2,
-        2,
-        1,
-    )
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
 def test_a_lost_rank_is_an_error_of_the_request_and_no_status(tokenizer, deterministic):
     """A status would be final; an HTTP error is tried again, and the next server can score the samples."""
 
@@ -69,25 +245,20 @@ def test_a_lost_rank_is_an_error_of_the_request_and_no_status(tokenizer, determi
         RequestScorer(Lost(0.0, 0.0), tokenizer, deterministic=deterministic)([request_of([1]), request_of([2])])
 
 
-@pytest.mark.parametrize("score", [1e300, math.inf, -math.inf, math.nan])
-def test_scores_that_float32_cannot_hold_are_refused(tokenizer, score):
-    class Constant(ToyScorer):
-        def score(self, sequences):
-            return [score] * len(sequences)
-
-    (answer,) = RequestScorer(Constant(0.0, 0.0), tokenizer)([request_of([1, 2])])
-    assert answer["status"].tolist() == [[base.STATUS_NOT_FINITE]]
-    assert math.isnan(answer["rewards"][0, 0])
-
-
-@pytest.mark.parametrize("scores", [[], [1.0, 2.0]], ids=["too few", "too many"])
-def test_a_model_that_gives_another_number_of_scores_is_an_internal_error(tokenizer, scores):
-    class Miscounting(ToyScorer):
+@pytest.mark.parametrize(
+    ("scores", "status"),
+    [
+        *(([score], base.STATUS_NOT_FINITE) for score in (1e300, math.inf, -math.inf, math.nan)),
+        *((scores, base.STATUS_INTERNAL) for scores in ([], [1.0, 2.0])),
+    ],
+)
+def test_scores_that_float32_cannot_hold_or_of_another_number_are_refused(tokenizer, scores, status):
+    class Wrong(ToyScorer):
         def score(self, sequences):
             return scores
 
-    (answer,) = RequestScorer(Miscounting(0.0, 0.0), tokenizer)([request_of([1, 2])])
-    assert answer["status"].tolist() == [[base.STATUS_INTERNAL]]
+    (answer,) = RequestScorer(Wrong(0.0, 0.0), tokenizer)([request_of([1, 2])])
+    assert answer["status"].tolist() == [[status]]
     assert math.isnan(answer["rewards"][0, 0])
 
 
@@ -135,11 +306,7 @@ def test_merged_requests_are_asked_together_and_a_bad_sample_is_left_out(pool):
     assert (right["status"].tolist(), right["rewards"].tolist()) == ([[0]], [[1.0]])
     assert pool.asked == [("f", 2), ("f", 1)]
     done = scorer.progress.read()
-    assert (done.requests, done.samples, done.failed) == (
-        2,
-        4,
-        2,
-    )
+    assert (done.requests, done.samples, done.failed) == (2, 4, 2)
     assert scorer.input_forms == (wire.TEXT_FORM,)
 
 

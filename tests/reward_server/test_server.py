@@ -17,23 +17,18 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from helpers.serve_toy_scorer import (
-    MAX_LENGTH,
-    TOKEN_NAN,
-    TOKEN_RAISE,
-    TOKEN_SLOW,
-    VOCAB_SIZE,
-    ToyScorer,
-)
+from helpers.fuzz_batches import int_tensor
+from helpers.serve_toy_scorer import MAX_LENGTH, TOKEN_NAN, TOKEN_RAISE, TOKEN_SLOW, VOCAB_SIZE, ToyScorer
 from helpers.tiny_tokenizer import write_tiny_tokenizer
-from helpers.toy_server import ToyServer, free_port, wait_for
+from helpers.toy_server import ToyServer, wait_for
 
+from reinforce_rl.config.rewards import InferenceConfig
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.reward_server.server import RewardServer
-from reinforce_rl.reward_server.triton_backend import make_home
+from reinforce_rl.reward_server.triton import make_home
 from reinforce_rl.rewards import base
-from reinforce_rl.rewards.wire import ServerInfo
+from reinforce_rl.rewards.wire import INFO_MODEL, ServerInfo
 from reinforce_rl.utils.net import check_port
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
@@ -51,7 +46,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared_server(tmp_path_factory):
-    options = ["--batch-noise", str(NOISE), "--max-queue-delay", "0.05", "--slow", str(SLOW_SECONDS)]
+    options = ["--batch-noise", str(NOISE), "inference.max_queue_delay_ms=50.0", "--slow", str(SLOW_SECONDS)]
     server = ToyServer(tmp_path_factory.mktemp("server"), *options).start()
     yield server
     server.close()
@@ -83,15 +78,8 @@ def curl(server: ToyServer, inputs: list[dict], model: str = "reward_model") -> 
 
 
 def json_inputs(tokens: np.ndarray, lengths: np.ndarray, datatype: str = "INT64") -> list[dict]:
-    return [
-        {"name": "tokens", "datatype": datatype, "shape": list(tokens.shape), "data": tokens.ravel().tolist()},
-        {
-            "name": "sequence_lengths",
-            "datatype": "INT64",
-            "shape": list(lengths.shape),
-            "data": lengths.ravel().tolist(),
-        },
-    ]
+    first = {**int_tensor("tokens", tokens.tolist()), "datatype": datatype}
+    return [first, int_tensor("sequence_lengths", lengths.tolist())]
 
 
 def sentence_inputs(texts: list[str]) -> list[dict]:
@@ -167,16 +155,9 @@ def test_each_bad_token_sample_fails_alone(server):
     tokens[7, 0] = TOKEN_NAN
     lengths = np.array([[4], [0], [MAX_LENGTH + 1], [4], [4], [width + 1], [-1], [4]])
     rewards, status = infer(server, tokens=tokens, sequence_lengths=lengths)
-    assert status.tolist() == [
-        base.STATUS_OK,
-        base.STATUS_EMPTY,
-        base.STATUS_TOO_LONG,
-        base.STATUS_BAD_TOKEN,
-        base.STATUS_BAD_TOKEN,
-        base.STATUS_BAD_LENGTH,
-        base.STATUS_BAD_LENGTH,
-        base.STATUS_NOT_FINITE,
-    ]
+    expected = [base.STATUS_OK, base.STATUS_EMPTY, base.STATUS_TOO_LONG, base.STATUS_BAD_TOKEN, base.STATUS_BAD_TOKEN]
+    expected += [base.STATUS_BAD_LENGTH, base.STATUS_BAD_LENGTH, base.STATUS_NOT_FINITE]
+    assert status.tolist() == expected
     assert rewards[0] == direct([[1] * 4, [TOKEN_NAN, 1, 1, 1]])[0]
     assert np.isnan(rewards[1:]).all()
 
@@ -246,19 +227,19 @@ def test_a_busy_port_is_an_error_before_anything_starts(tokenizer, monkeypatch):
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port} of 127.0.0.1 is in use.*inference.port=N"):
-            RewardServer(ToyScorer(0.0, 0.0), tokenizer, port=port).serve()
+            RewardServer(ToyScorer(0.0, 0.0), tokenizer, InferenceConfig(port=port)).serve()
     assert set(psutil.Process().children(recursive=True)) == before
     check_port("127.0.0.1", port)  # free again
 
 
-def test_impossible_options_are_named_together(tokenizer):
-    server = RewardServer(
-        ToyScorer(0.0, 0.0), tokenizer, port=free_port(), name="a/b", max_batch_size=0, preferred_batch_sizes=[8]
-    )
-    with pytest.raises(ConfigError) as caught:
-        server.serve()
-    assert len(caught.value.faults) == 3
-    assert "inference.preferred_batch_sizes is [8]" in str(caught.value)
+def test_what_does_not_fit_the_model_is_named_together(tokenizer):
+    class Small(ToyScorer):
+        vocab_size = VOCAB_SIZE - 1
+
+    with pytest.raises(
+        ConfigError, match=rf"2 faults(.|\n)*'{INFO_MODEL}', which is(.|\n)*its tokenizer {VOCAB_SIZE}"
+    ):
+        RewardServer(Small(0.0, 0.0), tokenizer, InferenceConfig(name=INFO_MODEL))
     with pytest.raises(ConfigError, match=r"inference\.host"):
         check_port("no-such-host.invalid", 5555)
 

@@ -1,7 +1,8 @@
-"""A real reward server with an access token: bad requests of every kind, its log, and the death of each process."""
+"""A real reward server with an access token: bad requests of every kind, its log, and each process dead or stopped."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
@@ -14,20 +15,24 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from helpers.fake_triton import infer_body
 from helpers.fuzz_requests import FuzzedRequest, fuzzed_requests
 from helpers.http_call import call
 from helpers.serve_toy_scorer import MAX_LENGTH, TOKEN_SLOW, VOCAB_SIZE, toy_score
-from helpers.toy_server import ToyServer, free_port, wait_for
+from helpers.toy_server import ToyServer, free_port, is_alive, wait_for
 
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
+from reinforce_rl.rewards.transport import FailedAttempt
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 triton = pytest.importorskip("tritonclient.http")
@@ -42,8 +47,11 @@ SECRET = ", ".join(map(str, SECRET_IDS))
 
 @pytest.fixture(scope="module")
 def shared_server(tmp_path_factory):
-    server = ToyServer(tmp_path_factory.mktemp("server"), "--token", TOKEN, "--front", '{"max_request_bytes": 100000}')
-    server.start()
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "token").write_text(TOKEN)
+    (folder / "token").chmod(0o600)
+    options = [f"inference.token_file={folder / 'token'}", "inference.max_request_bytes=100000"]
+    server = ToyServer(folder, *options).start()
     yield server
     server.close()
 
@@ -138,13 +146,8 @@ def test_a_request_of_a_gigabyte_is_refused_before_it_is_read(server, client):
 def test_nothing_of_a_request_is_in_the_logs_and_ids_are(server, client, caplog):
     caplog.set_level(logging.INFO)
     client.infer_rm(request_of(SECRET_IDS)).result()
-    body = json.dumps(
-        {
-            "inputs": [
-                {"name": "sentences", "datatype": "BYTES", "shape": [2, 1], "data": ["xylophone", "xylophone" * 9]}
-            ]
-        }
-    )
+    texts = {"name": "sentences", "datatype": "BYTES", "shape": [2, 1], "data": ["xylophone", "xylophone" * 9]}
+    body = json.dumps({"inputs": [texts]})
     headers = {**BEARER, "X-Request-ID": "mine"}
     path = "/v2/models/reward_model/infer"
     assert call("127.0.0.1", server.port, path, 60.0, body=body.encode(), headers=headers).code == 200
@@ -244,11 +247,7 @@ def test_ten_thousand_fuzzed_requests_of_four_clients_leave_the_server_well(serv
 @pytest.mark.skipif(shutil.which("ab") is None, reason="Debian's apache2-utils are not installed")
 def test_apache_bench_is_a_client(server, tmp_path):
     body = tmp_path / "body.json"
-    tensors = [
-        {"name": "tokens", "datatype": "INT64", "shape": [1, 3], "data": [1, 2, 3]},
-        {"name": "sequence_lengths", "datatype": "INT64", "shape": [1, 1], "data": [3]},
-    ]
-    body.write_text(json.dumps({"inputs": tensors}))
+    body.write_bytes(infer_body([1, 2, 3]))
     url = f"http://127.0.0.1:{server.port}/v2/models/reward_model/infer"
     command = ["ab", "-n", "2000", "-c", "16", "-k", "-s", "60", "-H", f"Authorization: Bearer {TOKEN}"]
     command += ["-T", "application/json", "-p", str(body), url]
@@ -260,7 +259,7 @@ def test_apache_bench_is_a_client(server, tmp_path):
 
 
 def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
-    server = ToyServer(tmp_path, "--slow", "1000", "--front", '{"stuck_seconds": 2.0}').start()
+    server = ToyServer(tmp_path, "--slow", "1000", "inference.stuck_seconds=2.0").start()
     try:
         client = RemoteGPTRMClient(port=server.port, deadline_seconds=4.0, on_wait=lambda _: None)
         with pytest.raises(RewardServerError):  # and no reward
@@ -282,19 +281,93 @@ def test_a_dead_front_door_ends_the_server_and_leaves_nothing(server):
     assert wait_for(lambda: not server.left_behind()), server.left_behind()
 
 
-def test_a_killed_server_takes_its_front_door_along(server):
-    """Only the server's own process is killed; its guard and the end of a pipe do the rest."""
-    front = server.front
+@pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_killed_server_takes_its_front_door_along(server, hangs):
+    """Only the server's own process is killed; its guard and the end of a pipe do the rest.
+
+    A stopped front door reads no pipe and ignores no signal.
+    """
+    if hangs:
+        server.front.suspend()
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait(30)
     assert wait_for(lambda: not server.left_behind()), server.left_behind()
-    assert front in server.descendants
+
+
+def with_argument(text: str) -> Callable[[ToyServer], psutil.Process]:
+    return lambda server: next(
+        p for p in server.descendants if is_alive(p) and any(text in argument for argument in p.cmdline())
+    )
+
+
+def manager_of(stub: str) -> Callable[[ToyServer], psutil.Process]:
+    """The process of a stub that keeps its shared memory."""
+    return lambda server: next(
+        p
+        for p in server.descendants
+        if is_alive(p) and "multiprocessing.spawn" in str(p.cmdline()) and stub in str(p.parents()[0].cmdline())
+    )
+
+
+VICTIMS: dict[str, Callable[[ToyServer], psutil.Process]] = {
+    "tritonserver": lambda server: server.tritonserver,
+    "front": lambda server: server.front,
+    "stub": with_argument("reward_model_0_0"),
+    "stub of the description": with_argument("reward_server_info_0_0"),
+    "shared memory": manager_of("reward_model_0_0"),
+    "shared memory of the description": manager_of("reward_server_info_0_0"),
+    "main": lambda server: psutil.Process(server.server_pid),
+}
+find_guard = with_argument("reinforce_rl.utils.guard")
+
+
+def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds: float) -> None:
+    server = ToyServer(folder, f"inference.stuck_seconds={stuck_seconds}").start()
+    try:
+        victim = VICTIMS[which](server)
+        victim.suspend()
+        texts = []
+        code, end = None, time.monotonic() + seconds
+        while code is None and time.monotonic() < end:
+            if which != "front":  # nobody else answers
+                with contextlib.suppress(FailedAttempt):
+                    answer = call("127.0.0.1", server.port, "/health", 15.0)
+                    texts += [json.loads(answer.body)["text"]] if answer.code != 200 else []
+            time.sleep(0.2)
+            code = server.process.poll()
+        assert code == (-signal.SIGKILL if which == "main" else 1), (code, texts)
+        assert which == "front" or texts
+        error = next(line for line in server.log.read_text().splitlines() if line.startswith("error: "))
+        assert f"process {victim.pid}" in error and "inference.stuck_seconds" in error
+        assert wait_for(lambda: not server.left_behind()), server.left_behind()
+    finally:
+        server.close()
+
+
+def test_a_stopped_tritonserver_ends_the_server_by_name(tmp_path):
+    check_that_it_ends_by_name(tmp_path, "tritonserver", 4.0, 60.0)
 
 
 @pytest.mark.slow
-def test_a_front_door_that_hangs_is_ended_with_its_server(server):
-    """A stopped process reads no pipe and ignores no signal."""
-    server.front.suspend()
-    os.kill(server.process.pid, signal.SIGKILL)
-    server.process.wait(30)
-    assert wait_for(lambda: not server.left_behind()), server.left_behind()
+@pytest.mark.parametrize("which", VICTIMS)
+def test_every_stopped_process_ends_the_server_by_name(tmp_path, which):
+    check_that_it_ends_by_name(tmp_path, which, 6.0, 60.0)
+
+
+@pytest.mark.parametrize("how", ["kill", "suspend"])
+def test_a_lost_guard_is_replaced_and_the_next_one_cleans_up(tmp_path, how):
+    server = ToyServer(tmp_path, "inference.stuck_seconds=3.0").start()
+    try:
+        first = find_guard(server)
+        getattr(first, how)()
+        assert wait_for(lambda: f"event=guard_replaced process={first.pid}" in server.log.read_text(), 15)
+        server.descendants = psutil.Process(server.server_pid).children(recursive=True)
+        assert find_guard(server).pid != first.pid
+        assert call("127.0.0.1", server.port, "/health", 10.0).code == 200
+        time.sleep(2.0)  # it looks for what is there once a second
+        os.kill(server.server_pid, signal.SIGKILL)
+        server.process.wait(10)
+        assert wait_for(lambda: not server.left_behind()), server.left_behind()
+        assert not is_alive(first)
+    finally:
+        server.close()

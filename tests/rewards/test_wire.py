@@ -14,12 +14,13 @@ from helpers.rewards import request_of
 from helpers.tiny_tokenizer import CHAT_TEMPLATE, write_tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from reinforce_rl.config.rewards import InferenceConfig
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.reward_model.scorer import load_reward_model
-from reinforce_rl.reward_server.options import access_faults
 from reinforce_rl.reward_server.scoring import RequestScorer
+from reinforce_rl.reward_server.server import token_of
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.base import RewardRequest, TextSample
 from reinforce_rl.rewards.wire import (
@@ -279,10 +280,13 @@ def test_only_the_token_opens():
     assert bearer(None) == {}
 
 
-def test_only_the_loopback_goes_without_a_token():
+def test_only_the_loopback_goes_without_a_token(monkeypatch):
     assert is_loopback("127.0.0.1") and is_loopback("localhost") and is_loopback("::1")
     assert not is_loopback("0.0.0.0") and not is_loopback("no-such-host.invalid")
-    assert access_faults("127.0.0.1", None, False) == []
-    assert access_faults("0.0.0.0", TOKEN, False) == access_faults("0.0.0.0", None, True) == []
-    (fault,) = access_faults("0.0.0.0", None, False)
-    assert "inference.token_file" in fault and TOKEN_VARIABLE in fault and "inference.allow_no_token=true" in fault
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    assert token_of(InferenceConfig()) is None
+    assert token_of(InferenceConfig(host="0.0.0.0", allow_no_token=True)) is None
+    with pytest.raises(ConfigError, match=rf"inference\.token_file.*{TOKEN_VARIABLE}.*inference\.allow_no_token=true"):
+        token_of(InferenceConfig(host="0.0.0.0"))
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    assert token_of(InferenceConfig(host="0.0.0.0")) == TOKEN

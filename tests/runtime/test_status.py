@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError
-from reinforce_rl.runtime.control import refuse_second_run
-from reinforce_rl.runtime.status import STATUS_FILE, StatusFile, read_status
+from reinforce_rl.runtime.status import STATUS_FILE, StatusFile, read_status, refuse_second_run
 
 
 def test_a_restarted_run_knows_how_long_a_save_took(tmp_path):

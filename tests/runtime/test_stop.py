@@ -1,14 +1,29 @@
-"""What a signal does to a process that has all but ended."""
+"""When a run stops: a signal as it ends, how long it may take, and what still fits into that."""
 
 from __future__ import annotations
 
+import itertools
+import random
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from reinforce_rl.errors import EXIT_STOPPED
-from reinforce_rl.runtime.stop import STOP_SIGNALS
+from reinforce_rl.config.rules import Allocation, parse_duration
+from reinforce_rl.errors import EXIT_STOPPED, ConfigError
+from reinforce_rl.runtime import stop as run_timer
+from reinforce_rl.runtime.stop import (
+    LAUNCHER_SECONDS,
+    MARGIN_SECONDS,
+    STOP_SIGNALS,
+    Due,
+    RunTimer,
+    first_save_seconds,
+    with_margin,
+)
 
 # An object that lives until the modules are taken down, when Python no longer runs handlers of signals.
 PROGRAM = f"""
@@ -33,3 +48,184 @@ sys.exit({EXIT_STOPPED})
 def test_a_second_signal_while_python_shuts_down_does_not_change_the_exit_code(number):
     found = subprocess.run([sys.executable, "-c", PROGRAM, str(int(number))], capture_output=True, timeout=60)
     assert (found.returncode, found.stdout) == (EXIT_STOPPED, b"after the signal"), found.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("7", 7), ("0:7", 7), ("30:00", 1800), ("01:00:00", 3600), ("00:03:45:00", 13500), ("2:00:00:01", 172801)],
+)
+def test_durations_read_from_the_right(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "4h", "1.5", "-1:00", ":30", "1::2", "1:2:3:4:5", "1:00 ", "½", "00:00:00:00"])
+def test_anything_else_is_refused(text):
+    with pytest.raises(ValueError, match=r"DD:HH:MM:SS|no time at all"):
+        parse_duration(text)
+
+
+def test_the_time_counts_from_the_start_of_the_process():
+    age = time.time() - psutil.Process().create_time()
+    assert RunTimer().seconds_left() == float("inf") and RunTimer().outlook().shortage is None
+    assert RunTimer(age + 3600).seconds_left() == pytest.approx(3600, abs=5)
+    assert RunTimer(age + 3600).outlook().shortage is None
+    assert "counted from the process's start" in str(RunTimer(age / 2).outlook().shortage)
+
+
+class TestTheAllocation:
+    def test_it_is_what_the_environment_says(self):
+        environment = {"SLURM_JOB_START_TIME": "1795274402", "SLURM_JOB_END_TIME": "1795278002"}
+        assert Allocation.of(environment) == Allocation(1795274402.0, 1795278002.0)
+        assert Allocation.of({"SLURM_JOB_START_TIME": ""}) == Allocation.of({}) == Allocation()
+
+    @pytest.mark.parametrize("name", ["SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"])
+    @pytest.mark.parametrize("text", ["Unknown", "2026-11-21T18:00:00", "-5", "1e9", "17952.5", " 5", "٣", "9" * 13])
+    def test_a_garbled_time_is_named(self, name, text):
+        with pytest.raises(ConfigError, match=name) as caught:
+            Allocation.of({name: text})
+        assert repr(text) in str(caught.value) and "unix seconds" in str(caught.value)
+
+    def test_both_faults_are_told_and_an_end_before_the_start_is_one(self):
+        with pytest.raises(ConfigError) as caught:
+            Allocation.of({"SLURM_JOB_START_TIME": "x", "SLURM_JOB_END_TIME": "y"})
+        assert len(caught.value.faults) == 2
+        with pytest.raises(ConfigError, match="not after SLURM_JOB_START_TIME"):
+            Allocation.of({"SLURM_JOB_START_TIME": "20", "SLURM_JOB_END_TIME": "20"})
+
+    def test_the_earlier_bound_counts_and_is_named(self, clock):
+        clock.now = 1000.0
+        for max_seconds, end, left, named in [
+            (900.0, None, 400.0, "max_time_per_run, counted from the allocation's start"),
+            (900.0, 1401.0 + LAUNCHER_SECONDS, 400.0, "max_time_per_run"),
+            (900.0, 1399.0 + LAUNCHER_SECONDS, 399.0, "SLURM_JOB_END_TIME, less 60 s"),
+            (None, 1005.0 + LAUNCHER_SECONDS, 5.0, "SLURM_JOB_END_TIME"),
+        ]:
+            timer = RunTimer(max_seconds, Allocation(500.0, end), save_seconds=1e6)
+            assert timer.seconds_left() == left
+            assert named in str(timer.outlook().shortage)
+
+
+class Clock:
+    now = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(run_timer, "time", SimpleNamespace(time=lambda: clock.now))
+    return clock
+
+
+def test_what_is_told_of_a_shortage(clock):
+    timer = RunTimer(100.0, Allocation(0.0))
+    timer.saved(8.0)
+    timer.begin_step()
+    clock.now = 68.0
+    with timer.validating():
+        clock.now = 70.0
+    outlook = timer.outlook(Due(validation_after=True))
+    assert outlook.validates
+    assert outlook.shortage == (
+        "the time of this run is used up (30.0 s are left by exp_manager.max_time_per_run, counted from the "
+        "allocation's start; a step 70.0 s, a validation 2.0 s, a save 8.0 s, and with a margin all that is to come "
+        f"{1.1 * 80 + MARGIN_SECONDS:.1f} s)"
+    )
+    clock.now = 80.0
+    assert not timer.outlook().validates
+
+
+def test_before_anything_is_measured_a_step_is_begun_where_a_save_fits(clock):
+    timer = RunTimer(100.0, Allocation(0.0), save_seconds=20.0)
+    clock.now = 100.0 - with_margin(20.0)
+    assert timer.outlook(Due(validation=True)).shortage is None
+    clock.now += 0.1
+    outlook = timer.outlook(Due(validation=True))
+    assert outlook.shortage is not None and not outlook.validates, "nobody knows how long a validation takes"
+
+
+def test_a_failed_validation_and_an_old_step_do_not_count(clock):
+    timer = RunTimer(1000.0, Allocation(0.0))
+    for seconds in (500.0, *[1.0] * run_timer.RECENT_STEPS):
+        timer.begin_step()
+        clock.now += seconds
+        timer.outlook()
+    with pytest.raises(RuntimeError), timer.validating():
+        clock.now += 300.0
+        raise RuntimeError
+    assert timer.outlook(Due(validation=True, validation_after=True)).shortage is None
+
+
+def test_a_first_save_is_guessed_from_its_bytes():
+    assert first_save_seconds(98e9) == pytest.approx(985.0)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_run_ends_in_time_and_never_without_need(clock, seed):
+    """A simulated run: its durations vary within the margin, and it obeys the outlook as the trainer does."""
+    draw = random.Random(seed)
+    step, validation, save = (draw.choice([0.1, 1.0, 20.0, 300.0]) for _ in range(3))
+    val_interval, save_interval = draw.choice([0, 1, 3]), draw.choice([0, 1, 4])
+    background = draw.random() < 0.5
+    limit = draw.choice([60.0, 600.0, 5000.0])
+    timer = RunTimer(limit, Allocation(0.0), save_seconds=save)
+
+    def takes(seconds: float) -> None:
+        clock.now += seconds * draw.uniform(1.0, 1.0 + run_timer.MARGIN_SHARE)
+
+    number, running = 0, 0.0  # steps, and until when a save runs in the background
+    if val_interval:
+        with timer.validating():
+            takes(validation)
+    if timer.outlook().shortage is not None:
+        return
+    while True:
+        timer.begin_step()
+        takes(step)
+        number += 1
+        due = Due(
+            validation=val_interval > 0 and number % val_interval == 0,
+            validation_after=val_interval > 0 and (number + 1) % val_interval == 0,
+            save=save_interval > 0 and number % save_interval == 0,
+            running_save=running > 0,
+        )
+        left_before = timer.seconds_left()
+        outlook = timer.outlook(due)
+        if outlook.validates and (due.validation or (outlook.shortage is not None and val_interval > 0)):
+            with timer.validating():
+                takes(validation)
+        if due.save and outlook.shortage is None:
+            clock.now = max(clock.now, running)
+            if background:
+                running = clock.now + save
+            else:
+                takes(save)
+        if outlook.shortage is not None:
+            break
+    saves_to_come = 1 + due.save + due.running_save
+    most = 1.1 * (1.1 * (step + 2 * validation + saves_to_come * save)) + MARGIN_SECONDS
+    assert left_before < most, "it ended although there was time"
+    clock.now = max(clock.now, running)
+    takes(save)
+    # Only the first step, of which nothing was known, may have been too long.
+    assert clock.now <= limit or number == 1, (step, validation, save, val_interval, save_interval, background)
+
+
+def test_the_outlook_against_brute_force(clock):
+    """Every combination of durations and of what is due: the sum of a plan's parts, one by one."""
+    for step, validation, save, left in itertools.product([1.0, 30.0], [2.0, 50.0], [0.5, 40.0], [30.0, 90.0, 200.0]):
+        for now, after, saves, runs in itertools.product([False, True], repeat=4):
+            clock.now = 0.0
+            timer = RunTimer(10_000.0, Allocation(0.0))
+            timer.saved(save)
+            with timer.validating():
+                clock.now += validation
+            timer.begin_step()
+            clock.now += step
+            plan = [save] * runs + [validation] * now + [save] * saves + [step] + [validation] * after + [save]
+            end = [save] * runs + [validation, save]
+            due = Due(now, after, saves, runs)
+            timer.outlook(due)
+            clock.now = 10_000.0 - left
+            outlook = timer.outlook(due)
+            assert (outlook.shortage is None) == (1.1 * sum(plan) + 10.0 <= left)
+            assert outlook.validates == (outlook.shortage is None or 1.1 * sum(end) + 10.0 <= left)

@@ -31,7 +31,7 @@ from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt
 from reinforce_rl.errors import RewardServerError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.rewards.base import STATUS_INTERNAL, RewardRequest, Rewards
-from reinforce_rl.runtime.timer import Due, Outlook, RunTimer
+from reinforce_rl.runtime.stop import Due, Outlook, RunTimer
 
 RL = "trainer.reinforce"
 EVERY_FAILURE = f"{RL}.max_failed_fraction=1"

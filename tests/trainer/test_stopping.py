@@ -27,7 +27,7 @@ from helpers.trainer_processes import (
 from reinforce_rl.errors import EXIT_STOPPED
 from reinforce_rl.runtime.control import EXIT_INTERRUPTED
 from reinforce_rl.runtime.status import Status, read_status
-from reinforce_rl.runtime.timer import LAUNCHER_SECONDS
+from reinforce_rl.runtime.stop import LAUNCHER_SECONDS
 
 SLOW = pytest.mark.slow
 

@@ -1,7 +1,7 @@
 """HTTP front door of the reward server: authorization, admission and validation; then it forwards to Triton.
 
-Speaks KServe v2 for the few served paths, and adds /health and /metrics. Runs in a process of its own (`process.py`),
-so that it answers even while the model is busy or stuck.
+Speaks KServe v2 for the few served paths, and adds /health and /metrics. Runs in a process of its own
+(`front_process.py`), so that it answers even while the model is busy or stuck.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from functools import partial
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, hdrs, web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from reinforce_rl.reward_server.front.admission import Admission, Refusal, check_length
-from reinforce_rl.reward_server.front.health import FrontMetrics, Health, Verdict
-from reinforce_rl.reward_server.front.request import TritonRequest, json_length, read_request
-from reinforce_rl.reward_server.options import FrontLimits
-from reinforce_rl.reward_server.progress import Progress
+from reinforce_rl.reward_server.admission import Admission, FrontSettings, Refusal, check_length
+from reinforce_rl.reward_server.health import FrontMetrics, Health, Progress, Verdict
+from reinforce_rl.reward_server.request import TritonRequest, json_length, read_request
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import HEADER_LENGTH, REQUEST_DIGEST, REQUEST_ID
 
@@ -41,17 +39,7 @@ START_RETRY_SECONDS = 5
 PASSED_HEADERS = (HEADER_LENGTH, "Content-Type")
 CLIENT_GONE = 499  # nginx's code, for logs and metrics only
 TRUSTED_ID = re.compile(r"[\w.:/+@-]{1,128}", re.ASCII)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@dataclass(frozen=True)
-class FrontSettings:
-    model: str  # the reward model's name in URLs
-    backend: str  # Triton's Unix socket
-    limits: FrontLimits  # with the token
-    canary: str  # JSON inputs that the model can always score
-    input_forms: Sequence[str] = (wire.TOKENS_FORM,)
+LOG_LINE = "event=request id=%s path=%s code=%d bytes=%d samples=%d seconds=%.4f client=%s"
 
 
 @dataclass
@@ -73,35 +61,31 @@ class Front:
 
     def __init__(self, settings: FrontSettings, progress: Progress):
         self._settings = settings
-        self._limits = settings.limits
-        self._progress = progress
-        self._admission = Admission(settings.limits)
+        self._model = f"/v2/models/{settings.inference.name}"
+        self._admission = Admission(settings)
         self._metrics = FrontMetrics(self._admission, progress)
         self._answers = 0
-        self._health = Health(
-            self._ask_model, settings.canary.encode(), lambda: self._answers, progress, settings.limits
-        )
+        self._health = Health(self._ask_model, lambda: self._answers, progress, settings)
         self._state = STARTING
         self._reason = ""
-        self._empty = asyncio.Event()
         self._session: ClientSession | None = None
         self._parser = ThreadPoolExecutor(1)
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._around])
         app.cleanup_ctx.append(self._with_session)
-        router, expect = app.router, self._expect
+        router = app.router
         router.add_get("/health", self._answer_health)
         router.add_get("/metrics", self._answer_metrics)
         router.add_get("/v2/health/live", self._answer_live)
         router.add_get("/v2/health/ready", self._answer_ready)
         for path in ("/v2", "/v2/"):
             router.add_get(path, self._pass_question)
-        for model, infer in ((self._settings.model, self._infer), (wire.INFO_MODEL, self._describe)):
-            for base in (f"/v2/models/{model}", rf"/v2/models/{model}/versions/{{version:\d{{1,6}}}}"):
+        for model, infer in ((self._model, self._infer), (f"/v2/models/{wire.INFO_MODEL}", self._describe)):
+            for base in (model, rf"{model}/versions/{{version:\d{{1,6}}}}"):
                 for leaf in ("", "/ready", "/config"):
                     router.add_get(base + leaf, self._pass_question)
-                router.add_post(base + "/infer", infer, expect_handler=expect)
+                router.add_post(base + "/infer", infer, expect_handler=_promise_nothing)
         return app
 
     async def _with_session(self, app: web.Application):
@@ -119,29 +103,27 @@ class Front:
         self._state, self._reason = state, reason
         if state == DRAINING:
             self._admission.drain()
-            self._note_if_empty()
 
     async def wait_until_empty(self) -> None:
         """Wait, once draining, for Triton's last answer, and close the connections to it."""
-        await self._empty.wait()
+        await self._admission.empty.wait()
         if self._session is not None:
             await self._session.close()  # an open one would delay Triton's stop
-
-    def _note_if_empty(self) -> None:
-        if self._state == DRAINING and self._admission.in_flight == 0:
-            self._empty.set()
 
     # Around every request.
 
     @web.middleware
-    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _around(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
         given = request.headers.get(REQUEST_ID, "")
-        record = _Record(given if TRUSTED_ID.fullmatch(given) else secrets.token_hex(8))
-        request[_RECORD] = record
-        started = time.monotonic()
-        code = CLIENT_GONE
+        record = request[_RECORD] = _Record(given if TRUSTED_ID.fullmatch(given) else secrets.token_hex(8))
+        started, code = time.monotonic(), CLIENT_GONE
         try:
-            response = await self._guarded(request, handler)
+            try:
+                response = await handler(request)
+            except Exception as error:
+                response = _answer_to(error, request)
             response.headers[REQUEST_ID] = record.id
             response.headers[REQUEST_DIGEST] = record.digest.hexdigest()
             response.headers[hdrs.SERVER] = "reinforce_rl"
@@ -151,43 +133,14 @@ class Front:
             seconds = time.monotonic() - started
             if record.scores:
                 self._metrics.count(code, record.samples, record.size, seconds)
-            self._note_if_empty()
-            self._log(request, record, code, seconds)
-
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except Refusal as refusal:
-            return _refused(refusal)
-        except web.HTTPException as error:  # aiohttp's own: no such path, no such method
-            text = f"{error.reason}: {request.method} {request.path} is not served here"
-            headers = {key: value for key, value in error.headers.items() if key == hdrs.ALLOW}
-            return web.json_response({"error": text}, status=error.status, headers=headers)
-        except (ConnectionResetError, web.RequestPayloadError):  # the client hung up while sending
-            return _refused(Refusal(400, "the request ended before its body was complete"))
-        except Exception as error:
-            # Its text may quote the request.
-            logger.error("event=front_fault error=%s id=%s", type(error).__name__, request[_RECORD].id)
-            logger.debug("event=front_fault_details", exc_info=True)
-            return _refused(Refusal(500, "the front door of the reward server failed; its log has the error's name"))
-
-    def _log(self, request: web.Request, record: _Record, code: int, seconds: float) -> None:
-        resource = request.match_info.route.resource
-        level = logging.INFO if record.scores or code in (401, 413) else logging.DEBUG
-        logger.log(
-            level,
-            "event=request id=%s path=%s code=%d bytes=%d samples=%d seconds=%.4f client=%s",
-            record.id,
-            resource.canonical if resource else "unknown",
-            code,
-            record.size,
-            record.samples,
-            seconds,
-            request.remote,
-        )
+            resource = request.match_info.route.resource
+            path = resource.canonical if resource else "unknown"
+            level = logging.INFO if record.scores or code in (401, 413) else logging.DEBUG
+            values = (record.id, path, code, record.size, record.samples, seconds, request.remote)
+            logger.log(level, LOG_LINE, *values)
 
     def _authorise(self, request: web.Request) -> None:
-        if not wire.is_authorised(request.headers.get(wire.TOKEN_HEADER), self._limits.token):
+        if not wire.is_authorised(request.headers.get(wire.TOKEN_HEADER), self._settings.token):
             raise Refusal(
                 401,
                 "this reward server asks for an access token; send it as 'Authorization: Bearer TOKEN' (a run has it "
@@ -200,65 +153,51 @@ class Front:
         if self._state != READY:
             raise Refusal(503, f"the reward server is {self._state}", retry_after=self._admission.retry_after())
 
-    async def _expect(self, request: web.Request) -> web.StreamResponse | None:
-        """Answer `Expect: 100-continue`, which curl sends before a large body."""
-        try:
-            self._authorise(request)
-            self._check_body(request)
-        except Refusal as refusal:
-            response = _refused(refusal)
-            response.force_close()
-            return response
-        if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
-            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            request.writer.output_size = 0  # of the answer itself
-        return None
-
-    def _check_body(self, request: web.Request) -> None:
+    def _check(self, request: web.Request) -> None:
+        """Check what is known of a request before its body comes."""
+        self._authorise(request)
+        self._check_ready()
         if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
             raise Refusal(415, "compressed requests are not taken")
-        check_length(request.content_length, self._limits)
+        check_length(request.content_length, self._settings)
 
     # Scores.
 
     async def _infer(self, request: web.Request) -> web.Response:
         record = request[_RECORD]
         record.scores = True
-        self._authorise(request)
-        self._check_ready()
-        self._check_body(request)
+        self._check(request)
         self._admission.check_room()
-        with self._admission.memory() as grow_to:
-            parts = []
-            async for part in _parts_of(request, BODY_SECONDS, self._limits.idle_seconds):
+        parts = []
+        try:
+            async for part in _parts_of(request, BODY_SECONDS, self._settings.idle_seconds):
+                check_length(record.size + len(part), self._settings)
+                self._admission.hold(len(part))
                 record.size += len(part)
-                check_length(record.size, self._limits)
-                grow_to(record.size)
                 parts.append(part)
             body = b"".join(parts)
             parts.clear()
             wanted = await self._read(request, body, self._settings.input_forms)
             del body
             record.samples = wanted.samples
-            with self._admission.admitted():  # only now, so that slow senders hold no place
-                async with self._admission.slot():
-                    answer = await self._pass_on(request, wanted, self._limits.request_seconds)
-                    self._answers += 1
-                    return answer
+            async with self._admission.slot():  # only now, so that slow senders hold no place
+                answer = await self._pass_on(request, wanted, self._settings.inference.request_seconds)
+                self._answers += 1
+                return answer
+        finally:
+            self._admission.release(record.size)
 
     async def _read(self, request: web.Request, body: bytes, input_forms: Sequence[str]) -> TritonRequest:
         """Parse long JSON in a thread, one at a time, since it needs tens of times its size in memory."""
         header = request.headers.get(HEADER_LENGTH)
-        read = partial(read_request, body, header, self._limits, input_forms)
+        read = partial(read_request, body, header, self._settings, input_forms)
         if json_length(header, len(body)) <= QUICK_JSON_BYTES:
             return read()
         return await asyncio.get_running_loop().run_in_executor(self._parser, read)
 
     async def _describe(self, request: web.Request) -> web.Response:
         """Answer with the server's description, bypassing the queue."""
-        self._authorise(request)
-        self._check_ready()
-        self._check_body(request)
+        self._check(request)
         body = b""
         async for part in _parts_of(request, QUESTION_SECONDS, QUESTION_SECONDS):
             body += part
@@ -278,9 +217,8 @@ class Front:
         except (asyncio.TimeoutError, TimeoutError):
             raise Refusal(504, f"the model's side did not answer within {seconds:g} s") from None
         except (ClientError, OSError) as error:
-            raise Refusal(
-                502, f"the model's side does not answer ({type(error).__name__})", retry_after=START_RETRY_SECONDS
-            ) from error
+            text = f"the model's side does not answer ({type(error).__name__})"
+            raise Refusal(502, text, retry_after=START_RETRY_SECONDS) from error
         if code >= 500:  # its text may quote the request, or be a traceback
             raise Refusal(code, "the model's side failed; the reward server's log says why")
         kept = {name: found[name] for name in PASSED_HEADERS if name in found}
@@ -288,21 +226,16 @@ class Front:
 
     async def _ask(self, path: str, body: bytes | None, headers: dict[str, str], seconds: float):
         assert self._session is not None
-        method = "GET" if body is None else "POST"
-        async with self._session.request(
-            method,
-            "http://localhost" + path,
-            data=body,
-            headers=headers,
-            timeout=ClientTimeout(seconds, sock_connect=5.0),
-        ) as answer:
+        method, timeout = "GET" if body is None else "POST", ClientTimeout(seconds, sock_connect=5.0)
+        url = "http://localhost" + path
+        async with self._session.request(method, url, data=body, headers=headers, timeout=timeout) as answer:
             return answer.status, answer.headers, await answer.read()
 
     async def _ask_model(self, body: bytes) -> tuple[int, bytes]:
-        path = f"/v2/models/{self._settings.model}/infer"
         headers = {"Content-Type": "application/json"}
+        seconds = 2 * self._settings.inference.canary_seconds
         try:
-            code, _, answer = await self._ask(path, body, headers, 2 * self._limits.canary_seconds)
+            code, _, answer = await self._ask(f"{self._model}/infer", body, headers, seconds)
             if code == 200:  # the description's own Triton process may hang too
                 path = f"/v2/models/{wire.INFO_MODEL}/infer"
                 code, _, _ = await self._ask(path, b'{"inputs": []}', headers, QUESTION_SECONDS)
@@ -329,13 +262,12 @@ class Front:
         verdict = await self.check_health()
         values = {
             "state": self._state,
-            "model": self._settings.model,
+            "model": self._settings.inference.name,
             "in_flight": self._admission.in_flight,
             "queued": self._admission.queued,
             **asdict(verdict),
         }
-        code = 200 if verdict.healthy else 503
-        return web.json_response(values, status=code, dumps=lambda value: json.dumps(value) + "\n")
+        return web.json_response(text=json.dumps(values) + "\n", status=200 if verdict.healthy else 503)
 
     async def _answer_metrics(self, request: web.Request) -> web.Response:
         self._authorise(request)
@@ -343,8 +275,15 @@ class Front:
         return web.Response(body=text, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
 
 
+async def _promise_nothing(request: web.Request) -> None:
+    """Leave the answer to `Expect: 100-continue`, which curl sends before a large body, to `_parts_of`."""
+
+
 async def _parts_of(request: web.Request, seconds: float, pause: float):
     """Yield the body as it arrives; raise Refusal (408) if it is not complete in `seconds` or stalls for `pause`."""
+    if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # of the answer itself
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     while True:
@@ -360,10 +299,22 @@ async def _parts_of(request: web.Request, seconds: float, pause: float):
         yield part
 
 
-def _refused(refusal: Refusal) -> web.Response:
-    headers = {}
-    if refusal.retry_after is not None:
-        headers[hdrs.RETRY_AFTER] = str(refusal.retry_after)
-    if refusal.code == 401:
+def _answer_to(error: Exception, request: web.Request) -> web.Response:
+    if isinstance(error, web.HTTPException):  # aiohttp's own: no such path, no such method
+        text = f"{error.reason}: {request.method} {request.path} is not served here"
+        allowed = {key: value for key, value in error.headers.items() if key == hdrs.ALLOW}
+        return web.json_response({"error": text}, status=error.status, headers=allowed)
+    if isinstance(error, (ConnectionResetError, web.RequestPayloadError)):  # the client hung up while sending
+        error = Refusal(400, "the request ended before its body was complete")
+    if not isinstance(error, Refusal):
+        # Its text may quote the request.
+        logger.error("event=front_fault error=%s id=%s", type(error).__name__, request[_RECORD].id)
+        logger.debug("event=front_fault_details", exc_info=error)
+        error = Refusal(500, "the front door of the reward server failed; its log has the error's name")
+    headers = {} if error.retry_after is None else {hdrs.RETRY_AFTER: str(error.retry_after)}
+    if error.code == 401:
         headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
-    return web.json_response({"error": refusal.text}, status=refusal.code, headers=headers)
+    response = web.json_response({"error": error.text}, status=error.code, headers=headers)
+    if hdrs.EXPECT in request.headers:
+        response.force_close()  # else it would wait for a body that does not come
+    return response

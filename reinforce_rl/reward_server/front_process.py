@@ -13,30 +13,29 @@ import signal
 import socket
 import threading
 from collections import Counter
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from aiohttp import web
 
 from reinforce_rl.errors import RewardServerError
-from reinforce_rl.reward_server.front.app import DRAINING, Front, FrontSettings
-from reinforce_rl.reward_server.options import FrontLimits
-from reinforce_rl.reward_server.progress import Progress
+from reinforce_rl.reward_server.admission import FrontSettings
+from reinforce_rl.reward_server.front import DRAINING, Front
+from reinforce_rl.reward_server.health import Progress
 from reinforce_rl.utils.net import BACKLOG
 from reinforce_rl.utils.process import Message, ModuleChild, Silence, connect_to_parent, receive, send
 
+MODULE = "reinforce_rl.reward_server.front_process"
 START_SECONDS = 60.0  # a busy machine imports slowly
 END_SECONDS = 3.0
 OPEN_FILES = 1 << 16
 ADDRESS_CONNECTIONS = 512  # concurrent, per client address
 TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 READ_BYTES = 1 << 18  # body bytes per read; the default of 64 KiB costs four times the wake-ups
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
-class FrontProcess:
+class FrontProcess(ModuleChild):
     """The server's handle of the front-door process; `listener` is handed over to it, and closed here."""
 
     def __init__(self, listener: socket.socket, settings: FrontSettings, progress_path: Path):
@@ -44,24 +43,11 @@ class FrontProcess:
         self._unhealthy = Silence()
         self._text = "a small sample has had no answer"
         with listener:
-            self._child = ModuleChild(
-                "reinforce_rl.reward_server.front.process", self._on_message, pass_fds=[listener.fileno()]
-            )
+            super().__init__(MODULE, self._on_message, pass_fds=[listener.fileno()])
             # The token goes through the connection: a command line and an environment can be read by others.
-            self._child.send(
-                {
-                    "listener": listener.fileno(),
-                    "settings": asdict(settings),
-                    "progress": str(progress_path),
-                    "log_level": logging.getLogger().getEffectiveLevel(),
-                }
-            )
-        self.pid = self._child.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        return self._child.exit_code
+            start = {"listener": listener.fileno(), "progress": str(progress_path)}
+            log_level = logging.getLogger().getEffectiveLevel()
+            self.send({**start, "log_level": log_level, "settings": settings.model_dump_json()})
 
     def wait_until_up(self) -> None:
         """Wait until it answers; raise RewardServerError if it does not start."""
@@ -73,28 +59,24 @@ class FrontProcess:
 
     def set_state(self, state: str, reason: str = "") -> None:
         self._unhealthy.reset()
-        self._child.send({"state": state, "reason": reason})
+        self.send({"state": state, "reason": reason})
 
     def fault(self, seconds: float) -> str | None:
         """Return why the server must end: the front door died or hangs, or health was red for `seconds`; else None."""
-        fault = self._child.fault(seconds)
-        if fault is not None:
-            self._child.kill()  # one that hangs would not end by itself
+        if (fault := super().fault(seconds)) is not None:
+            self.kill()  # one that hangs would not end by itself
             return f"the front door {fault}"
         unhealthy = self._unhealthy.seconds()
         return f"/health has not been green for {unhealthy:.0f} s: {self._text}" if unhealthy > seconds else None
 
     def drain(self, seconds: float) -> bool:
         """Refuse new requests and wait for those in flight; return whether all finished in time."""
-        if self.exit_code is not None:
-            return False
         self.set_state(DRAINING)
-        self._empty.wait(seconds)
-        return self._empty.is_set() and self.exit_code is None
+        return self._empty.wait(seconds) and self.exit_code is None
 
     def close(self) -> None:
         """End it. Safe to call twice."""
-        self._child.stop(2 * END_SECONDS)
+        self.stop(2 * END_SECONDS)
 
     def _on_message(self, message: Message | None) -> None:
         event = message["event"] if message else "ended"
@@ -135,31 +117,24 @@ async def _run(connection: Connection) -> None:
     start = receive(connection)
     if start is None:
         return
-    logging.basicConfig(level=start["log_level"], format=LOG_FORMAT)
+    logging.basicConfig(level=start["log_level"], format="%(asctime)s %(levelname)s %(name)s %(message)s")
     # Its log of a malformed request would quote the request.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
-    values = start["settings"]
-    settings = FrontSettings(**{**values, "limits": FrontLimits(**values["limits"])})
+    settings = FrontSettings.model_validate_json(start["settings"])
     front = Front(settings, Progress(Path(start["progress"])))
-    options = {
-        "access_log": None,
-        "auto_decompress": False,
-        "read_bufsize": READ_BYTES,
-        "keepalive_timeout": settings.limits.idle_seconds,  # for a header too: aiohttp counts until it is complete
-    }
-    runner = web.AppRunner(
-        front.application(),
-        handler_cancellation=True,  # a disconnect frees the request's slot
-        shutdown_timeout=END_SECONDS / 3,
-        **options,
-    )
+    options: dict[str, Any] = {"access_log": None, "auto_decompress": False, "read_bufsize": READ_BYTES}
+    options["keepalive_timeout"] = settings.idle_seconds  # for a header too: aiohttp counts until it is complete
+    ending = {"handler_cancellation": True, "shutdown_timeout": END_SECONDS / 3}  # a disconnect frees the slot
+    runner = web.AppRunner(front.application(), **ending, **options)
     await runner.setup()
     manager = cast(web.Server, runner.server)
     listener = socket.socket(fileno=start["listener"])
     server = await loop.create_server(
         lambda: _Connection(manager, loop=loop, **options), sock=listener, backlog=BACKLOG
     )
-    tasks = [asyncio.create_task(_report_health(connection, front, settings.limits.stuck_seconds / 10))]
+    interval = settings.inference.stuck_seconds / 10
+    tasks = [asyncio.create_task(_report_health(connection, front, interval))]
+    tasks += [asyncio.create_task(_report_empty(connection, front))]
     ended = asyncio.Event()
 
     def read_message() -> None:  # on the loop, so that a state applies to every later request
@@ -167,10 +142,8 @@ async def _run(connection: Connection) -> None:
         if message is None:
             loop.remove_reader(connection.fileno())
             ended.set()
-            return
-        front.set_state(message["state"], message["reason"])
-        if message["state"] == DRAINING and len(tasks) == 1:
-            tasks.append(asyncio.create_task(_report_empty(connection, front)))
+        else:
+            front.set_state(message["state"], message["reason"])
 
     loop.add_reader(connection.fileno(), read_message)
     await asyncio.sleep(0)  # let the first report precede READY, so that it sends the model no sample

@@ -13,11 +13,11 @@ import pytest
 import zmq
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_LOST_RANK, EXIT_STOPPED, ReinforceError
-from reinforce_rl.runtime import watchdog
+from reinforce_rl.runtime import control
+from reinforce_rl.runtime.control import Report, Verdict, Watchdog, died, failed, hung, silent, waited_for
 from reinforce_rl.runtime.links import Invitation
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.runtime.watchdog import Report, Verdict, Watchdog, died, failed, hung, silent, waited_for
 
 DEADLINE = 30.0
 
@@ -30,7 +30,8 @@ class Rank:
         self.left = threading.Event()
         self.activity = Activity()
         limits = {"silence_seconds": 60.0, "hang_seconds": 60.0, **limits}
-        self.watch = Watchdog(rank, 2, self.activity, StopRequest(), **limits, leave=self.leave)
+        self.stop = StopRequest()
+        self.watch = Watchdog(self, rank, 2, **limits)
 
     def leave(self, verdict: Verdict) -> None:
         self.verdicts.append(verdict)
@@ -43,9 +44,9 @@ class Rank:
 
 @pytest.fixture
 def make(monkeypatch) -> Iterator:
-    monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(watchdog, "SETTLE_SECONDS", 0.3)
-    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(control, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(control, "SETTLE_SECONDS", 0.3)
+    monkeypatch.setattr(control, "GRACE_SECONDS", 0.1)
     ranks: list[Rank] = []
 
     def make_pair(**limits: float) -> tuple[Rank, Rank]:
@@ -126,7 +127,7 @@ def test_a_first_rank_that_cannot_be_reached():
 
 
 def test_a_first_rank_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(watchdog, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(control, "CONNECT_SECONDS", 0.3)
     with socket.create_server(("localhost", 0)) as silent_one:
         keys = (zmq.curve_keypair()[0] for _ in range(3))
         with pytest.raises(ReinforceError, match=r"cannot reach rank 0 at .*: timed out"):
@@ -156,8 +157,8 @@ def test_where_a_thread_is():
     assert watcher.look().still_since >= places[-1].still_since
 
 
-WAITS = Report(0, "a", "generate", 3, 17, 40.0, in_collective=True, still=40.0, line="megatron/mesh.py:183")
-HANGS = Report(1, "b", "generate", 3, 17, 41.0, line="generation/native/generator.py:95", still=41.0)
+WAITS = Report(0, "a", "generate", 3, 17, in_collective=True, still=40.0, line="megatron/mesh.py:183")
+HANGS = Report(1, "b", "generate", 3, 17, line="generation/native/generator.py:95", still=41.0)
 
 
 def test_a_rank_that_does_not_wait_hangs_once_nobody_moves():

@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from reinforce_rl.reward_server.front.admission import Refusal
-from reinforce_rl.reward_server.options import FrontLimits
+from reinforce_rl.reward_server.admission import FrontSettings, Refusal
 from reinforce_rl.rewards import wire
+from reinforce_rl.rewards.wire import TEXT_LENGTH_BYTES
 
 MAX_JSON_BYTES = 1 << 24  # parsed in the process that answers /health; send larger batches in binary
 MAX_TENSORS = 16
 BINARY_SIZE = "binary_data_size"
 OUTPUTS = (wire.REWARDS, wire.STATUS, wire.ATTRIBUTES, wire.INFO_OUTPUT)
-LENGTH_BYTES = 4  # before each text
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class TritonRequest:
 
 
 def read_request(
-    body: bytes, header_length: str | None, limits: FrontLimits, input_forms: Sequence[str]
+    body: bytes, header_length: str | None, settings: FrontSettings, input_forms: Sequence[str]
 ) -> TritonRequest:
     """Read a KServe v2 inference request; raise Refusal (400 or 413) if it is invalid.
 
@@ -45,7 +44,7 @@ def read_request(
     """
     position = json_length(header_length, len(body))
     request = _parse(body[:position])
-    header: dict[str, Any] = {"inputs": []}
+    header = {"inputs": [], **_wanted(request)}
     shapes: dict[str, list[int]] = {}
     parts: list[bytes | memoryview] = []
     for tensor in _tensors(request, "inputs"):
@@ -55,7 +54,7 @@ def read_request(
         datatype, width = wire.INPUTS[name]
         if tensor.get("datatype") != datatype:
             raise Refusal(400, f"the datatype of '{name}' is not {datatype}")
-        shapes[name] = shape = _shape(tensor, width, limits)
+        shapes[name] = shape = _shape(tensor, width, settings)
         size = _parameters(tensor).get(BINARY_SIZE)
         if size is None:
             part = _written(tensor, shape)
@@ -65,9 +64,8 @@ def read_request(
             part = memoryview(body)[position : position + size]
             position += size
             _check_binary(name, part, size, shape)
-        header["inputs"].append(
-            {"name": name, "datatype": datatype, "shape": shape, "parameters": {BINARY_SIZE: len(part)}}
-        )
+        written = {"name": name, "datatype": datatype, "shape": shape, "parameters": {BINARY_SIZE: len(part)}}
+        header["inputs"].append(written)
         parts.append(part)
     if position != len(body):
         difference = abs(position - len(body))
@@ -79,7 +77,7 @@ def read_request(
         wire.check_inputs(set(shapes), input_forms)
     except ValueError as error:
         raise Refusal(400, str(error)) from None
-    text = json.dumps({**header, **_wanted(request)}).encode()
+    text = json.dumps(header).encode()
     return TritonRequest(max(counts, default=0), b"".join((text, *parts)), len(text))
 
 
@@ -108,22 +106,17 @@ def _flag(entry: dict[str, Any], key: str) -> dict[str, bool]:
 
 
 def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
-    parameters = entry.get("parameters", {})
-    if not isinstance(parameters, dict):
-        raise Refusal(400, "'parameters' is no object")
-    return parameters
+    return _object(entry.get("parameters", {}), "'parameters'")
 
 
 def json_length(header: str | None, body_length: int) -> int:
     """Return the bytes of a request's JSON; raise Refusal if the header is invalid or they are too many."""
-    if header is None:
-        length = body_length
-    elif header.isascii() and header.isdigit() and len(header) < 16 and int(header) <= body_length:
+    length = body_length
+    if header is not None:
+        is_number = header.isascii() and header.isdigit() and len(header) < 16
+        if not is_number or int(header) > body_length:
+            raise Refusal(400, f"{wire.HEADER_LENGTH} is no number between 0 and the body's {body_length} bytes")
         length = int(header)
-    else:
-        raise Refusal(
-            400, f"Inference-Header-Content-Length is no number between 0 and the body's {body_length} bytes"
-        )
     if length > MAX_JSON_BYTES:
         raise Refusal(413, f"the JSON has {length} bytes; expected at most {MAX_JSON_BYTES}: send tensors in binary")
     return length
@@ -137,9 +130,13 @@ def _parse(text: bytes) -> dict[str, Any]:
         raise Refusal(400, f"the request is no JSON object in UTF-8: {error}") from error
     finally:
         gc.enable()
-    if not isinstance(request, dict):
-        raise Refusal(400, "the request is no JSON object")
-    return request
+    return _object(request, "the request")
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Refusal(400, f"{what} is no JSON object")
+    return value
 
 
 def _tensors(request: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -154,22 +151,17 @@ def _tensors(request: dict[str, Any], key: str) -> list[dict[str, Any]]:
     return tensors
 
 
-def _shape(tensor: dict[str, Any], width: int, limits: FrontLimits) -> list[int]:
-    shape = tensor.get("shape")
+def _shape(tensor: dict[str, Any], width: int, settings: FrontSettings) -> list[int]:
+    shape, samples, tokens = tensor.get("shape"), settings.inference.max_batch_size, settings.max_sequence_length
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(d) is int and d >= 1 for d in shape):
         raise Refusal(400, f"the shape of '{tensor['name']}' is no list of two numbers of 1 or more")
     if width >= 0 and shape[1] != width:
         raise Refusal(400, f"the shape of '{tensor['name']}' is {shape}; expected [samples, {width}]")
-    if shape[0] > limits.max_samples:
-        raise Refusal(
-            400, f"the request claims {shape[0]} samples; batch size must be <= {limits.max_samples} for this server"
-        )
-    if shape[1] > limits.max_sequence_length:
-        raise Refusal(
-            400,
-            f"an input claims rows of {shape[1]} tokens; this server takes at most "
-            f"{limits.max_sequence_length} (inference.max_sequence_length)",
-        )
+    if shape[0] > samples:
+        raise Refusal(400, f"the request claims {shape[0]} samples; batch size must be <= {samples} for this server")
+    if shape[1] > tokens:
+        most = f"this server takes at most {tokens} (inference.max_sequence_length)"
+        raise Refusal(400, f"an input claims rows of {shape[1]} tokens; {most}")
     return shape
 
 
@@ -179,8 +171,8 @@ def _check_binary(name: str, part: memoryview, size: int, shape: list[int]) -> N
         if size != 8 * count:
             raise Refusal(400, f"'{name}' of shape {shape} needs {8 * count} bytes, {BINARY_SIZE} is {size}")
         return
-    while place + LENGTH_BYTES <= len(part):
-        place += LENGTH_BYTES + int.from_bytes(part[place : place + LENGTH_BYTES], "little")
+    while place + TEXT_LENGTH_BYTES <= len(part):
+        place += TEXT_LENGTH_BYTES + int.from_bytes(part[place : place + TEXT_LENGTH_BYTES], "little")
         texts += 1
     if place != size or texts != count:
         raise Refusal(400, f"the lengths of the texts of '{name}' do not come to {count} texts in {size} bytes")
@@ -202,7 +194,7 @@ def _written(tensor: dict[str, Any], shape: list[int]) -> bytes:
             raise Refusal(400, f"'{name}' holds a number that 64 bits cannot") from None
     # Half of a surrogate pair becomes bytes that the scorer refuses, for this sample alone.
     texts = [value.encode("utf-8", "surrogatepass") for value in values]
-    return b"".join(len(text).to_bytes(LENGTH_BYTES, "little") + text for text in texts)
+    return b"".join(len(text).to_bytes(TEXT_LENGTH_BYTES, "little") + text for text in texts)
 
 
 def _flat(data: Any, dimensions: int) -> list[Any]:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from helpers.merged_requests import ALL_FORMS, arrays_of
 
-from reinforce_rl.reward_server.front.admission import Refusal
-from reinforce_rl.reward_server.front.request import read_request
-from reinforce_rl.reward_server.options import FrontLimits
+from reinforce_rl.config.rewards import InferenceConfig
+from reinforce_rl.reward_server.admission import FrontSettings, Refusal
+from reinforce_rl.reward_server.request import read_request
 
 triton = pytest.importorskip("tritonclient.http")
 
-LIMITS = FrontLimits(max_request_bytes=10_000, max_samples=8, max_sequence_length=64)
+LIMITS = FrontSettings(inference=InferenceConfig(max_batch_size=8), max_request_bytes=10_000, max_sequence_length=64)
 
 
 def body_of(*inputs: dict, **rest) -> bytes:
@@ -34,9 +34,9 @@ def binary(shape, size: int, name="tokens", datatype="INT64") -> dict:
     return {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}}
 
 
-def samples_of(body: bytes, header: str | None, limits: FrontLimits) -> int:
+def samples_of(body: bytes, header: str | None) -> int:
     """Asserts that Triton can read what becomes of it."""
-    request = read_request(body, header, limits, ALL_FORMS)
+    request = read_request(body, header, LIMITS, ALL_FORMS)
     arrays_of(request)
     return request.samples
 
@@ -47,7 +47,7 @@ def lengths(count: int) -> dict:
 
 def refused(body: bytes, header: str | None = None) -> str:
     with pytest.raises(Refusal) as caught:
-        samples_of(body, header, LIMITS)
+        samples_of(body, header)
     assert caught.value.code in (400, 413)
     return caught.value.text
 
@@ -62,19 +62,19 @@ def test_what_tritonclient_sends_is_let_through():
     inputs[0].set_data_from_numpy(np.ones((3, 5), np.int64))
     inputs[1].set_data_from_numpy(np.ones((3, 1), np.int64))
     body, json_size = triton.InferenceServerClient.generate_request_body(inputs)
-    assert samples_of(body, str(json_size), LIMITS) == 3
+    assert samples_of(body, str(json_size)) == 3
     inputs = [triton.InferInput("sentences", [2, 1], "BYTES")]
     for as_binary in (True, False):
         inputs[0].set_data_from_numpy(np.array([["a"], ["bc"]], object), binary_data=as_binary)
         outputs = [triton.InferRequestedOutput("rewards", binary_data=as_binary)]
         body, json_size = triton.InferenceServerClient.generate_request_body(inputs, outputs=outputs, request_id="7")
-        assert samples_of(body, None if json_size is None else str(json_size), LIMITS) == 2
+        assert samples_of(body, None if json_size is None else str(json_size)) == 2
 
 
 @pytest.mark.parametrize("data", [[1, 2, 3, 4], [[1, 2], [3, 4]]], ids=["flat", "nested"])
 def test_json_data_may_be_flat_or_nested(data):
     body = body_of(tensor([2, 2], data), lengths(2))
-    assert samples_of(body, None, LIMITS) == 2
+    assert samples_of(body, None) == 2
     assert arrays_of(read_request(body, None, LIMITS, ALL_FORMS))["tokens"].tolist() == [[1, 2], [3, 4]]
 
 
@@ -158,7 +158,7 @@ def test_what_is_refused(body, text):
 def test_binary_sizes_must_fit_shape_and_body():
     tail = struct.pack("<4q", 5, 6, 1, 1)
     body, header = with_tail([binary([2, 1], 16), binary([2, 1], 16, "sequence_lengths")], tail)
-    assert samples_of(body, header, LIMITS) == 2
+    assert samples_of(body, header) == 2
     assert "needs 16 bytes" in refused(*with_tail([binary([2, 1], 8)], b"x" * 8))
     assert "differs from the bytes after the JSON object by 1" in refused(*with_tail([binary([2, 1], 16)], b"x" * 15))
     assert "differs" in refused(*with_tail([binary([2, 1], 16)], b"x" * 17))
