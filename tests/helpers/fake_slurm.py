@@ -51,7 +51,7 @@ def stop(number, frame):
     os._exit(75)
 what = os.environ.get("FAKE_ACTOR", "finishes")
 def save_slowly(number, frame):
-    time.sleep(5)
+    time.sleep(float(os.environ["FAKE_SAVE_SECONDS"]))
     stop(number, frame)
 def save_and_hang(number, frame):
     save(7, "stopped")

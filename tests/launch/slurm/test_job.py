@@ -119,14 +119,32 @@ def test_a_run_that_finishes_and_the_next_link_of_its_chain(started: type[Job]) 
     assert lines == [f"the run in {job.run_dir} has finished, at step 9; nothing was started"]
 
 
-def test_the_signal_before_the_time_limit_saves_and_requeues(started: type[Job]) -> None:
+@pytest.mark.parametrize(
+    ("number", "step_before", "expected"),
+    [
+        (signal.SIGUSR1, 0, "; requeued: from step 0 to step 7, restart 1 of 10"),
+        (
+            signal.SIGUSR1,
+            7,
+            "not requeued: this attempt saved nothing beyond step 7",
+        ),
+        (signal.SIGTERM, 0, "not requeued after SIGTERM"),
+    ],
+    ids=["time limit", "nothing new", "cancelled"],
+)
+def test_a_signal_saves_and_requeues_what_got_further(
+    started: type[Job], tmp_path: Path, number: signal.Signals, step_before: int, expected: str
+) -> None:
+    if step_before:
+        (tmp_path / "run" / "checkpoints" / f"step_{step_before:08d}").mkdir(parents=True)
     job = started(FAKE_ACTOR="trains")
     job.wait_until_training()
-    job.process.send_signal(signal.SIGUSR1)
+    job.process.send_signal(number)
     code, lines = job.finish()
     assert code == 75, lines
-    assert "; requeued: from step 0 to step 7, restart 1 of 10" in lines[-1], lines
-    assert job.requeued and job.attempts[0].requeued
+    assert expected in lines[-1], lines
+    assert job.requeued is job.attempts[0].requeued is ("; requeued" in expected)
+    assert job.requeued is not lines[-1].endswith("; submit the same command again to go on from step 7")
 
 
 @pytest.mark.parametrize(
@@ -141,8 +159,8 @@ def test_the_signal_before_the_time_limit_saves_and_requeues(started: type[Job])
 def test_how_long_an_actor_may_take_to_save(
     started: type[Job], number: signal.Signals, seconds_left: int, grace: int, saves: bool
 ) -> None:
-    """It takes five seconds."""
     times = {"FAKE_SECONDS_LEFT": str(seconds_left), "REINFORCE_GRACE_SECONDS": str(grace)}
+    times["FAKE_SAVE_SECONDS"] = "5" if saves else "60"
     job = started(FAKE_ACTOR="saves slowly", **times)
     job.wait_until_training()
     job.process.send_signal(number)
@@ -166,28 +184,6 @@ def test_an_actor_that_hangs_is_killed_in_time_for_a_requeue(started: type[Job])
     assert due - 2 < time.time() < due + 25, lines
 
 
-def test_a_job_that_saves_nothing_new_is_not_requeued(started: type[Job], tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints" / "step_00000007").mkdir(parents=True)
-    job = started(FAKE_ACTOR="trains")
-    job.wait_until_training()
-    job.process.send_signal(signal.SIGUSR1)
-    code, lines = job.finish()
-    assert code == 75
-    assert "not requeued: this attempt saved nothing beyond step 7" in lines[-1]
-    assert "submit the same command again to go on from step 7" in lines[-1]
-    assert not job.requeued
-
-
-def test_a_cancelled_job_saves_and_is_not_requeued(started: type[Job]) -> None:
-    job = started(FAKE_ACTOR="trains")
-    job.wait_until_training()
-    job.process.send_signal(signal.SIGTERM)
-    code, lines = job.finish()
-    assert code == 75, lines
-    assert "not requeued after SIGTERM; submit the same command again to go on from step 7" in lines[-1]
-    assert not job.requeued
-
-
 @pytest.mark.parametrize(("what", "expected", "how"), [("fails", 5, "exit code 5"), ("killed", 137, "SIGKILL")])
 def test_an_actor_task_that_fails(started: type[Job], what: str, expected: int, how: str) -> None:
     job = started(FAKE_ACTOR=what)
@@ -200,22 +196,24 @@ def test_an_actor_task_that_fails(started: type[Job], what: str, expected: int, 
     assert (attempt.first_failed or "").startswith("actor rank 1 on ") and attempt.exit_code == expected
 
 
-def test_a_failed_job_is_requeued_where_that_was_asked_for(started: type[Job]) -> None:
-    job = started(FAKE_SERVER="dies", FAKE_ACTOR="trains", REINFORCE_RESTART_AFTER_CRASH="true")
+@pytest.mark.parametrize(
+    ("server", "actor", "expected", "first", "last"),
+    [
+        # The server's code, though the actor has saved.
+        ("dies", "trains", 137, "first to fail: rm-0 rank 0 on ", "requeued: from step 0 to step 7"),
+        # It has made progress, but would do the same again.
+        ("", "diverges", 77, "first to fail: actor rank ", "not requeued: the policy has diverged"),
+    ],
+)
+def test_a_failed_job_is_requeued_where_that_was_asked_for(
+    started: type[Job], server: str, actor: str, expected: int, first: str, last: str
+) -> None:
+    job = started(FAKE_SERVER=server, FAKE_ACTOR=actor, REINFORCE_RESTART_AFTER_CRASH="true")
     code, lines = job.finish()
-    assert code == 137, lines  # the server's, though the actor has saved
-    assert lines[-2].startswith("first to fail: rm-0 rank 0 on ")
-    assert "requeued: from step 0 to step 7" in lines[-1]
-    assert job.requeued
-
-
-def test_a_run_that_diverged_is_not_requeued_even_then(started: type[Job]) -> None:
-    """It has made progress, but would do the same again."""
-    job = started(FAKE_ACTOR="diverges", REINFORCE_RESTART_AFTER_CRASH="true")
-    code, lines = job.finish()
-    assert code == 77, lines
-    assert "not requeued: the policy has diverged" in lines[-1]
-    assert not job.requeued
+    assert code == expected, lines
+    assert lines[-2].startswith(first)
+    assert last in lines[-1]
+    assert job.requeued is (actor == "trains")
 
 
 def test_a_run_goes_on_while_one_of_its_servers_lives(started: type[Job]) -> None:
@@ -227,19 +225,19 @@ def test_a_run_goes_on_while_one_of_its_servers_lives(started: type[Job]) -> Non
     assert lines[-2] == "the run has finished"
 
 
-def test_a_server_that_is_never_healthy(started: type[Job]) -> None:
-    job = started(FAKE_SERVER="loads", REINFORCE_READY_SECONDS="4")
+@pytest.mark.parametrize(
+    ("what", "expected", "start", "more"),
+    [
+        ("loads", 1, "no healthy reward server within 4 s (rm-0: ", "the server is loading"),
+        ("fails", 3, "rm-0 ended before it was healthy; first to fail: rm-0 rank 0 on ", ""),
+    ],
+)
+def test_a_server_that_is_never_healthy(started: type[Job], what: str, expected: int, start: str, more: str) -> None:
+    job = started(FAKE_SERVER=what, REINFORCE_READY_SECONDS="4" if what == "loads" else "600")
     code, lines = job.finish()
-    assert code == 1, lines
-    assert lines[-2].startswith("no healthy reward server within 4 s (rm-0: ")
-    assert "the server is loading" in lines[-2]
+    assert code == expected, lines
+    assert lines[-2].startswith(start) and more in lines[-2]
     assert not (job.run_dir / "began").exists()
-
-
-def test_a_server_that_ends_before_it_is_healthy(started: type[Job]) -> None:
-    code, lines = started(FAKE_SERVER="fails").finish()
-    assert code == 3, lines
-    assert lines[-2].startswith("rm-0 ended before it was healthy; first to fail: rm-0 rank 0 on ")
 
 
 def test_a_job_that_gets_no_further_does_not_train(started: type[Job], tmp_path: Path) -> None:

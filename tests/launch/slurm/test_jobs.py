@@ -40,7 +40,7 @@ def test_two_and_two_nodes_equal_the_run_without_slurm(lab, world, tmp_path):
         server.close()
     found, expected = (list(map(however_cut, results(folder))) for folder in (run.run_dir, tmp_path / "plain"))
     assert len(found) == len(expected) == 3
-    assert max(map(largest_difference, found, expected)) < 1e-5
+    assert max(map(largest_difference, found, expected)) < 1e-4  # of a gradient norm of 38
 
 
 def test_a_killed_task_of_the_actor_ends_the_job_and_is_named(lab, world, tmp_path):

@@ -91,20 +91,20 @@ def test_codes(tmp_path: Path, code: int, returned: int) -> None:
     assert [end.code for end in read_ends(tmp_path)] == [code]
 
 
-def test_signals_are_passed_on(tmp_path: Path) -> None:
-    process = start(tmp_path, SLEEP)
+@pytest.mark.parametrize(
+    ("program", "recorded"),
+    [
+        (SLEEP, 75),
+        # One that dies of the signal; others may still save.
+        (SLEEP.replace("sys.exit(75)", "signal.raise_signal(9)").replace("TERM, l", "INT, l"), 143),
+    ],
+)
+def test_signals_are_passed_on(tmp_path: Path, program: str, recorded: int) -> None:
+    process = start(tmp_path, program)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     assert finish(process)[0] == 0
-    assert [end.code for end in read_ends(tmp_path)] == [75]
-
-
-def test_a_program_that_dies_of_the_signal_it_is_asked_to_end_by(tmp_path: Path) -> None:
-    process = start(tmp_path, SLEEP.replace("sys.exit(75)", "signal.raise_signal(9)").replace("TERM, l", "INT, l"))
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    assert finish(process)[0] == 0  # others may still save
-    assert [end.code for end in read_ends(tmp_path)] == [143]
+    assert [end.code for end in read_ends(tmp_path)] == [recorded]
 
 
 def test_a_program_that_is_killed(tmp_path: Path) -> None:
