@@ -71,7 +71,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
         monitor, wandb_run_id = build_monitor(cfg, mesh, datasets, checkpoint, control.status)
         with monitor.running(), control.ending():
             if mesh.world_size > 1:
-                monitor.note(mesh.grid())
+                monitor.note(mesh.layout.grid())
             control.activity.begin("waiting for the reward server", has_deadline=True)
             rm = connect_to_reward_servers(cfg, mesh, tokenizer, monitor)
             try:

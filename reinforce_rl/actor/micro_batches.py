@@ -53,8 +53,7 @@ def packed_micro_batches(
     passes: list[list[int]] = []
     used = most
     for rows in sorted(groups.values(), key=cost, reverse=True):
-        parts = [rows] if cost(rows) <= most else _parts(rows, cost, most)
-        for part in parts:
+        for part in _parts(rows, cost, most):
             if used + cost(part) > most:
                 passes.append([])
                 used = 0

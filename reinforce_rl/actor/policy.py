@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch, lengt
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.megatron.hf_weights import export_hf_folder
-from reinforce_rl.megatron.lora import LoraIdentity, MergedWeights, export_adapter, lora_settings_of, updates_off
+from reinforce_rl.megatron.lora import MergedWeights, export_adapter, lora_settings_of, updates_off
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.log_probs import TokenScores, response_scores
 from reinforce_rl.megatron.model.model import CausalLM
@@ -46,9 +46,8 @@ class ReferencePolicy:
     """
 
     def __init__(self, model: torch.nn.Module, *, on_device: bool = False):
-        self._model = model
+        self._model, self._weights = model, {}
         pin = torch.cuda.is_available() and not on_device
-        self._weights = {}
         for name, parameter in model.named_parameters():
             copy = parameter.detach().to(parameter.device if on_device else "cpu", copy=True)
             self._weights[name] = copy.pin_memory() if pin else copy
@@ -56,15 +55,15 @@ class ReferencePolicy:
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Swap in the reference's weights within the block; no gradient may flow."""
-        own = {name: parameter.data for name, parameter in self._model.named_parameters()}
+        own = [(name, parameter, parameter.data) for name, parameter in self._model.named_parameters()]
         try:
-            for name, parameter in self._model.named_parameters():
+            for name, parameter, _ in own:
                 # Swap pointers only: the optimizer's own buffers keep the actor's weights.
                 parameter.data = self._weights[name].to(parameter.device, non_blocking=True)
             yield
         finally:
-            for name, parameter in self._model.named_parameters():
-                parameter.data = own[name]
+            for _, parameter, data in own:
+                parameter.data = data
 
 
 LOSS = "loss"  # among a micro-batch's sums
@@ -91,8 +90,6 @@ class ActorSettings:
 
 @dataclass(frozen=True)
 class LossShare:
-    """This rank's share of the loss."""
-
     loss: float  # summed over data-parallel ranks: the loss
     sums: dict[str, float]  # of `policy_loss`, plus tokens with and without padding
 
@@ -105,7 +102,7 @@ class MegatronGPTReinforceActorModel:
             the model without them.
         with_reference: False saves the memory of the reference if beta is 0.
         reference_on_device: see `ReferencePolicy`.
-        lora: identity of the LoRA updates, for checkpoints; None if the whole model trains.
+        lora: `LoraSettings.identity`, for checkpoints; None if the whole model trains.
     """
 
     def __init__(
@@ -117,15 +114,11 @@ class MegatronGPTReinforceActorModel:
         *,
         with_reference: bool = True,
         reference_on_device: bool = False,
-        lora: LoraIdentity | None = None,
+        lora: dict[str, Any] | None = None,
         optim: OptimConfig = DEFAULT_OPTIM,
     ):
-        self.lm = lm
-        self.tokenizer = tokenizer
-        self.generator = generator
-        self.settings = settings
-        self.ddp = wrap_data_parallel(lm, optim)
-        self.lora = lora
+        self.lm, self.tokenizer, self.generator, self.settings = lm, tokenizer, generator, settings
+        self.ddp, self.lora = wrap_data_parallel(lm, optim), lora
         self._as_reference: Callable[[], AbstractContextManager[None]] | None = None
         if with_reference and lora_settings_of(lm) is not None:
             self._as_reference = partial(updates_off, lm)  # the frozen weights without their updates
@@ -162,7 +155,7 @@ class MegatronGPTReinforceActorModel:
         """
         width = int(response_lengths.max()) if len(response_lengths) else 0
         out = torch.zeros((len(sequences), width))
-        samples = _Samples.of(sequences, prompt_lengths, response_lengths, group_ids)
+        samples = _samples(sequences, prompt_lengths, response_lengths, group_ids)
         cuts = self._cut(samples, self.settings.forward_micro_batch_size)
         if not cuts:
             return out
@@ -179,14 +172,12 @@ class MegatronGPTReinforceActorModel:
             out[torch.cat(cuts)] = torch.cat(found).float().cpu()
         return self.mesh.from_last_stage(out)
 
-    def get_init_policy_logprobs(
-        self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None = None
-    ) -> Tensor:
-        """Compute `get_inference_log_probs` under the reference policy, at the same temperature."""
+    def get_init_policy_logprobs(self, *samples: Any) -> Tensor:
+        """Compute `get_inference_log_probs` of the same arguments under the reference policy."""
         if self._as_reference is None:
             raise RuntimeError("this actor was built without a reference policy (with_reference=False)")
         with self._as_reference():
-            return self.get_inference_log_probs(sequences, prompt_lengths, response_lengths, group_ids)
+            return self.get_inference_log_probs(*samples)
 
     def get_loss_and_metrics(
         self,
@@ -207,18 +198,19 @@ class MegatronGPTReinforceActorModel:
             on_policy: no optimizer step since sampling, so every ratio is exactly 1.
         """
         rollouts = batch.rollouts
-        if rows is None:
-            rows = torch.arange(len(batch.trains))
+        rows = torch.arange(len(batch.trains)) if rows is None else rows
         trained = rows[batch.trains[rows]]
-        samples = _Samples.of(
-            rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids
-        )
+        inputs = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids)
+        samples = _samples(*inputs)
         cuts = [trained[cut] for cut in self._cut(samples.select(trained), self.settings.micro_batch_size)]
         # A rank without samples still runs an empty pass, or the collectives of the others would hang.
         parts: list[Tensor | None] = [*cuts] or [None]
 
         def layout_of(rows: Tensor | None) -> tuple[Tensor | None, SequenceLayout]:
-            return rows, self._layout(_Samples.nothing(self.pad_id) if rows is None else samples.select(rows))
+            if rows is not None:
+                return rows, self._layout(samples.select(rows))
+            zero = torch.zeros(1, dtype=torch.long)
+            return None, self._layout(_Samples(torch.full((1, 1), self.pad_id), zero + 1, zero, zero))
 
         def loss_of(hidden: Tensor, part: tuple[Tensor | None, SequenceLayout]) -> tuple[Tensor, dict[str, Tensor]]:
             rows, layout = part
@@ -236,14 +228,9 @@ class MegatronGPTReinforceActorModel:
             inputs = {name: each[rows, :width] for name, each in values.items() if each is not None}
             inputs |= {"mask": length_mask(lengths, width), "trains": batch.trains[rows]}
             moved = to_device(list(inputs.values()), scores.log_probs.device)
-            share, sums = policy_loss(
-                scores.log_probs,
-                scores.entropy,
-                LossInputs(**dict(zip(inputs, moved, strict=True))),
-                denominators,
-                self.settings.loss,
-                kl_coefficient,
-            )
+            moved = LossInputs(**dict(zip(inputs, moved, strict=True)))
+            options = (denominators, self.settings.loss, kl_coefficient)
+            share, sums = policy_loss(scores.log_probs, scores.entropy, moved, *options)
             return share, {LOSS: share.detach(), **sums}
 
         self.lm.train()
@@ -279,9 +266,8 @@ class MegatronGPTReinforceActorModel:
     def _cut(self, samples: _Samples, size: int) -> list[Tensor]:
         most = self.settings.tokens_per_micro_batch
         if self.settings.shared_prefix:
-            return packed_micro_batches(
-                samples.group_ids, samples.prompt_lengths, samples.response_lengths, size, most
-            )
+            lengths = (samples.prompt_lengths, samples.response_lengths)
+            return packed_micro_batches(samples.group_ids, *lengths, size, most)
         return micro_batches(samples.lengths.clamp(min=self.settings.pad_to), size, most)
 
     def _tokens_of(self, samples: _Samples, cuts: list[Tensor]) -> tuple[int, int]:
@@ -292,17 +278,10 @@ class MegatronGPTReinforceActorModel:
             return tokens, tokens
         return padding(samples.lengths, cuts, self.settings.pad_to)
 
-    def _scores(
-        self, layout: SequenceLayout, hidden: Tensor, width: int, *, with_entropy: bool = False
-    ) -> TokenScores:
+    def _scores(self, layout: SequenceLayout, hidden: Tensor, width: int, with_entropy: bool = False) -> TokenScores:
+        temperature, chunk = self.settings.sampling.temperature, self.settings.logits_chunk_tokens
         return response_scores(
-            layout,
-            hidden,
-            self.lm,
-            temperature=self.settings.sampling.temperature,
-            width=width,
-            chunk_tokens=self.settings.logits_chunk_tokens,
-            with_entropy=with_entropy,
+            layout, hidden, self.lm, temperature, width, chunk_tokens=chunk, with_entropy=with_entropy
         )
 
 
@@ -325,31 +304,22 @@ class _Made(Sequence[Made]):
         return self._make(self._parts[index])
 
 
-@dataclass(frozen=True)
-class _Samples:
+class _Samples(NamedTuple):
     sequences: Tensor
     prompt_lengths: Tensor
     response_lengths: Tensor
     group_ids: Tensor
-
-    @classmethod
-    def of(
-        cls, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None
-    ) -> _Samples:
-        """Build samples; `group_ids` None means that no two share a prompt."""
-        alone = torch.arange(len(sequences))
-        return cls(sequences, prompt_lengths, response_lengths, alone if group_ids is None else group_ids)
-
-    @classmethod
-    def nothing(cls, pad_id: int) -> _Samples:
-        zero = torch.zeros(1, dtype=torch.long)
-        return cls(torch.full((1, 1), pad_id), zero + 1, zero, zero)
 
     @property
     def lengths(self) -> Tensor:
         return self.prompt_lengths + self.response_lengths
 
     def select(self, rows: Tensor) -> _Samples:
-        return _Samples(
-            self.sequences[rows], self.prompt_lengths[rows], self.response_lengths[rows], self.group_ids[rows]
-        )
+        return _Samples(*(part[rows] for part in self))
+
+
+def _samples(
+    sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None
+) -> _Samples:
+    alone = torch.arange(len(sequences))  # no two share a prompt
+    return _Samples(sequences, prompt_lengths, response_lengths, alone if group_ids is None else group_ids)

@@ -51,7 +51,7 @@ def serve_model(cfg: ServeRewardModelConfig) -> None:
             except ModelStuckError as error:
                 end_process(str(error), error.exit_code)
         elif mesh.is_main:
-            logging.getLogger(__name__).info("event=ranks %s", mesh.grid())
+            logging.getLogger(__name__).info("event=ranks %s", mesh.layout.grid())
             with lead_ranks(mesh, load, rank_timeout=rank_timeout, call_timeout=call_timeout) as scorer:
                 server_of(cfg, scorer, scorer.model, check=scorer.check).serve()
         else:

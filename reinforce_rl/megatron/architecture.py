@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from reinforce_rl.errors import ConfigError
 
-_QWEN = {
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 32,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
+_QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+_QWEN |= {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 
 @dataclass(frozen=True)
@@ -133,22 +128,13 @@ class Architecture:
             ConfigError: the feed-forward size does not divide.
         """
         if self.ffn_size % tp_size:
-            raise ConfigError(
-                [
-                    f"model.tensor_model_parallel_size is {tp_size}, which does not divide "
-                    f"the feed-forward size {self.ffn_size}"
-                ]
-            )
+            key = f"model.tensor_model_parallel_size is {tp_size}"
+            raise ConfigError([f"{key}, which does not divide the feed-forward size {self.ffn_size}"])
         groups = _round_up(self.num_groups, tp_size)
-        return PaddedSizes(
-            vocab_size=_round_up(self.vocab_size, tp_size),
-            num_groups=groups,
-            num_heads=groups * (self.num_heads // self.num_groups),
-        )
+        return PaddedSizes(_round_up(self.vocab_size, tp_size), groups, groups * (self.num_heads // self.num_groups))
 
 
-@dataclass(frozen=True)
-class PaddedSizes:
+class PaddedSizes(NamedTuple):
     """Sizes for one tensor-parallel size; see `Architecture.padded`."""
 
     vocab_size: int
@@ -158,10 +144,8 @@ class PaddedSizes:
 
 def _faults(values: dict[str, Any], family: _Family) -> list[str]:
     faults = []
-    if values.get("model_type") not in _FAMILIES:
-        faults.append(
-            f"model_type is {values.get('model_type')!r}; supported: {', '.join(_FAMILIES)} (dense decoders)"
-        )
+    if (model_type := values.get("model_type")) not in _FAMILIES:
+        faults.append(f"model_type is {model_type!r}; supported: {', '.join(_FAMILIES)} (dense decoders)")
     required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     faults += [f"{key} is missing" for key in required if key not in values]
     rope = _rope(values)
@@ -178,11 +162,8 @@ def _faults(values: dict[str, Any], family: _Family) -> list[str]:
     groups = values.get("num_key_value_heads") or heads
     if heads % groups:
         faults.append(f"num_key_value_heads is {groups}, which does not divide {heads} attention heads")
-    if not values.get("head_dim") and values.get("hidden_size", 0) % heads:
-        faults.append(
-            f"hidden_size is {values['hidden_size']}, which {heads} attention heads do not divide, "
-            "and head_dim is not given"
-        )
+    if not values.get("head_dim") and (hidden := values.get("hidden_size", 0)) % heads:
+        faults.append(f"hidden_size is {hidden}, which {heads} attention heads do not divide, and head_dim is missing")
     if len(_windows(values, family)) > 1:
         faults.append(
             f"sliding_window is {values['sliding_window']} on some layers only (use_sliding_window, with "
@@ -221,7 +202,5 @@ def with_old_rope_keys(values: dict[str, Any]) -> dict[str, Any]:
     if not rope:
         return values
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    old: dict[str, Any] = {"rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None}
-    if "rope_theta" in rope:
-        old["rope_theta"] = rope["rope_theta"]
-    return {**values, **old}
+    theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    return {**values, **theta, "rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None}

@@ -12,8 +12,7 @@ import json
 import os
 import queue
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +34,26 @@ from reinforce_rl.utils.files import write_atomically
 
 MANIFEST_FILE = "manifest.json"
 _CHUNK_BYTES = 1 << 24
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    bytes: int
-    crc32: str  # eight hexadecimal digits
-
-
-Records = dict[str, FileRecord]
+# By path relative to the checkpoint: {"bytes": size, "crc32": eight hexadecimal digits}.
+Records = dict[str, dict[str, Any]]
 
 
 def record_files(folder: Path, paths: Iterable[Path]) -> Records:
-    """Sync files below `folder` to disk and return their records by relative path."""
+    """Sync files below `folder` to disk and return their records."""
     records = {}
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        records[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, _crc32(path))
+        records[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "crc32": _crc32(path)}
     return records
 
 
-def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
+def write_manifest(folder: Path, records: Records) -> None:
     """Write the manifest of a folder whose files are complete."""
-    files = {name: asdict(records[name]) for name in sorted(records)}
-    write_atomically(folder / MANIFEST_FILE, json.dumps({"files": files}, indent=1))
+    write_atomically(folder / MANIFEST_FILE, json.dumps({"files": dict(sorted(records.items()))}, indent=1))
 
 
-def check_files(folder: Path, rank: int = 0, world_size: int = 1) -> None:
+def check_files(folder: Path, rank: int, world_size: int) -> None:
     """Compare a folder with its manifest; each rank checks all sizes and the contents of its share of files.
 
     Raises:
@@ -71,24 +62,15 @@ def check_files(folder: Path, rank: int = 0, world_size: int = 1) -> None:
     path = folder / MANIFEST_FILE
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        records = {name: FileRecord(**record) for name, record in files.items()}
+        records = sorted((name, record["bytes"], record["crc32"]) for name, record in files.items())
+        for number, (name, size, checksum) in enumerate(records):
+            path = folder / name
+            if (found := path.stat().st_size) != size:
+                raise CheckpointError(f"{path} has {found} bytes; expected the {size} that were written")
+            if number % world_size == rank and (found := _crc32(path)) != checksum:
+                raise CheckpointError(f"{path} is damaged: its checksum is {found}; expected {checksum}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
-    for name, record in records.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found is None:
-            raise CheckpointError(f"{folder / name} is missing")
-        if found != record.bytes:
-            raise CheckpointError(f"{folder / name} has {found} bytes; expected the {record.bytes} that were written")
-    for name in sorted(records)[rank::world_size]:
-        try:
-            found = _crc32(folder / name)
-        except OSError as error:
-            raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
-        if found != records[name].crc32:
-            raise CheckpointError(
-                f"{folder / name} is damaged: its checksum is {found}; expected {records[name].crc32}"
-            )
 
 
 def _crc32(path: Path) -> str:
@@ -106,9 +88,6 @@ filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
 class _Strategy(TorchDistSaveShardedStrategy):
     """megatron's strategy, returning the plan instead of functions that run it."""
 
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
         return writer, save_state_dict_ret[1]
 
@@ -125,7 +104,6 @@ class ShardedWriter:
         self._folder = folder
         self._sharded: Any
         self._common: Any
-        self._writer: Any
         self._sharded, self._common = save_preprocess(state)
 
     def write_common(self) -> None:
@@ -141,7 +119,7 @@ class ShardedWriter:
 
     def plan(self, *, copy: bool) -> None:
         """Assign writes to ranks and copy this rank's to host memory; a collective call."""
-        plan: Any = _Strategy().async_save(self._sharded, self._folder)
+        plan: Any = _Strategy("torch_dist", 1).async_save(self._sharded, self._folder)
         self._writer, self._metadata = plan
         self._buckets = [
             (path, name, (data, [(item, _on_host(tensor, copy)) for item, tensor in tensors]))
@@ -181,14 +159,15 @@ def _on_host(tensor: Any, copy: bool) -> Any:
 
 def allow_other_padding(
     lm: CausalLM, model: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None = None
-) -> list[str]:
-    """Let megatron cut or zero-pad what another tensor-parallel size padded differently; return other differences.
-
-    Any sentence returned means the checkpoint is another model's.
+) -> None:
+    """Let megatron cut or zero-pad what another tensor-parallel size padded differently (Adam's moments are 0 there).
 
     Args:
         model: sharded state about to be loaded.
         optimizer: optimizer's sharded state about to be loaded too.
+
+    Raises:
+        CheckpointError: the checkpoint is another model's; lists all differences.
     """
     stored: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
     splits = {row.megatron: row.split for row in (*weight_map(lm.architecture, lm.mesh.tp_size), *adapter_rows(lm))}
@@ -212,10 +191,23 @@ def allow_other_padding(
             for there, here in dtypes.items()
             if there != here
         ]
+    if faults:  # megatron uses one key for all layers
+        raise CheckpointError("\n  ".join(["it is another model's:", *dict.fromkeys(faults)]))
     for tensor in _sharded_tensors(optimizer):
         _, _, parameter = tensor.key.removeprefix(PREFIX).partition(".")
         tensor.allow_shape_mismatch = padded.get(parameter, False)
-    return list(dict.fromkeys(faults))  # megatron uses one key for all layers
+
+
+def load_sharded(lm: CausalLM, state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Fill the model, and the tensors of the optimizer if `state` has one; return what was loaded.
+
+    Raises:
+        CheckpointError: as `allow_other_padding`.
+    """
+    allow_other_padding(lm, state["model"], folder, state.get("optimizer"))
+    loaded: Any = dist_checkpointing.load(state, str(folder))
+    lm.load_state_dict(loaded["model"], strict=False)
+    return loaded
 
 
 def _sharded_tensors(state: Any) -> Iterator[ShardedTensor]:

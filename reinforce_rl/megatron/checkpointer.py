@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -41,8 +40,8 @@ from reinforce_rl.errors import CheckpointError, DivergedError
 from reinforce_rl.megatron.checkpoint_files import (
     Records,
     ShardedWriter,
-    allow_other_padding,
     check_files,
+    load_sharded,
     record_files,
     write_manifest,
 )
@@ -76,22 +75,20 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
     try:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(
-            f"{pointer} names {checkpoint.name}, whose {STATE_FILE} cannot be read: {error}. {_way_out(checkpoint)}"
-        ) from error
+        fault = f"{pointer} names {checkpoint.name}, whose {STATE_FILE} cannot be read: {error}. "
+        raise CheckpointError(fault + _way_out(checkpoint)) from error
     return Checkpoint(checkpoint, state)
 
 
 def _way_out(damaged: Path) -> str:
     pointer = damaged.parent / LATEST_FILE
-    others = [path for path in _complete_checkpoints(damaged.parent) if path != damaged]
+    others = [path.name for path in _complete_checkpoints(damaged.parent) if path != damaged]
     if not others:
         return f"There is no other checkpoint in {damaged.parent}; delete {pointer} to begin again at step 0"
-    older = [path for path in others if path.name < damaged.name] or others
-    names = ", ".join(path.name for path in others)
+    older = [name for name in others if name < damaged.name] or others
     return (
-        f"Other checkpoints there: {names}. To go on from one of them, write its name into {pointer}, such as "
-        f"`echo {older[-1].name} > {pointer}`"
+        f"Other checkpoints there: {', '.join(others)}. To go on from one of them, write its name into {pointer}, "
+        f"such as `echo {older[-1]} > {pointer}`"
     )
 
 
@@ -102,7 +99,7 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
 def state_bytes(ddp: DistributedDataParallel, mesh: Mesh) -> int:
     """Estimate a checkpoint's size: weights, Adam's two moments, and fp32 main weights if separate."""
     sizes = [(p.numel(), p.element_size()) for p in ddp.module.parameters() if p.requires_grad]
-    return mesh.tp_size * mesh.pp_size * sum(n * (size + 8 + (4 if size < 4 else 0)) for n, size in sizes)
+    return mesh.tp_size * mesh.pp_size * sum(n * (size + (12 if size < 4 else 8)) for n, size in sizes)
 
 
 def folder_name(step: int) -> str:
@@ -114,26 +111,22 @@ class _Save:
     """A save in progress."""
 
     final: Path  # destination folder
+    part: Path  # until it is complete
     trainer_state: dict[str, Any]  # written last
     keep: set[str]  # older checkpoints to retain
     writer: ShardedWriter
     random_state: dict[str, Any]  # this rank's
     preparing: float  # seconds that training was blocked before the background write
-    thread: threading.Thread | None = None
-    # This rank's part of the index, and of the manifest; None until it is written.
-    written: tuple[list[Any], Records] = field(default_factory=lambda: ([], {}))
+    thread: threading.Thread = field(init=False)
+    written: tuple[list[Any], Records] = ([], {})  # this rank's part of the index, and of the manifest
     writing: float = 0.0  # seconds this rank spent writing
     error: BaseException | None = None  # why writing failed
-
-    @property
-    def part(self) -> Path:
-        return self.final.with_name(self.final.name + ".part")
 
     def write(self, rank: int) -> None:
         """Write this rank's files; may run on any thread."""
         began = time.monotonic()
+        rng = self.part / "rng" / f"rank_{rank:05d}.pt"
         try:
-            rng = self.part / "rng" / f"rank_{rank:05d}.pt"
             content = io.BytesIO()  # written directly, a full disk would surface as an assertion in torch
             torch.save(self.random_state, content)
             try:
@@ -172,9 +165,7 @@ class Checkpointer:
         self.folder = Path(folder)
         self._mesh = mesh
         self._ddp, self._optimizer, self._scheduler = ddp, optimizer, scheduler
-        self._keep_last = keep_last
-        self._asynchronous = asynchronous
-        self._on_saved = on_saved
+        self._keep_last, self._asynchronous, self._on_saved = keep_last, asynchronous, on_saved
         self._running: _Save | None = None
 
     def save(self, step: int, trainer_state: dict[str, Any], keep: Collection[int] = ()) -> Path:
@@ -209,12 +200,12 @@ class Checkpointer:
             writer.write_common()
         with self._writing(part):
             writer.plan(copy=self._asynchronous)
-        keep_names = {folder_name(s) for s in keep}
-        state = random_state(self._mesh)
+        keep_names, state = {folder_name(s) for s in keep}, random_state(self._mesh)
         waited = time.monotonic() - began
-        save = self._running = _Save(final, trainer_state, keep_names, writer, state, waited)
+        save = _Save(final, part, trainer_state, keep_names, writer, state, waited)
         # Off the main thread, where a Ctrl-C in torch's C++ writer can abort the process; a daemon for failing runs.
         save.thread = threading.Thread(target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True)
+        self._running = save
         save.thread.start()
         if not self._asynchronous:
             self.finish()
@@ -226,10 +217,8 @@ class Checkpointer:
         Raises:
             CheckpointError: as `save`.
         """
-        if self._running is None:  # the same on all ranks
-            return
-        thread = self._running.thread
-        if not self._mesh.any_rank(thread is not None and thread.is_alive()):
+        # Whether a save runs is the same on all ranks.
+        if self._running is not None and not self._mesh.any_rank(self._running.thread.is_alive()):
             self.finish()
 
     def finish(self) -> None:
@@ -241,8 +230,7 @@ class Checkpointer:
         save, self._running = self._running, None
         if save is None:
             return
-        if save.thread is not None:
-            save.thread.join()
+        save.thread.join()
         began = time.monotonic()
         with self._writing(save.part):
             if save.error is not None:
@@ -283,25 +271,20 @@ class Checkpointer:
         Raises:
             CheckpointError: the checkpoint is damaged, or of another model or precision.
         """
-        folder = checkpoint.folder
+        folder, mesh = checkpoint.folder, self._mesh
 
         def failed(error: BaseException) -> CheckpointError:
             _raise_interrupt(error)
             return CheckpointError(f"checkpoint {folder} cannot be loaded: {reason_of(error)}. {_way_out(folder)}")
 
-        with self._mesh.together(failed):
-            check_files(folder, self._mesh.rank, self._mesh.world_size)
-        with self._mesh.together(failed):
+        with mesh.together(failed):
+            check_files(folder, mesh.rank, mesh.world_size)
+        with mesh.together(failed):
             self._load(folder)
 
     def _load(self, folder: Path) -> None:
         lm: Any = self._ddp.module
-        sharded = self._sharded_state()
-        faults = allow_other_padding(lm, sharded["model"], folder / "model", sharded["optimizer"])
-        if faults:
-            raise CheckpointError("\n".join(["it is another model's:", *(f"  {fault}" for fault in faults)]))
-        loaded: Any = dist_checkpointing.load(sharded, str(folder / "model"))
-        lm.load_state_dict(loaded["model"], strict=False)
+        loaded = load_sharded(lm, self._sharded_state(), folder / "model")
         # Tensors are filled in place; hyperparameters come from the configuration, so changes take effect.
         set_adam_step(self._optimizer, loaded["optimizer"][STEP])
         self._scheduler.num_steps = 0  # megatron adds the checkpoint's steps to it
@@ -329,10 +312,9 @@ class Checkpointer:
     def _writing(self, part: Path) -> contextlib.AbstractContextManager[None]:
         def failed(error: BaseException) -> CheckpointError:
             _raise_interrupt(error)
-            reason = reason_of(error)
-            remedy = "free some space and " if _NO_SPACE.search(reason) else ""
+            remedy = "free some space and " if _NO_SPACE.search(reason_of(error)) else ""
             return CheckpointError(
-                f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason}. "
+                f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason_of(error)}. "
                 f"The previous checkpoint is untouched; {remedy}start the run again"
             )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from megatron.core import dist_checkpointing
 
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.checkpoint_files import MANIFEST_FILE, allow_other_padding, check_files
+from reinforce_rl.megatron.checkpoint_files import MANIFEST_FILE, check_files, load_sharded
 from reinforce_rl.megatron.checkpointer import STATE_FILE, latest_checkpoint, reason_of
 from reinforce_rl.megatron.hf_weights import HFFolder, Track, carry_over, export_hf_folder, load_hf_weights
 from reinforce_rl.megatron.lora import (
-    LoraIdentity,
     LoraSettings,
     MergedWeights,
     add_lora,
@@ -50,9 +48,7 @@ def to_megatron(
     """
     source, out = Path(source), Path(out)
     architecture, weights = Architecture.from_folder(source), HFFolder(source)
-    if dtype is None:
-        dtype = weights.dtype_of(EMBEDDING)
-    lm = CausalLM(architecture, mesh, dtype)
+    lm = CausalLM(architecture, mesh, dtype or weights.dtype_of(EMBEDDING))
     load_hf_weights(lm, weights, track=track)
     part = out.with_name(out.name + ".part")
 
@@ -113,17 +109,14 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
     Raises:
         CheckpointError: on every rank, if it is damaged or another model's.
     """
-    with lm.mesh.together(
-        lambda error: CheckpointError(f"checkpoint {checkpoint} cannot be loaded: {reason_of(error)}")
-    ):
+
+    def failed(error: BaseException) -> CheckpointError:
+        return CheckpointError(f"checkpoint {checkpoint} cannot be loaded: {reason_of(error)}")
+
+    with lm.mesh.together(failed):
         if (checkpoint / MANIFEST_FILE).is_file():  # only a run's checkpoints have one
             check_files(checkpoint, lm.mesh.rank, lm.mesh.world_size)
-        sharded = trained_state(lm)
-        faults = allow_other_padding(lm, sharded, checkpoint / MODEL)
-        if faults:
-            raise CheckpointError("\n".join(["it is another model's:", *(f"  {fault}" for fault in faults)]))
-        loaded: Any = dist_checkpointing.load({"model": sharded}, str(checkpoint / MODEL))
-        lm.load_state_dict(loaded["model"], strict=False)
+        load_sharded(lm, {"model": trained_state(lm)}, checkpoint / MODEL)
 
 
 def _add_lora_of(checkpoint: Path, lm: CausalLM, source: Path) -> MergedWeights | None:
@@ -133,13 +126,13 @@ def _add_lora_of(checkpoint: Path, lm: CausalLM, source: Path) -> MergedWeights 
     """
     state = checkpoint / STATE_FILE
     trainer_state = json.loads(state.read_text(encoding="utf-8")) if state.is_file() else {}
-    if trainer_state.get("lora") is None:
+    lora: dict[str, Any] | None = trainer_state.get("lora")
+    if lora is None:
         return None
-    weights = HFFolder(source)
-    stored = LoraIdentity.from_state(trainer_state["lora"])
-    check_lora_identity(replace(stored, base_weights=weights.fingerprint()), checkpoint, trainer_state)
+    weights, settings = HFFolder(source), LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"]))
+    check_lora_identity(settings.identity(weights.fingerprint()), checkpoint, trainer_state)
     load_hf_weights(lm, weights)
-    add_lora(lm, LoraSettings(stored.rank, stored.alpha, stored.targets))
+    add_lora(lm, settings)
     return MergedWeights(lm)
 
 

@@ -13,9 +13,9 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,8 +41,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
@@ -61,7 +60,14 @@ class HFFolder:
         self._listing = index if index.is_file() else single
         self._file_of = _file_names(index) if index.is_file() else {}
         if not self._listing.is_file():
-            raise CheckpointError(f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; {self._advice()}")
+            pickled = ", ".join(sorted(file.name for file in self.folder.glob("*.bin")))
+            advice = (
+                f"{pickled} is pickled, which is not read, because unpickling can run any code. Where you trust it, "
+                "load the folder with transformers and write it again with save_pretrained"
+            )
+            if not pickled:
+                advice = "expected a Hugging Face folder with safetensors"
+            raise CheckpointError(f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; {advice}")
         self._entries: dict[str, _Entry] = {}
         for path in sorted(set(self._file_of.values())) or [single]:
             with _opened(path) as file:
@@ -69,15 +75,6 @@ class HFFolder:
                     if self._file_of.get(name, path) == path:
                         header = file.get_slice(name)
                         self._entries[name] = _Entry(path, tuple(header.get_shape()), header.get_dtype())
-
-    def _advice(self) -> str:
-        pickled = sorted(file.name for file in self.folder.glob("*.bin"))
-        if not pickled:
-            return "expected a Hugging Face folder with safetensors"
-        return (
-            f"{', '.join(pickled)} is pickled, which is not read, because unpickling can run any code. "
-            "Where you trust it, load the folder with transformers and write it again with save_pretrained"
-        )
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -121,11 +118,10 @@ class HFFolder:
             CheckpointError: lists all missing, unknown, misshapen or mistyped tensors.
         """
         # Merge layers with the same fault, or a wrong config.json would fill the screen.
-        faults: dict[tuple[str, str], list[int]] = {}
+        faults: dict[tuple[str, str], list[str]] = {}
 
         def add(name: str, text: str) -> None:
-            layer = _LAYER.search(name)
-            faults.setdefault((_LAYER.sub("N", name), text), []).extend([int(layer.group())] if layer else [])
+            faults.setdefault((_LAYER.sub("N", name), text), []).extend(_LAYER.findall(name))
 
         for name, shape in expected.items():
             entry = self._entries.get(name)
@@ -139,9 +135,12 @@ class HFFolder:
             if not ignored.search(name):
                 entry = self._entries[name]
                 add(name, f"shape {entry.shape} in {entry.file.name}; a model of this config.json has no such tensor")
+        lines = [f"{self.folder} does not hold what its config.json says:"]
+        for (name, text), layers in faults.items():
+            several = f", N = {', '.join(sorted(layers, key=int))}" if len(layers) > 1 else ""
+            lines.append(f"  {name if several else name.replace('.N.', '.'.join(['', *layers, '']))}{several}: {text}")
         if faults:
-            lines = [f"  {_with_layers(name, layers)}: {text}" for (name, text), layers in faults.items()]
-            raise CheckpointError("\n".join([f"{self.folder} does not hold what its config.json says:", *lines]))
+            raise CheckpointError("\n".join(lines))
 
 
 def _file_names(index: Path) -> dict[str, Path]:
@@ -167,37 +166,15 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 
 
-def _with_layers(name: str, layers: list[int]) -> str:
-    """Format `model.layers.N.a`: the name itself for one layer, or with N = 0-3, 5 for several."""
-    if len(layers) < 2:
-        return name.replace(".N.", f".{layers[0]}.") if layers else name
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return f"{name}, N = {', '.join(f'{a}' if a == b else f'{a}-{b}' for a, b in runs)}"
-
-
 T = TypeVar("T")
-# Iterates like `iter`; may show progress.
-Track = Callable[[Sequence[T]], Iterable[T]]
+Track = Callable[[Sequence[T]], Iterable[T]]  # iterates like `iter`; may show progress
 
 # RoPE frequencies, stored in older folders; the model computes them.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _NOT_OF_A_CLASSIFIER = re.compile(rf"{_COMPUTED.pattern}|^lm_head\.weight$")
 # Config and tokenizer files copied into an exported folder.
-_CARRIED_OVER = (
-    "*config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-    "*.model",
-)
+_CARRIED_OVER = ("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
+_CARRIED_OVER += ("chat_template*", "*.model")
 
 
 def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> None:
@@ -207,10 +184,8 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
         CheckpointError: tensors are missing, unknown or of another shape than config.json says; all in one message.
     """
     arch, rank = lm.architecture, lm.mesh.tp_rank
-    rows = weight_map(arch, lm.mesh.tp_size)
+    rows, own = weight_map(arch, lm.mesh.tp_size), parameters_of(lm)
     check_headers(arch, folder)
-    also = _holds_tied_output(arch, folder)
-    own = parameters_of(lm)
     if _lacks_head(arch, folder):
         rows = [row for row in rows if row.hf != SCORE_LAYER]
         own.pop(SCORE_LAYER, None)
@@ -227,7 +202,7 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
                 if start < end:
                     part = folder.read(row.hf, row.axis, (start, end))
                     row.place(parameter, rank).copy_(row.like_place(part))
-                    if also and row.hf == EMBEDDING:
+                    if row.hf == EMBEDDING and _holds_tied_output(arch, folder):
                         _check_tied(folder, part, start, end)
     if own:
         raise RuntimeError(f"the weight map does not fill {', '.join(sorted(own))}")
@@ -242,8 +217,9 @@ def check_headers(arch: Architecture, folder: HFFolder) -> None:
     shapes = {row.hf: row.shape for row in weight_map(arch, 1)}
     if _lacks_head(arch, folder):
         del shapes[SCORE_LAYER]
-    also = {OUTPUT_LAYER: shapes[EMBEDDING]} if _holds_tied_output(arch, folder) else {}
-    folder.check({**shapes, **also}, _COMPUTED if arch.num_labels is None else _NOT_OF_A_CLASSIFIER)
+    if _holds_tied_output(arch, folder):
+        shapes[OUTPUT_LAYER] = shapes[EMBEDDING]
+    folder.check(shapes, _COMPUTED if arch.num_labels is None else _NOT_OF_A_CLASSIFIER)
 
 
 def _holds_tied_output(arch: Architecture, folder: HFFolder) -> bool:
@@ -294,7 +270,11 @@ def hf_tensors(
         if stage == mesh.pp_rank:
             parts = _on_first_rank(own[name].detach().to(dtype), mesh, of_parameter[0].split is not None)
         for row in of_parameter:
-            whole = None if parts is None else _assembled(row, parts, device)
+            whole = None
+            if parts is not None:
+                whole = torch.empty(row.shape, dtype=dtype, device=device)
+                for rank, part in enumerate(parts):
+                    row.part_in(whole, rank).copy_(row.place(part, rank))
             yield row.hf, _on_first_stage(whole, row, dtype, device, stage, mesh)
 
 
@@ -330,15 +310,6 @@ def _on_first_stage(
         mesh.receive_from_stage(received, stage)
         return received.to(device)
     return None
-
-
-def _assembled(row: Row, parts: list[Tensor], device: torch.device | str) -> Tensor:
-    whole = torch.empty(row.shape, dtype=parts[0].dtype, device=device)
-    for rank, part in enumerate(parts):
-        start, end = row.part(rank)
-        if start < end:
-            row.part_in(whole, rank).copy_(row.place(part, rank))
-    return whole
 
 
 def export_hf_folder(
@@ -381,10 +352,9 @@ def export_hf_folder(
             carry_over(source, part)
             _set_config(part / "config.json", dtype, config_values or {})
             if len(files) > 1:
-                index = {
-                    "metadata": {"total_size": sum(size for names in files.values() for size in names.values())},
-                    "weight_map": {name: file for file, names in files.items() for name in names},
-                }
+                total = sum(size for names in files.values() for size in names.values())
+                file_of = {name: file for file, names in files.items() for name in names}
+                index = {"metadata": {"total_size": total}, "weight_map": file_of}
                 (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     # Other data- and context-parallel ranks hold the same weights; they only wait at the end of each file.
     first_copy = mesh.dp_rank == mesh.cp_rank == 0
@@ -393,7 +363,7 @@ def export_hf_folder(
         shard: Any = dict(itertools.islice(tensors, len(names)))  # tensors on the main rank, None elsewhere
         with mesh.together(failed):
             if mesh.is_main:
-                _save(shard, part / file)
+                save_tensors(shard, part / file)
         shard.clear()  # free it before the next one is gathered
     with mesh.together(failed):
         if mesh.is_main:
@@ -419,7 +389,7 @@ def carry_over(source: Path, out: Path) -> None:
         shutil.copyfile(file, out / file.name)
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})

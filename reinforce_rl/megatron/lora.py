@@ -15,7 +15,6 @@ Notation: s sequence, b batch, r rank of the update.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import math
@@ -33,20 +32,16 @@ from torch import Tensor
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
+from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of, save_tensors
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_map import Row, Split, weight_map
 from reinforce_rl.utils.files import replace_folder
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ALL = "all"
-# Submodule name of the updates in a megatron layer.
-SUBMODULE = "lora"
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
-# PEFT's names start at its wrapper of the model.
-PREFIX = "base_model.model."
+SUBMODULE = "lora"  # name of the updates in a megatron layer
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."  # PEFT's names start at its wrapper of the model
 
 
 @dataclass(frozen=True)
@@ -59,12 +54,21 @@ class LoraSettings:
     @classmethod
     def from_names(cls, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> LoraSettings:
         """Build settings; "all" in `target_modules` selects every projection."""
-        named = tuple(name for name in PROJECTIONS if ALL in target_modules or name in target_modules)
+        named = tuple(name for name in PROJECTIONS if {"all", name} & {*target_modules})
         return cls(rank, alpha, named, seed)
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+    def identity(self, base_weights: str) -> dict[str, Any]:
+        """Return what tells a checkpoint's updates from others, for the trainer's state.
+
+        Args:
+            base_weights: `HFFolder.fingerprint` of the frozen weights.
+        """
+        own = {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
+        return {**own, "base_weights": base_weights}
 
 
 @dataclass(frozen=True)
@@ -94,13 +98,8 @@ def _lora_row(base: Row, projection: str, rank: int) -> LoraRow:
     layer = base.megatron.removesuffix(".weight")
 
     def matrix(name: str, shape: tuple[int, int], cut: bool) -> Row:
-        return Row(
-            hf=f"{base.hf.removesuffix('.weight')}.{name}.weight",
-            megatron=f"{layer}.{SUBMODULE}.{projection}.{name}",
-            shape=shape,
-            tp_size=base.tp_size,
-            split=own if cut else None,
-        )
+        hf = f"{base.hf.removesuffix('.weight')}.{name}.weight"
+        return Row(hf, f"{layer}.{SUBMODULE}.{projection}.{name}", shape, base.tp_size, own if cut else None)
 
     a = matrix("lora_A", (rank, in_size), split.axis == 1)
     b = matrix("lora_B", (out_size, rank), split.axis == 0)
@@ -168,17 +167,14 @@ class LayerUpdates(torch.nn.Module):
             low = tensor_parallel.gather_from_sequence_parallel_region(low, group=self._group)
         else:
             low = tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self._group)
-        parts = dict(zip((row.base for row in self._rows), low.split(self.settings.rank, dim=-1), strict=True))
-        pairs = {row.base: self.pair(row) for row in self._rows}
+        parts = zip(self._rows, low.split(self.settings.rank, dim=-1), strict=True)
+        updates = {row.base: F.linear(part, self.pair(row).lora_B) for row, part in parts}
         blocks = []
         for block in self._blocks:
-            split = block.split
-            assert split is not None
-            if block in parts:
-                blocks.append(F.linear(parts[block], pairs[block].lora_B).unflatten(-1, (-1, split.size)))
-            else:
-                units = split.padded_units // block.tp_size
-                blocks.append(low.new_zeros((*low.shape[:-1], units, split.size)))
+            split: Any = block.split
+            width = split.padded_units // block.tp_size * split.size
+            update = updates[block] if block in updates else low.new_zeros((*low.shape[:-1], width))
+            blocks.append(update.unflatten(-1, (-1, split.size)))
         return torch.cat(blocks, dim=-1).flatten(-2)
 
     def _of_rows(self, x: Tensor, sequence_parallel: bool) -> Tensor:
@@ -223,13 +219,8 @@ def add_lora(lm: CausalLM, settings: LoraSettings) -> None:
         prefix = f"decoder.layers.{module.layer_number - 1}."  # megatron counts from 1
         for name in dict.fromkeys(row.base.megatron for row in updates if row.base.megatron.startswith(prefix)):
             layer: Any = module.get_submodule(name.removeprefix(prefix).removesuffix(".weight"))
-            own = LayerUpdates(
-                layer,
-                [row for row in updates if row.base.megatron == name],
-                [row for row in blocks if row.megatron == name],
-                settings,
-                mesh,
-            )
+            trained = [row for row in updates if row.base.megatron == name]
+            own = LayerUpdates(layer, trained, [row for row in blocks if row.megatron == name], settings, mesh)
             layer.add_module(SUBMODULE, own)
             layer.register_forward_hook(own.hook)
     if lm.pre_process:
@@ -256,15 +247,14 @@ def lora_settings_of(lm: CausalLM) -> LoraSettings | None:
 @contextlib.contextmanager
 def updates_off(lm: CausalLM) -> Iterator[None]:
     """Disable the updates inside the block, leaving the frozen base."""
-    found = updates_of(lm)
-    before = [updates.enabled for updates in found]
+    found = [updates for updates in updates_of(lm) if updates.enabled]
     for updates in found:
         updates.enabled = False
     try:
         yield
     finally:
-        for updates, enabled in zip(found, before, strict=True):
-            updates.enabled = enabled
+        for updates in found:
+            updates.enabled = True
 
 
 class MergedWeights(Mapping[str, Tensor]):
@@ -334,7 +324,11 @@ def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
 
     with mesh.together(failed):
         if mesh.is_main:
-            _write(part, tensors, peft_config(settings, source))
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            save_tensors(tensors, part / WEIGHTS_FILE)
+            config = json.dumps(peft_config(settings, source), indent=2)
+            (part / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
             replace_folder(part, out)
     return out
 
@@ -354,45 +348,16 @@ def peft_config(settings: LoraSettings, source: str | Path) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    from safetensors.torch import save_file
-
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / WEIGHTS_FILE).chmod(0o644)  # safetensors creates it with mode 0600
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class LoraIdentity:
-    """Identifies the base weights and settings that a checkpoint's updates belong to."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    base_weights: str  # `HFFolder.fingerprint` of the frozen weights
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> LoraIdentity:
-        return cls(**{**state, "targets": tuple(state["targets"])})
-
-    def state(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict for the trainer's state."""
-        return {**dataclasses.asdict(self), "targets": list(self.targets)}
-
-
-def check_lora_identity(own: LoraIdentity | None, checkpoint: str | Path, trainer_state: dict[str, Any]) -> None:
+def check_lora_identity(mine: dict[str, Any] | None, checkpoint: str | Path, trainer_state: dict[str, Any]) -> None:
     """Reject a checkpoint whose weights do not belong to this run.
 
     Args:
-        own: this run's; None without LoRA.
+        mine: this run's `LoraSettings.identity`; None without LoRA.
 
     Raises:
         CheckpointError: lists all differences.
     """
     stored: dict[str, Any] | None = trainer_state.get("lora")
-    mine = None if own is None else own.state()
     if stored == mine:
         return
     if stored is None or mine is None:

@@ -89,14 +89,6 @@ class Mesh:
     def layout(self) -> Layout:
         return Layout(self.tp_size, self.pp_size, self.cp_size, self.dp_size, self.sequence_parallel)
 
-    @property
-    def sequence_multiple(self) -> int:
-        return self.layout.sequence_multiple
-
-    def grid(self) -> str:
-        """Return the ranks of each block, one line per block."""
-        return self.layout.grid()
-
     def sum_over_dp(self, values: Tensor) -> Tensor:
         """Return the sum over data-parallel ranks, on the input's device."""
         total = values.clone()
@@ -113,9 +105,7 @@ class Mesh:
 
     def gather_on_main(self, value: Any) -> list[Any]:
         """Return each rank's picklable value in rank order on the first rank; an empty list on the others."""
-        gathered: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, gathered, dst=0)
-        return gathered or []
+        return _on_first(value, dist.group.WORLD)
 
     def gather_over_cp(self, value: Any) -> list[Any]:
         """Return each context-parallel rank's picklable value, in rank order, on every rank of the group."""
@@ -135,10 +125,7 @@ class Mesh:
 
     def gather_on_block_leader(self, value: Any) -> list[Any]:
         """Return the block's picklable values in rank order on its leader; an empty list on the others."""
-        count = dist.get_world_size(self.block_group)
-        gathered: list[Any] | None = [None] * count if self.is_block_leader else None
-        dist.gather_object(value, gathered, group=self.block_group, group_dst=0)
-        return gathered or []
+        return _on_first(value, self.block_group)
 
     def copy_from_block_leader(self, tensor: Tensor) -> None:
         """Broadcast the leader's tensor into `tensor`, of the same shape and dtype, within the block."""
@@ -179,8 +166,7 @@ class Mesh:
             raise error
         for rank, failure in enumerate(found):
             if failure is not None:
-                kind = _ERRORS.get(failure[0], ReinforceError)
-                raise kind(f"rank {rank} failed: {failure[1]}")
+                raise _ERRORS.get(failure[0], ReinforceError)(f"rank {rank} failed: {failure[1]}")
 
     @contextlib.contextmanager
     def together(self, failure_of: Callable[[BaseException], Exception]) -> Iterator[None]:
@@ -214,11 +200,6 @@ class Mesh:
         dist.barrier()
 
 
-def world_size_from_environment() -> int:
-    """Return torchrun's world size; 1 for a plain `python`."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 @contextlib.contextmanager
 def parallel_mesh(
     tensor_model_parallel_size: int = 1,
@@ -241,16 +222,16 @@ def parallel_mesh(
         ConfigError: the ranks cannot be laid out this way.
         LostRankError: a rank did not join, or left.
     """
-    world_size, rank = world_size_from_environment(), int(os.environ.get("RANK", "0"))
+    # torchrun's; a plain `python` has none.
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
     ranks = "this job (trainer.devices x trainer.num_nodes)"
     if faults := list(layout_faults(tp, pp, cp, sequence_parallel, world_size, ranks)):
         raise ConfigError(faults)
+    device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
     timeout = timedelta(seconds=timeout_seconds)
     with contextlib.ExitStack() as stack:
         with before_the_watch(rank, world_size):
@@ -320,13 +301,8 @@ def _leave_groups() -> None:
 
 def _block_group(rank: int, sizes: tuple[int, int, int, int], timeout: timedelta) -> dist.ProcessGroup:
     tp_size, cp_size, dp_size, pp_size = sizes
-    blocks = [
-        [
-            rank_at(tp, cp, dp, pp, sizes)
-            for pp, cp, tp in itertools.product(range(pp_size), range(cp_size), range(tp_size))
-        ]
-        for dp in range(dp_size)
-    ]
+    places = list(itertools.product(range(pp_size), range(cp_size), range(tp_size)))
+    blocks = [[rank_at(tp, cp, dp, pp, sizes) for pp, cp, tp in places] for dp in range(dp_size)]
     # Every rank takes part in making every group, in the same order.
     groups = [dist.new_group(block, timeout=timeout) for block in blocks]
     return next(group for group, block in zip(groups, blocks, strict=True) if rank in block)  # type: ignore
@@ -340,6 +316,12 @@ def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+def _on_first(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    gathered: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(value, gathered, group=group, group_dst=0)
+    return gathered or []
 
 
 def _from_rank(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:

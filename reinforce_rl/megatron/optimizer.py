@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -35,22 +36,17 @@ from reinforce_rl.megatron.model.model import CausalLM
 # NeMo's scheduler names -> megatron's decay styles.
 SCHEDULES = {"constant": "constant", "linear": "linear", "CosineAnnealing": "cosine"}
 
-
 DEFAULT_OPTIM = OptimConfig()
 
 
 def wrap_data_parallel(lm: CausalLM, optim: OptimConfig = DEFAULT_OPTIM) -> DistributedDataParallel:
     """Wrap the model; gradients accumulate in fp32 and are summed, not averaged, over data and context parallelism."""
-    ddp = DistributedDataParallel(
-        lm.config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            check_for_nan_in_grad=False,
-            use_distributed_optimizer=bool(optim.distributed),
-            overlap_grad_reduce=bool(optim.overlap_grad_sync),
-        ),
-        lm,
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=bool(optim.distributed),
+        overlap_grad_reduce=bool(optim.overlap_grad_sync),
     )
+    ddp = DistributedDataParallel(lm.config, config, lm)
     if optim.in_place_gradients and lm.mesh.device.type == "cpu" and lm.config.params_dtype == torch.float32:
         add_gradients_in_place(lm)
     fuse_weight_gradients(lm)
@@ -69,28 +65,25 @@ def build_optimizer(
         clip_grad: maximum global gradient norm; 0 disables clipping.
         total_steps: optimizer steps of the whole run.
     """
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=optim.lr,
-            min_lr=optim.sched.min_lr,
-            weight_decay=optim.weight_decay,
-            adam_beta1=optim.betas[0],
-            adam_beta2=optim.betas[1],
-            adam_eps=optim.eps,
-            clip_grad=clip_grad,
-            bf16=ddp.config.bf16,
-            params_dtype=ddp.config.params_dtype,
-            use_distributed_optimizer=ddp.ddp_config.use_distributed_optimizer,
-        ),
-        [ddp],
-    )
-    for inner in inner_optimizers(optimizer):
-        for group in inner.param_groups:
-            # megatron passes no such option on. The Adams of Apex and Transformer Engine are fused, without the key.
-            if "fused" in group:
-                group["fused"] = optim.fused
     schedule, warmup = optim.sched, optim.sched.warmup_steps
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=schedule.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=clip_grad,
+        bf16=ddp.config.bf16,
+        params_dtype=ddp.config.params_dtype,
+        use_distributed_optimizer=ddp.ddp_config.use_distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(config, [ddp])
+    for group in chain(*(inner.param_groups for inner in inner_optimizers(optimizer))):
+        # megatron passes no such option on. The Adams of Apex and Transformer Engine are fused, without the key.
+        if "fused" in group:
+            group["fused"] = optim.fused
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -143,13 +136,11 @@ class ActorOptimizer:
         *,
         overlap_restore: bool = False,
     ):
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._ddp = ddp
-        self._parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._optimizer, self._scheduler, self._ddp = optimizer, scheduler, ddp
+        self._parts = _parts_of(optimizer)
         self._on_gpu = torch.cuda.is_available()  # then the whole model is
         self._host = HostCopies(pin=self._on_gpu, overlap_restore=overlap_restore)
-        attach_copies(optimizer, self._host)
+        setattr(optimizer, _COPIES, self._host)
 
     @contextlib.contextmanager
     def offloaded(self) -> Iterator[None]:
@@ -225,7 +216,7 @@ class HostCopies:
     def __init__(self, *, pin: bool, overlap_restore: bool = False, block_bytes: int = BLOCK_BYTES):
         self._pin, self._overlap, self._block_bytes = pin, overlap_restore, block_bytes
         self._blocks: list[Tensor] = []
-        self._away: list[tuple[Tensor, int]] = []  # and the storage's bytes
+        self._away: list[Tensor] = []
         self._stream: Any = None
         self._event: Any = None
 
@@ -236,23 +227,23 @@ class HostCopies:
             ValueError: a tensor is a view of a larger storage, or not contiguous.
         """
         self.wait()
-        away = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
-        for tensor, size in away:
-            if size != tensor.nbytes or not tensor.is_contiguous():
+        away = list(tensors)
+        for tensor in away:
+            if (size := tensor.untyped_storage().nbytes()) != tensor.nbytes or not tensor.is_contiguous():
                 raise ValueError(f"a tensor of {tensor.nbytes} bytes cannot leave its storage of {size} bytes")
-        for host, part in self._pieces([tensor for tensor, _ in away]):
+        for host, part in self._pieces(away):
             host.copy_(part, non_blocking=True)
         if self._pin:
             torch.cuda.current_stream().synchronize()
-        for tensor, _ in away:
+        for tensor in away:
             tensor.untyped_storage().resize_(0)
         self._away = away
 
     def give_back(self) -> None:
         """Restore the tensors given to `take`."""
-        for tensor, size in self._away:
-            tensor.untyped_storage().resize_(size)
-        tensors, self._away = [tensor for tensor, _ in self._away], []
+        tensors, self._away = self._away, []
+        for tensor in tensors:
+            tensor.untyped_storage().resize_(tensor.nbytes)
         if not (self._overlap and self._pin):
             self._copy_back(tensors)
             return
@@ -289,17 +280,6 @@ class HostCopies:
                     block, offset = block + 1, 0
 
 
-def attach_copies(optimizer: Any, copies: HostCopies) -> None:
-    setattr(optimizer, _COPIES, copies)
-
-
-def wait_for_copies(optimizer: Any) -> None:
-    """Wait for states still being restored; call before reading them."""
-    copies: HostCopies | None = getattr(optimizer, _COPIES, None)
-    if copies is not None:
-        copies.wait()
-
-
 def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str, Any]:
     """Return the sharded Adam state for `dist_checkpointing`; loading writes in place.
 
@@ -309,7 +289,9 @@ def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str,
     Args:
         model: sharded state of the parameters that Adam updates.
     """
-    wait_for_copies(optimizer)
+    copies: HostCopies | None = getattr(optimizer, _COPIES, None)
+    if copies is not None:
+        copies.wait()  # for states still being restored
     sharded = {id(entry.data): (name, entry) for name, entry in model.items() if hasattr(entry, "data")}
     found: dict[str, Any] = {STEP: _step_of(optimizer)}
     for main in _main_parameters(optimizer):
@@ -355,8 +337,7 @@ class _Main:
 
 
 def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[_Main]:
-    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    for part in parts:
+    for part in _parts_of(optimizer):
         inner = part.optimizer
         if isinstance(part, DistributedOptimizer):
             for parameter, (group, place) in part.model_param_group_index_map.items():
@@ -373,10 +354,13 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[_Main]:
                 yield _Main(parameter, parameter, 0, False, inner)
 
 
+def _parts_of(optimizer: MegatronOptimizer) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
     """Return the torch, Apex or Transformer Engine optimizers that megatron wraps."""
-    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part.optimizer for part in parts]
+    return [part.optimizer for part in _parts_of(optimizer)]
 
 
 def _counts_by_parameter(inner: Any) -> bool:
@@ -399,11 +383,9 @@ def large_states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 def _step_of(optimizer: MegatronOptimizer) -> float:
     # All parameters share one step count; a rank without parameters returns 0.
-    for inner in inner_optimizers(optimizer):
-        holders = inner.state.values() if _counts_by_parameter(inner) else inner.param_groups
-        for holder in holders:
-            return float(holder.get(STEP, 0.0))
-    return 0.0
+    inners = inner_optimizers(optimizer)
+    holders = (inner.state.values() if _counts_by_parameter(inner) else inner.param_groups for inner in inners)
+    return float(next((holder.get(STEP, 0.0) for holder in chain(*holders)), 0.0))
 
 
 def _parts(
@@ -419,7 +401,7 @@ def _parts(
         own = max(main.start - before, 0), min(end - before, size)
         axes = piece.prepend_axis_num
         for offset, shape in rectangles(piece.local_shape, *own):
-            first = before + _flat_index(offset, piece.local_shape) - main.start
+            first = before + int(np.ravel_multi_index(offset, piece.local_shape)) - main.start
             yield replace(
                 piece,
                 key=prefix + piece.key,
@@ -452,10 +434,3 @@ def rectangles(shape: Sequence[int], start: int, end: int) -> list[tuple[tuple[i
     whole = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
     head = within(first - 1, start - (first - 1) * row, row) if start < first * row else []
     return [*head, *whole, *within(last, 0, end - last * row)]
-
-
-def _flat_index(offset: Sequence[int], shape: Sequence[int]) -> int:
-    index = 0
-    for place, size in zip(offset, shape, strict=True):
-        index = index * size + place
-    return index

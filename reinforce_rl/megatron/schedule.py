@@ -135,11 +135,6 @@ class _KnownShapes(P2PCommunicator):
         super().__init__(group, config)
         self._ahead = ahead
 
-    def _communicate_shapes(
-        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
-    ) -> tuple[Any, Any]:
-        nothing = (0, 0, 0)
-        return (
-            self._ahead.next_shape() if recv_prev else nothing,
-            self._ahead.next_gradient_shape() if recv_next else nothing,
-        )
+    def _communicate_shapes(self, to_next: Any, to_previous: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
+        shape = self._ahead.next_shape() if recv_prev else (0, 0, 0)
+        return shape, self._ahead.next_gradient_shape() if recv_next else (0, 0, 0)

@@ -67,11 +67,9 @@ class Row:
         """Return the view of a rank's parameter that holds `part`, with one extra axis if there is a split."""
         if self.split is None:
             return parameter
-        first, end = self._units(tp_rank)
-        units = parameter.unflatten(self.split.axis, (-1, self.split.width))
-        return units.narrow(self.split.axis, 0, end - first).narrow(
-            self.split.axis + 1, self.split.offset, self.split.size
-        )
+        (first, end), axis = self._units(tp_rank), self.axis
+        units = parameter.unflatten(axis, (-1, self.split.width)).narrow(axis, 0, end - first)
+        return units.narrow(axis + 1, self.split.offset, self.split.size)
 
     def part_in(self, tensor: Tensor, tp_rank: int) -> Tensor:
         """Return a rank's `part` as a view of the whole tensor, in the shape of `place`."""
@@ -83,8 +81,7 @@ class Row:
 
     def _units(self, tp_rank: int) -> tuple[int, int]:
         assert self.split is not None
-        per_rank = self.split.padded_units // self.tp_size
-        units = self.split.units
+        per_rank, units = self.split.padded_units // self.tp_size, self.split.units
         return min(tp_rank * per_rank, units), min((tp_rank + 1) * per_rank, units)
 
 
@@ -135,6 +132,9 @@ def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
             shape.insert(split.axis, split.units * split.size)
         return Row(hf, megatron, tuple(shape), tp_size, split)
 
+    output = [] if arch.tied_embeddings else [row(OUTPUT_LAYER, OUTPUT_PARAMETER, hidden, vocabulary)]
+    if arch.num_labels is not None:
+        output = [Row(SCORE_LAYER, SCORE_LAYER, (arch.num_labels, hidden), tp_size, None)]
     return [
         row(EMBEDDING, "embedding.word_embeddings.weight", hidden, vocabulary),
         *(
@@ -144,13 +144,5 @@ def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
             if present
         ),
         row("model.norm.weight", "decoder.final_layernorm.weight", hidden, None),
-        *_output_rows(arch, tp_size, vocabulary),
+        *output,
     ]
-
-
-def _output_rows(arch: Architecture, tp_size: int, vocabulary: Split) -> list[Row]:
-    if arch.num_labels is not None:
-        return [Row(SCORE_LAYER, SCORE_LAYER, (arch.num_labels, arch.hidden_size), tp_size, None)]
-    if arch.tied_embeddings:
-        return []
-    return [Row(OUTPUT_LAYER, OUTPUT_PARAMETER, (arch.vocab_size, arch.hidden_size), tp_size, vocabulary)]

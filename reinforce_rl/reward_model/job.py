@@ -211,7 +211,7 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh, command: str) -> FullTrai
     monitor = RewardModelMonitor(folder, steps, start_step, objective, enabled=mesh.is_main)
     with monitor.running():
         if mesh.world_size > 1:
-            monitor.note(mesh.grid())
+            monitor.note(mesh.layout.grid())
         sizes = f"{len(data.train_rows)} examples to train on, {len(data.held_out_rows)} held out"
         for line in (sizes, *data.skipped_lines):
             monitor.note(line)

@@ -17,7 +17,7 @@ from reinforce_rl.generation.base import Generator, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
-from reinforce_rl.megatron.lora import LoraIdentity, LoraSettings, add_lora
+from reinforce_rl.megatron.lora import LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM, ModelOptions
 
@@ -80,7 +80,7 @@ def build_actor(
     lora, identity = lora_settings(cfg), None
     if lora is not None:
         add_lora(lm, lora)
-        identity = LoraIdentity(lora.rank, lora.alpha, lora.targets, weights.fingerprint() if weights else "")
+        identity = lora.identity(weights.fingerprint() if weights else "")
     rollout = cfg.model.reinforce
     stop_ids = stop_token_ids(architecture, tokenizer)
     return MegatronGPTReinforceActorModel(

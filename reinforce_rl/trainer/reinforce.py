@@ -270,7 +270,7 @@ class ReinforceTrainer:
             "data": self._data_position,
             "wandb_run_id": self.wandb_run_id,
             **self._past.state_dict(),
-            "lora": None if self.model.lora is None else self.model.lora.state(),
+            "lora": self.model.lora,
             "best": self._best.state_dict(),
             "validation_is_due": self._validation_is_due,
         }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from reinforce_rl.megatron.model import decoding
 from reinforce_rl.megatron.model.attention import causal_attention
-from reinforce_rl.megatron.model.decoding import FlashCache, KVCache, varlen_attention
+from reinforce_rl.megatron.model.decoding import CacheSizes, FlashCache, KVCache, varlen_attention
 
 HEADS, GROUPS, SIZE = 6, 2, 8
 LENGTHS, RESPONSE, ROWS = (5, 9, 1), 7, 5
@@ -42,7 +42,7 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
     """Five rows of three prompts at different positions; rows end, others move, new ones begin in used places."""
     prompt_of = [0, 1, 0, 2, 1, 2, 0]
     layers = [Layer(3, len(prompt_of), seed) for seed in (0, 1)]
-    cache = KVCache(range(3, 5), 3, max(LENGTHS), 5, RESPONSE, GROUPS, SIZE, torch.float64, "cpu", window)
+    cache = KVCache(CacheSizes(range(3, 5), 3, max(LENGTHS), 5, RESPONSE, GROUPS, SIZE, torch.float64, "cpu", window))
     for slots, prompts in (([2, 0], [0, 1]), ([1], [2])):
         cache.read(slots)
         for number, layer in enumerate(layers, 3):
@@ -74,7 +74,7 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
 
 def test_a_prompt_is_stored_once_whatever_its_samples():
     def numbers(rows: int) -> int:
-        cache = KVCache(range(4), 2, 100, rows, 10, GROUPS, SIZE, torch.float32, "cpu")
+        cache = KVCache(CacheSizes(range(4), 2, 100, rows, 10, GROUPS, SIZE, torch.float32, "cpu"))
         return sum(t.numel() for t in vars(cache).values() if isinstance(t, Tensor))
 
     a_token = 4 * 2 * GROUPS * SIZE
@@ -86,7 +86,7 @@ def test_scale_and_bf16():
     torch.manual_seed(0)
     dtype = torch.bfloat16
     q, k, v = (torch.randn(1, heads, 6, SIZE).to(dtype) for heads in (HEADS, GROUPS, GROUPS))
-    cache = KVCache(range(1), 1, 5, 1, 2, GROUPS, SIZE, dtype, "cpu")
+    cache = KVCache(CacheSizes(range(1), 1, 5, 1, 2, GROUPS, SIZE, dtype, "cpu"))
     cache.read([0])
     cache.attend(0, q[:, :, :5], k[:, :, :5], v[:, :, :5], 0.7)
     cache.place([0])
@@ -114,7 +114,7 @@ def sequences(count: int, length: int, seed: int, dtype: torch.dtype) -> list[to
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-6), (torch.bfloat16, 0.03)])
 def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
     """Two layers; rows of three prompts in lanes of any order, at different positions, beside rows of nobody."""
-    cache = FlashCache(range(3, 5), 3, max(LENGTHS), ROWS, RESPONSE, GROUPS, SIZE, dtype, "cpu")
+    cache = FlashCache(CacheSizes(range(3, 5), 3, max(LENGTHS), ROWS, RESPONSE, GROUPS, SIZE, dtype, "cpu"))
     prompts = [sequences(3, max(LENGTHS), seed, dtype) for seed in (0, 1)]
     rows = [sequences(ROWS, RESPONSE, seed, dtype) for seed in (2, 3)]
     slots = [2, 0, 1]  # of the prompts
@@ -153,7 +153,7 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
 
 def test_a_prompt_is_stored_once_and_nothing_is_copied_to_read_it():
     """One token more than the tokens of slots and lanes, in the model's dtype."""
-    cache = FlashCache(range(4), 2, 100, 8, 10, GROUPS, SIZE, torch.bfloat16, "cpu")
+    cache = FlashCache(CacheSizes(range(4), 2, 100, 8, 10, GROUPS, SIZE, torch.bfloat16, "cpu"))
     assert cache._pool.numel() == (2 * 100 + 8 * 10 + 1) * 4 * 2 * GROUPS * SIZE
     _, keys, values = cache._layers[1]
     assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() == cache._pool.data_ptr()

@@ -207,8 +207,8 @@ def test_all_faults_of_a_folder_in_one_message(mesh, tmp_path):
     assert head == f"{folder} does not hold what its config.json says:"
     assert sorted(faults) == [
         f"  {K_PROJ}: shape (8, 32) in model.safetensors; by config.json it should be (16, 32)",
-        "  model.layers.N.mlp.up_proj.weight, N = 0-2, 5: missing in model.safetensors; expected shape (64, 32)",
-        "  model.layers.N.self_attn.q_proj.bias, N = 0-2, 5: shape (32,) in model.safetensors; a model of this "
+        "  model.layers.N.mlp.up_proj.weight, N = 0, 1, 2, 5: missing in model.safetensors; expected shape (64, 32)",
+        "  model.layers.N.self_attn.q_proj.bias, N = 0, 1, 2, 5: shape (32,) in model.safetensors; a model of this "
         "config.json has no such tensor",
         "  model.norm.weight: I8 in model.safetensors; expected one of F64, F32, BF16, F16",
     ]

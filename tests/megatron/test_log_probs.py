@@ -278,11 +278,6 @@ def test_no_position_at_all(shard, inputs):
     assert not torch.autograd.grad(outputs[0].sum(), weight)[0].any()
 
 
-def test_chunk_of_nothing_is_refused(shard, inputs):
-    with pytest.raises(ValueError, match="chunk_tokens is 0"):
-        scores_of(inputs, shard, 1.0, chunk_tokens=0)
-
-
 class TestBFloat16:
     """Logits have 8 bits of mantissa, whatever is done with them; the softmax has float32's 24."""
 

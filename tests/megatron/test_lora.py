@@ -32,7 +32,6 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.convert import load_weights
 from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.lora import (
-    ALL,
     PROJECTIONS,
     LoraSettings,
     MergedWeights,
@@ -244,7 +243,7 @@ def test_recomputed_layers_have_the_same_gradients(folders, mesh):
 
 
 def test_names_of_the_configuration():
-    assert (*PROJECTIONS, ALL) == get_args(LoraTarget)
+    assert (*PROJECTIONS, "all") == get_args(LoraTarget)
     assert LoraSettings.from_names(4, 2.0, ["all"], 0).targets == PROJECTIONS
     some = LoraSettings.from_names(4, 2.0, ["down_proj", "q_proj"], 0)
     assert (some.targets, some.scale) == (("q_proj", "down_proj"), 0.5)

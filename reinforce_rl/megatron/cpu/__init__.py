@@ -25,58 +25,28 @@ import torch
 
 _MEGATRON = "megatron.core"
 _CPU = torch.device("cpu")
-_FACTORIES = (
-    "arange",
-    "as_tensor",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "eye",
-    "full",
-    "ones",
-    "ones_like",
-    "rand",
-    "randint",
-    "randn",
-    "tensor",
-    "zeros",
-    "zeros_like",
-)
+_FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "ones", "ones_like")
+_FACTORIES += ("rand", "randint", "randn", "tensor", "zeros", "zeros_like")
 
 
-class _NoEvent:
-    """Replaces torch.cuda.Event; CPU work is already complete."""
+class _Done:
+    """Replaces torch.cuda.Event and torch.cuda.Stream; the CPU runs in order, and its work is already complete."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
     def record(self, *args: Any) -> None: ...
 
-    def wait(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+    wait = wait_stream = wait_event = synchronize = record
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: _NoEvent) -> float:
+    def elapsed_time(self, other: _Done) -> float:
         return 0.0
 
-
-class _NoStream:
-    """Replaces torch.cuda.Stream; the CPU runs in order."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        pass
-
-    def wait_stream(self, *args: Any) -> None: ...
-
-    def wait_event(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, *args: Any) -> _NoEvent:
-        return _NoEvent()
+    def record_event(self, *args: Any) -> _Done:
+        return _Done()
 
 
 def _on_cpu(factory: Any) -> Any:
@@ -86,16 +56,20 @@ def _on_cpu(factory: Any) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = _CPU
-        if kwargs.get("pin_memory"):
+        if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
         return factory(*args, **kwargs)
 
     return wrapper
 
 
-def _cuda_facade() -> types.ModuleType:
-    facade = types.ModuleType("torch.cuda")
-    facade.__dict__.update({k: v for k, v in torch.cuda.__dict__.items() if not k.startswith("__")})
+def _facade_of(module: types.ModuleType, replacements: dict[str, Any]) -> types.ModuleType:
+    facade = types.ModuleType(module.__name__)
+    facade.__dict__.update({k: v for k, v in vars(module).items() if k != "__name__"} | replacements)
+    return facade
+
+
+def _torch_facade() -> types.ModuleType:
     replacements: dict[str, Any] = {
         "current_device": lambda: _CPU,
         "device_count": lambda: 1,
@@ -106,25 +80,16 @@ def _cuda_facade() -> types.ModuleType:
         "manual_seed": torch.manual_seed,
         "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
         "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
-        "current_stream": lambda *args: _NoStream(),
-        "default_stream": lambda *args: _NoStream(),
+        "current_stream": _Done,
+        "default_stream": _Done,
         "stream": lambda *args: contextlib.nullcontext(),
-        "Stream": _NoStream,
-        "Event": _NoEvent,
+        "Stream": _Done,
+        "Event": _Done,
     }
-    facade.__dict__.update(replacements)
-    return facade
-
-
-def _torch_facade() -> types.ModuleType:
-    facade = types.ModuleType("torch")
-    facade.__dict__.update({k: v for k, v in torch.__dict__.items() if k != "__name__"})
+    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
     # torch creates some attributes on first use; PEP 562 lets the facade find them then.
-    facade.__dict__["__getattr__"] = functools.partial(getattr, torch)
-    for name in _FACTORIES:
-        facade.__dict__[name] = _on_cpu(getattr(torch, name))
-    facade.__dict__["cuda"] = _cuda_facade()
-    return facade
+    late = {"__getattr__": functools.partial(getattr, torch)}
+    return _facade_of(torch, {**factories, **late, "cuda": _facade_of(torch.cuda, replacements)})
 
 
 class _RebindOnImport(importlib.abc.MetaPathFinder):
@@ -203,14 +168,8 @@ def _import_megatron() -> None:
 def _patch_rng_tracker() -> None:
     import megatron.core.tensor_parallel.random as tracker
 
-    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-        torch.set_rng_state(new_state)
-
-    tracker._get_cuda_rng_state = get_state
-    tracker._set_cuda_rng_state = set_state
+    tracker._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    tracker._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
 @functools.cache

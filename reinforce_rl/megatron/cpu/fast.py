@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.tensor_parallel import layers as megatron_layers
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -23,19 +20,20 @@ def add_gradients_in_place(lm: Any) -> None:
     """Make later backward passes add to the gradient buffers directly."""
     has_head = lm.post_process and lm.architecture.num_labels is None
     is_shared = has_head and lm.share_embeddings_and_output_weights
-    megatron_layers.fused_weight_gradient_mlp_cuda = _Kernel  # type: ignore[attr-defined]
+    tensor_parallel.layers.fused_weight_gradient_mlp_cuda = _Kernel  # type: ignore[attr-defined]
     for module in lm.modules():
         weight = getattr(module, "weight", None)
         if weight is None or not hasattr(weight, "main_grad"):
             continue  # frozen, or tied to the embedding
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module.gradient_accumulation_fusion = True
-            setattr(weight, IN_PLACE, True)
         elif isinstance(module, VocabParallelEmbedding):
-            module.forward = _Lookup(module, is_shared)  # type: ignore[method-assign]
+            module.forward = partial(_look_up, module, is_shared)  # type: ignore[method-assign]
             # megatron sets this where a weight is shared, and would add what `was_added` returns. See `_RowsOf`.
             weight.zero_out_wgrad = False
-            setattr(weight, IN_PLACE, True)
+        else:
+            continue
+        setattr(weight, IN_PLACE, True)
 
 
 class _Kernel:
@@ -46,25 +44,18 @@ class _Kernel:
         main_grad.addmm_(grad_output.t(), inputs)
 
 
-class _Lookup:
-    """Replaces an embedding's `forward`."""
-
-    def __init__(self, embedding: Any, is_shared: bool):
-        self._embedding, self._is_shared = embedding, is_shared
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Look up int64 [b, s] to [b, s, h], or with sequence parallelism to this rank's share of [s, b, h]."""
-        module = self._embedding
-        if module.tp_group.size() == 1:
-            return _RowsOf.apply(module.weight, tokens, self._is_shared)  # type: ignore[no-any-return]
-        first = module.vocab_start_index
-        mine = (tokens >= first) & (tokens < module.vocab_end_index)
-        rows: Any = _RowsOf.apply(module.weight, torch.where(mine, tokens - first, 0), self._is_shared)
-        rows = rows * mine[..., None]
-        if module.reduce_scatter_embeddings:
-            shares = rows.transpose(0, 1).contiguous()
-            return reduce_scatter_to_sequence_parallel_region(shares, group=module.tp_group)
-        return reduce_from_tensor_model_parallel_region(rows, group=module.tp_group)
+def _look_up(embedding: Any, is_shared: bool, tokens: Tensor) -> Tensor:
+    """Look up int64 [b, s] to [b, s, h], or with sequence parallelism to this rank's share of [s, b, h]."""
+    if embedding.tp_group.size() == 1:
+        return _RowsOf.apply(embedding.weight, tokens, is_shared)  # type: ignore[no-any-return]
+    first = embedding.vocab_start_index
+    mine = (tokens >= first) & (tokens < embedding.vocab_end_index)
+    rows: Any = _RowsOf.apply(embedding.weight, torch.where(mine, tokens - first, 0), is_shared)
+    rows = rows * mine[..., None]
+    if embedding.reduce_scatter_embeddings:
+        shares = rows.transpose(0, 1).contiguous()
+        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(shares, group=embedding.tp_group)
+    return tensor_parallel.reduce_from_tensor_model_parallel_region(rows, group=embedding.tp_group)
 
 
 class _RowsOf(torch.autograd.Function):
@@ -83,8 +74,7 @@ class _RowsOf(torch.autograd.Function):
         return None if ctx.is_shared else was_added(weight), None, None
 
 
-# Rows that oneDNN's layout is optimized for; the product is correct for any number.
-_ROWS = 16
+_ROWS = 16  # that oneDNN's layout is optimized for; the product is correct for any number
 
 
 def packed_product(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
@@ -94,9 +84,8 @@ def packed_product(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] 
     """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
-    if weight.dtype != torch.float32 and not (
-        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    ):
+    has_bf16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if weight.dtype != torch.float32 and not has_bf16:
         return None
     copy = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
     return lambda x, bias: torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")

@@ -1,8 +1,5 @@
 """Causal attention on torch's kernels for megatron's layers, and the context-parallel split of sequences.
 
-megatron passes `attention_mask` through to the core attention untouched: None for a causal pass over right-padded
-sequences, or a `KVCache`. Likewise `packed_seq_params`: None or `PackedGroups`.
-
 The kernel is chosen here because torch prefers cuDNN on Hopper, which plans anew for each shape and whose masked
 backward gives NaN at some lengths (pytorch#196678). Used instead: flash attention without a mask for bf16 on a GPU,
 the memory-efficient kernel for fp32, the fused one on a CPU.
@@ -15,8 +12,7 @@ Notation: s sequence, b batch, h query heads, g key-value groups, d head size, c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,18 +88,6 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
-class Cache(Protocol):
-    """Cache of earlier tokens' keys and values; `KVCache` is one."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor: ...
-
-
-class PackedRow(Protocol):
-    """Several sequences packed into one row; `PackedGroups` is one."""
-
-    attend: Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
-
-
 def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Return True if flash attention supports this device, dtype and head size."""
     low_precision = dtype in (torch.bfloat16, torch.float16)
@@ -118,10 +102,8 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | No
     if window is None or key.shape[2] <= window:
         # `is_causal` aligns the first query and key; this aligns the last, as torch's `causal_lower_right` does.
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scale)[0]
-    batch, lengths = len(query), [query.shape[2], key.shape[2]]
-    starts = [
-        torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=query.device) for length in lengths
-    ]
+    batch, lengths, kind = len(query), [query.shape[2], key.shape[2]], {"dtype": torch.int32, "device": query.device}
+    starts = [torch.arange(0, batch * length + 1, length, **kind) for length in lengths]
     query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     out = flash_attention_of_sequences(query, key, value, starts, lengths, scale, window)
     return out.unflatten(0, (batch, -1)).transpose(1, 2)
@@ -134,7 +116,7 @@ def flash_attention_of_sequences(
     starts: list[Tensor],
     longest: list[int],
     scale: float | None,
-    window: int | None,
+    window: Any,
 ) -> Tensor:
     """Apply `flash_attention` within each of n sequences packed without padding.
 
@@ -145,18 +127,11 @@ def flash_attention_of_sequences(
         starts: cumulative lengths of queries and of keys, int32 [n + 1] each.
         longest: maximum queries and keys of a sequence.
     """
+    # With a window, causality comes from (left, right), which excludes the position itself.
+    is_causal, left = window is None, -1 if window is None else window - 1
+    options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
     return torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        *starts,
-        *longest,
-        0.0,
-        window is None,  # with a window, causality comes from (left, right)
-        False,
-        scale=scale,
-        window_size_left=-1 if window is None else window - 1,  # excludes the position itself
-        window_size_right=0,
+        query, key, value, *starts, *longest, 0.0, is_causal, False, **options
     )[0]
 
 
@@ -236,11 +211,15 @@ class CoreAttention(torch.nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Cache | None,
-        packed_seq_params: PackedRow | None = None,
+        attention_mask: Any,
+        packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """query [s, b, h, d], key and value [s, b, g, d] to [s, b, h * d]."""
+        """query [s, b, h, d], key and value [s, b, g, d] to [s, b, h * d].
+
+        megatron passes through untouched `attention_mask`, here a `KVCache` or `FlashCache` or None for a causal pass
+        over right-padded sequences, and `packed_seq_params`, `PackedGroups` or None.
+        """
         if packed_seq_params is not None:
             return packed_seq_params.attend(query, key, value, self.scale).flatten(2)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))

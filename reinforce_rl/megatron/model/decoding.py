@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,36 +30,65 @@ from reinforce_rl.megatron.model.attention import causal_attention
 from reinforce_rl.megatron.model.layers import linear_parts
 
 
-class KVCache:
-    """Cache given to megatron's layers as `attention_mask`; rows in use come first, so that steps copy none.
+class CacheSizes(NamedTuple):
+    layers: range  # global numbers of this rank's layers, from 0
+    prompts: int
+    prompt_tokens: int
+    rows: int  # maximum sequences in flight
+    response_tokens: int
+    groups: int  # g on this tensor-parallel rank
+    head_size: int
+    dtype: torch.dtype
+    device: Any
+    window: int | None = None  # tokens that a position attends to, itself included; None for all
 
-    Args:
-        layers: global numbers of this rank's layers, from 0.
-        rows: maximum sequences in flight.
-        groups: g on this tensor-parallel rank.
-        window: tokens that a position attends to, itself included; None for all.
-    """
 
-    def __init__(
-        self,
-        layers: range,
-        prompts: int,
-        prompt_tokens: int,
-        rows: int,
-        response_tokens: int,
-        groups: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: Any,
-        window: int | None = None,
-    ):
-        self._first_layer, self._window, self._device = layers.start, window, device
+class _Cache:
+    """Cache given to megatron's layers as `attention_mask`."""
+
+    def __init__(self, sizes: CacheSizes):
+        self._sizes, self._device, self._window = sizes, sizes.device, sizes.window
+        self._reading: Tensor | None = None  # slots, in a pass over prompts
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Store this pass's keys and values and attend over all stored ones.
+
+        query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d].
+
+        Args:
+            layer: global number, from 0.
+            scale: None for 1 / sqrt(d).
+        """
+        if self._reading is not None:
+            self._store(layer - self._sizes.layers.start, self._reading, key, value)
+            return causal_attention(query, key, value, scale, self._window)
+        rows, heads, _, head_size = query.shape
+        # One query a row: use a group's heads as the sequence axis, so keys are read once a group.
+        queries = query.reshape(rows, key.shape[1], -1, head_size) * (scale or head_size**-0.5)
+        return self.step(layer, queries, torch.cat((key, value), dim=2)).view(rows, heads, 1, head_size)
+
+    def step(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
+        """Run `attend` on one token per row, heads by group.
+
+        Scaled queries [R, g, n, d] and new keys and values [R, g, 2, d], to [R, g, n, d].
+        """
+        raise NotImplementedError
+
+    def _store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        raise NotImplementedError
+
+
+class KVCache(_Cache):
+    """Cache whose rows in use come first, so that steps copy none."""
+
+    def __init__(self, sizes: CacheSizes):
+        super().__init__(sizes)
+        layers, prompts, prompt_tokens, rows, response_tokens, groups, head_size, dtype, device, _ = sizes
         # Zeros: unwritten values get weight 0, so they must be finite.
         shape = (len(layers), 2, prompts, groups, prompt_tokens, head_size)
         self._prompts = torch.zeros(shape, dtype=dtype, device=device)
         shape = (len(layers), 2, rows, groups, response_tokens, head_size)
         self._responses = torch.zeros(shape, dtype=dtype, device=device)
-        self._reading: Tensor | None = None
         # Views of each layer, made here and in `at` rather than in every layer's turn: [P * g, d, L], [P * g, L, d],
         # and where new keys and values are written, [2 * rows * g * T, d].
         keys, values = self._prompts.flatten(2, 3).unbind(1)
@@ -118,31 +147,12 @@ class KVCache:
             new, old = torch.tensor(moved, device=self._device).t()
             self._responses[:, :, new] = self._responses[:, :, old]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Store this pass's keys and values and attend over all stored ones.
-
-        query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d].
-
-        Args:
-            layer: global number, from 0.
-            scale: None for 1 / sqrt(d).
-        """
-        prompts = self._prompts[layer - self._first_layer]
-        if self._reading is not None:
-            for stored, new in zip(prompts, (key, value), strict=True):
-                stored[self._reading, :, : new.shape[2]] = new
-            return causal_attention(query, key, value, scale, self._window)
-        rows, heads, _, head_size = query.shape
-        # One query a row: use a group's heads as the sequence axis, so keys are read once a group.
-        queries = query.reshape(rows, prompts.shape[2], -1, head_size) * (scale or head_size**-0.5)
-        return self.step(layer, queries, torch.cat((key, value), dim=2)).view(rows, heads, 1, head_size)
+    def _store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        for stored, new in zip(self._prompts[layer], (key, value), strict=True):
+            stored[slots, :, : new.shape[2]] = new
 
     def step(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
-        """Run `attend` on one token per row, heads by group.
-
-        Scaled queries [R, g, h / g, d] and new keys and values [R, g, 2, d], to [R, g, h / g, d].
-        """
-        at = layer - self._first_layer
+        at = layer - self._sizes.layers.start
         self._all_responses[at].index_copy_(0, self._write_at, new.reshape(-1, new.shape[-1]))
         of_prompts = self._to_rows(_product(self._to_cells(queries), self._prompt_keys[at]))
         own = _product(queries.flatten(0, 1), self._own_keys[at]).view(*queries.shape[:3], -1)
@@ -196,27 +206,15 @@ def varlen_attention(
     return out, log_sum
 
 
-class FlashCache:
-    """`KVCache` with static shapes; arguments as there.
+class FlashCache(_Cache):
+    """Cache with static shapes.
 
     A row keeps its lane for life, whatever its place in a step. The pool's last token is scratch for empty rows.
     """
 
-    def __init__(
-        self,
-        layers: range,
-        prompts: int,
-        prompt_tokens: int,
-        rows: int,
-        response_tokens: int,
-        groups: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: Any,
-        window: int | None = None,
-    ):
-        self._first_layer, self._device, self._window = layers.start, device, window
-        self._shape = (prompts, prompt_tokens, response_tokens)
+    def __init__(self, sizes: CacheSizes):
+        super().__init__(sizes)
+        layers, prompts, prompt_tokens, rows, response_tokens, groups, head_size, dtype, device, _ = sizes
         self.spare = prompts * prompt_tokens + rows * response_tokens
         self._pool = torch.zeros((len(layers), self.spare + 1, groups, 2, head_size), dtype=dtype, device=device)
         # Of each layer the whole [tokens, g, 2, d], its keys and its values.
@@ -224,13 +222,11 @@ class FlashCache:
         firsts = [*range(0, prompts * prompt_tokens, prompt_tokens), self.spare]
         self._prompt_starts = torch.tensor(firsts, dtype=torch.int32, device=device)
         self._prompt_lengths = torch.ones(prompts + 1, dtype=torch.int32, device=device)
-        self._reading: Tensor | None = None
         self._first_queries: Tensor | None = None
 
     def lane_start(self, lane: int) -> int:
         """Return the index of a lane's first token."""
-        prompts, prompt_tokens, response_tokens = self._shape
-        return prompts * prompt_tokens + lane * response_tokens
+        return self._sizes.prompts * self._sizes.prompt_tokens + lane * self._sizes.response_tokens
 
     def read(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Prepare a pass over right-padded prompts of these lengths, which fills these slots."""
@@ -253,28 +249,21 @@ class FlashCache:
         self._starts = torch.cat((self._prompt_starts, starts.int()))
         self._used = torch.cat((self._prompt_lengths, (written + 1).int()))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """See `KVCache.attend`."""
-        if self._reading is not None:
-            prompts, prompt_tokens, _ = self._shape
-            stored = self._pool[layer - self._first_layer, : prompts * prompt_tokens].unflatten(0, (prompts, -1))
-            new = torch.stack((key, value), dim=-2).transpose(1, 2)  # [b, s, g, 2, d]
-            stored[self._reading, : new.shape[1]] = new
-            return causal_attention(query, key, value, scale, self._window)
-        rows, heads, _, head_size = query.shape
-        queries = query.reshape(rows, key.shape[1], -1, head_size) * (scale or head_size**-0.5)
-        return self.step(layer, queries, torch.cat((key, value), dim=2)).view(rows, heads, 1, head_size)
+    def _store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        prompts = self._sizes.prompts
+        stored = self._pool[layer, : prompts * self._sizes.prompt_tokens].unflatten(0, (prompts, -1))
+        new = torch.stack((key, value), dim=-2).transpose(1, 2)  # [b, s, g, 2, d]
+        stored[slots, : new.shape[1]] = new
 
     def step(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
-        """See `KVCache.step`: [R, g, n, d] and [R, g, 2, d] to [R, g, n, d]."""
-        pool, keys, values = self._layers[layer - self._first_layer]
+        pool, keys, values = self._layers[layer - self._sizes.layers.start]
         pool.index_copy_(0, self._write_at, new)
         rows, groups, heads, head_size = queries.shape
         # Use a group's heads as the sequence axis, so that keys are read once.
         query = queries.transpose(1, 2).expand(2, -1, -1, -1, -1).reshape(-1, groups, head_size)
         if self._first_queries is None:  # in the first layer
             self._first_queries = self._first_rows * heads
-        most = self._most_rows * heads, max(self._shape[1:])
+        most = self._most_rows * heads, max(self._sizes.prompt_tokens, self._sizes.response_tokens)
         out, log_sum = varlen_attention(query, keys, values, self._first_queries, self._starts, self._used, most)
         of_prompt, own = out.view(2, rows, heads, groups, head_size)
         prompt_sum, own_sum = log_sum.view(groups, 2, rows * heads).unbind(1)
@@ -341,7 +330,7 @@ def _add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor) -> Ten
 
 
 @contextlib.contextmanager
-def products_without_gradient(weights: Mapping[Any, Tensor]) -> Iterator[None]:
+def lean_products(weights: Mapping[Any, Tensor]) -> Iterator[None]:
     """Make these linear layers multiply by their current weights inside the block, without gradient.
 
     Args:
@@ -361,15 +350,14 @@ class _Product:
 
     def __init__(self, layer: Any, weight: Tensor):
         self._product = packed_product(weight) or (lambda x, bias: F.linear(x, weight, bias))
-        parts = linear_parts(layer)
-        self._group = parts.group if parts.adds_up and parts.group.size() > 1 else None
-        self._bias = None if parts.bias is None else parts.bias.detach()
-        self._returns_bias = parts.returns_bias
+        adds_up, bias, returns_bias = linear_parts(layer)
+        self._group = layer.tp_group if adds_up and layer.tp_group.size() > 1 else None
+        bias = None if bias is None else bias.detach()
+        self._added, self._returned = (None, bias) if returns_bias else (bias, None)
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        added, returned = (None, self._bias) if self._returns_bias else (self._bias, None)
         if self._group is None:
-            return self._product(x, added), returned
+            return self._product(x, self._added), self._returned
         out = self._product(x, None)
         dist.all_reduce(out, group=self._group)
-        return out if added is None else out + added, returned
+        return out if self._added is None else out + self._added, self._returned

@@ -19,12 +19,9 @@ Notation: h hidden, f the MLP's width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -110,10 +107,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with megatron's constructor and support for sequence parallelism.
-
-    megatron's `WrappedTorchNorm` refuses sequence parallelism.
-    """
+    """torch's RMSNorm with megatron's constructor and sequence parallelism, which `WrappedTorchNorm` refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         # Same device choice as megatron's layers; torch would default to the CPU.
@@ -128,22 +122,14 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
-class SwiGLU:
-    """`swiglu` with megatron's constructor for activation functions.
-
-    Not a Module: megatron asks every module of an MLP for its sharded state.
-    """
+class TESwiGLU:
+    """Transformer Engine's SwiGLU; not a Module, since megatron asks every module of an MLP for its sharded state."""
 
     def __init__(self, config: TransformerConfig):
-        self._function: Callable[[Tensor], Tensor] = swiglu
+        self._function: Any = te.TEActivationOp(config)  # type: ignore[operator]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._function(x)
-
-
-class TESwiGLU(SwiGLU):
-    def __init__(self, config: TransformerConfig):
-        self._function = te.TEActivationOp(config)  # type: ignore[operator,assignment]
 
 
 def block_spec(
@@ -157,7 +143,7 @@ def block_spec(
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts: Any = layer.submodules
     attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
-    norm, mlp.activation_func = RMSNorm, SwiGLU
+    norm, mlp.activation_func = RMSNorm, swiglu
     if transformer_engine:
         _check_installed()
         norm, mlp.activation_func = te.TENorm, TESwiGLU
@@ -182,12 +168,8 @@ def _check_installed() -> None:
     if te.HAVE_TE and is_te_min_version(OLDEST_VERSION):
         return
     found = f"Transformer Engine {get_te_version()} is installed" if te.HAVE_TE else "Transformer Engine is not there"
-    raise ConfigError(
-        [
-            f"model.transformer_engine is true, but {found}; expected {OLDEST_VERSION} or later. Install it "
-            "(docs/tensorrt-llm.md), or set model.transformer_engine=false"
-        ]
-    )
+    advice = "Install it (docs/tensorrt-llm.md), or set model.transformer_engine=false"
+    raise ConfigError([f"model.transformer_engine is true, but {found}; expected {OLDEST_VERSION} or later. {advice}"])
 
 
 def _with_bias(linear: Any) -> Any:
@@ -199,21 +181,12 @@ def _with_bias(linear: Any) -> Any:
     return Biased
 
 
-@dataclass(frozen=True)
-class LinearParts:
-    """Parts of a linear layer's forward pass besides the weight."""
-
-    adds_up: bool  # row-parallel: the ranks' products are summed
-    group: dist.ProcessGroup  # tensor parallel
-    bias: Tensor | None
-    returns_bias: bool  # return the bias separately for the caller to add
-
-
-def linear_parts(layer: Any) -> LinearParts:
+def linear_parts(layer: Any) -> tuple[bool, Tensor | None, bool]:
+    """Return a linear layer's (is row-parallel: products are summed over ranks, bias, is it left to the caller)."""
     if isinstance(layer, _TE_LINEAR):
         bias = layer.bias if layer.use_bias else None  # an empty tensor where there is none
-        return LinearParts(layer.parallel_mode == "row", layer.tp_group, bias, layer.te_return_bias)
-    return LinearParts(isinstance(layer, RowParallelLinear), layer.tp_group, layer.bias, layer.skip_bias_add)
+        return layer.parallel_mode == "row", bias, layer.te_return_bias
+    return isinstance(layer, RowParallelLinear), layer.bias, layer.skip_bias_add
 
 
 def fuse_weight_gradients(lm: torch.nn.Module) -> None:

@@ -50,11 +50,9 @@ def chunked_log_probs(
         chunk_tokens: positions per chunk, at least 1; memory is proportional to it.
         with_entropy: False saves a little time and a second logits buffer.
     """
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     # Sums the gradient of `hidden` over the ranks' vocabulary shards.
     hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=shard.group)
-    outputs: Any = _ChunkedHead.apply(hidden, weight, targets, shard, temperature, chunk_tokens, with_entropy)
+    outputs: Any = _ChunkedHead.apply(hidden, weight, targets, (shard, temperature, chunk_tokens), with_entropy)
     return outputs
 
 
@@ -63,16 +61,9 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        shard: VocabShard,
-        temperature: float,
-        chunk_tokens: int,
-        with_entropy: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple[Any, ...], with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        logits = _ShardLogits(hidden, weight, targets, shard, temperature, chunk_tokens)
+        logits, group = _ShardLogits(hidden, weight, targets, *options), options[0].group
         dtype = logits.dtype
         # A rank without tokens keeps these neutral values.
         highest = torch.full(targets.shape, torch.finfo(dtype).min, dtype=dtype, device=hidden.device)
@@ -89,18 +80,18 @@ class _ChunkedHead(torch.autograd.Function):
                 sums[2, chunk] = z.mul_(e).sum(dim=-1)
         # Sums are relative to each rank's own maximum until here, so two collectives suffice for all chunks.
         local = highest.clone()
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         shift = local - highest
         sums[2] = shift.exp() * (sums[2] + shift * sums[1])
         sums[1] *= shift.exp()
-        dist.all_reduce(sums, group=shard.group)
+        dist.all_reduce(sums, group=group)
         target_z, sum_exp, sum_exp_z = sums  # the last one sums exp(z - max) (z - max)
         log_sum = sum_exp.log()
         log_probs = target_z - highest - log_sum
         entropy = log_sum - sum_exp_z / sum_exp if with_entropy else None
 
         ctx.save_for_backward(hidden, weight, targets, highest + log_sum, entropy)
-        ctx.arguments = (shard, temperature, chunk_tokens)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -109,8 +100,8 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """d log p(target) / dz = onehot - p, and dH / dz = -p (log p + H)."""
         hidden, weight, targets, log_sum_exp, entropy = ctx.saved_tensors
-        shard, temperature, chunk_tokens = ctx.arguments
-        logits = _ShardLogits(hidden, weight, targets, shard, temperature, chunk_tokens)
+        shard, temperature, _ = ctx.options
+        logits = _ShardLogits(hidden, weight, targets, *ctx.options)
         if log_probs_grad is None:
             log_probs_grad = torch.zeros_like(log_sum_exp)
         to_targets = log_probs_grad / temperature
@@ -137,11 +128,13 @@ class _ChunkedHead(torch.autograd.Function):
             grad_z = grad_z.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_z, logits.weight, out=grad_hidden[chunk])
-            if grad_weight is not None:
-                _add_product(grad_weight[: shard.size], grad_z.t(), hidden[chunk])
+            if grad_weight is not None and grad_weight.dtype == hidden.dtype:
+                grad_weight[: shard.size].addmm_(grad_z.t(), hidden[chunk])
+            elif grad_weight is not None:
+                grad_weight[: shard.size] += grad_z.t() @ hidden[chunk]
         if buffer is not None:
             grad_weight = was_added(weight)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 class _ShardLogits:
@@ -151,10 +144,9 @@ class _ShardLogits:
         self, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, temperature: float, chunk_tokens: int
     ):
         # A view; masking padded columns with -inf would cost a pass, and give 0 x inf in the entropy.
-        self.weight = weight[: shard.size]
-        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self._hidden, self._targets, self._shard, self._temperature = hidden, targets, shard, temperature
-        self._chunk_tokens = chunk_tokens
+        self.weight, self.dtype = weight[: shard.size], torch.promote_types(hidden.dtype, torch.float32)
+        self._hidden, self._targets, self._shard = hidden, targets, shard
+        self._temperature, self._chunk_tokens = temperature, chunk_tokens
 
     def new_buffer(self) -> Tensor:
         """Allocate a reusable chunk buffer; a new one per chunk costs page faults on a CPU."""
@@ -186,20 +178,12 @@ class _ShardLogits:
         return torch.arange(len(columns), device=columns.device), columns.clamp(0, self._shard.size - 1), mine
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
-
-
 @dataclass(frozen=True)
 class TokenScores:
     """Scores of each response token, given everything before it."""
 
     log_probs: Tensor  # [N, T], in nats; 0 on padding
-    # [N, T], of the distribution at the token, in nats; 0 on padding; None if not requested.
-    entropy: Tensor | None
+    entropy: Tensor | None  # [N, T], of the distribution at the token, likewise; None if not requested
 
 
 def response_scores(
@@ -233,15 +217,9 @@ def response_scores(
         entropy = log_probs if with_entropy else None
     else:
         where = (found.rows, found.columns)
-        values, entropies = chunked_log_probs(
-            found.hidden,
-            lm.output_weight,
-            found.targets,
-            lm.vocab_shard,
-            temperature=temperature,
-            chunk_tokens=chunk_tokens,
-            with_entropy=with_entropy,
-        )
+        options: Any = {"temperature": temperature, "chunk_tokens": chunk_tokens, "with_entropy": with_entropy}
+        head = (found.hidden, lm.output_weight, found.targets, lm.vocab_shard)
+        values, entropies = chunked_log_probs(*head, **options)
         log_probs = empty.index_put(where, values)
         entropy = None if entropies is None else empty.index_put(where, entropies)
     if lm.mesh.cp_size > 1:

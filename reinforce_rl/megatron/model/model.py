@@ -27,19 +27,14 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.attention import positions_below, zigzag_positions
-from reinforce_rl.megatron.model.decoding import FlashCache, KVCache, decode_layers, products_without_gradient
+from reinforce_rl.megatron.model.decoding import CacheSizes, FlashCache, KVCache, decode_layers, lean_products
 from reinforce_rl.megatron.model.layers import LINEAR, block_spec
 
 # The mesh is built from these keys, so overriding them would contradict it.
-_SET_BY_OTHER_KEYS = {
-    "tensor_model_parallel_size": "model.tensor_model_parallel_size",
-    "pipeline_model_parallel_size": "model.pipeline_model_parallel_size",
-    "context_parallel_size": "model.context_parallel_size",
-    "sequence_parallel": "model.sequence_parallel",
-    "recompute_granularity": "model.activations_checkpoint_granularity",
-    "recompute_method": "model.activations_checkpoint_method",
-    "recompute_num_layers": "model.activations_checkpoint_num_layers",
-}
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel")
+_SET_BY_OTHER_KEYS = {name: f"model.{name}" for name in _SIZES}
+for _name in ("granularity", "method", "num_layers"):
+    _SET_BY_OTHER_KEYS[f"recompute_{_name}"] = f"model.activations_checkpoint_{_name}"
 
 
 @dataclass(frozen=True)
@@ -47,12 +42,10 @@ class ModelOptions:
     """Options of the forward and backward computation."""
 
     recompute_granularity: str | None = None  # "selective" (core attention), "full" (whole layers); None for none
-    # For "full": "uniform" (groups of `recompute_num_layers`) or "block" (the first of them on each stage).
-    recompute_method: str | None = None
+    recompute_method: str | None = None  # for "full": "uniform" (groups of layers) or "block" (a stage's first layers)
     recompute_num_layers: int | None = None  # for "full"
     transformer_engine: bool = False  # build layers from Transformer Engine's modules; see `layers`
-    # Fields of megatron's TransformerConfig; highest precedence.
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # of fields of megatron's TransformerConfig
 
 
 DEFAULT_OPTIONS = ModelOptions()
@@ -92,8 +85,7 @@ def transformer_config(
     Raises:
         ConfigError: unknown override fields (all in one message), or values that megatron rejects.
     """
-    faults = list(_faults_of_overrides(options.overrides))
-    if faults:
+    if faults := list(_faults_of_overrides(options.overrides)):
         raise ConfigError(faults)
     sizes = architecture.padded(layout.tensor)
     values: dict[str, Any] = {
@@ -130,12 +122,7 @@ def transformer_config(
         # Losses already carry their global denominators, so megatron must only sum.
         "calculate_per_token_loss": True,
         "use_cpu_initialization": device.type == "cpu",
-        "bias_activation_fusion": False,
         "use_te_activation_func": True,  # use the layer spec's activation module, not only Transformer Engine's
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
         "recompute_granularity": options.recompute_granularity,
         "recompute_method": options.recompute_method,
         "recompute_num_layers": options.recompute_num_layers,
@@ -148,27 +135,21 @@ def transformer_config(
         raise ConfigError([f"megatron-core refuses this configuration of the model{given}: {error}"]) from error
     group = options.recompute_num_layers
     if options.recompute_method == "uniform" and group is not None and layers % group:
-        raise ConfigError(
-            [
-                f"model.activations_checkpoint_num_layers is {group}, which does not divide the {layers} layers of "
-                f"stage {stage}, as activations_checkpoint_method=uniform needs"
-            ]
-        )
+        fault = f"model.activations_checkpoint_num_layers is {group}, which does not divide the {layers} layers of "
+        raise ConfigError([f"{fault}stage {stage}, as activations_checkpoint_method=uniform needs"])
     return config
 
 
-def _faults_of_overrides(overrides: Mapping[str, Any]) -> list[str]:
+def _faults_of_overrides(overrides: Mapping[str, Any]) -> Iterator[str]:
     fields = [item.name for item in dataclasses.fields(TransformerConfig)]
-    faults = []
     for name in overrides:
         key = f"model.megatron_overrides.{name}"
         if name in _SET_BY_OTHER_KEYS:
-            faults.append(f"{key} is what {_SET_BY_OTHER_KEYS[name]} sets; use that")
+            yield f"{key} is what {_SET_BY_OTHER_KEYS[name]} sets; use that"
         elif name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
             advice = f"did you mean {close[0]}?" if close else "see megatron.core.transformer.TransformerConfig"
-            faults.append(f"{key} is no field of megatron's TransformerConfig; {advice}")
-    return faults
+            yield f"{key} is no field of megatron's TransformerConfig; {advice}"
 
 
 Cache = TypeVar("Cache", KVCache, FlashCache)
@@ -219,12 +200,10 @@ class CausalLM(GPTModel):
         )
         if architecture.num_labels is not None and self.post_process:
             del self.output_layer  # megatron always creates one
-            self.score = torch.nn.Linear(
-                architecture.hidden_size, architecture.num_labels, bias=False, dtype=dtype, device=mesh.device
-            )
-        self.architecture, self._sizes = architecture, sizes
-        self.mesh, self._plain_layers = mesh, not options.overrides
-        self._decodes_fast = False
+            shape, kind = (architecture.hidden_size, architecture.num_labels), {"dtype": dtype, "device": mesh.device}
+            self.score = torch.nn.Linear(*shape, bias=False, **kind)
+        self.architecture, self._sizes, self.mesh = architecture, sizes, mesh
+        self._plain_layers, self._decodes_fast = not options.overrides, False
         self._inv_freq = inverse_frequencies.to(mesh.device)
 
     def forward(  # type: ignore[override]
@@ -292,7 +271,7 @@ class CausalLM(GPTModel):
         return zigzag_positions(padded, mesh.cp_size, mesh.cp_rank, device or mesh.device)
 
     def _padded_length(self, length: int) -> int:
-        multiple = self.mesh.sequence_multiple
+        multiple = self.mesh.layout.sequence_multiple
         return -(-length // multiple) * multiple
 
     def _number_of_own(self, length: int) -> int:
@@ -304,17 +283,10 @@ class CausalLM(GPTModel):
     @contextlib.contextmanager
     def whole_sequences(self) -> Iterator[None]:
         """Disable sequence parallelism inside the block, since one token cannot be split; inference only."""
-        switches = [
-            (module, name)
-            for module in (self.config, *self.modules())
-            for name in (
-                "sequence_parallel",
-                "scatter_to_sequence_parallel",
-                "reduce_scatter_embeddings",
-                "apply_rope_fusion",  # the kernel supports one position for all rows only
-            )
-            if getattr(module, name, False)
-        ]
+        # The kernel of a fused RoPE supports one position for all rows only.
+        names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings", "apply_rope_fusion")
+        modules = (self.config, *self.modules())
+        switches = [(module, name) for module in modules for name in names if getattr(module, name, False)]
         for module, name in switches:
             setattr(module, name, False)
         try:
@@ -329,7 +301,7 @@ class CausalLM(GPTModel):
         head = getattr(self, "output_layer", None)  # on the last stage; it may have no weight of its own
         layers: list[Any] = [m for m in self.modules() if isinstance(m, LINEAR)]
         weights = {layer: self.output_weight if layer is head else layer.weight for layer in layers}
-        with products_without_gradient(weights):
+        with lean_products(weights):
             self._decodes_fast = True
             try:
                 yield
@@ -362,10 +334,8 @@ class CausalLM(GPTModel):
         """Return this rank's logits in at least float32: [n, h] to [n, V / tp], padded columns at -inf."""
         out = self.output_layer(hidden[:, None, :], weight=self.output_weight)[0][:, 0]
         out = out.to(torch.promote_types(out.dtype, torch.float32))
-        true_columns = self.vocab_shard.size
-        if true_columns < out.shape[1]:
-            columns = torch.arange(out.shape[1], device=out.device)
-            out = out.masked_fill(columns >= true_columns, float("-inf"))
+        if (true_columns := self.vocab_shard.size) < out.shape[1]:
+            out = out.masked_fill(torch.arange(out.shape[1], device=out.device) >= true_columns, float("-inf"))
         return out
 
     def full_logits(self, hidden: Tensor) -> Tensor:
@@ -377,21 +347,13 @@ class CausalLM(GPTModel):
     def new_cache(
         self, prompts: int, prompt_tokens: int, rows: int, response_tokens: int, kind: type[Cache] = KVCache
     ) -> Cache:
-        """Return an empty cache for this stage's layers; see `KVCache` for the sizes."""
+        """Return an empty cache for this stage's layers; see `CacheSizes`."""
         layers: Any = self.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0  # megatron counts from 1
-        return kind(
-            layers=range(first, first + len(layers)),
-            prompts=prompts,
-            prompt_tokens=prompt_tokens,
-            rows=rows,
-            response_tokens=response_tokens,
-            groups=self._sizes.num_groups // self.mesh.tp_size,
-            head_size=self.architecture.head_size,
-            dtype=self.config.params_dtype,
-            device=self.mesh.device,
-            window=self.architecture.window,
-        )
+        sizes = (range(first, first + len(layers)), prompts, prompt_tokens, rows, response_tokens)
+        groups, arch = self._sizes.num_groups // self.mesh.tp_size, self.architecture
+        dtype, device = self.config.params_dtype, self.mesh.device
+        return kind(CacheSizes(*sizes, groups, arch.head_size, dtype, device, arch.window))
 
 
 def rope_parameters(architecture: Architecture) -> tuple[Tensor, float]:
@@ -402,9 +364,7 @@ def rope_parameters(architecture: Architecture) -> tuple[Tensor, float]:
     import transformers
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    values = architecture.raw
-    if transformers.__version__.startswith("4."):
-        values = with_old_rope_keys(values)
+    values = with_old_rope_keys(architecture.raw) if transformers.__version__.startswith("4.") else architecture.raw
     config: Any = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
     rotary = LlamaRotaryEmbedding(config)
     return rotary.inv_freq, float(rotary.attention_scaling)

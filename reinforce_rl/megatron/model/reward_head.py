@@ -20,8 +20,7 @@ from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_map import SCORE_LAYER
 
 POOLINGS = ("mean", "last")
-# Key in a classifier's config.json for a pooling other than transformers'.
-POOLING_KEY = "reward_pooling"
+POOLING_KEY = "reward_pooling"  # in a classifier's config.json, for a pooling other than transformers'
 
 
 @dataclass(frozen=True)
@@ -32,24 +31,20 @@ class RewardHead:
     bias: Tensor  # float32 [], or [K]
     pooling: str  # `mean` over tokens, or `last` token
     attributes: tuple[str, ...] = ()  # K names; empty for a single score
-    # Statistics of merged scores; the server's default for standardization.
-    mean: float = 0.0
+    mean: float = 0.0  # of merged scores, as is `deviation`; the server's default for standardization
     deviation: float = 1.0
-    # Trailing tokens of this id are ignored, as in transformers; None to count every token.
-    pad_id: int | None = None
+    pad_id: int | None = None  # trailing tokens of this id are ignored, as in transformers; None counts every token
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
             raise ConfigError([f"pooling is {self.pooling!r}; expected one of {', '.join(POOLINGS)}"])
         rows = (len(self.attributes),) if self.attributes else ()
         if self.weight.shape[:-1] != rows or self.bias.shape != rows:
-            raise ConfigError(
-                [
-                    f"the reward head has weights {tuple(self.weight.shape)}, a bias {tuple(self.bias.shape)} and "
-                    f"{len(self.attributes)} names of attributes; expected (h) and () with no name, or (K, h) and (K) "
-                    "with K names"
-                ]
+            found = (
+                f"weights {tuple(self.weight.shape)}, a bias {tuple(self.bias.shape)} and {len(self.attributes)} names"
             )
+            expected = "(h) and () with no name, or (K, h) and (K) with K names"
+            raise ConfigError([f"the reward head has {found} of attributes; expected {expected}"])
 
     @property
     def rows(self) -> Tensor:
@@ -93,9 +88,8 @@ class RewardHead:
         except ConfigError:
             raise
         except Exception as error:  # safetensors raises an undocumented type for a damaged file
-            raise CheckpointError(
-                f"{path} is not a reward head (safetensors with weight, bias, pooling): {error}"
-            ) from error
+            expected = "safetensors with weight, bias, pooling"
+            raise CheckpointError(f"{path} is not a reward head ({expected}): {error}") from error
 
     @classmethod
     def from_classifier(cls, folder: HFFolder) -> RewardHead:

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,30 +58,10 @@ class Predictions:
     targets: Tensor  # int64 [n], the tokens
 
 
-class SequenceLayout(Protocol):
-    """A pass over N sequences."""
-
-    @property
-    def response_lengths(self) -> Tensor:
-        """int64 [N], on the CPU."""
-        ...
-
-    @property
-    def stage_shape(self) -> tuple[int, int, int]:
-        """Return the shape sent between stages; see `CausalLM.stage_shape`."""
-        ...
-
-    def hidden(self, model: torch.nn.Module) -> Tensor:
-        """Run the language model or its wrapper; return the input of the next stage or of `predictions`."""
-        ...
-
-    def predictions(self, hidden: Tensor) -> Predictions:
-        """Return the predictions at this context-parallel rank's positions, on the last stage."""
-        ...
-
-
 class PaddedSequences:
     """One right-padded sequence per row.
+
+    `stage_shape` is the shape sent between pipeline stages, and `response_lengths` int64 [N] on the CPU.
 
     Args:
         sequences: int64 [N, S], right-padded; all tensors on the CPU.
@@ -102,32 +82,34 @@ class PaddedSequences:
     ):
         self.response_lengths = response_lengths
         # A sequence's last token predicts nothing here, and columns past the longest row hold padding only.
-        self._used = max(int((prompt_lengths + response_lengths).max()) - 1, pad_to - 1, 1)
-        missing = max(self._used - sequences.shape[1], 0)
-        tokens = torch.nn.functional.pad(sequences[:, : self._used], (0, missing), value=pad_id)
-        own = lm.own_positions(self._used, sequences.device)
-        column_of = torch.full((self._used,), -1).index_put((own,), torch.arange(len(own)))
+        used = max(int((prompt_lengths + response_lengths).max()) - 1, pad_to - 1, 1)
+        missing = max(used - sequences.shape[1], 0)
+        tokens = F.pad(sequences[:, :used], (0, missing), value=pad_id)
+        own = lm.own_positions(used, sequences.device)
+        column_of = torch.full((used,), -1).index_put((own,), torch.arange(len(own)))
         rows, columns = length_mask(response_lengths, int(response_lengths.max())).nonzero(as_tuple=True)
         places = prompt_lengths[rows] + columns
         held = column_of[places - 1] >= 0
         rows, columns, places = rows[held], columns[held], places[held]
         before = column_of[places - 1] * len(sequences) + rows
         indices = (tokens, rows, columns, before, sequences[rows, places])
-        self._tokens, self._rows, self._columns, self._before, self._targets = to_device(indices, lm.mesh.device)
-        self.stage_shape = lm.stage_shape(len(sequences), self._used)
+        self._tokens, *self._predictions = to_device(indices, lm.mesh.device)
+        self.stage_shape = lm.stage_shape(len(sequences), used)
 
     def hidden(self, model: torch.nn.Module) -> Tensor:
-        """Return [N, s', h] at the model's `own_positions`."""
+        """Run the language model or its wrapper; return [N, s', h] at its `own_positions`, or a stage's output."""
         return model(self._tokens)
 
     def predictions(self, hidden: Tensor) -> Predictions:
+        """Return the predictions at this context-parallel rank's positions, on the last stage."""
+        rows, columns, before, targets = self._predictions
         # megatron's layout has positions first, where this is a view.
-        found = hidden.transpose(0, 1).flatten(0, 1).index_select(0, self._before)
-        return Predictions(self._rows, self._columns, found, self._targets)
+        found = hidden.transpose(0, 1).flatten(0, 1).index_select(0, before)
+        return Predictions(rows, columns, found, targets)
 
 
 class PackedGroups(PackedSeqParams):
-    """A `SequenceLayout` without padding, which megatron passes through to the core attention.
+    """`PaddedSequences` without padding, in one row, which megatron passes through to the core attention.
 
     Args:
         lm: the model; without context parallelism.
@@ -159,7 +141,7 @@ class PackedGroups(PackedSeqParams):
         prompt_positions = torch.arange(in_prompts.shape[1]).expand(in_prompts.shape)
         tokens = torch.cat((sequences[first, : in_prompts.shape[1]][in_prompts], responses[in_responses]))
         positions = torch.cat((prompt_positions[in_prompts], response_positions[in_responses]))
-        padding = (0, -len(tokens) % lm.mesh.sequence_multiple)
+        padding = (0, -len(tokens) % lm.mesh.layout.sequence_multiple)
         self.stage_shape = lm.stage_shape(1, len(tokens))
 
         # A prompt's last position predicts the first token of each of its responses.
@@ -177,7 +159,7 @@ class PackedGroups(PackedSeqParams):
             self.attend = _UnpaddedAttention(spans, architecture.window, lm.mesh.device)
         else:
             where = (in_prompts, in_responses, response_positions, group_of)
-            self.attend = _PaddedAttention(*where, architecture.window, lm.mesh.device)
+            self.attend = _PaddedAttention(where, architecture.window, lm.mesh.device)
 
     def hidden(self, model: torch.nn.Module) -> Tensor:
         return model(self._tokens, self._positions, packed=self)
@@ -185,6 +167,9 @@ class PackedGroups(PackedSeqParams):
     def predictions(self, hidden: Tensor) -> Predictions:
         rows, columns, before, targets = self._predictions
         return Predictions(rows, columns, hidden[0].index_select(0, before), targets)
+
+
+SequenceLayout = PaddedSequences | PackedGroups
 
 
 def _spans(prompts: list[int], responses: list[int], group_of: list[int], padding: int) -> list[tuple[Span, ...]]:
@@ -227,21 +212,12 @@ class _PaddedAttention:
     """Attention of a packed row as padded prompts and padded responses, the latter with a mask.
 
     Args:
-        in_prompts: bool [B, P], True on tokens.
-        in_responses: bool [N, T].
-        response_positions: int64 [N, T].
-        group_of: int64 [N], rows of `in_prompts`.
+        where: bool [B, P] and [N, T], True on tokens of prompts and of responses; int64 [N, T], positions of
+            responses; int64 [N], their groups, rows of the first.
     """
 
-    def __init__(
-        self,
-        in_prompts: Tensor,
-        in_responses: Tensor,
-        response_positions: Tensor,
-        group_of: Tensor,
-        window: int | None,
-        device: torch.device,
-    ):
+    def __init__(self, where: tuple[Tensor, Tensor, Tensor, Tensor], window: int | None, device: torch.device):
+        in_prompts, in_responses, response_positions, group_of = where
         # From the row to prompts [B, P] and responses [N, T] in one flat tensor, and back.
         exists = torch.cat((in_prompts.flatten(), in_responses.flatten()))
         slots = exists.nonzero()[:, 0]

@@ -20,7 +20,7 @@ def main() -> None:
     for name in names:
         with ALL_LAYOUTS[name].mesh() as mesh:
             if mesh.is_main:
-                print(mesh.grid(), flush=True)
+                print(mesh.layout.grid(), flush=True)
             found = computed(ALL_LAYOUTS[name], folder, mesh, Path(out) / name)
             torch.save(found, Path(out) / f"{name}.{os.environ['RANK']}")
     torch.distributed.destroy_process_group()

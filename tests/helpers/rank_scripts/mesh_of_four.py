@@ -46,7 +46,7 @@ def main() -> None:
         with parallel_mesh(tp, pp, cp) as mesh:
             check(mesh, tp, pp, cp)
             if mesh.is_main:
-                print(mesh.grid(), flush=True)
+                print(mesh.layout.grid(), flush=True)
     torch.distributed.destroy_process_group()
     print("all checks passed", flush=True)
 
