@@ -37,12 +37,9 @@ if TYPE_CHECKING:
 
 
 class ReferencePolicy:
-    """A frozen copy of a model's current weights.
+    """A frozen copy of a model's current weights, on its device or on the host, from where each pass transfers it.
 
     Create it before restoring a checkpoint: the reference is the policy at step 0, also in a resumed run.
-
-    Args:
-        on_device: keep the copy on the model's device; otherwise it is on the host and each pass transfers it.
     """
 
     def __init__(self, model: torch.nn.Module, *, on_device: bool = False):
@@ -144,14 +141,11 @@ class MegatronGPTReinforceActorModel:
     def get_inference_log_probs(
         self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None = None
     ) -> Tensor:
-        """Compute log-probs of the response tokens under the policy, without gradient.
+        """Compute log-probs of the response tokens under the policy, float32 [N, T] on the CPU; 0 on padding.
 
         Args:
             sequences: int64 [N, S], right-padded.
             group_ids: int64 [N], equal for equal prompts; None if unknown.
-
-        Returns:
-            float32 [N, T] on the CPU, T the longest response; 0 on padding.
         """
         width = int(response_lengths.max()) if len(response_lengths) else 0
         out = torch.zeros((len(sequences), width))
@@ -173,7 +167,7 @@ class MegatronGPTReinforceActorModel:
         return self.mesh.from_last_stage(out)
 
     def get_init_policy_logprobs(self, *samples: Any) -> Tensor:
-        """Compute `get_inference_log_probs` of the same arguments under the reference policy."""
+        """Compute `get_inference_log_probs` under the reference policy."""
         if self._as_reference is None:
             raise RuntimeError("this actor was built without a reference policy (with_reference=False)")
         with self._as_reference():

@@ -70,11 +70,7 @@ class Architecture:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Architecture:
-        """Read `config.json` of a Hugging Face folder.
-
-        Raises:
-            ConfigError: no such folder or file, or an unsupported architecture; all faults together.
-        """
+        """Read `config.json` of a Hugging Face folder. Raises ConfigError: all faults together."""
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise ConfigError([f"{path} does not exist; expected a Hugging Face model folder with a config.json"])
@@ -119,13 +115,10 @@ class Architecture:
         return replace(self, num_labels=num_labels, tied_embeddings=False)
 
     def padded(self, tp_size: int) -> PaddedSizes:
-        """Round heads, groups and vocabulary up to multiples that `tp_size` ranks can share.
+        """Round heads, groups and vocabulary up to multiples that `tp_size` ranks can share; `ffn_size` must be one.
 
         Padded groups have zero weights and biases, so outputs and gradients are exact: SmolLM2's 9 heads in 3 groups
         run at TP=2 as 12 in 4. Padded vocabulary rows are zero, with logits at -inf.
-
-        Raises:
-            ConfigError: the feed-forward size does not divide.
         """
         if self.ffn_size % tp_size:
             key = f"model.tensor_model_parallel_size is {tp_size}"

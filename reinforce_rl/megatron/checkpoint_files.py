@@ -54,11 +54,7 @@ def write_manifest(folder: Path, records: Records) -> None:
 
 
 def check_files(folder: Path, rank: int, world_size: int) -> None:
-    """Compare a folder with its manifest; each rank checks all sizes and the contents of its share of files.
-
-    Raises:
-        CheckpointError: the manifest or a file is missing, or a file has another size or contents.
-    """
+    """Check all sizes, and the contents of this rank's share of files, against the manifest; raise CheckpointError."""
     path = folder / MANIFEST_FILE
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
@@ -93,11 +89,9 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 class ShardedWriter:
-    """One save of a sharded state; call the methods in the order of their definition.
+    """One save of a sharded state, in an empty folder; call the methods in the order of their definition.
 
-    Args:
-        state: unsharded entries must be the same on every rank.
-        folder: an empty one, for megatron's checkpoint.
+    Unsharded entries of the state must be the same on every rank.
     """
 
     def __init__(self, state: dict[str, Any], folder: Path):
@@ -107,11 +101,7 @@ class ShardedWriter:
         self._sharded, self._common = save_preprocess(state)
 
     def write_common(self) -> None:
-        """Write the unsharded entries, on the first rank.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the unsharded entries, on the first rank; OSError if they cannot be written."""
         try:
             serialization.get_default_save_common_strategy().save_common(self._common, str(self._folder))
         except Exception as error:  # torch turns a full disk into a RuntimeError
@@ -130,8 +120,7 @@ class ShardedWriter:
     def write(self) -> tuple[list[Any], list[Path]]:
         """Write this rank's share, on any thread; return the results for `finish`, and the files.
 
-        Raises:
-            OSError: a file cannot be written; the text names it.
+        Raises OSError: a file cannot be written; the text names it.
         """
         results: list[Any] = []
         transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
@@ -162,12 +151,8 @@ def allow_other_padding(
 ) -> None:
     """Let megatron cut or zero-pad what another tensor-parallel size padded differently (Adam's moments are 0 there).
 
-    Args:
-        model: sharded state about to be loaded.
-        optimizer: optimizer's sharded state about to be loaded too.
-
-    Raises:
-        CheckpointError: the checkpoint is another model's; lists all differences.
+    `model` and `optimizer` are the sharded states about to be loaded. Raises CheckpointError: lists all differences,
+    if the checkpoint is another model's.
     """
     stored: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
     splits = {row.megatron: row.split for row in (*weight_map(lm.architecture, lm.mesh.tp_size), *adapter_rows(lm))}
@@ -199,11 +184,7 @@ def allow_other_padding(
 
 
 def load_sharded(lm: CausalLM, state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Fill the model, and the tensors of the optimizer if `state` has one; return what was loaded.
-
-    Raises:
-        CheckpointError: as `allow_other_padding`.
-    """
+    """Fill the model, and the tensors of the optimizer if `state` has one; return what was loaded."""
     allow_other_padding(lm, state["model"], folder, state.get("optimizer"))
     loaded: Any = dist_checkpointing.load(state, str(folder))
     lm.load_state_dict(loaded["model"], strict=False)

@@ -63,11 +63,7 @@ class Checkpoint:
 
 
 def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint in a folder, or None.
-
-    Raises:
-        CheckpointError: `latest` names a checkpoint that is missing or whose state cannot be read.
-    """
+    """Return the newest complete checkpoint in a folder, or None; CheckpointError if it or its state is missing."""
     pointer = Path(folder) / LATEST_FILE
     if not pointer.is_file():
         return None
@@ -146,8 +142,8 @@ class Checkpointer:
     Args:
         keep_last: complete checkpoints to retain, at least 1.
         asynchronous: write in the background; see `poll`.
-        on_saved: called on the first rank with the seconds a complete save took; for a background save, those that
-            training was blocked plus the slowest rank's writing.
+        on_saved: called on the first rank with the seconds that a complete save blocked training, plus, in the
+            background, the slowest rank's writing.
     """
 
     def __init__(
@@ -212,21 +208,13 @@ class Checkpointer:
         return final
 
     def poll(self) -> None:
-        """Complete the background save if all ranks have written; a collective call.
-
-        Raises:
-            CheckpointError: as `save`.
-        """
+        """Complete the background save if all ranks have written; a collective call. Raises as `save`."""
         # Whether a save runs is the same on all ranks.
         if self._running is not None and not self._mesh.any_rank(self._running.thread.is_alive()):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the background save, if any, and complete it; a collective call.
-
-        Raises:
-            CheckpointError: as `save`.
-        """
+        """Wait for the background save, if any, and complete it; a collective call. Raises as `save`."""
         save, self._running = self._running, None
         if save is None:
             return
@@ -268,8 +256,7 @@ class Checkpointer:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Load weights, optimizer, schedule and random state, saved from any layout; a collective call.
 
-        Raises:
-            CheckpointError: the checkpoint is damaged, or of another model or precision.
+        Raises CheckpointError: the checkpoint is damaged, or of another model or precision.
         """
         folder, mesh = checkpoint.folder, self._mesh
 

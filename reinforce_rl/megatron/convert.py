@@ -38,13 +38,8 @@ def to_megatron(
 ) -> Path:
     """Write a Hugging Face folder's weights as a checkpoint, atomically; a collective call.
 
-    Args:
-        out: replaced if it exists.
-        dtype: None for the folder's.
-
-    Raises:
-        ConfigError: the model is not supported.
-        CheckpointError: the folder cannot be read or the checkpoint cannot be written.
+    `out` is replaced if it exists; `dtype` None is the folder's. Raises ConfigError: the model is not supported;
+    CheckpointError: the folder cannot be read or the checkpoint cannot be written.
     """
     source, out = Path(source), Path(out)
     architecture, weights = Architecture.from_folder(source), HFFolder(source)
@@ -104,11 +99,7 @@ def to_hf(
 
 
 def load_weights(lm: CausalLM, checkpoint: Path) -> None:
-    """Fill the model from a checkpoint written by any number of ranks; a collective call.
-
-    Raises:
-        CheckpointError: on every rank, if it is damaged or another model's.
-    """
+    """Fill the model from a checkpoint of any number of ranks; a collective call. Raises CheckpointError on all."""
 
     def failed(error: BaseException) -> CheckpointError:
         return CheckpointError(f"checkpoint {checkpoint} cannot be loaded: {reason_of(error)}")
@@ -120,10 +111,7 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
 
 
 def _add_lora_of(checkpoint: Path, lm: CausalLM, source: Path) -> MergedWeights | None:
-    """For a checkpoint of LoRA updates alone, load the base from `source`; return the merged weights, else None.
-
-    Read them only after the updates are loaded.
-    """
+    """Load the base of a checkpoint of LoRA updates; return the merged weights, to be read once those are loaded."""
     state = checkpoint / STATE_FILE
     trainer_state = json.loads(state.read_text(encoding="utf-8")) if state.is_file() else {}
     lora: dict[str, Any] | None = trainer_state.get("lora")
@@ -137,11 +125,7 @@ def _add_lora_of(checkpoint: Path, lm: CausalLM, source: Path) -> MergedWeights 
 
 
 def _checkpoint_in(folder: Path) -> Path:
-    """Return the folder if it is a checkpoint, else a run's newest one.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return the folder if it is a checkpoint, else a run's newest one."""
     for candidate in (folder, folder / "checkpoints"):
         if dist_checkpointing.check_is_distributed_checkpoint(str(candidate / MODEL)):
             return candidate

@@ -48,11 +48,7 @@ class _Entry(NamedTuple):
 
 
 class HFFolder:
-    """Weights of a Hugging Face folder; the constructor reads only the files' headers.
-
-    Raises:
-        CheckpointError: no safetensors, or a file is damaged or missing.
-    """
+    """Weights of a Hugging Face folder; the constructor reads only the files' headers. Faults are CheckpointErrors."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -87,11 +83,7 @@ class HFFolder:
         return DTYPES[self._entries[name].dtype]
 
     def read(self, name: str, axis: int = 0, part: tuple[int, int] | None = None) -> Tensor:
-        """Read a tensor, or the range `part` of `axis`; the rest stays on disk.
-
-        Raises:
-            CheckpointError: the file can no longer be read.
-        """
+        """Read a tensor, or the range `part` of `axis`; the rest stays on disk."""
         with _opened(self._entries[name].file) as file:
             start, end = part or (None, None)
             return file.get_slice(name)[(slice(None),) * axis + (slice(start, end),)]
@@ -109,13 +101,9 @@ class HFFolder:
         return digest.hexdigest()[:16]
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None:
-        """Compare the headers with `expected`, the shape of each of the model's tensors.
+        """Compare the headers with `expected`, the shape of each of the model's tensors, and allow `ignored` names.
 
-        Args:
-            ignored: names of additional tensors to allow.
-
-        Raises:
-            CheckpointError: lists all missing, unknown, misshapen or mistyped tensors.
+        Raises CheckpointError: lists all missing, unknown, misshapen or mistyped tensors.
         """
         # Merge layers with the same fault, or a wrong config.json would fill the screen.
         faults: dict[tuple[str, str], list[str]] = {}
@@ -180,8 +168,7 @@ _CARRIED_OVER += ("chat_template*", "*.model")
 def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> None:
     """Fill this rank's slice of the model; a classifier keeps its head if the folder holds a language model.
 
-    Raises:
-        CheckpointError: tensors are missing, unknown or of another shape than config.json says; all in one message.
+    Raises CheckpointError: tensors are missing, unknown or of another shape than config.json says; all in one message.
     """
     arch, rank = lm.architecture, lm.mesh.tp_rank
     rows, own = weight_map(arch, lm.mesh.tp_size), parameters_of(lm)
@@ -209,11 +196,7 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
 
 
 def check_headers(arch: Architecture, folder: HFFolder) -> None:
-    """Check tensor names, shapes and dtypes of a folder against the model, without reading weights.
-
-    Raises:
-        CheckpointError: lists all differences.
-    """
+    """Check names, shapes and dtypes of a folder's tensors without reading them; CheckpointError lists differences."""
     shapes = {row.hf: row.shape for row in weight_map(arch, 1)}
     if _lacks_head(arch, folder):
         del shapes[SCORE_LAYER]
@@ -333,8 +316,7 @@ def export_hf_folder(
         max_shard_bytes: per weight file, also what the first rank buffers. A larger tensor gets its own file.
         config_values: overrides for config.json.
 
-    Raises:
-        CheckpointError: on every rank, if it cannot be written.
+    Raises CheckpointError: on every rank, if it cannot be written.
     """
     source, out, mesh = Path(source), Path(out), lm.mesh
     part = out.with_name(out.name + ".part")

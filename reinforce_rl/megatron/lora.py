@@ -62,11 +62,7 @@ class LoraSettings:
         return self.alpha / self.rank
 
     def identity(self, base_weights: str) -> dict[str, Any]:
-        """Return what tells a checkpoint's updates from others, for the trainer's state.
-
-        Args:
-            base_weights: `HFFolder.fingerprint` of the frozen weights.
-        """
+        """Return what tells updates in a checkpoint apart; `base_weights` is the frozen `HFFolder.fingerprint`."""
         own = {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
         return {**own, "base_weights": base_weights}
 
@@ -133,12 +129,7 @@ def initial_a(row: Row, seed: int) -> Tensor:
 
 
 class LayerUpdates(torch.nn.Module):
-    """The updates of one megatron layer.
-
-    Args:
-        layer: a ColumnParallelLinear or a RowParallelLinear.
-        blocks: all projections in its weight, in row order, including those with updates.
-    """
+    """The updates of one megatron layer; `blocks` are all projections in its weight, in row order."""
 
     def __init__(
         self, layer: torch.nn.Module, rows: list[LoraRow], blocks: list[Row], settings: LoraSettings, mesh: Mesh
@@ -301,14 +292,9 @@ def trained_state(lm: CausalLM) -> dict[str, Any]:
 
 
 def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
-    """Write PEFT's adapter folder atomically; a collective call, the first rank writes.
+    """Write PEFT's adapter folder atomically, in place of any; a collective call, the first rank writes.
 
-    Args:
-        source: base model folder, named in PEFT's configuration.
-        out: replaced if it exists.
-
-    Raises:
-        CheckpointError: on every rank, if it cannot be written.
+    `source` is the base model that PEFT's configuration names. Raises CheckpointError: on every rank.
     """
     out, mesh, settings = Path(out), lm.mesh, lora_settings_of(lm)
     if settings is None:
@@ -349,14 +335,7 @@ def peft_config(settings: LoraSettings, source: str | Path) -> dict[str, Any]:
 
 
 def check_lora_identity(mine: dict[str, Any] | None, checkpoint: str | Path, trainer_state: dict[str, Any]) -> None:
-    """Reject a checkpoint whose weights do not belong to this run.
-
-    Args:
-        mine: this run's `LoraSettings.identity`; None without LoRA.
-
-    Raises:
-        CheckpointError: lists all differences.
-    """
+    """Reject a checkpoint whose weights do not belong to this run, whose `LoraSettings.identity` is `mine`."""
     stored: dict[str, Any] | None = trainer_state.get("lora")
     if stored == mine:
         return

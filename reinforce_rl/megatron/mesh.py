@@ -158,8 +158,7 @@ class Mesh:
     def check_together(self, error: Exception | None) -> None:
         """Raise on every rank if one failed, so that none waits in a collective for a lost one.
 
-        Raises:
-            the rank's own error if it has one, else one of the same kind naming the first rank that failed.
+        Raises the rank's own error if it has one, else one of the same kind naming the first rank that failed.
         """
         found = _gathered(None if error is None else (type(error).__name__, str(error)), None)
         if error is not None:
@@ -170,11 +169,7 @@ class Mesh:
 
     @contextlib.contextmanager
     def together(self, failure_of: Callable[[BaseException], Exception]) -> Iterator[None]:
-        """Raise on every rank if the block failed on one; a collective call.
-
-        Args:
-            failure_of: converts what was raised into this rank's error.
-        """
+        """Raise on every rank if the block failed on one, `failure_of` what was raised there; a collective call."""
         failure: Exception | None = None
         try:
             yield
@@ -212,14 +207,10 @@ def parallel_mesh(
 ) -> Iterator[Mesh]:
     """Initialize process groups and megatron's parallel state, and destroy both on exit.
 
-    An existing default process group is used and left open.
-
-    Args:
-        context_parallel_size: the product of the three sizes must divide the number of ranks.
-        timeout_seconds: limit on a collective's wait for a rank.
+    An existing default process group is used and left open. A collective waits `timeout_seconds` for a rank.
 
     Raises:
-        ConfigError: the ranks cannot be laid out this way.
+        ConfigError: the ranks cannot be laid out this way, as the product of the sizes must divide their number.
         LostRankError: a rank did not join, or left.
     """
     # torchrun's; a plain `python` has none.
@@ -272,11 +263,7 @@ def parallel_mesh(
 
 @contextlib.contextmanager
 def before_the_watch(rank: int, world_size: int) -> Iterator[None]:
-    """Convert torch's connection errors before the watchdog runs.
-
-    Raises:
-        LostRankError: naming this rank and its host.
-    """
+    """Convert torch's connection errors, before the watchdog runs, to a LostRankError with this rank and host."""
     try:
         yield
     except RuntimeError as error:

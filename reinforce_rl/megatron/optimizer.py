@@ -57,13 +57,9 @@ def wrap_data_parallel(lm: CausalLM, optim: OptimConfig = DEFAULT_OPTIM) -> Dist
 def build_optimizer(
     ddp: DistributedDataParallel, optim: OptimConfig, *, clip_grad: float, total_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Build Adam, with decoupled weight decay on matrices, and its learning-rate schedule.
+    """Build Adam, with decoupled weight decay on matrices, and its schedule over `total_steps` optimizer steps.
 
-    The scheduler is stepped before each optimizer step, so the first step of a warm-up has a non-zero rate.
-
-    Args:
-        clip_grad: maximum global gradient norm; 0 disables clipping.
-        total_steps: optimizer steps of the whole run.
+    The scheduler is stepped before each optimizer step, so a warm-up's first rate is not 0. `clip_grad` 0: no clipping.
     """
     schedule, warmup = optim.sched, optim.sched.warmup_steps
     config = OptimizerConfig(
@@ -208,9 +204,8 @@ STEP = "step"
 class HostCopies:
     """Moves tensors to host memory and back, reusing the host buffers since pinning is slow.
 
-    Args:
-        pin: use page-locked memory.
-        overlap_restore: copy back on a side stream; call `wait` before using the tensors.
+    Storage is resized to zero and back, as in FSDP, so tensors and views stay the same. With `overlap_restore`, call
+    `wait` before using the tensors.
     """
 
     def __init__(self, *, pin: bool, overlap_restore: bool = False, block_bytes: int = BLOCK_BYTES):
@@ -221,11 +216,7 @@ class HostCopies:
         self._event: Any = None
 
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Copy contiguous tensors, each with its own storage, to the host and free their memory.
-
-        Raises:
-            ValueError: a tensor is a view of a larger storage, or not contiguous.
-        """
+        """Copy contiguous tensors, each with its own storage, to the host and free their memory; else ValueError."""
         self.wait()
         away = list(tensors)
         for tensor in away:
@@ -283,11 +274,8 @@ class HostCopies:
 def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str, Any]:
     """Return the sharded Adam state for `dist_checkpointing`; loading writes in place.
 
-    Contains the step count, both moments, and fp32 weights where the model's dtype is lower. Missing state is created
-    as of step 0.
-
-    Args:
-        model: sharded state of the parameters that Adam updates.
+    Contains the step count, both moments, and fp32 weights where the dtype of `model`, the sharded parameters, is
+    lower. Missing state is created as of step 0.
     """
     copies: HostCopies | None = getattr(optimizer, _COPIES, None)
     if copies is not None:

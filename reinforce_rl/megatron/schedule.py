@@ -50,9 +50,7 @@ def accumulate_gradients(
 
     Args:
         micro_batches: at least one per rank, or collectives would mismatch; the same on every rank of a block.
-        hidden_of: runs the model and returns the next stage's input.
         loss_of: on the last stage, returns the micro-batch's share of the global loss and a result to collect.
-        shape_of: `CausalLM.stage_shape` of a micro-batch; may be None without a pipeline.
 
     Returns:
         the results of `loss_of` in order on the last stage; [] on the others.
@@ -126,10 +124,7 @@ class _Ahead:
 
 
 class _KnownShapes(P2PCommunicator):
-    """megatron's pipeline communicator without its shape exchange, which syncs the GPU.
-
-    All stages have the same micro-batches, so each computes the shapes.
-    """
+    """megatron's pipeline communicator with shapes that each stage computes: exchanging them would sync the GPU."""
 
     def __init__(self, group: Any, config: Any, ahead: _Ahead):
         super().__init__(group, config)

@@ -148,8 +148,7 @@ def _patch_tensor_methods() -> None:
 def _import_megatron() -> None:
     """Import megatron.core without its slow parts, two thirds of the import time and unused here.
 
-    jit_fuser is torch.compile, which loads dynamo and inductor and looks for a C++ compiler. wandb, if installed,
-    is for megatron's inference engine.
+    jit_fuser is torch.compile, which loads dynamo and inductor and looks for a C++ compiler; wandb is for its engine.
     """
     if _MEGATRON in sys.modules:
         torch._dynamo.config.disable = True  # type: ignore[assignment]

@@ -78,10 +78,7 @@ _ROWS = 16  # that oneDNN's layout is optimized for; the product is correct for 
 
 
 def packed_product(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
-    """Return (x, bias) -> x weight^T + bias on a packed copy; None on a GPU or for a dtype oneDNN does not support.
-
-    oneDNN supports float32, and bf16 if the CPU has instructions for it.
-    """
+    """Return (x, bias) -> x weight^T + bias on a packed copy; None on a GPU, or for a dtype that oneDNN lacks here."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
     has_bf16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -49,10 +49,7 @@ def gather_positions(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_of_shares(share: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the ranks, with the identity as gradient; a collective call.
-
-    All ranks compute the same loss from the sum, so summing their gradients would count it n times.
-    """
+    """Sum over the ranks, which all compute the same loss from it: the gradient is the identity; a collective call."""
     return _Sum.apply(share, group)  # type: ignore[return-value]
 
 
@@ -121,11 +118,8 @@ def flash_attention_of_sequences(
     """Apply `flash_attention` within each of n sequences packed without padding.
 
     query [all queries, h, d], key and value [all keys, g, d] to [all queries, h, d]. Calls the operator that
-    `torch.nn.attention.varlen.varlen_attn` wraps, which torch 2.9 lacks.
-
-    Args:
-        starts: cumulative lengths of queries and of keys, int32 [n + 1] each.
-        longest: maximum queries and keys of a sequence.
+    `torch.nn.attention.varlen.varlen_attn` wraps, which torch 2.9 lacks. `starts` are cumulative lengths of queries and
+    of keys, int32 [n + 1] each, `longest` the most of a sequence.
     """
     # With a window, causality comes from (left, right), which excludes the position itself.
     is_causal, left = window is None, -1 if window is None else window - 1
@@ -166,10 +160,9 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, *
 def causal_attention_of_share(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, group: dist.ProcessGroup
 ) -> Tensor:
-    """Compute `causal_attention` at this context-parallel rank's `zigzag_positions` of whole sequences.
+    """Compute `causal_attention` at this rank's `zigzag_positions`; a collective call, also in the backward pass.
 
-    query [b, h, s / n, d], key and value [b, g, s / n, d] to [b, h, s / n, d]. A collective call, also in the backward
-    pass.
+    query [b, h, s / n, d], key and value [b, g, s / n, d] to [b, h, s / n, d].
     """
     shares = torch.stack((key, value)).permute(0, 3, 1, 2, 4)  # [2, s / n, b, g, d]
     keys, values = gather_positions(shares, group).permute(0, 2, 3, 1, 4)

@@ -51,13 +51,9 @@ class _Cache:
         self._reading: Tensor | None = None  # slots, in a pass over prompts
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Store this pass's keys and values and attend over all stored ones.
+        """Store this pass's keys and values and attend over all stored ones; `scale` None is 1 / sqrt(d).
 
-        query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d].
-
-        Args:
-            layer: global number, from 0.
-            scale: None for 1 / sqrt(d).
+        query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d]. `layer` is the global number, from 0.
         """
         if self._reading is not None:
             self._store(layer - self._sizes.layers.start, self._reading, key, value)
@@ -68,10 +64,7 @@ class _Cache:
         return self.step(layer, queries, torch.cat((key, value), dim=2)).view(rows, heads, 1, head_size)
 
     def step(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
-        """Run `attend` on one token per row, heads by group.
-
-        Scaled queries [R, g, n, d] and new keys and values [R, g, 2, d], to [R, g, n, d].
-        """
+        """Attend with a token per row: scaled queries [R, g, n, d], new keys, values [R, g, 2, d], to [R, g, n, d]."""
         raise NotImplementedError
 
     def _store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -207,10 +200,7 @@ def varlen_attention(
 
 
 class FlashCache(_Cache):
-    """Cache with static shapes.
-
-    A row keeps its lane for life, whatever its place in a step. The pool's last token is scratch for empty rows.
-    """
+    """Cache with static shapes: a row keeps its lane for life; the pool's last token is scratch for empty rows."""
 
     def __init__(self, sizes: CacheSizes):
         super().__init__(sizes)
@@ -275,10 +265,9 @@ class FlashCache(_Cache):
 
 
 def decode_layers(block: Any, embedded: Tensor | None, rotary: Tensor, cache: KVCache | FlashCache) -> Tensor:
-    """Run a `TransformerBlock` on one token per row, without gradient.
+    """Run a `TransformerBlock`, built without overrides, on one token per row, without gradient.
 
     Args:
-        block: built by `transformer_config` without overrides.
         embedded: [1, R, h] on the first stage; None on later ones, which use their input tensor.
         rotary: angles, float32 [1, R, 1, d].
         cache: extended by this call.
@@ -331,10 +320,9 @@ def _add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor) -> Ten
 
 @contextlib.contextmanager
 def lean_products(weights: Mapping[Any, Tensor]) -> Iterator[None]:
-    """Make these linear layers multiply by their current weights inside the block, without gradient.
+    """Make linear layers multiply by these weights inside the block, without gradient.
 
-    Args:
-        weights: weight per layer; no layer may gather its output or use sequence parallelism.
+    No layer may gather its output or use sequence parallelism.
     """
     try:
         for layer, weight in weights.items():

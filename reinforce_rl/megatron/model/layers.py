@@ -137,8 +137,7 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the layer spec of a pipeline stage; with Transformer Engine, `config` is modified in place.
 
-    Raises:
-        ConfigError: Transformer Engine is chosen but missing or too old.
+    Raises ConfigError: Transformer Engine is chosen but missing or too old.
     """
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts: Any = layer.submodules

@@ -199,13 +199,7 @@ def response_scores(
     """Compute log-probs and entropies of response tokens under pi = softmax(logits / temperature).
 
     A collective call over tensor- and context-parallel ranks, also in the backward pass. The result, in at least
-    float32, is the same on every rank.
-
-    Args:
-        hidden: output of `layout.hidden` on the last stage.
-        temperature: that of sampling; above 0.
-        width: T, columns of the result.
-        chunk_tokens: response tokens per chunk of logits.
+    float32 with T = `width` columns, is the same on every rank. `hidden` is that of `layout` on the last stage.
     """
     found = layout.predictions(hidden)
     shape = (len(layout.response_lengths), width)

@@ -54,11 +54,7 @@ DEFAULT_OPTIONS = ModelOptions()
 def layers_of_stages(
     architecture: Architecture, layout: Layout, dtype: torch.dtype, options: ModelOptions
 ) -> list[int]:
-    """Return the number of layers on each pipeline stage; needs no process group.
-
-    Raises:
-        ConfigError: as `transformer_config`, for all stages together.
-    """
+    """Return the number of layers on each pipeline stage; needs no process group. Raises as `transformer_config`."""
     layers, faults = [], []
     for stage in range(layout.pipeline):
         try:
@@ -82,8 +78,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Build the TransformerConfig of this pipeline stage.
 
-    Raises:
-        ConfigError: unknown override fields (all in one message), or values that megatron rejects.
+    Raises ConfigError: unknown override fields (all in one message), or values that megatron rejects.
     """
     if faults := list(_faults_of_overrides(options.overrides)):
         raise ConfigError(faults)
@@ -167,13 +162,8 @@ class VocabShard:
 class CausalLM(GPTModel):
     """GPTModel that returns hidden states, applies RoPE at explicit `position_ids`, and takes a KV cache.
 
-    Stock GPTModel computes logits at every position and ignores `position_ids` for RoPE.
-
-    Args:
-        architecture: with `num_labels`, the output layer is replaced by a linear head `score` on the last stage.
-
-    Raises:
-        ConfigError: the layout does not fit the model, or megatron rejects an option.
+    Stock GPTModel computes logits at every position and ignores `position_ids` for RoPE. With `num_labels`, a linear
+    head `score` replaces the output layer. Raises ConfigError: the layout does not fit, or megatron rejects an option.
     """
 
     def __init__(

@@ -65,11 +65,7 @@ class RewardHead:
 
     @classmethod
     def load(cls, path: str | Path) -> RewardHead:
-        """Read a head that `save` wrote.
-
-        Raises:
-            CheckpointError: no such file, or not a head.
-        """
+        """Read a head that `save` wrote; CheckpointError if it is missing or none."""
         from safetensors import safe_open
 
         if not Path(path).is_file():
@@ -93,11 +89,7 @@ class RewardHead:
 
     @classmethod
     def from_classifier(cls, folder: HFFolder) -> RewardHead:
-        """Read a Hugging Face `...ForSequenceClassification` folder: `score.weight`, attributes from `id2label`.
-
-        Raises:
-            CheckpointError: the folder holds another kind of model.
-        """
+        """Read a Hugging Face `...ForSequenceClassification` folder: `score.weight`, attributes from `id2label`."""
         from transformers import CONFIG_MAPPING
 
         if SCORE_LAYER not in folder:
@@ -124,9 +116,7 @@ def counted_lengths(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tens
     """Return lengths without trailing `pad_id` tokens, at least 1; unchanged if `pad_id` is None.
 
     transformers' classifiers read the last token that is not `pad_token_id`, even if a trailing one is real text (an
-    end-of-sequence token doubling as padding).
-
-    tokens int64 [N, S], right-padded with anything; lengths int64 [N].
+    end-of-sequence token doubling as padding). tokens int64 [N, S], right-padded with anything; lengths int64 [N].
     """
     if pad_id is None:
         return lengths

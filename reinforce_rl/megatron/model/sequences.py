@@ -111,15 +111,8 @@ class PaddedSequences:
 class PackedGroups(PackedSeqParams):
     """`PaddedSequences` without padding, in one row, which megatron passes through to the core attention.
 
-    Args:
-        lm: the model; without context parallelism.
-        sequences: int64 [N, S], right-padded; all tensors on the CPU.
-        prompt_lengths: int64 [N], at least 1.
-        response_lengths: int64 [N]; 0 is allowed.
-        group_ids: int64 [N]; equal for equal prompts.
-
-    Raises:
-        ValueError: prompts differ within a group, or context parallelism is on.
+    `group_ids`, int64 [N], are equal for equal prompts. Raises ValueError: prompts differ within a group, or context
+    parallelism is on.
     """
 
     def __init__(
@@ -175,10 +168,7 @@ SequenceLayout = PaddedSequences | PackedGroups
 def _spans(prompts: list[int], responses: list[int], group_of: list[int], padding: int) -> list[tuple[Span, ...]]:
     """Return the columns that each sequence attends to, its own span last.
 
-    Args:
-        prompts: [B], lengths.
-        responses: [N], lengths; empty ones are omitted.
-        padding: tokens at the end of the row, treated as one sequence.
+    prompts [B] and responses [N] are lengths; empty ones are omitted, and `padding` is one sequence at the row's end.
     """
     lengths = [*prompts, *responses, padding]
     ends = itertools.accumulate(lengths)
@@ -211,9 +201,8 @@ class _UnpaddedAttention:
 class _PaddedAttention:
     """Attention of a packed row as padded prompts and padded responses, the latter with a mask.
 
-    Args:
-        where: bool [B, P] and [N, T], True on tokens of prompts and of responses; int64 [N, T], positions of
-            responses; int64 [N], their groups, rows of the first.
+    `where`: bool [B, P] and [N, T], True on tokens of prompts and of responses; int64 [N, T], positions of responses;
+    int64 [N], their groups, rows of the first.
     """
 
     def __init__(self, where: tuple[Tensor, Tensor, Tensor, Tensor], window: int | None, device: torch.device):
@@ -276,10 +265,7 @@ class _Repeated(torch.autograd.Function):
 
 
 class _Rearranged(torch.autograd.Function):
-    """Permutes rows and inserts padding; the gradient is a gather too.
-
-    Autograd's index_add is slow on a CPU, and sums in arbitrary order on a GPU.
-    """
+    """Permutes rows and inserts padding; the gradient is a gather, where autograd's index_add is slow or unordered."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, source: Tensor, back: Tensor, exists: Tensor | None) -> Tensor:
