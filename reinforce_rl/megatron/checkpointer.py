@@ -4,11 +4,9 @@ checkpoints/
   latest                      the name of the newest complete checkpoint
   step_00000010/
     model/                    sharded weights, optimizer and schedule
-    rng/rank_00000.pt         random state of each rank
+    rng/rank_00000.pt         random state of each rank; sampling has keys of its own
     trainer_state.json        step, epoch, sampler position, ...
     manifest.json             size and checksum of all these files
-
-The random state of a rank. Sampling does not use it: its noise is keyed; see `generation/native/sampling.py`.
 """
 
 from __future__ import annotations

@@ -137,8 +137,7 @@ def _file_names(index: Path) -> dict[str, Path]:
         files = {name: index.parent / file for name, file in names.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r}; expected a JSON object weight_map") from error
-    missing = sorted({file.name for file in files.values() if not file.is_file()})
-    if missing:
+    if missing := sorted({file.name for file in files.values() if not file.is_file()}):
         raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
     return files
 
@@ -381,6 +380,5 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 def _set_config(config: Path, dtype: torch.dtype, others: Mapping[str, Any]) -> None:
     values = json.loads(config.read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in values else "dtype"  # its name before transformers 5
-    values[key] = str(dtype).removeprefix("torch.")
-    values.update(others)
+    values |= {key: str(dtype).removeprefix("torch."), **others}
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,13 +1,11 @@
 """LoRA (arXiv:2106.09685): trained low-rank updates of frozen weights.
 
 `alpha / r * B A` is added to a frozen W [out, in], with A [r, in] and B [out, r]. A column-parallel weight and its B
-are split along `out`; a row-parallel one and its A along `in`. The other matrix is replicated.
+are split along `out`; a row-parallel one and its A along `in`. The other matrix is replicated, and needs no gradient
+sum: megatron's region functions act on the r numbers between A and B (with sequence parallelism it sums as for norms).
 
 An update is a submodule of megatron's layer and adds to its output by a forward hook, which keeps parameter names.
 Each Hugging Face projection has its own update, at its rows of a fused output.
-
-Replicated matrices need no gradient sum: megatron's region functions act on the r numbers between A and B. With
-sequence parallelism, megatron sums their gradients as for norms.
 
 Notation: s sequence, b batch, r rank of the update.
 """
@@ -22,7 +20,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -67,8 +65,7 @@ class LoraSettings:
         return {**own, "base_weights": base_weights}
 
 
-@dataclass(frozen=True)
-class LoraRow:
+class LoraRow(NamedTuple):
     projection: str  # Hugging Face name, such as q_proj
     base: Row  # the updated weight
     a: Row  # A, as in PEFT's folder and in megatron's layer
@@ -321,17 +318,9 @@ def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
 
 def peft_config(settings: LoraSettings, source: str | Path) -> dict[str, Any]:
     """Return the settings for `peft.LoraConfig` that differ from its defaults."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(source),
-        "inference_mode": True,
-        "r": settings.rank,
-        "lora_alpha": settings.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": list(settings.targets),
-        "bias": "none",
-    }
+    kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(source)}
+    sizes = {"r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": 0.0}
+    return {**kind, "inference_mode": True, **sizes, "target_modules": list(settings.targets), "bias": "none"}
 
 
 def check_lora_identity(mine: dict[str, Any] | None, checkpoint: str | Path, trainer_state: dict[str, Any]) -> None:
@@ -346,12 +335,9 @@ def check_lora_identity(mine: dict[str, Any] | None, checkpoint: str | Path, tra
             f"checkpoint {checkpoint} holds {found}, but this run has {expected} (model.peft.peft_scheme); "
             "go on with the run's own configuration, or choose another exp_manager.explicit_log_dir"
         )
-    keys = {
-        "rank": "model.peft.lora_tuning.adapter_dim",
-        "alpha": "model.peft.lora_tuning.alpha",
-        "targets": "model.peft.lora_tuning.target_modules",
-        "base_weights": "the weights of pretrained_checkpoint.restore_from_path (fingerprint)",
-    }
+    tuning = "model.peft.lora_tuning"
+    keys = {"rank": f"{tuning}.adapter_dim", "alpha": f"{tuning}.alpha", "targets": f"{tuning}.target_modules"}
+    keys["base_weights"] = "the weights of pretrained_checkpoint.restore_from_path (fingerprint)"
     differ = [key for key in mine if stored.get(key) != mine[key]]
     told = "; ".join(f"{keys[key]}: {stored.get(key)} there, {mine[key]} here" for key in differ)
     raise CheckpointError(

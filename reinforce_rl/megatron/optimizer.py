@@ -59,7 +59,7 @@ def build_optimizer(
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Build Adam, with decoupled weight decay on matrices, and its schedule over `total_steps` optimizer steps.
 
-    The scheduler is stepped before each optimizer step, so a warm-up's first rate is not 0. `clip_grad` 0: no clipping.
+    It is stepped before each optimizer step, so a warm-up's first rate is not 0. `clip_grad` 0 disables clipping.
     """
     schedule, warmup = optim.sched, optim.sched.warmup_steps
     config = OptimizerConfig(

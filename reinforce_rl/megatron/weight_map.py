@@ -12,8 +12,7 @@ from torch import Tensor
 
 from reinforce_rl.megatron.architecture import Architecture
 
-OUTPUT_LAYER = "lm_head.weight"
-OUTPUT_PARAMETER = "output_layer.weight"  # megatron's name
+OUTPUT_LAYER, OUTPUT_PARAMETER = "lm_head.weight", "output_layer.weight"  # the second is megatron's name
 EMBEDDING = "model.embed_tokens.weight"
 SCORE_LAYER = "score.weight"  # a classifier's head; same name in both
 
@@ -93,18 +92,12 @@ def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
     fused = heads + 2 * head
     ffn = arch.ffn_size // tp_size  # per rank, since gate comes first on each
 
-    def of_groups(axis: int, width: int, offset: int, size: int) -> Split:
-        return Split(axis, arch.num_groups, sizes.num_groups, width, offset, size)
-
-    def of_ranks(axis: int, width: int, offset: int) -> Split:
-        return Split(axis, tp_size, tp_size, width, offset, ffn)
-
-    vocabulary = Split(0, arch.vocab_size, sizes.vocab_size, 1, 0, 1)
-    query, key, value = (
-        of_groups(0, fused, offset, size) for offset, size in ((0, heads), (heads, head), (heads + head, head))
-    )
-    output = of_groups(1, heads, 0, heads)
-    gate, up, down = of_ranks(0, 2 * ffn, 0), of_ranks(0, 2 * ffn, ffn), of_ranks(1, ffn, 0)
+    vocabulary, groups = Split(0, arch.vocab_size, sizes.vocab_size, 1, 0, 1), (arch.num_groups, sizes.num_groups)
+    query, key = Split(0, *groups, fused, 0, heads), Split(0, *groups, fused, heads, head)
+    value, mixed = Split(0, *groups, fused, heads + head, head), Split(1, *groups, heads, 0, heads)
+    ranks = (tp_size, tp_size)
+    gate, up = Split(0, *ranks, 2 * ffn, 0, ffn), Split(0, *ranks, 2 * ffn, ffn, ffn)
+    down = Split(1, *ranks, ffn, 0, ffn)
 
     # (Hugging Face name, megatron name, size of the unsplit axis, split of the other)
     qkv, biases = "self_attention.linear_qkv.weight", arch.qkv_bias
@@ -118,7 +111,7 @@ def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
         ("self_attn.v_proj.bias", "self_attention.linear_qkv.bias", None, value, biases),
         ("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", head, None, arch.qk_norm),
         ("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", head, None, arch.qk_norm),
-        ("self_attn.o_proj.weight", "self_attention.linear_proj.weight", hidden, output, True),
+        ("self_attn.o_proj.weight", "self_attention.linear_proj.weight", hidden, mixed, True),
         ("self_attn.o_proj.bias", "self_attention.linear_proj.bias", hidden, None, arch.output_bias),
         ("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", hidden, None, True),
         ("mlp.gate_proj.weight", "mlp.linear_fc1.weight", hidden, gate, True),

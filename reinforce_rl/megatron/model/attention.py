@@ -118,8 +118,8 @@ def flash_attention_of_sequences(
     """Apply `flash_attention` within each of n sequences packed without padding.
 
     query [all queries, h, d], key and value [all keys, g, d] to [all queries, h, d]. Calls the operator that
-    `torch.nn.attention.varlen.varlen_attn` wraps, which torch 2.9 lacks. `starts` are cumulative lengths of queries and
-    of keys, int32 [n + 1] each, `longest` the most of a sequence.
+    `torch.nn.attention.varlen.varlen_attn` wraps, which torch 2.9 lacks. `starts` are the cumulative lengths of
+    queries and of keys, int32 [n + 1] each, `longest` the most of a sequence.
     """
     # With a window, causality comes from (left, right), which excludes the position itself.
     is_causal, left = window is None, -1 if window is None else window - 1

@@ -1,12 +1,9 @@
 """KV caches, and single-token decode steps without megatron's bookkeeping (sines per layer, autograd, hooks).
 
 A prompt's keys and values are stored once for all its samples. `KVCache` runs on any device; it copies what a step
-reads to float32, and shapes grow with each token.
-
-`FlashCache` is for a GPU, in the model's dtype with static shapes. A step is one variable-length FlashAttention call
-that has each query twice: with its prompt's keys, read once for all samples, and with its own response's. Both are
-merged by log-sum-exp (Juravsky et al., "Hydragen", arXiv:2402.05099, section 3). Nothing depends on the host, so a
-CUDA graph can replay a step.
+reads to float32, and shapes grow with each token. `FlashCache` is for a GPU, in the model's dtype with static shapes
+that a CUDA graph can replay: one variable-length FlashAttention call has each query twice, with its prompt's keys and
+with its own response's, merged by log-sum-exp (Juravsky et al., "Hydragen", arXiv:2402.05099, section 3).
 
 Notation: P prompt slots, L tokens of the longest prompt, R rows in use (sequences in flight), T response tokens at
 most, W rows of one prompt at most, h query heads (in `decode_layers` hidden), g key-value groups of this rank, n query

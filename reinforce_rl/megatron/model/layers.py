@@ -1,18 +1,11 @@
 """Layer modules: megatron's and torch's own, or optionally Transformer Engine's.
 
-RMSNorm and SwiGLU have custom backward passes that save only the input and one number per row, where autograd would
-keep every intermediate: a fifth of a layer's activations.
+RMSNorm and SwiGLU save only the input and one number per row for the backward pass, where autograd would keep every
+intermediate: a fifth of a layer's activations.
 
-From Transformer Engine:
-- linear layers, which accumulate weight gradients into megatron's fp32 buffer (see `fuse_weight_gradients`);
-- RMSNorm and SwiGLU, one kernel each way;
-- RoPE, one kernel, in fp32 where megatron's rounds sines and cosines to bf16.
-
-Not used:
-- its norm fused into the next linear layer: without FP8 it runs the same kernels (v2.11,
-  pytorch/module/layernorm_linear.py), and separate modules keep parameter names the same;
-- its attention: `CoreAttention` has the KV cache, packed groups and torch's flash kernel;
-- its cross-entropy: needs all logits at once and returns no log-probs; see `log_probs`.
+Transformer Engine's linear layers add weight gradients to megatron's fp32 buffer (`fuse_weight_gradients`), and its
+RoPE is in fp32. Its norm fused into the next linear layer runs the same kernels without FP8 (v2.11), its attention has
+no KV cache, packed groups or torch's flash kernel, and its cross-entropy needs all logits at once.
 
 Notation: h hidden, f the MLP's width.
 """

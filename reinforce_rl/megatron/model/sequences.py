@@ -1,9 +1,8 @@
 """Layout of sequences in a forward pass, and where their response tokens are predicted.
 
-Indices are computed on the CPU and copied with `to_device`, so no pass syncs the GPU.
-
-`PaddedSequences` has one sequence per row. `PackedGroups` packs groups of samples into one row without padding; a
-prompt is computed once, and every response of its group attends to it:
+Indices are computed on the CPU and copied with `to_device`, so no pass syncs the GPU. `PaddedSequences` has one
+sequence per row. `PackedGroups` packs groups of samples into one row without padding; a prompt is computed once, and
+every response of its group attends to it:
 
     tokens     p p p p  q q q  a a a  b b b b b  c c  ...    a and b answer p, c answers q
     positions  0 1 2 3  0 1 2  4 5 6  4 5 6 7 8  3 4  ...
