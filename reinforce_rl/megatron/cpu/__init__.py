@@ -1,7 +1,7 @@
 """Lets megatron-core 0.16 run without CUDA; does nothing where CUDA is available.
 
-megatron-core hard-codes CUDA (`device="cuda"`, `tensor.type() == "torch.cuda.FloatTensor"`), with no setting against
-it. On a CPU machine, therefore, the global `torch` of each `megatron.core.*` module is a facade that forwards to torch,
+megatron-core hard-codes CUDA (`device="cuda"`, `tensor.type() == "torch.cuda.FloatTensor"`), and has no
+setting. On a CPU, therefore, the global `torch` of each `megatron.core.*` module is a facade that forwards to torch,
 except for `cuda` and tensor factories given a CUDA device; its RNG tracker uses the CPU generator; and `Tensor.type()`
 and `Tensor.cuda()` act like a CUDA tensor's for callers inside megatron.core. All other modules keep the real torch.
 """

@@ -131,7 +131,7 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_weight is not None and grad_weight.dtype == hidden.dtype:
                 grad_weight[: shard.size].addmm_(grad_z.t(), hidden[chunk])
             elif grad_weight is not None:
-                grad_weight[: shard.size] += grad_z.t() @ hidden[chunk]
+                grad_weight[: shard.size].add_(grad_z.t() @ hidden[chunk])
         if buffer is not None:
             grad_weight = was_added(weight)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
