@@ -158,10 +158,8 @@ def _faults(values: dict[str, Any], family: _Family) -> list[str]:
     if not values.get("head_dim") and (hidden := values.get("hidden_size", 0)) % heads:
         faults.append(f"hidden_size is {hidden}, which {heads} attention heads do not divide, and head_dim is missing")
     if len(_windows(values, family)) > 1:
-        faults.append(
-            f"sliding_window is {values['sliding_window']} on some layers only (use_sliding_window, with "
-            "max_window_layers or layer_types); supported: on all layers or on none"
-        )
+        some = f"sliding_window is {values['sliding_window']} on some layers only (use_sliding_window, with "
+        faults.append(f"{some}max_window_layers or layer_types); supported: on all layers or on none")
     return faults
 
 

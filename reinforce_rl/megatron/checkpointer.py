@@ -156,8 +156,7 @@ class Checkpointer:
         asynchronous: bool = False,
         on_saved: Callable[[float], None] = lambda seconds: None,
     ):
-        self.folder = Path(folder)
-        self._mesh = mesh
+        self.folder, self._mesh = Path(folder), mesh
         self._ddp, self._optimizer, self._scheduler = ddp, optimizer, scheduler
         self._keep_last, self._asynchronous, self._on_saved = keep_last, asynchronous, on_saved
         self._running: _Save | None = None
@@ -178,12 +177,10 @@ class Checkpointer:
         """
         self.finish()
         began = time.monotonic()
-        final = self.folder / folder_name(step)
+        final, part = self.folder / folder_name(step), self.folder / f"{folder_name(step)}.part"
         weights = [parameter.detach() for parameter in self._ddp.module.parameters() if parameter.requires_grad]
         if self._mesh.any_rank(not get_total_norm(weights, foreach=True).isfinite()):
             raise DivergedError(f"the weights that were to be saved as {final} are not finite")
-        part = self.folder / f"{final.name}.part"
-
         with self._writing(part):
             if self._mesh.is_main:
                 shutil.rmtree(part, ignore_errors=True)

@@ -64,23 +64,15 @@ def to_megatron(
 
 
 def to_hf(
-    checkpoint: str | Path,
-    out: str | Path,
-    mesh: Mesh,
-    *,
-    model: str | Path | None = None,
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-    track: Track = iter,
+    checkpoint: str | Path, out: str | Path, mesh: Mesh, *, model: str | Path | None = None, **options: Any
 ) -> Path:
     """Write a checkpoint's weights as a Hugging Face folder, atomically; a collective call.
 
     Args:
         checkpoint: from `to_megatron` or a run, of any number of ranks, or a run's folder, whose newest is taken.
-        out: replaced if it exists.
         model: folder with config and tokenizer; None if the checkpoint has them. For a LoRA run, its base model, into
             which the updates are merged.
-        dtype: None for the checkpoint's.
+        options: `dtype`, `max_shard_bytes` and `track` of `export_hf_folder`.
 
     Raises:
         ConfigError: no config.json, or the model is not supported.
@@ -89,13 +81,12 @@ def to_hf(
     checkpoint = _checkpoint_in(Path(checkpoint))
     source = checkpoint if model is None else Path(model)
     if model is None and not (checkpoint / "config.json").is_file():
-        raise ConfigError(
-            [f"{checkpoint} has no config.json, as checkpoints of a run have none; name the run's model with --model"]
-        )
+        advice = "as checkpoints of a run have none; name the run's model with --model"
+        raise ConfigError([f"{checkpoint} has no config.json, {advice}"])
     lm = CausalLM(Architecture.from_folder(source), mesh, _dtype_of(checkpoint))
     merged = _add_lora_of(checkpoint, lm, source)
     load_weights(lm, checkpoint)
-    return export_hf_folder(lm, source, out, values=merged, dtype=dtype, max_shard_bytes=max_shard_bytes, track=track)
+    return export_hf_folder(lm, source, out, values=merged, **options)
 
 
 def load_weights(lm: CausalLM, checkpoint: Path) -> None:
@@ -129,8 +120,7 @@ def _checkpoint_in(folder: Path) -> Path:
     for candidate in (folder, folder / "checkpoints"):
         if dist_checkpointing.check_is_distributed_checkpoint(str(candidate / MODEL)):
             return candidate
-        newest = latest_checkpoint(candidate)
-        if newest is not None:
+        if newest := latest_checkpoint(candidate):
             return newest.folder
     raise CheckpointError(
         f"{folder} is no checkpoint; expected a folder with model/metadata.json in it, such as "

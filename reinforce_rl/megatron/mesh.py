@@ -235,11 +235,9 @@ def parallel_mesh(
                 dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
                 stack.callback(dist.destroy_process_group)
             stack.callback(_leave_groups)
+            minutes: Any = timeout_seconds / 60
             parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=tp,
-                pipeline_model_parallel_size=pp,
-                context_parallel_size=cp,
-                distributed_timeout_minutes=timeout_seconds / 60,  # type: ignore[arg-type]
+                tp, pp, context_parallel_size=cp, distributed_timeout_minutes=minutes
             )
             block_group = _block_group(rank, (tp, cp, world_size // (tp * pp * cp), pp), timeout)
             stack.callback(dist.destroy_process_group, block_group)
@@ -280,10 +278,9 @@ def before_the_watch(rank: int, world_size: int) -> Iterator[None]:
 def _leave_groups() -> None:
     groups = list(parallel_state._global_process_group_list or [])
     parallel_state.destroy_model_parallel()
-    for group in groups:
-        if group is not None:  # None stands for the default group
-            with contextlib.suppress(ValueError):  # megatron destroyed some already
-                dist.destroy_process_group(group)
+    for group in filter(None, groups):  # None stands for the default group
+        with contextlib.suppress(ValueError):  # megatron destroyed some already
+            dist.destroy_process_group(group)
 
 
 def _block_group(rank: int, sizes: tuple[int, int, int, int], timeout: timedelta) -> dist.ProcessGroup:

@@ -13,63 +13,53 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-MicroBatch = TypeVar("MicroBatch")
 Result = TypeVar("Result")
+
+
+HiddenOf = Callable[[Any, Any], Tensor]  # (model, micro-batch): runs the model and returns the next stage's input
+ShapeOf = Callable[[Any], tuple[int, ...]]  # `CausalLM.stage_shape` of a micro-batch
 
 
 def forward_passes(
     model: torch.nn.Module,
-    micro_batches: Sequence[MicroBatch],
-    hidden_of: Callable[[torch.nn.Module, MicroBatch], Tensor],
-    result_of: Callable[[Tensor, MicroBatch], Result],
-    shape_of: Callable[[MicroBatch], tuple[int, ...]] | None = None,
+    micro_batches: Sequence[Any],
+    hidden_of: HiddenOf,
+    result_of: Callable[[Tensor, Any], Result],
+    shape_of: ShapeOf | None = None,
 ) -> list[Result]:
     """Run every micro-batch without gradient; return results in order on the last stage, [] on the others.
 
-    Args:
-        micro_batches: the same on every rank of a block.
-        hidden_of: runs the model and returns the next stage's input.
-        shape_of: `CausalLM.stage_shape` of a micro-batch; may be None without a pipeline.
+    The micro-batches are the same on every rank of a block. `shape_of` may be None without a pipeline.
     """
 
-    def loss_of(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Result]:
+    def loss_of(hidden: Tensor, micro_batch: Any) -> tuple[Tensor, Result]:
         return hidden, result_of(hidden, micro_batch)
 
     with torch.no_grad():
-        return _run(model, micro_batches, hidden_of, loss_of, shape_of, forward_only=True)
+        return _run(model, micro_batches, hidden_of, loss_of, shape_of, True)
 
 
 def accumulate_gradients(
     ddp: DistributedDataParallel,
-    micro_batches: Sequence[MicroBatch],
-    hidden_of: Callable[[DistributedDataParallel, MicroBatch], Tensor],
-    loss_of: Callable[[Tensor, MicroBatch], tuple[Tensor, Result]],
-    shape_of: Callable[[MicroBatch], tuple[int, ...]] | None = None,
+    micro_batches: Sequence[Any],
+    hidden_of: HiddenOf,
+    loss_of: Callable[[Tensor, Any], tuple[Tensor, Result]],
+    shape_of: ShapeOf | None = None,
 ) -> list[Result]:
     """Zero the gradient buffers, then sum all micro-batches' gradients over data- and context-parallel ranks.
 
-    Args:
-        micro_batches: at least one per rank, or collectives would mismatch; the same on every rank of a block.
-        loss_of: on the last stage, returns the micro-batch's share of the global loss and a result to collect.
-
-    Returns:
-        the results of `loss_of` in order on the last stage; [] on the others.
+    Each rank needs a micro-batch, or collectives would mismatch. On the last stage `loss_of` returns a micro-batch's
+    share of the global loss and a result; these are returned in order there, [] on the others.
     """
     ddp.zero_grad_buffer()
     for parameter in ddp.parameters():
         # The fp32 optimizer leaves the buffer as `.grad`: autograd and megatron's hook would both add to it.
         parameter.grad = None
-    return _run(ddp, micro_batches, hidden_of, loss_of, shape_of, forward_only=False)
+    return _run(ddp, micro_batches, hidden_of, loss_of, shape_of, False)
 
 
 def _run(
-    model: torch.nn.Module,
-    micro_batches: Sequence[Any],
-    hidden_of: Callable[[Any, Any], Tensor],
-    loss_of: Callable[[Tensor, Any], tuple[Tensor, Any]],
-    shape_of: Callable[[Any], tuple[int, ...]] | None,
-    *,
-    forward_only: bool,
+    model: torch.nn.Module, parts: Sequence[Any], hidden_of: HiddenOf, loss_of: Any, shape_of: Any, forward_only: bool
 ) -> list[Any]:
     def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable]:
         micro_batch = next(iterator)
@@ -81,7 +71,7 @@ def _run(
 
         return hidden, finish
 
-    iterator, options = iter(micro_batches), {}
+    iterator, options = iter(parts), {}
     if model.config.pipeline_model_parallel_size > 1:  # type: ignore[union-attr]
         assert shape_of is not None
         iterator = _Ahead(iterator, shape_of)
@@ -91,7 +81,7 @@ def _run(
         forward_step_func=forward_step,
         data_iterator=iterator,
         model=[model],  # type: ignore[arg-type]
-        num_microbatches=len(micro_batches),
+        num_microbatches=len(parts),
         seq_length=1,  # unused: `_KnownShapes` provides the pipeline's shapes
         micro_batch_size=1,
         forward_only=forward_only,
@@ -102,7 +92,7 @@ def _run(
 class _Ahead:
     """Iterates over micro-batches, and yields the shapes sent between stages, in their order."""
 
-    def __init__(self, micro_batches: Iterator[Any], shape_of: Callable[[Any], tuple[int, ...]]):
+    def __init__(self, micro_batches: Iterator[Any], shape_of: ShapeOf):
         self._micro_batches, self._shape_of = micro_batches, shape_of
         self._next: deque[Any] = deque()  # fetched for its shape, not run yet; at most one
         self._unanswered: deque[tuple[int, ...]] = deque()  # shapes of pending gradients

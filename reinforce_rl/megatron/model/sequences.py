@@ -181,10 +181,8 @@ class _UnpaddedAttention:
     """Varlen attention of a packed row, without mask or padding; a response's queries align with its last keys."""
 
     def __init__(self, spans: list[tuple[Span, ...]], window: int | None, device: torch.device):
-        lengths = [
-            [own[1] - own[0] for *_, own in spans],
-            [sum(end - start for start, end in columns) for columns in spans],
-        ]
+        keys = [sum(end - start for start, end in columns) for columns in spans]
+        lengths = [[own[1] - own[0] for *_, own in spans], keys]
         self._longest, self._window = [max(each) for each in lengths], window
         columns = torch.cat([torch.arange(*span) for columns in spans for span in columns])
         starts = [torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32) for each in lengths]
