@@ -44,10 +44,9 @@ class ReferencePolicy:
 
     def __init__(self, model: torch.nn.Module, *, on_device: bool = False):
         self._model, self._weights = model, {}
-        pin = torch.cuda.is_available() and not on_device
         for name, parameter in model.named_parameters():
             copy = parameter.detach().to(parameter.device if on_device else "cpu", copy=True)
-            self._weights[name] = copy.pin_memory() if pin else copy
+            self._weights[name] = copy.pin_memory() if torch.cuda.is_available() and not on_device else copy
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -185,10 +184,8 @@ class MegatronGPTReinforceActorModel:
         """Zero the gradient buffers and accumulate the gradient of the loss into them.
 
         Args:
-            batch: this data-parallel rank's samples.
             denominators: over all data-parallel ranks.
             rows: int64 indices of this optimizer step's samples; None for all.
-            kl_coefficient: beta of a KL in the loss.
             on_policy: no optimizer step since sampling, so every ratio is exactly 1.
         """
         rollouts = batch.rollouts
@@ -260,8 +257,8 @@ class MegatronGPTReinforceActorModel:
     def _cut(self, samples: _Samples, size: int) -> list[Tensor]:
         most = self.settings.tokens_per_micro_batch
         if self.settings.shared_prefix:
-            lengths = (samples.prompt_lengths, samples.response_lengths)
-            return packed_micro_batches(samples.group_ids, *lengths, size, most)
+            _, *lengths, group_ids = samples
+            return packed_micro_batches(group_ids, *lengths, size, most)
         return micro_batches(samples.lengths.clamp(min=self.settings.pad_to), size, most)
 
     def _tokens_of(self, samples: _Samples, cuts: list[Tensor]) -> tuple[int, int]:

@@ -89,10 +89,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 class ShardedWriter:
-    """One save of a sharded state, in an empty folder; call the methods in the order of their definition.
-
-    Unsharded entries of the state must be the same on every rank.
-    """
+    """One save of a sharded state to an empty folder, by its methods in order; the rest is alike on every rank."""
 
     def __init__(self, state: dict[str, Any], folder: Path):
         self._folder = folder
@@ -118,10 +115,7 @@ class ShardedWriter:
         self._sharded = self._common = None
 
     def write(self) -> tuple[list[Any], list[Path]]:
-        """Write this rank's share, on any thread; return the results for `finish`, and the files.
-
-        Raises OSError: a file cannot be written; the text names it.
-        """
+        """Write this rank's share, on any thread; return results for `finish`, and files. OSErrors name the file."""
         results: list[Any] = []
         transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
         for number, bucket in enumerate(self._buckets):

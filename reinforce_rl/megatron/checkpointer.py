@@ -35,14 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.utils import get_total_norm
 
 from reinforce_rl.errors import CheckpointError, DivergedError
-from reinforce_rl.megatron.checkpoint_files import (
-    Records,
-    ShardedWriter,
-    check_files,
-    load_sharded,
-    record_files,
-    write_manifest,
-)
+from reinforce_rl.megatron import checkpoint_files as files
 from reinforce_rl.megatron.lora import trained_state
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import STEP, adam_state, set_adam_step
@@ -108,11 +101,11 @@ class _Save:
     part: Path  # until it is complete
     trainer_state: dict[str, Any]  # written last
     keep: set[str]  # older checkpoints to retain
-    writer: ShardedWriter
+    writer: files.ShardedWriter
     random_state: dict[str, Any]  # this rank's
     preparing: float  # seconds that training was blocked before the background write
     thread: threading.Thread = field(init=False)
-    written: tuple[list[Any], Records] = ([], {})  # this rank's part of the index, and of the manifest
+    written: tuple[list[Any], files.Records] = ([], {})  # this rank's part of the index, and of the manifest
     writing: float = 0.0  # seconds this rank spent writing
     error: BaseException | None = None  # why writing failed
 
@@ -128,7 +121,7 @@ class _Save:
             except OSError as error:
                 raise OSError(f"{rng}: {error}") from error
             results, paths = self.writer.write()
-            self.written = results, record_files(self.part, [rng, *paths])
+            self.written = results, files.record_files(self.part, [rng, *paths])
         except Exception as error:
             self.error = error
         self.writing = time.monotonic() - began
@@ -186,7 +179,7 @@ class Checkpointer:
                 shutil.rmtree(part, ignore_errors=True)
                 (part / "model").mkdir(parents=True)
                 (part / "rng").mkdir()
-        writer = ShardedWriter(self._sharded_state(), part / "model")
+        writer = files.ShardedWriter(self._sharded_state(), part / "model")
         with self._writing(part):
             writer.write_common()
         with self._writing(part):
@@ -233,7 +226,7 @@ class Checkpointer:
         records = {name: record for _, of_rank, _ in parts for name, record in of_rank.items()}
         paths = [path for path in part.rglob("*") if path.is_file()]
         rest = [path for path in paths if path.relative_to(part).as_posix() not in records]
-        write_manifest(part, records | record_files(part, rest))
+        files.write_manifest(part, records | files.record_files(part, rest))
         shutil.rmtree(save.final, ignore_errors=True)
         os.replace(part, save.final)
         write_atomically(self.folder / LATEST_FILE, save.final.name)
@@ -249,10 +242,7 @@ class Checkpointer:
         return (self.folder / folder_name(step)).is_dir()
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Load weights, optimizer, schedule and random state, saved from any layout; a collective call.
-
-        Raises CheckpointError: the checkpoint is damaged, or of another model or precision.
-        """
+        """Load a state saved from any layout; a collective call. Raises CheckpointError if it does not fit."""
         folder, mesh = checkpoint.folder, self._mesh
 
         def failed(error: BaseException) -> CheckpointError:
@@ -260,13 +250,13 @@ class Checkpointer:
             return CheckpointError(f"checkpoint {folder} cannot be loaded: {reason_of(error)}. {_way_out(folder)}")
 
         with mesh.together(failed):
-            check_files(folder, mesh.rank, mesh.world_size)
+            files.check_files(folder, mesh.rank, mesh.world_size)
         with mesh.together(failed):
             self._load(folder)
 
     def _load(self, folder: Path) -> None:
         lm: Any = self._ddp.module
-        loaded = load_sharded(lm, self._sharded_state(), folder / "model")
+        loaded = files.load_sharded(lm, self._sharded_state(), folder / "model")
         # Tensors are filled in place; hyperparameters come from the configuration, so changes take effect.
         set_adam_step(self._optimizer, loaded["optimizer"][STEP])
         self._scheduler.num_steps = 0  # megatron adds the checkpoint's steps to it

@@ -18,13 +18,7 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint_files import MANIFEST_FILE, check_files, load_sharded
 from reinforce_rl.megatron.checkpointer import STATE_FILE, latest_checkpoint, reason_of
 from reinforce_rl.megatron.hf_weights import HFFolder, Track, carry_over, export_hf_folder, load_hf_weights
-from reinforce_rl.megatron.lora import (
-    LoraSettings,
-    MergedWeights,
-    add_lora,
-    check_lora_identity,
-    trained_state,
-)
+from reinforce_rl.megatron.lora import LoraSettings, MergedWeights, add_lora, check_lora_identity, trained_state
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_map import EMBEDDING
@@ -70,13 +64,11 @@ def to_hf(
 
     Args:
         checkpoint: from `to_megatron` or a run, of any number of ranks, or a run's folder, whose newest is taken.
-        model: folder with config and tokenizer; None if the checkpoint has them. For a LoRA run, its base model, into
-            which the updates are merged.
+        model: folder with config and tokenizer, the base model of a LoRA run; None if the checkpoint has them.
         options: `dtype`, `max_shard_bytes` and `track` of `export_hf_folder`.
 
-    Raises:
-        ConfigError: no config.json, or the model is not supported.
-        CheckpointError: the checkpoint cannot be read or is another model's, or the folder cannot be written.
+    Raises ConfigError: no config.json, or the model is not supported; CheckpointError: the checkpoint cannot be read
+    or is another model's, or the folder cannot be written.
     """
     checkpoint = _checkpoint_in(Path(checkpoint))
     source = checkpoint if model is None else Path(model)

@@ -24,14 +24,7 @@ from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.weight_map import (
-    EMBEDDING,
-    OUTPUT_LAYER,
-    OUTPUT_PARAMETER,
-    SCORE_LAYER,
-    Row,
-    weight_map,
-)
+from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, OUTPUT_PARAMETER, SCORE_LAYER, Row, weight_map
 from reinforce_rl.utils.files import replace_folder
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -56,13 +49,10 @@ class HFFolder:
         self._listing = index if index.is_file() else single
         self._file_of = _file_names(index) if index.is_file() else {}
         if not self._listing.is_file():
-            pickled = ", ".join(sorted(file.name for file in self.folder.glob("*.bin")))
-            advice = (
-                f"{pickled} is pickled, which is not read, because unpickling can run any code. Where you trust it, "
-                "load the folder with transformers and write it again with save_pretrained"
-            )
-            if not pickled:
-                advice = "expected a Hugging Face folder with safetensors"
+            advice = "expected a Hugging Face folder with safetensors"
+            if pickled := ", ".join(sorted(file.name for file in self.folder.glob("*.bin"))):
+                why = f"{pickled} is pickled, which is not read, because unpickling can run any code"
+                advice = f"{why}. Where you trust it, load and write the folder by transformers' save_pretrained"
             raise CheckpointError(f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; {advice}")
         self._entries: dict[str, _Entry] = {}
         for path in sorted(set(self._file_of.values())) or [single]:
@@ -74,10 +64,6 @@ class HFFolder:
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._entries)
 
     def dtype_of(self, name: str) -> torch.dtype:
         return DTYPES[self._entries[name].dtype]
@@ -101,10 +87,7 @@ class HFFolder:
         return digest.hexdigest()[:16]
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None:
-        """Compare the headers with `expected`, the shape of each of the model's tensors, and allow `ignored` names.
-
-        Raises CheckpointError: lists all missing, unknown, misshapen or mistyped tensors.
-        """
+        """Compare the headers with the model's shapes; CheckpointError lists all faults but `ignored` names."""
         # Merge layers with the same fault, or a wrong config.json would fill the screen.
         faults: dict[tuple[str, str], list[str]] = {}
 
@@ -119,7 +102,7 @@ class HFFolder:
                 add(name, f"shape {entry.shape} in {entry.file.name}; by config.json it should be {shape}")
             elif entry.dtype not in DTYPES:
                 add(name, f"{entry.dtype} in {entry.file.name}; expected one of {', '.join(DTYPES)}")
-        for name in sorted(self.names - expected.keys()):
+        for name in sorted(self._entries.keys() - expected.keys()):
             if not ignored.search(name):
                 entry = self._entries[name]
                 add(name, f"shape {entry.shape} in {entry.file.name}; a model of this config.json has no such tensor")
@@ -165,10 +148,7 @@ _CARRIED_OVER += ("chat_template*", "*.model")
 
 
 def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> None:
-    """Fill this rank's slice of the model; a classifier keeps its head if the folder holds a language model.
-
-    Raises CheckpointError: tensors are missing, unknown or of another shape than config.json says; all in one message.
-    """
+    """Fill this rank's slice of the model, or all but a head that the folder lacks; faults as in `check_headers`."""
     arch, rank = lm.architecture, lm.mesh.tp_rank
     rows, own = weight_map(arch, lm.mesh.tp_size), parameters_of(lm)
     check_headers(arch, folder)
@@ -236,10 +216,7 @@ def hf_tensors(
 
     The tensor, with its own memory, is on the first tensor-parallel rank of the first stage; elsewhere it is None.
 
-    Args:
-        values: map these instead of the weights (such as gradients), keyed as in `parameters_of`.
-        rows: subset to map; None for all of `weight_map`.
-        dtype: None for that of the weights.
+    Gradients, say, are mapped as `values` keyed as in `parameters_of`, a part of `weight_map` as `rows`.
     """
     mesh = lm.mesh
     own = parameters_of(lm) if values is None else values
@@ -266,10 +243,8 @@ def _by_parameter(rows: list[Row]) -> list[tuple[str, list[Row]]]:
 
 def _check_tied(folder: HFFolder, embedding: Tensor, start: int, end: int) -> None:
     if not torch.equal(embedding, folder.read(OUTPUT_LAYER, 0, (start, end))):
-        raise CheckpointError(
-            f"{folder.folder}: config.json says tie_word_embeddings, but {OUTPUT_LAYER} differs from {EMBEDDING}. "
-            f"Set tie_word_embeddings to false in config.json, or remove {OUTPUT_LAYER}"
-        )
+        fault = f"{folder.folder}: config.json says tie_word_embeddings, but {OUTPUT_LAYER} differs from {EMBEDDING}. "
+        raise CheckpointError(f"{fault}Set tie_word_embeddings to false in config.json, or remove {OUTPUT_LAYER}")
 
 
 def _on_first_rank(value: Tensor, mesh: Mesh, shared: bool) -> list[Tensor] | None:
@@ -309,7 +284,6 @@ def export_hf_folder(
 
     Args:
         source: folder whose config and tokenizer files are copied.
-        out: replaced if it exists.
         values: written instead of the weights, keyed as in `parameters_of`.
         dtype: None for the model's.
         max_shard_bytes: per weight file, also what the first rank buffers. A larger tensor gets its own file.

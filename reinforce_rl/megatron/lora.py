@@ -287,10 +287,7 @@ def trained_state(lm: CausalLM) -> dict[str, Any]:
 
 
 def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
-    """Write PEFT's adapter folder atomically, in place of any; a collective call, the first rank writes.
-
-    `source` is the base model that PEFT's configuration names. Raises CheckpointError: on every rank.
-    """
+    """Write PEFT's folder for the base model `source` atomically; a collective call. Raises CheckpointError."""
     out, mesh, settings = Path(out), lm.mesh, lora_settings_of(lm)
     if settings is None:
         raise ValueError("this model has no updates to export")

@@ -156,10 +156,7 @@ class Mesh:
         return bool(votes.item())
 
     def check_together(self, error: Exception | None) -> None:
-        """Raise on every rank if one failed, so that none waits in a collective for a lost one.
-
-        Raises the rank's own error if it has one, else one of the same kind naming the first rank that failed.
-        """
+        """Raise on every rank if one failed: its own error there, elsewhere one of that kind naming the first."""
         found = _gathered(None if error is None else (type(error).__name__, str(error)), None)
         if error is not None:
             raise error

@@ -192,13 +192,10 @@ class ActorOptimizer:
             torch._foreach_mul_(grads, coefficient)  # type: ignore[reportPrivateImportUsage]
 
 
-# torch rounds pinned allocations up to a power of two, so allocate blocks of that size and fill them.
-BLOCK_BYTES = 2**28
+BLOCK_BYTES = 2**28  # torch rounds pinned allocations up to a power of two, so blocks of that size are filled
 _COPIES = "reinforce_rl_host_copies"
 PREFIX = "optimizer.state."  # followed by the kind of state and the parameter's key
-MOMENTS = ("exp_avg", "exp_avg_sq")
-MAIN = "fp32_param"
-STEP = "step"
+MOMENTS, MAIN, STEP = ("exp_avg", "exp_avg_sq"), "fp32_param", "step"
 
 
 class HostCopies:
@@ -296,14 +293,13 @@ def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str,
 def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
     """Set every parameter's step count; call after a load, which fills the tensors."""
     for inner in inner_optimizers(optimizer):
-        if _counts_by_parameter(inner):
-            for state in inner.state.values():
-                # Not shared: each is incremented in place.
-                place = _step_device(inner, state[MOMENTS[0]])
-                state[STEP] = torch.full((), float(step), dtype=torch.float32, device=place)
-        else:
+        if not _counts_by_parameter(inner):
             for group in inner.param_groups:
                 group[STEP] = int(step)
+            continue
+        for state in inner.state.values():  # not shared: each is incremented in place
+            place = _step_device(inner, state[MOMENTS[0]])
+            state[STEP] = torch.full((), float(step), dtype=torch.float32, device=place)
 
 
 @dataclass(frozen=True)
@@ -331,15 +327,13 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[_Main]:
             for parameter, (group, place) in part.model_param_group_index_map.items():
                 start = part._get_model_param_range_map(parameter)["param"].start
                 yield _Main(parameter, inner.param_groups[group]["params"][place], start, True, inner)
-        elif isinstance(part, Float16OptimizerWithFloat16Params):
-            pairs = zip(chain(*part.float16_groups), chain(*part.fp32_from_float16_groups), strict=True)
-            for parameter, tensor in pairs:
-                yield _Main(parameter, tensor, 0, False, inner)
-            for parameter in chain(*part.fp32_from_fp32_groups):
-                yield _Main(parameter, parameter, 0, False, inner)
-        else:
-            for parameter in chain(*(group["params"] for group in inner.param_groups)):
-                yield _Main(parameter, parameter, 0, False, inner)
+            continue
+        pairs = [(parameter, parameter) for parameter in chain(*(group["params"] for group in inner.param_groups))]
+        if isinstance(part, Float16OptimizerWithFloat16Params):
+            pairs = [*zip(chain(*part.float16_groups), chain(*part.fp32_from_float16_groups), strict=True)]
+            pairs += [(parameter, parameter) for parameter in chain(*part.fp32_from_fp32_groups)]
+        for parameter, tensor in pairs:
+            yield _Main(parameter, tensor, 0, False, inner)
 
 
 def _parts_of(optimizer: MegatronOptimizer) -> list[Any]:
@@ -419,6 +413,7 @@ def rectangles(shape: Sequence[int], start: int, end: int) -> list[tuple[tuple[i
     first, last = -(-start // row), end // row  # whole rows
     if first > last:
         return within(last, start - last * row, end - last * row)
-    whole = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
-    head = within(first - 1, start - (first - 1) * row, row) if start < first * row else []
-    return [*head, *whole, *within(last, 0, end - last * row)]
+    found = within(first - 1, start - (first - 1) * row, row) if start < first * row else []
+    if first < last:
+        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    return found + within(last, 0, end - last * row)

@@ -92,7 +92,7 @@ class TestRun:
 
         given = folder / name / "engine"
         names = json.loads((given / "names_0.json").read_text())
-        assert names == list(dict.fromkeys(names)) and set(names) == HFFolder(folder / "model").names
+        assert names == list(dict.fromkeys(names)) and set(names) == HFFolder(folder / "model")._entries.keys()
         first, last = (
             load_file(given / f"weights_{i}.safetensors") for i in (0, len(list(given.glob("names_*"))) - 1)
         )

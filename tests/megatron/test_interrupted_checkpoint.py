@@ -142,7 +142,7 @@ class TestWhatIsSaidOfAFailure:
         def failing(*args, **kwargs):
             raise ValueError("an unheard-of tensor")
 
-        monkeypatch.setattr(subject.ShardedWriter, "write", failing)
+        monkeypatch.setattr(subject.files.ShardedWriter, "write", failing)
         said = self.said(run)
         assert "an unheard-of tensor" in said and "space" not in said
 

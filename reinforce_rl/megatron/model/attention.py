@@ -200,13 +200,7 @@ class CoreAttention(torch.nn.Module):
         self._cp_group: dist.ProcessGroup = pg_collection.cp
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        packed_seq_params: Any = None,
-        **_: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, packed_seq_params: Any = None, **_: Any
     ) -> Tensor:
         """query [s, b, h, d], key and value [s, b, g, d] to [s, b, h * d].
 

@@ -108,13 +108,7 @@ class KVCache(_Cache):
         self._row_of_cell = torch.tensor(row_of_cell, device=self._device)
 
     def at(self, prompt_lengths: Tensor, written: Tensor, used: int) -> None:
-        """Prepare a pass over one token per row.
-
-        Args:
-            prompt_lengths: int64 [R].
-            written: int64 [R], response tokens already stored.
-            used: the largest of `written`, plus one.
-        """
+        """Prepare a pass over one token per row, after int64 [R] stored ones, whose largest plus one is `used`."""
         self._reading = None
         prompt_tokens, (all_rows, groups, response_tokens) = self._prompts.shape[4], self._responses.shape[2:5]
         of_group = torch.arange(self._rows * groups, device=self._device).view(-1, groups, 1)
@@ -184,11 +178,8 @@ def varlen_attention(
     query [q, g, d], key and value [k, g, d], contiguous in d only. Calls the operator under
     `torch.nn.attention.varlen.varlen_attn`, which torch 2.9 lacks; with `seqused_k`, keys may lie anywhere.
 
-    Args:
-        query_starts: int32 [sequences + 1], ascending.
-        starts: int32 [sequences + 1], where each sequence's keys begin; the last is not read.
-        used: int32 [sequences], number of keys.
-        most: maximum queries and keys of a sequence.
+    `query_starts`, ascending, and `starts` of keys, whose last is not read, are int32 [sequences + 1]; `used` keys
+    are int32 [sequences]; `most` are the maximum queries and keys of a sequence.
     """
     out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, query_starts, starts, *most, 0.0, False, False, scale=1.0, seqused_k=used
@@ -223,10 +214,8 @@ class FlashCache(_Cache):
     def at(self, starts: Tensor, written: Tensor, rows_of_slots: Tensor, most_rows: int) -> None:
         """Prepare a pass over one token per row, the rows of a slot adjacent.
 
-        Args:
-            starts: int64 [R], of each row's lane.
-            written: int64 [R], response tokens already stored.
-            rows_of_slots: int32 [P + 2], each slot's first row, then the first unused row, then R.
+        `starts` of the rows' lanes and `written` response tokens are int64 [R]; `rows_of_slots` int32 [P + 2]: each
+        slot's first row, then the first unused row, then R.
         """
         self._reading, self._most_rows, self._write_at = None, most_rows, starts + written
         # Sequences are the slots, and then the rows; what comes after the last one's start is not read.
@@ -264,13 +253,8 @@ class FlashCache(_Cache):
 def decode_layers(block: Any, embedded: Tensor | None, rotary: Tensor, cache: KVCache | FlashCache) -> Tensor:
     """Run a `TransformerBlock`, built without overrides, on one token per row, without gradient.
 
-    Args:
-        embedded: [1, R, h] on the first stage; None on later ones, which use their input tensor.
-        rotary: angles, float32 [1, R, 1, d].
-        cache: extended by this call.
-
-    Returns:
-        [1, R, h], after the final norm on the last stage.
+    Of `embedded` [1, R, h], None on later stages, which use their input tensor, and angles float32 [1, R, 1, d] to
+    [1, R, h], after the final norm on the last stage.
     """
     hidden: Tensor = block.input_tensor if embedded is None else embedded
     rotations: tuple[Tensor, Tensor] | None = None

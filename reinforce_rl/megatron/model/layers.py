@@ -128,10 +128,7 @@ class TESwiGLU:
 def block_spec(
     architecture: Architecture, config: TransformerConfig, pp_rank: int, *, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
-    """Return the layer spec of a pipeline stage; with Transformer Engine, `config` is modified in place.
-
-    Raises ConfigError: Transformer Engine is chosen but missing or too old.
-    """
+    """Return a stage's layer spec; Transformer Engine modifies `config`, and is a ConfigError if missing or old."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts: Any = layer.submodules
     attention, mlp = parts.self_attention.submodules, parts.mlp.submodules

@@ -42,13 +42,8 @@ def chunked_log_probs(
     p = softmax(hidden weight^T / temperature), in at least float32; on a CPU logits keep the dtype of `hidden`.
     A collective call over `shard.group`, also in the backward pass.
 
-    Args:
-        hidden: [n, h], the same on every tensor-parallel rank.
-        weight: [V / tp, h], this rank's rows.
-        targets: int64 [n], ids in the whole vocabulary.
-        temperature: above 0.
-        chunk_tokens: positions per chunk, at least 1; memory is proportional to it.
-        with_entropy: False saves a little time and a second logits buffer.
+    hidden [n, h], the same on every tensor-parallel rank; weight [V / tp, h], this rank's rows; targets int64 [n], ids
+    in the whole vocabulary. Memory is proportional to `chunk_tokens` positions, and twice that with entropy.
     """
     # Sums the gradient of `hidden` over the ranks' vocabulary shards.
     hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=shard.group)

@@ -76,10 +76,7 @@ def transformer_config(
     rope_scale: float,
     options: ModelOptions,
 ) -> TransformerConfig:
-    """Build the TransformerConfig of this pipeline stage.
-
-    Raises ConfigError: unknown override fields (all in one message), or values that megatron rejects.
-    """
+    """Build a stage's TransformerConfig; ConfigError lists unknown override fields, or says what megatron rejects."""
     if faults := list(_faults_of_overrides(options.overrides)):
         raise ConfigError(faults)
     sizes = architecture.padded(layout.tensor)
@@ -217,10 +214,9 @@ class CausalLM(GPTModel):
         length = input_ids.shape[1]
         is_padded = cache is None and packed is None
         if is_padded:
-            positions = self._padded_positions(length)
+            own = self._padded_positions(length)
             # Padding lies last, so the causal mask hides it.
-            input_ids = input_ids[:, positions.clamp(max=length - 1)]
-            positions = positions[None, :]
+            input_ids, positions = input_ids[:, own.clamp(max=length - 1)], own[None, :]
         elif position_ids is None:
             positions = torch.arange(length, device=input_ids.device)[None, :]
         else:
@@ -231,9 +227,8 @@ class CausalLM(GPTModel):
         if cache is not None and position_ids is not None and self._decodes_fast and self._plain_layers:
             hidden = decode_layers(self.decoder, embedded, rotary, cache)
         else:
-            hidden = self.decoder(
-                hidden_states=embedded, attention_mask=cache, rotary_pos_emb=rotary, packed_seq_params=packed
-            )
+            options = {"attention_mask": cache, "rotary_pos_emb": rotary, "packed_seq_params": packed}
+            hidden = self.decoder(hidden_states=embedded, **options)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
@@ -299,10 +294,8 @@ class CausalLM(GPTModel):
                 self._decodes_fast = False
 
     def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
-        if self.architecture.num_labels is None:
-            state = super().sharded_state_dict(*args, **options)
-        else:
-            state = MegatronModule.sharded_state_dict(self, *args, **options)
+        parent = GPTModel if self.architecture.num_labels is None else MegatronModule
+        state = parent.sharded_state_dict(self, *args, **options)
         # Drop FP8 scales: empty here, and Transformer Engine's extra ones would make checkpoints incompatible.
         return {name: entry for name, entry in state.items() if not name.endswith("_extra_state")}
 
@@ -317,8 +310,7 @@ class CausalLM(GPTModel):
     def vocab_shard(self) -> VocabShard:
         rows = self._sizes.vocab_size // self.mesh.tp_size
         start = self.mesh.tp_rank * rows
-        size = min(max(self.architecture.vocab_size - start, 0), rows)
-        return VocabShard(start, size, self.mesh.tp_group)
+        return VocabShard(start, min(max(self.architecture.vocab_size - start, 0), rows), self.mesh.tp_group)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return this rank's logits in at least float32: [n, h] to [n, V / tp], padded columns at -inf."""

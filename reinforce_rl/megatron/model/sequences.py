@@ -60,13 +60,8 @@ class Predictions:
 class PaddedSequences:
     """One right-padded sequence per row.
 
-    `stage_shape` is the shape sent between pipeline stages, and `response_lengths` int64 [N] on the CPU.
-
-    Args:
-        sequences: int64 [N, S], right-padded; all tensors on the CPU.
-        prompt_lengths: int64 [N], at least 1.
-        response_lengths: int64 [N]; 0 is allowed.
-        pad_to: minimum tokens per row.
+    sequences int64 [N, S], right-padded, prompt_lengths int64 [N], at least 1, and response_lengths int64 [N], 0 too,
+    are on the CPU; rows have at least `pad_to` tokens. `stage_shape` is the shape sent between pipeline stages.
     """
 
     def __init__(
@@ -110,16 +105,13 @@ class PaddedSequences:
 class PackedGroups(PackedSeqParams):
     """`PaddedSequences` without padding, in one row, which megatron passes through to the core attention.
 
-    `group_ids`, int64 [N], are equal for equal prompts. Raises ValueError: prompts differ within a group, or context
-    parallelism is on.
+    `group_ids`, int64 [N], are equal for equal prompts, else ValueError; not with context parallelism.
     """
 
     def __init__(
         self, lm: CausalLM, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor
     ):
         super().__init__()  # no `qkv_format`: to megatron it is an ordinary batch of one row
-        if lm.mesh.cp_size > 1:
-            raise ValueError("context-parallel ranks cannot share a packed row")
         ids, group_of = torch.unique(group_ids, return_inverse=True)
         rows = torch.arange(len(group_ids))
         first = torch.full_like(ids, len(rows)).scatter_reduce(0, group_of, rows, "amin")
