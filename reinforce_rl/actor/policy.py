@@ -257,8 +257,8 @@ class MegatronGPTReinforceActorModel:
     def _cut(self, samples: _Samples, size: int) -> list[Tensor]:
         most = self.settings.tokens_per_micro_batch
         if self.settings.shared_prefix:
-            _, *lengths, group_ids = samples
-            return packed_micro_batches(group_ids, *lengths, size, most)
+            _, prompts, responses, group_ids = samples
+            return packed_micro_batches(group_ids, prompts, responses, size, most)
         return micro_batches(samples.lengths.clamp(min=self.settings.pad_to), size, most)
 
     def _tokens_of(self, samples: _Samples, cuts: list[Tensor]) -> tuple[int, int]:

@@ -141,7 +141,7 @@ def _faults(values: dict[str, Any], family: _Family) -> list[str]:
         faults.append(f"model_type is {model_type!r}; supported: {', '.join(_FAMILIES)} (dense decoders)")
     required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     faults += [f"{key} is missing" for key in required if key not in values]
-    rope = _rope(values)
+    rope: dict[str, Any] = values.get("rope_parameters") or values.get("rope_scaling") or {}
     found = {**values, "partial_rotary_factor": rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))}
     faults += [
         f"{key} is {found[key]!r}; only {allowed[0]!r} is supported"
@@ -161,10 +161,6 @@ def _faults(values: dict[str, Any], family: _Family) -> list[str]:
         some = f"sliding_window is {values['sliding_window']} on some layers only (use_sliding_window, with "
         faults.append(f"{some}max_window_layers or layer_types); supported: on all layers or on none")
     return faults
-
-
-def _rope(values: dict[str, Any]) -> dict[str, Any]:
-    return values.get("rope_parameters") or values.get("rope_scaling") or {}
 
 
 def _windows(values: dict[str, Any], family: _Family) -> set[int | None]:

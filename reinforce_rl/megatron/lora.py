@@ -132,6 +132,7 @@ class LayerUpdates(torch.nn.Module):
         super().__init__()
         self.settings, self.enabled = settings, True
         self._rows, self._blocks, self._group = rows, blocks, mesh.tp_group
+        self.weight_name = blocks[0].megatron  # in `parameters_of`
         weight: Any = layer.weight
         for row in rows:
             pair = LowRank(row, settings, weight, mesh.tp_rank, bool(layer.sequence_parallel))
@@ -173,11 +174,6 @@ class LayerUpdates(torch.nn.Module):
         else:
             low = tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=self._group)
         return F.linear(low, pair.lora_B)
-
-    @property
-    def weight_name(self) -> str:
-        """Return the layer's weight name in `parameters_of`."""
-        return self._blocks[0].megatron
 
     def pair(self, row: LoraRow) -> Any:
         return self.get_submodule(row.projection)

@@ -288,10 +288,8 @@ def _rotations(rotary: Tensor, heads: int, scale: float, dtype: torch.dtype) -> 
     cosine, sine = angles.cos(), angles.sin()
     sine[..., : sine.shape[-1] // 2].neg_()
     queries = [part.mul(scale).expand(-1, -1, heads, -1) for part in (cosine, sine)]
-    return (
-        torch.cat((queries[0], cosine, torch.ones_like(cosine)), dim=2).to(dtype),
-        torch.cat((queries[1], sine, torch.zeros_like(sine)), dim=2).to(dtype),
-    )
+    factors = (queries[0], cosine, torch.ones_like(cosine)), (queries[1], sine, torch.zeros_like(sine))
+    return torch.cat(factors[0], dim=2).to(dtype), torch.cat(factors[1], dim=2).to(dtype)
 
 
 def _add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
