@@ -52,7 +52,7 @@ class HFFolder:
             advice = "expected a Hugging Face folder with safetensors"
             if pickled := ", ".join(sorted(file.name for file in self.folder.glob("*.bin"))):
                 why = f"{pickled} is pickled, which is not read, because unpickling can run any code"
-                advice = f"{why}. Where you trust it, load and write the folder by transformers' save_pretrained"
+                advice = f"{why}. Where you trust it, load it with transformers and write it with save_pretrained"
             raise CheckpointError(f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; {advice}")
         self._entries: dict[str, _Entry] = {}
         for path in sorted(set(self._file_of.values())) or [single]:
