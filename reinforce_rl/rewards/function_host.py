@@ -74,7 +74,7 @@ def load_function(spec: FunctionSpec) -> partial[Any]:
     function = getattr(module, name, None)
     if function is None:
         functions = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
-        own = [n for n, value in functions.items() if value.__module__ == module_name and not n.startswith("_")]
+        own = [n for n, value in functions.items() if value.__module__ == module.__name__ and not n.startswith("_")]
         advice = _advice(name, own, module_name)
         raise LoadFault(f"{found}, but {module_name} has no '{name}'{advice}")
     if not callable(function):
