@@ -1,4 +1,4 @@
-"""Whole runs that train all weights of a tiny reward model: they learn, stop, go on after a kill, and are served."""
+"""Whole runs on tiny models: a head from pairs; all weights, which learn, stop, go on after a kill, and are served."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_reward_run import NAMES, run, tiny_config, tiny_overrides, write_pairs, write_ratings
+from helpers.tiny_reward_run import (
+    NAMES,
+    run,
+    tiny_config,
+    tiny_model,
+    tiny_overrides,
+    write_lines,
+    write_pairs,
+    write_ratings,
+)
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from reinforce_rl.config.load import resolve_defaults
@@ -20,15 +30,24 @@ from reinforce_rl.config.reward_model import PairsConfig, TrainRewardModelConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.monitoring.loggers import read_metrics
-from reinforce_rl.reward_model.data import load_examples
+from reinforce_rl.reward_model.data import encode_conversation, load_examples
+from reinforce_rl.reward_model.job import train_reward_model
 from reinforce_rl.reward_model.objectives import Objective, Ranking, Regression
 from reinforce_rl.reward_model.report import EVALUATION_FILE, read_best, write_report
 from reinforce_rl.reward_model.scorer import load_reward_model
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).parents[1] / "helpers/tiny_reward_run.py"
+SCRIPT = ROOT / "examples/train_reward_model.py"
 STEPS = 30
+
+
+def run_script(script: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 def ranking_overrides(folder: Path, *, noise: float = 0.0) -> list[str]:
@@ -109,13 +128,7 @@ def test_report_and_card(ranked):
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
     overrides = [*ranking_overrides(tmp_path), f"full.max_steps={STEPS}"]
-    killed = subprocess.run(
-        [sys.executable, str(DRIVER), "--die-before", "step_00000020", *overrides],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    killed = run_script(DRIVER, "--die-before", "step_00000020", *overrides, cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / "out/checkpoints/step_00000020").exists()
     assert [line["step"] for line in lines_of(tmp_path)] == list(range(21))
@@ -241,15 +254,87 @@ def test_faults_of_the_modes(tmp_path):
 )
 def test_the_script_on_two_ranks(layout, ranked, tmp_path):
     overrides = [*ranking_overrides(tmp_path), f"full.max_steps={STEPS}", "trainer.devices=2", *layout]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples/train_reward_model.py"), *overrides],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_script(SCRIPT, *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for line, other in zip(lines_of(tmp_path)[:6], lines_of(ranked)[:6], strict=True):  # rounding grows from then on
         for key, value in other.items():
             assert line[key] == pytest.approx(value, rel=1e-2, abs=1e-3), (line["step"], key)
     assert lines_of(tmp_path)[-1]["val/accuracy"] > 0.9
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("trunk") / "tiny-llama", vocab_size=128, max_positions=128)
+
+
+def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
+    rows = [
+        {"prompt": f"question {i}", "chosen": f"please, {i} is fine", "rejected": f"XX {i} ZZ!!"} for i in range(24)
+    ]
+    pairs, out = write_lines(tmp_path / "pairs.jsonl", rows), tmp_path / "out"
+    overrides = [
+        f"model.restore_from_path={trunk}",
+        f"data.pairs_path={pairs}",
+        f"output_dir={out}",
+        f"features_cache={tmp_path / 'features.safetensors'}",
+        "head.pooling=auto",
+        "head.folds=2",
+        "num_threads=1",
+        "data.held_out_fraction=0.3",
+    ]
+    first = run_script(SCRIPT, *overrides, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "24 pairs read, 24 used" in first.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["features.safetensors", "out", "pairs.jsonl"]
+    head = RewardHead.load(out / "head.safetensors")
+    assert head.weight.shape == (32,)
+    card = (out / "README.md").read_text()
+    assert "pairs.jsonl" in card and "head.pooling=auto" in card
+    with safe_open(out / "head.safetensors", framework="pt") as file:
+        about = file.metadata()
+    assert about["trunk"] == "tiny-llama"
+    assert int(about["train_pairs"]) + int(about["held_out_pairs"]) == 24
+    assert float(about["held_out_accuracy"].split("±")[0]) > 0.9  # the two kinds of answer share few letters
+
+    train_reward_model(tiny_config(*overrides), command="a test")
+    assert "features from" in capsys.readouterr().out
+    assert torch.equal(RewardHead.load(out / "head.safetensors").weight, head.weight)
+
+    # The served model orders an unseen pair by the very tokens that `encode_conversation` gives.
+    messages = [{"role": "user", "content": "question 99"}]
+    texts = ("please, 99 is fine", "XX 99 ZZ!!")
+    with parallel_mesh() as mesh:
+        model = load_reward_model(trunk, out / "head.safetensors", mesh)
+        tokenizer = load_tokenizer(trunk)
+        good, bad = model.score([encode_conversation(tokenizer, messages, text) for text in texts])
+    assert good > bad
+
+
+def test_wrong_settings_end_in_one_message(trunk, tmp_path):
+    result = run_script(
+        SCRIPT,
+        f"model.restore_from_path={trunk}",
+        f"data.pairs_path={tmp_path / 'none.jsonl'}",
+        "head.pooling=max",
+        "data.held_out_fraction=1.5",
+        "cuts.max_tokens=2",
+        cwd=tmp_path,
+    )
+    assert result.returncode == 1
+    for key in ("data.pairs_path", "head.pooling", "data.held_out_fraction", "cuts.max_tokens"):
+        assert f"{key} is " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_missing_keys_are_named():
+    with pytest.raises(ConfigError) as caught:
+        tiny_config()
+    assert "data.pairs_path is not set" in str(caught.value)
+    assert "model.restore_from_path is not set" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_an_unknown_key_is_named(tmp_path):
+    unknown = run_script(SCRIPT, "data.max_lenght=3", cwd=tmp_path)
+    assert unknown.returncode == 1
+    assert "max_lenght" in unknown.stderr
