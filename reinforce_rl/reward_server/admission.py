@@ -44,11 +44,8 @@ class Refusal(Exception):
 def check_length(length: int | None, settings: FrontSettings) -> None:
     """Raise Refusal (413) if a body is, or claims to be, too long."""
     if length is not None and length > settings.max_request_bytes:
-        raise Refusal(
-            413,
-            f"the request has {length} bytes, this server takes at most {settings.max_request_bytes} "
-            "(inference.max_request_bytes); send fewer samples at a time",
-        )
+        most = f"{settings.max_request_bytes} (inference.max_request_bytes); send fewer samples at a time"
+        raise Refusal(413, f"the request has {length} bytes, this server takes at most {most}")
 
 
 class Admission:

@@ -141,11 +141,9 @@ class Front:
 
     def _authorise(self, request: web.Request) -> None:
         if not wire.is_authorised(request.headers.get(wire.TOKEN_HEADER), self._settings.token):
-            raise Refusal(
-                401,
-                "this reward server asks for an access token; send it as 'Authorization: Bearer TOKEN' (a run has it "
-                f"from remote_rm.reward_model.token_file or from {wire.TOKEN_VARIABLE})",
-            )
+            advice = "this reward server asks for an access token; send it as 'Authorization: Bearer TOKEN'"
+            where = f"a run has it from remote_rm.reward_model.token_file or from {wire.TOKEN_VARIABLE}"
+            raise Refusal(401, f"{advice} ({where})")
 
     def _check_ready(self) -> None:
         if self._state == STARTING:

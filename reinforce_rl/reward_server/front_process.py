@@ -52,10 +52,8 @@ class FrontProcess(ModuleChild):
     def wait_until_up(self) -> None:
         """Wait until it answers; raise RewardServerError if it does not start."""
         if not self._up.wait(START_SECONDS) or self.exit_code is not None:
-            raise RewardServerError(
-                f"the server's front door (process {self.pid}) did not start within {START_SECONDS:.0f} s "
-                f"(exit code {self.exit_code}); its last lines are above"
-            )
+            late = f"did not start within {START_SECONDS:.0f} s (exit code {self.exit_code})"
+            raise RewardServerError(f"the server's front door (process {self.pid}) {late}; its last lines are above")
 
     def set_state(self, state: str, reason: str = "") -> None:
         self._unhealthy.reset()

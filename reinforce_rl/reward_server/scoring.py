@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Request = Mapping[str, np.ndarray]  # by input name
 Answer = dict[str, np.ndarray]  # by output name
 
 
@@ -47,9 +48,6 @@ class RequestScorer:
         deterministic: score each request in a call of its own, so that its scores do not depend, to the last bit, on
             concurrent requests. Else all requests of a batch share one call.
         add_special_tokens: to `sentences`; False for text with the chat template applied, which holds them already.
-
-    Attributes:
-        progress: replaced by the server with one that other processes read.
     """
 
     def __init__(
@@ -61,11 +59,10 @@ class RequestScorer:
         add_special_tokens: bool = False,
     ):
         self._scorer = cast(base.Scorer, scorer)
-        self._attributes = base.attributes_of(scorer)
         self._tokenizer = cast("PreTrainedTokenizerBase", tokenizer)
-        self._deterministic = deterministic
-        self._add_special_tokens = add_special_tokens
-        self.progress = Progress()
+        self._attributes = base.attributes_of(scorer)
+        self._deterministic, self._add_special_tokens = deterministic, add_special_tokens
+        self.progress = Progress()  # replaced by the server with one that other processes read
 
     @property
     def input_forms(self) -> tuple[str, ...]:
@@ -80,7 +77,7 @@ class RequestScorer:
             {"name": wire.SEQUENCE_LENGTHS, "datatype": "INT64", "shape": [1, 1], "data": [length]},
         ]
 
-    def __call__(self, requests: Sequence[Mapping[str, np.ndarray]]) -> list[Answer]:
+    def __call__(self, requests: Sequence[Request]) -> list[Answer]:
         """Return `rewards` float32 [N, 1] and `status` int32 [N, 1] for each request, in order.
 
         If the scorer has K attributes, also `attributes` float32 [N, K].
@@ -96,7 +93,7 @@ class RequestScorer:
         finally:
             self.progress.end()
 
-    def _answer(self, requests: Sequence[Mapping[str, np.ndarray]]) -> tuple[list[Samples], list[Answer]]:
+    def _answer(self, requests: Sequence[Request]) -> tuple[list[Samples], list[Answer]]:
         """Score requests together, or one by one if that fails; raise if none succeeds: clients try another server."""
         try:
             samples = [self._read(request) for request in requests]
@@ -122,7 +119,7 @@ class RequestScorer:
             raise failures[-1]
         return samples, answers
 
-    def _read(self, request: Mapping[str, np.ndarray]) -> Samples:
+    def _read(self, request: Request) -> Samples:
         names = set(request.keys())
         wire.check_inputs(names, self.input_forms)
         if wire.SENTENCES in names:
@@ -256,7 +253,7 @@ class FunctionRequestScorer(RequestScorer):
         texts = {wire.PROMPTS: "", wire.RESPONSES: "", wire.METADATA: json.dumps(self._canary)}
         return [{"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]} for name, text in texts.items()]
 
-    def _read(self, request: Mapping[str, np.ndarray]) -> Samples:
+    def _read(self, request: Request) -> Samples:
         wire.check_inputs(set(request.keys()), self.input_forms)
         samples, status = read_samples(request)
         return Samples([], status, samples)

@@ -100,10 +100,8 @@ class Watchdog:
         try:
             self._links = Links.connect(invitation, self.rank, self._beat()[0], CONNECT_SECONDS)
         except ConnectionError as error:
-            raise ReinforceError(
-                f"rank {self.rank} ({gethostname()}) cannot reach rank 0 at {invitation.host}:{invitation.port}: "
-                f"{error}; ranks of a job need open ports between them"
-            ) from error
+            there = f"{invitation.host}:{invitation.port}: {error}; ranks of a job need open ports between them"
+            raise ReinforceError(f"rank {self.rank} ({gethostname()}) cannot reach rank 0 at {there}") from error
 
     def start(self) -> None:
         """Start watching; rank 0 first waits for the others, which have all joined.

@@ -1,8 +1,7 @@
 """Encrypted, authenticated ZeroMQ connections between rank 0 and the other ranks of the job.
 
-Not collectives: a collective has a time limit, does not name the rank it waits for, and cannot be abandoned. A process
-that ends closes its connection at once; one that stands still is detected by missing heartbeats. ZMTP's own heartbeats
-would also close the connection, and so hide the difference between death and silence.
+Not collectives, which do not name the rank they wait for, and cannot be abandoned. A process that ends closes its
+connection; one that stands still sends no heartbeats (ZMTP's own would close the connection too, as a death does).
 """
 
 from __future__ import annotations

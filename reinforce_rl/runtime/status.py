@@ -90,9 +90,6 @@ def refuse_second_run(folder: Path) -> None:
         process = psutil.Process(status.pid)
         is_other = status.pid != os.getpid() and process.create_time() < status.time
         if is_other and process.status() != psutil.STATUS_ZOMBIE:
-            raise ConfigError(
-                [
-                    f"{folder} has a run that is still going on (process {status.pid} of this machine). Wait for its "
-                    "end or end it, or choose another folder (exp_manager.explicit_log_dir)"
-                ]
-            )
+            found = f"{folder} has a run that is still going on (process {status.pid} of this machine)"
+            advice = "Wait for its end or end it, or choose another folder (exp_manager.explicit_log_dir)"
+            raise ConfigError([f"{found}. {advice}"])
