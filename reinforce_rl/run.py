@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.rules import Allocation, parse_duration
 from reinforce_rl.data.batches import Prompt
-from reinforce_rl.data.prompts import FixedPrompts, PromptLoader, RLHFDatasets
+from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, PromptLoader, RLHFDatasets
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
@@ -183,17 +183,17 @@ def build_trainer(
         on_saved=partial(_saved, timer, control),
     )
     rollout = cfg.model.reinforce
+
+    def fixed(prompts: PromptDataset | None, count: int | None) -> partial[FixedPrompts] | None:
+        return None if prompts is None else partial(FixedPrompts, prompts, count, mesh.dp_rank, mesh.dp_size)
+
     trainer = ReinforceTrainer(
         cfg=cfg.trainer.reinforce,
         model=model,
         optimizer=ActorOptimizer(megatron_optimizer, scheduler, model.ddp, overlap_restore=rollout.overlap_offload),
         scheduler=scheduler,
         train_dataloader_builder=partial(PromptLoader, datasets.train, sampler, mesh.dp_rank, mesh.dp_size),
-        val_dataloader_builder=partial(
-            FixedPrompts, datasets.validation, rollout.num_val_samples, mesh.dp_rank, mesh.dp_size
-        )
-        if datasets.validation is not None
-        else None,
+        val_dataloader_builder=fixed(datasets.validation, rollout.num_val_samples),
         collate_fn=list,
         rm=rm,
         batch_iterator_cls=partial(
@@ -204,9 +204,7 @@ def build_trainer(
         run_timer=timer,
         prompts_per_update=cfg.prompts_per_update,
         best=BestCheckpoints(saving.keep_best, saving.best_metric, saving.best_mode),
-        test_dataloader_builder=partial(FixedPrompts, datasets.test, None, mesh.dp_rank, mesh.dp_size)
-        if datasets.test is not None
-        else None,
+        test_dataloader_builder=fixed(datasets.test, None),
         activity=activity,
         stop=control.stop if control else None,
     )

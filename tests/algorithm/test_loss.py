@@ -1,4 +1,4 @@
-"""The loss and its gradient, in closed form and however the batch is cut."""
+"""The loss of a micro-batch and each of its terms: by hand, by formula, and however the batch is cut."""
 
 from __future__ import annotations
 
@@ -13,8 +13,19 @@ from helpers.losses import random_batch, reinforce_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforce_rl.algorithm.loss import Denominators
-from reinforce_rl.config.actor import LOSS_AGGREGATIONS
+from reinforce_rl.algorithm.kl import kl_loss_terms
+from reinforce_rl.algorithm.loss import (
+    MAX_LOG_RATIO,
+    Denominators,
+    LossInputs,
+    LossSettings,
+    generator_weights,
+    policy_loss,
+    policy_terms,
+    token_weights,
+)
+from reinforce_rl.config.actor import IMPORTANCE_RATIOS, KL_ESTIMATORS, KL_LOSS_WEIGHTS, LOSS_AGGREGATIONS
+from reinforce_rl.data.batches import length_mask
 
 WORKED = Path(__file__).with_name("worked_example.json")
 
@@ -125,3 +136,317 @@ def test_every_aggregation_is_its_formula_however_the_batch_is_cut(aggregation):
             for r in torch.arange(9).split(size)
         ]
         assert float(sum(shares)) == pytest.approx(expected, abs=1e-12)
+
+
+def by_formula(
+    own: list[list[float]], old: list[list[float]], advantages: list[float], ratio: str, low: float, high: float
+) -> tuple[list[float], list[list[float]], list[list[float]], list[list[bool]]]:
+    """Each response's sum of terms, and each token's gradient, ratio and whether clipping took its gradient."""
+    values, gradients, ratios, stopped = [], [], [], []
+    for logs, olds, a in zip(own, old, advantages, strict=True):
+        differences = [x - y for x, y in zip(logs, olds, strict=True)]
+        length = len(logs)
+        whole = math.exp(math.fsum(differences) / (length if ratio == "sequence_geometric" else 1))
+        rhos = [math.exp(d) for d in differences] if ratio == "token" else [whole] * length
+        if ratio == "none":
+            rhos = [1.0] * length
+        # The pessimistic one of two: above the range a good sample stops, below it a bad one.
+        stop = [ratio != "none" and ((a > 0 and rho > 1 + high) or (a < 0 and rho < 1 - low)) for rho in rhos]
+        surrogate = [
+            -min(rho * a, min(max(rho, 1 - low), 1 + high) * a) if ratio != "none" else -a * x
+            for rho, x in zip(rhos, logs, strict=True)
+        ]
+        values.append(math.fsum(surrogate) / (length if ratio == "sequence" else 1))
+        gradients.append([0.0 if s else -a * rho for s, rho in zip(stop, rhos, strict=True)])
+        ratios.append(rhos)
+        stopped.append(stop)
+    return values, gradients, ratios, stopped
+
+
+class TestPolicyTerms:
+    @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
+    @settings(deadline=None, max_examples=40)
+    @given(
+        seed=st.integers(0, 10**6),
+        low=st.sampled_from([0.0, 0.1, 0.2, 1.0]),
+        high=st.sampled_from([0.0, 0.2, 0.28, 3.0]),
+        spread=st.sampled_from([0.05, 0.5, 3.0]),
+    )
+    def test_is_ppo_written_out(self, ratio, seed, low, high, spread):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(1, 6, (4,), generator=generator)
+        mask = length_mask(lengths, 5)
+        tables = torch.randn(2, 4, 5, generator=generator, dtype=torch.float64)
+        leaf = (tables[0] - 3).requires_grad_()
+        own = torch.where(mask, leaf, 0.0)
+        old = torch.where(mask, tables[0] - 3 + spread * tables[1], 0.0)
+        advantages = torch.randn(4, generator=generator, dtype=torch.float64)
+        advantages[0] = 0.0
+        terms, rho, clipped = policy_terms(
+            own, old, torch.where(mask, advantages[:, None], 0.0), mask, ratio=ratio, clip_low=low, clip_high=high
+        )
+        torch.where(mask, terms, 0.0).sum().backward()
+        rows = [own[i, :n].tolist() for i, n in enumerate(lengths.tolist())]
+        olds = [old[i, :n].tolist() for i, n in enumerate(lengths.tolist())]
+        values, gradients, ratios, stopped = by_formula(rows, olds, advantages.tolist(), ratio, low, high)
+        assert leaf.grad is not None and not rho.requires_grad
+        for i, n in enumerate(lengths.tolist()):
+            assert terms[i, :n].sum().item() == pytest.approx(values[i], rel=1e-9, abs=1e-12)
+            assert leaf.grad[i, :n].tolist() == pytest.approx(gradients[i], rel=1e-9, abs=1e-12)
+            assert rho[i, :n].tolist() == pytest.approx(ratios[i], rel=1e-9)
+            assert clipped[i].tolist() == stopped[i] + [False] * (5 - n)
+        assert not leaf.grad[~mask].any()
+
+    @pytest.mark.parametrize(("advantage", "stopped"), [(1.0, [False, False, True]), (-1.0, [True, False, False])])
+    def test_which_entries_count_as_clipped(self, advantage, stopped):
+        """Only where the sample would be pushed further out; the way back stays open."""
+        rho = torch.tensor([[0.5, 1.0, 1.5]])
+        own = rho.log().requires_grad_()
+        mask = torch.ones(1, 3, dtype=torch.bool)
+        terms, _, clipped = policy_terms(own, torch.zeros(1, 3), advantage * torch.ones(1, 3), mask, ratio="token")
+        terms.sum().backward()
+        assert clipped.tolist() == [stopped]
+        assert own.grad is not None and [value == 0 for value in own.grad[0].tolist()] == stopped
+
+    @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
+    @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+    @pytest.mark.parametrize("difference", [-1e4, -200.0, 200.0, 1e4])
+    def test_a_ratio_beyond_float32_gives_neither_nan_nor_infinity(self, ratio, advantage, difference):
+        """exp(200) is infinite in float32, and infinity times 0 is NaN: in the value, or in the gradient alone."""
+        own = torch.full((1, 3), -1.0).requires_grad_()
+        inputs = LossInputs(
+            torch.ones(1, 3, dtype=torch.bool),
+            torch.full((1, 3), advantage),
+            torch.tensor([True]),
+            old_log_probs=torch.full((1, 3), -1.0 - difference),
+        )
+        loss, sums = policy_loss(own, None, inputs, Denominators(1, 3, 3), LossSettings(ratio=ratio))
+        loss.backward()
+        assert own.grad is not None and torch.isfinite(own.grad).all() and torch.isfinite(loss)
+        assert all(math.isfinite(value) for value in sums.values())
+        if ratio != "none" and advantage:
+            assert not own.grad.any()
+            assert sums["clipped"] == 3 * (difference > 0 or advantage < 0)
+
+    def test_below_the_bound_it_changes_nothing(self):
+        own = torch.tensor([[MAX_LOG_RATIO - 1e-3]], dtype=torch.float64).requires_grad_()
+        one = torch.ones(1, 1, dtype=torch.bool)
+        terms, rho, clipped = policy_terms(own, torch.zeros(1, 1), -torch.ones(1, 1).double(), one, ratio="token")
+        terms.sum().backward()
+        assert own.grad is not None and float(own.grad) == pytest.approx(math.exp(MAX_LOG_RATIO - 1e-3))
+        assert float(rho) == pytest.approx(float(own.grad)) and not clipped.any()
+
+    def test_the_ratio_of_a_long_response_is_of_the_sum(self):
+        """4,096 tokens of a thousandth each: exp(4.096). A product of rounded ratios, or a mean, would be off."""
+        own = torch.full((1, 4096), -2.0)
+        old = own - 1e-3
+        everything = torch.ones(1, 4096, dtype=torch.bool)
+        expected = math.exp(math.fsum((own - old)[0].tolist()))
+        for ratio, value in (("sequence", expected), ("sequence_geometric", expected ** (1 / 4096))):
+            terms, rho, _ = policy_terms(own, old, -torch.ones(1, 4096), everything, ratio=ratio)
+            torch.testing.assert_close(rho, torch.full((1, 4096), value), rtol=1e-5, atol=0)
+            total = value if ratio == "sequence" else 4096 * value
+            assert terms.sum().item() == pytest.approx(total, rel=1e-4)
+
+
+class TestFirstPass:
+    """Without old log-probs the policy is the one that drew the samples."""
+
+    @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
+    @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
+    @pytest.mark.parametrize("clip", [0.0, 0.2])
+    def test_the_gradient_is_that_of_no_ratio(self, ratio, aggregation, clip):
+        log_probs, mask, advantages, trains = random_batch(9, 5, seed=4)
+        inputs = LossInputs(mask, advantages[:, None].expand(9, 5), trains)
+        denominators = Denominators(float(trains.sum()), float(mask[trains].sum()), 7.0)
+        gradients = []
+        for name in ("none", ratio):
+            own = log_probs.clone().requires_grad_()
+            settings_of = LossSettings(aggregation, ratio=name, clip_low=clip, clip_high=clip)
+            loss, sums = policy_loss(own, None, inputs, denominators, settings_of)
+            loss.backward()
+            gradients.append(own.grad)
+            assert sums["clipped"] == 0 and sums["weights"] == sums["squares"] == sums["tokens"] > 0
+        assert gradients[0].any()
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=0)
+
+    @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
+    def test_the_ratio_is_exactly_1_whatever_the_noise(self, ratio):
+        """A second pass in bf16 nulled 20 to 40 % of the on-policy samples of a peer's sequence ratio."""
+        clean = -3 * torch.rand(8, 512, generator=torch.Generator().manual_seed(0))
+        noisy = clean.bfloat16().float()
+        everything = torch.ones(8, 512, dtype=torch.bool)
+        inputs = LossInputs(everything, torch.ones(8, 512), everything[:, 0])
+        second = LossInputs(everything, torch.ones(8, 512), everything[:, 0], old_log_probs=clean)
+        settings_of = LossSettings(ratio=ratio, clip_low=1e-6, clip_high=1e-6)
+        sums = policy_loss(noisy, None, inputs, sequences(8), settings_of)[1]
+        assert sums["clipped"] == 0 and sums["weights"] == sums["squares"] == 8 * 512
+        if ratio != "none":
+            assert policy_loss(noisy, None, second, sequences(8), settings_of)[1]["clipped"] > 0, (
+                "or this sees nothing"
+            )
+
+
+class TestGeneratorWeights:
+    OLD = torch.tensor([[-1.0, -2.0, 0.0], [-1.0, -1.0, -1.0]]).double().requires_grad_()
+    GENERATOR = torch.tensor([[-1.5, -1.0, 0.0], [-1.0, -3.0, -1.5]]).double()
+    MASK = torch.tensor([[True, True, False], [True, True, True]])
+
+    def test_by_token_and_by_response(self):
+        arguments = self.OLD, self.GENERATOR, self.MASK
+        e = math.exp
+        token = generator_weights(*arguments, correction="token", cap=5.0)
+        torch.testing.assert_close(token, torch.tensor([[e(0.5), e(-1), 1], [1, 5.0, e(0.5)]]).double())
+        whole = generator_weights(*arguments, correction="sequence", cap=5.0)
+        torch.testing.assert_close(whole, torch.tensor([[e(-0.5), e(-0.5), 1], [5.0, 5.0, 5.0]]).double())
+        assert not token.requires_grad and not whole.requires_grad
+        assert generator_weights(*arguments, correction="none", cap=5.0).tolist() == [[1.0] * 3] * 2
+
+    @pytest.mark.parametrize("correction", ["token", "sequence"])
+    def test_a_weight_beyond_float32_is_the_cap(self, correction):
+        mask = torch.ones(2, 2, dtype=torch.bool)
+        found = generator_weights(
+            torch.zeros(2, 2), torch.tensor([[-500.0] * 2, [500.0] * 2]), mask, correction=correction, cap=2.0
+        )
+        assert found.tolist() == [[2.0, 2.0], [0.0, 0.0]]
+
+    @pytest.mark.parametrize("correction", ["none", "token", "sequence"])
+    def test_they_multiply_the_policys_terms_only(self, correction):
+        """Neither the KL's nor the entropy's, which are not of samples that the generator drew too often."""
+        log_probs, mask, advantages, trains = random_batch(6, 4, seed=8)
+        noise = torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        inputs = LossInputs(
+            mask, advantages[:, None].expand(6, 4), trains, None, log_probs + noise[0], log_probs + 0.1
+        )
+        settings_of = LossSettings(
+            generator_correction=correction, generator_ratio_cap=1.5, kl_estimator="k2", entropy_bonus=0.5
+        )
+        entropy = noise[1].abs()
+        own = log_probs.clone().requires_grad_()
+        policy_loss(own, entropy, inputs, sequences(float(trains.sum())), settings_of, 0.3)[0].backward()
+        kept = mask & trains[:, None]
+        weights = generator_weights(
+            torch.where(kept, log_probs, 0.0),
+            torch.where(kept, log_probs + noise[0], 0.0),
+            kept,
+            correction=correction,
+            cap=1.5,
+        )
+        other = log_probs.clone().requires_grad_()
+        kl = kl_loss_terms(other, log_probs + 0.1, kept, estimator="k2", weights="prefix")
+        terms = torch.where(kept, -advantages[:, None] * weights * other + 0.3 * kl, 0.0)
+        (terms.sum() / trains.sum()).backward()
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+class TestWhatIsAdded:
+    @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
+    def test_the_entropy_bonus_has_the_weights_of_the_loss(self, aggregation):
+        log_probs, mask, advantages, trains = random_batch(7, 5, seed=3)
+        entropy = torch.where(mask, log_probs.abs(), math.nan).requires_grad_()
+        inputs = LossInputs(mask, 0 * advantages[:, None].expand(7, 5), trains)
+        denominators = Denominators(float(trains.sum()), float(mask[trains].sum()), 7.0)
+        loss, sums = policy_loss(
+            log_probs, entropy, inputs, denominators, LossSettings(aggregation, entropy_bonus=0.4)
+        )
+        loss.backward()
+        weights = token_weights(mask, trains, denominators, aggregation, torch.float64)
+        assert entropy.grad is not None
+        torch.testing.assert_close(entropy.grad, -0.4 * weights)
+        kept = mask & trains[:, None]
+        assert loss.item() == pytest.approx(-0.4 * float((weights * entropy.detach())[kept].sum()))
+        assert float(sums["entropy"]) == pytest.approx(entropy[kept].sum().item())
+
+    def test_without_a_bonus_the_entropy_is_only_counted(self):
+        log_probs, mask, advantages, trains = random_batch(7, 5, seed=3)
+        entropy = log_probs.abs().requires_grad_()
+        inputs = LossInputs(mask, advantages[:, None].expand(7, 5), trains)
+        loss, sums = policy_loss(log_probs, entropy, inputs, sequences(5), LossSettings())
+        assert not loss.requires_grad and "entropy" in sums
+        assert loss.item() == float(policy_loss(log_probs, None, inputs, sequences(5), LossSettings())[0])
+
+    @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+    @pytest.mark.parametrize("weights", KL_LOSS_WEIGHTS)
+    @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
+    def test_the_kl_has_the_weights_of_the_loss(self, estimator, weights, aggregation):
+        log_probs, mask, _, trains = random_batch(6, 4, seed=5)
+        reference = torch.where(mask, log_probs - 0.3, math.inf)
+        nothing = torch.zeros(6, 4, dtype=torch.float64)
+        denominators = Denominators(float(trains.sum()), float(mask[trains].sum()), 7.0)
+        settings_of = LossSettings(aggregation, kl_estimator=estimator, kl_weights=weights)
+        own, other = log_probs.clone().requires_grad_(), log_probs.clone().requires_grad_()
+        inputs = LossInputs(mask, nothing, trains, reference_log_probs=reference)
+        loss, _ = policy_loss(own, None, inputs, denominators, settings_of, 0.7)
+        loss.backward()
+        terms = kl_loss_terms(other, reference, mask & trains[:, None], estimator=estimator, weights=weights)
+        expected = 0.7 * (token_weights(mask, trains, denominators, aggregation, torch.float64) * terms).sum()
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item())
+        torch.testing.assert_close(own.grad, other.grad)
+        assert float(policy_loss(log_probs, None, inputs, denominators, settings_of, 0.0)[0]) == 0.0
+
+
+class TestSums:
+    @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
+    @pytest.mark.parametrize("correction", ["none", "token", "sequence"])
+    def test_by_brute_force(self, ratio, correction):
+        """NaN and infinity wherever a token does not train; the sums of micro-batches add up."""
+        log_probs, mask, advantages, trains = random_batch(8, 5, seed=11)
+        noise = 0.4 * torch.randn(2, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        kept = mask & trains[:, None]
+        own, old, generator, entropy = (
+            torch.where(kept, values, garbage)
+            for values, garbage in [
+                (log_probs, math.nan),
+                (log_probs + noise[0], math.inf),
+                (log_probs + noise[1], -math.inf),
+                (log_probs.abs(), math.nan),
+            ]
+        )
+        settings_of = LossSettings(ratio=ratio, generator_correction=correction, generator_ratio_cap=1.2)
+        every = advantages[:, None].expand(8, 5)
+        expected = dict.fromkeys(
+            [
+                "tokens",
+                "clipped",
+                "weights",
+                "squares",
+                "entropy",
+                "generator_gap",
+                "generator_kl",
+                "generator_capped",
+            ],
+            0.0,
+        )
+        for i in range(8):
+            n = int(kept[i].sum())
+            if not n:
+                continue
+            rows = own[i, :n].tolist(), old[i, :n].tolist(), generator[i, :n].tolist()
+            _, _, ratios, stopped = by_formula([rows[0]], [rows[1]], [float(advantages[i])], ratio, 0.2, 0.2)
+            gaps = [a - b for a, b in zip(rows[1], rows[2], strict=True)]
+            for t, gap in enumerate(gaps):
+                mismatch = {"none": 0.0, "token": gap, "sequence": math.fsum(gaps)}[correction]
+                weight = ratios[0][t] * (min(math.exp(mismatch), 1.2) if correction != "none" else 1.0)
+                expected["tokens"] += 1
+                expected["clipped"] += stopped[0][t]
+                expected["weights"] += weight
+                expected["squares"] += weight**2
+                expected["entropy"] += float(entropy[i, t])
+                expected["generator_gap"] += abs(gap)
+                expected["generator_kl"] += math.exp(gap) - 1 - gap
+                expected["generator_capped"] += math.exp(gap) > 1.2
+        for size in (8, 3, 1):
+            found = dict.fromkeys(expected, 0.0)
+            for rows_of_part in torch.arange(8).split(size):
+                inputs = LossInputs(*(v[rows_of_part] for v in (mask, every, trains, old, generator)))
+                sums = policy_loss(own[rows_of_part], entropy[rows_of_part], inputs, sequences(3), settings_of)[1]
+                assert all(value.dtype == torch.float64 and not value.requires_grad for value in sums.values())
+                found = {name: found[name] + float(sums[name]) for name in expected}
+            assert found == pytest.approx(expected, rel=1e-9)
+
+    def test_what_was_not_given_is_not_counted(self):
+        log_probs, mask, advantages, trains = random_batch(3, 3, seed=0)
+        inputs = LossInputs(mask, advantages[:, None].expand(3, 3), trains)
+        sums = policy_loss(log_probs, None, inputs, sequences(3), LossSettings())[1]
+        assert sums.keys() == {"tokens", "clipped", "weights", "squares"}
