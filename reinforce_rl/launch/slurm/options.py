@@ -60,10 +60,8 @@ class ComponentOption:
         return [name for name in (f"{component}-{self.name}", self.both) if name]
 
 
-def _option(
-    both: str, metavar: str, meaning: str, sbatch_variable: str = "", parse: Callable[[str], Any] = str
-) -> Any:
-    return field(default=None, metadata={"of": (both, metavar, meaning, sbatch_variable, parse)})
+def _option(both: str, metavar: str, meaning: str, sbatch: str = "", parse: Callable[[str], Any] = str) -> Any:
+    return field(default=None, metadata={"of": (both, metavar, meaning, sbatch, parse)})
 
 
 @dataclass(frozen=True)

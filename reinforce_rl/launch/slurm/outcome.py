@@ -56,6 +56,9 @@ class TaskEnd:
         return f"{self.name} {how} at {time.strftime('%H:%M:%S', time.localtime(self.time))}{why}"
 
 
+TaskEnds = Sequence[TaskEnd]
+
+
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -90,13 +93,7 @@ class Outcome:
 
 
 def judge(
-    actor: Sequence[TaskEnd],
-    servers: Sequence[TaskEnd],
-    lost: Sequence[TaskEnd],
-    *,
-    unasked: str,
-    signalled: int | None,
-    killed: bool = False,
+    actor: TaskEnds, servers: TaskEnds, lost: TaskEnds, *, unasked: str, signalled: int | None, killed: bool = False
 ) -> Outcome:
     """Judge an attempt whose servers were healthy by the ends of tasks; those in `lost` recorded none.
 

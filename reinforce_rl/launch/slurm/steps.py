@@ -25,7 +25,7 @@ KILL_SECONDS = 60.0  # from SIGKILL of a step to SIGKILL of its srun
 STALE_POLL_SECONDS = 1.0
 KILLED = 128 + signal.SIGKILL
 OUR_STEPS = re.compile(rf"{ACTOR}|rm-\d+")
-LOST_REASON = "it left no word: its wrapper was killed, its node is gone, or the run's folder is full"
+LOST_REASON = "it left no record: its wrapper was killed, its node is gone, or the run's folder is full"
 # Not `python -m`: a container image may override PYTHONPATH.
 START_TASK = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -53,15 +53,10 @@ def call(
     command: Sequence[str],
     *,
     seconds: float = CALL_SECONDS,
-    base: Mapping[str, str] | None = None,
-    with_stderr: bool = False,
-    **environment: str,
+    env: Mapping[str, str] | None = None,
+    stderr: bool = False,
 ) -> str:
-    """Run a command and return its stdout, with its stderr if asked; SlurmCallError if it failed.
-
-    `base` is its environment, None for this process's; `environment` has further variables.
-    """
-    env = {**(os.environ if base is None else base), **environment}
+    """Run a command and return its stdout, with its stderr if asked; SlurmCallError if it failed."""
     try:
         done = subprocess.run(
             list(command), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, env=env
@@ -73,12 +68,13 @@ def call(
         raise SlurmCallError(command, str(error)) from error
     if done.returncode:
         raise SlurmCallError(command, done.stderr.strip() or f"exit code {done.returncode}")
-    return done.stdout + done.stderr if with_stderr else done.stdout
+    return done.stdout + done.stderr if stderr else done.stdout
 
 
 def job_times(job_id: str) -> tuple[int | None, int | None]:
     """Return start and end of an allocation in unix seconds; None if unknown to Slurm."""
-    for line in call(["squeue", "-h", "-j", job_id, "-o", "%A|%S|%e"], SLURM_TIME_FORMAT="%s").splitlines():
+    env = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
+    for line in call(["squeue", "-h", "-j", job_id, "-o", "%A|%S|%e"], env=env).splitlines():
         found, *times = line.split("|")
         if found == job_id:
             start, end = (int(value) if value.isdecimal() else None for value in times)
@@ -206,22 +202,17 @@ def _with_setup(setup: str) -> str:
 
 
 class Step:
-    """A running `srun`; Slurm's variables for component 0 alone are left out of its `environment`."""
+    """A running `srun`; Slurm's variables for component 0 alone are left out of its `env`."""
 
     def __init__(
-        self,
-        plan: StepPlan,
-        line: Sequence[str],
-        environment: Mapping[str, str],
-        folder: Path,
-        log: Callable[[str], None],
+        self, plan: StepPlan, line: Sequence[str], env: Mapping[str, str], folder: Path, log: Callable[[str], None]
     ):
         self.plan = plan
         self.name = plan.name
         self._messages: list[tuple[float, str]] = []
         self._folder = folder
         self._log = log
-        env = {name: value for name, value in environment.items() if name not in FOREIGN_OPTIONS}
+        env = {name: value for name, value in env.items() if name not in FOREIGN_OPTIONS}
         self._srun = Child(line, own_session=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
         self._reader = threading.Thread(target=self._read_messages, daemon=True)
         self._reader.start()

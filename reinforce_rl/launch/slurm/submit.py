@@ -227,7 +227,7 @@ def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None
 def _test_only(command: Sequence[str], environment: Mapping[str, str]) -> tuple[Start | None, str]:
     """Run `sbatch --test-only`; return when and where the job could start, None if unknown, and why it is refused."""
     try:
-        said = call(command, seconds=SUBMIT_SECONDS, base=environment, with_stderr=True)
+        said = call(command, seconds=SUBMIT_SECONDS, env=environment, stderr=True)
     except SlurmCallError as error:
         return None, " ".join(error.said.split())
     found = re.search(r"to start at (\S+) using \d+ processors on nodes (\S+)", said)
@@ -258,7 +258,7 @@ def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, err
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for _ in range(chain):
-            out = call(plan.command(after=jobs[-1] if jobs else None), seconds=SUBMIT_SECONDS, base=environment)
+            out = call(plan.command(after=jobs[-1] if jobs else None), seconds=SUBMIT_SECONDS, env=environment)
             jobs.append(out.strip().split(";")[0])  # ID;CLUSTER with several clusters
             line = {"job": jobs[-1], "name": plan.server.job_name, "time": time.time()}
             with (folder / SUBMITTED_FILE).open("a", encoding="utf-8") as file:

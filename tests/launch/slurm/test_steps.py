@@ -152,12 +152,12 @@ def test_a_command_that_fails() -> None:
 
 def test_its_environment() -> None:
     show = ["/bin/sh", "-c", 'echo "$A$B"']
-    assert call(show, base={"A": "1"}, B="2") == "12\n"
+    assert call(show, env={"A": "1", "B": "2"}) == "12\n"
 
 
 def test_both_outputs() -> None:
     line = ["sh", "-c", "echo out; echo err >&2"]
-    assert (call(line), call(line, with_stderr=True)) == ("out\n", "out\nerr\n")
+    assert (call(line), call(line, stderr=True)) == ("out\n", "out\nerr\n")
 
 
 @pytest.fixture
