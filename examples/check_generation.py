@@ -13,10 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reinforce_rl.errors import ReinforceError
+
+if TYPE_CHECKING:
+    from reinforce_rl.data.batches import Completions, Prompt
+    from reinforce_rl.generation.base import Generator, SamplingParams
 
 TEXTS = (
     "The capital of France is",
@@ -63,8 +70,7 @@ def check(options: argparse.Namespace) -> int:
 
     from reinforce_rl.data.batches import Prompt
     from reinforce_rl.data.tokenizer import load_tokenizer
-    from reinforce_rl.generation.base import Generator, SamplingParams
-    from reinforce_rl.generation.comparison import compare
+    from reinforce_rl.generation.base import SamplingParams
     from reinforce_rl.generation.native.generator import NativeGenerator
     from reinforce_rl.megatron.architecture import Architecture
     from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
@@ -120,6 +126,65 @@ def check(options: argparse.Namespace) -> int:
                 print("the update changed nothing of the native engine's responses, so this shows nothing")
         agree = all(one.mean_gap <= options.tolerance for one in found)
         return 0 if agree and changed else 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences between two generators on the same prompts."""
+
+    responses: int
+    equal_responses: int  # equal token by token
+    tokens: int  # of the first generator
+    common_tokens: int  # before the first difference
+    mean_gap: float  # absolute log-prob difference of common tokens, nats; NaN if a generator reports none
+    largest_gap: float  # same
+    seconds: tuple[float, float]  # per generator
+
+    def __str__(self) -> str:
+        return (
+            f"{self.equal_responses} of {self.responses} responses equal, {self.common_tokens} of {self.tokens} "
+            f"tokens before a difference; log-probs there differ by {self.mean_gap:.2g} on average, "
+            f"{self.largest_gap:.2g} at most; {self.seconds[0]:.2f} s and {self.seconds[1]:.2f} s"
+        )
+
+
+def compare(first: Generator, second: Generator, prompts: Sequence[Prompt], params: SamplingParams) -> Comparison:
+    """Generate one response per prompt with both and compare; waking them counts towards their time.
+
+    `params` should be greedy, otherwise the noise makes them differ.
+    """
+    import torch
+
+    (left, left_seconds), (right, right_seconds) = (_timed(one, prompts, params) for one in (first, second))
+    common = [_common(left, right, row) for row in range(len(prompts))]
+    equal = sum(count == int(left.lengths[row]) == int(right.lengths[row]) for row, count in enumerate(common))
+    mean = largest = float("nan")
+    if left.log_probs is not None and right.log_probs is not None:
+        pairs = zip(left.log_probs, right.log_probs, common, strict=True)
+        gaps = torch.cat([(one[:count] - other[:count]).abs() for one, other, count in pairs])
+        mean, largest = (float(gaps.mean()), float(gaps.max())) if len(gaps) else (0.0, 0.0)
+    return Comparison(
+        responses=len(prompts),
+        equal_responses=equal,
+        tokens=int(left.lengths.sum()),
+        common_tokens=sum(common),
+        mean_gap=mean,
+        largest_gap=largest,
+        seconds=(left_seconds, right_seconds),
+    )
+
+
+def _timed(generator: Generator, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[Completions, float]:
+    start = time.perf_counter()
+    with generator.awake():
+        found = generator.generate(prompts, 1, params, seed=0)
+    return found, time.perf_counter() - start
+
+
+def _common(left: Completions, right: Completions, row: int) -> int:
+    count = min(int(left.lengths[row]), int(right.lengths[row]))
+    differs = (left.tokens[row, :count] != right.tokens[row, :count]).nonzero()
+    return int(differs[0]) if len(differs) else count
 
 
 def _texts_of(path: Path) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,16 @@ class Generator(Protocol):
 
     def refit(self) -> None:
         """Use the policy's current weights from the next response on."""
-        ...
 
     def close(self) -> None:
         """Stop the engine. May be called in any state, on one rank alone."""
-        ...
+
+
+def check_lengths(prompts: Sequence[Prompt], params: SamplingParams, limit: int, name: str) -> None:
+    """Raise a `DataError` if a prompt and its response may exceed `limit` tokens; `name` describes the limit."""
+    longest = max((len(prompt.tokens) for prompt in prompts), default=0)
+    if longest + params.max_length > limit:
+        raise DataError(
+            f"a prompt of {longest} tokens and {params.max_length} response tokens exceed {name}; lower "
+            "model.reinforce.length_params.max_length or model.encoder_seq_length"
+        )

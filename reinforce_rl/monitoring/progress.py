@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -49,9 +48,7 @@ class TrainingProgress:
         phases: Sequence[str] = PHASES,
     ):
         self._title, self._shown, self._phases = title, shown, phases
-        self.total_steps = total_steps
-        self.enabled = enabled
-        self.console = console or Console()
+        self.total_steps, self.enabled, self.console = total_steps, enabled, console or Console()
         self._step, self._skipped = start_step, 0
         self._phase = ""
         self._phase_start = self._last_update = time.monotonic()
@@ -69,9 +66,7 @@ class TrainingProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         live, self._live = self._live, None
         if live is not None:
             self._phase = self._waiting = ""
@@ -116,11 +111,10 @@ class TrainingProgress:
 
     def validation(self, step: int, metrics: Mapping[str, float], kind: str = "validation") -> None:
         """Report a finished validation or test; metric names as in `update`."""
-        parts = [f"{kind} after step {step}:"]
-        parts += [
-            f"{short} {_form(form, float(metrics[name]))}" for name, _, short, form in self._shown if name in metrics
-        ]
-        self.note("  ".join(parts))
+        shown = [(short, form, float(metrics[name])) for name, _, short, form in self._shown if name in metrics]
+        self.note(
+            "  ".join([f"{kind} after step {step}:", *(f"{s} {_form(form, value)}" for s, form, value in shown)])
+        )
 
     @property
     def seconds_left(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,7 @@ from helpers.models import tiny_llama_folder
 
 from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.comparison import compare
-from reinforce_rl.generation.trtllm import weight_transfer
+from reinforce_rl.generation.trtllm import process
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "check_generation.py"
 PROMPTS = [Prompt(0, "", (5,)), Prompt(1, "", (6,))]
@@ -47,7 +47,7 @@ class Fixed:
 def script():
     spec = importlib.util.spec_from_file_location("check_generation", SCRIPT)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where `dataclass` looks it up
     spec.loader.exec_module(module)
     return module
 
@@ -55,7 +55,7 @@ def script():
 def test_only_what_lies_before_a_difference_is_compared():
     left = Fixed([[3, 4, 5], [6]], [[-1.0, -2.0, -3.0], [-0.5]])
     right = Fixed([[3, 4, 9], [6, 7]], [[-1.5, -2.0, -9.0], [-0.4, -1.0]])
-    found = compare(left, right, PROMPTS, GREEDY)
+    found = script().compare(left, right, PROMPTS, GREEDY)
     assert (found.responses, found.equal_responses, found.tokens, found.common_tokens) == (2, 0, 4, 3)
     assert math.isclose(found.mean_gap, (0.5 + 0 + 0.1) / 3, abs_tol=1e-6)
     assert math.isclose(found.largest_gap, 0.5, abs_tol=1e-6)
@@ -63,7 +63,7 @@ def test_only_what_lies_before_a_difference_is_compared():
 
 def test_without_log_probs_there_is_no_gap():
     left, right = Fixed([[3], [4]], [[-1.0], [-1.0]]), Fixed([[3], [4]], None)
-    found = compare(left, right, PROMPTS, GREEDY)
+    found = script().compare(left, right, PROMPTS, GREEDY)
     assert found.equal_responses == 2 and math.isnan(found.mean_gap)
 
 
@@ -89,7 +89,7 @@ def test_the_script_with_the_fake_engine(tmp_path, capsys, fake_engine):
 @pytest.mark.slow
 def test_the_script_sees_an_engine_that_kept_the_old_weights(tmp_path, capsys, fake_engine, monkeypatch):
     fake_engine()
-    send, sent = weight_transfer.send_weights, []
+    send, sent = process.send_weights, []
 
     def send_copies(lm, deliver, **options):
         sent.extend(p.detach().clone() for p in lm.parameters() if len(sent) < len(list(lm.parameters())))
@@ -101,6 +101,6 @@ def test_the_script_sees_an_engine_that_kept_the_old_weights(tmp_path, capsys, f
             for parameter, new in zip(lm.parameters(), now, strict=True):
                 parameter.copy_(new)
 
-    monkeypatch.setattr(weight_transfer, "send_weights", send_copies)
+    monkeypatch.setattr(process, "send_weights", send_copies)
     logs = ["--log-folder", str(tmp_path / "logs")]
     assert script().main([model_below(tmp_path), *OPTIONS, *logs, "--tolerance", "1e-4"]) == 1

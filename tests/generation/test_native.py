@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.gumbel import gumbel_noise
 from helpers.log_probs import response_log_probs
 from helpers.models import smollm2_folder, tiny_llama_folder
 from helpers.policies import megatron_model, random_tokens, transformers_model
@@ -18,7 +19,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import DataError
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
-from reinforce_rl.generation.native.sampling import gumbel_noise, noise_keys
+from reinforce_rl.generation.native.sampling import noise_keys
 from reinforce_rl.megatron.model import model as model_module
 
 EOS = 2

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers.flash import decode_statically
+from helpers.gumbel import gumbel_noise
 from helpers.models import smollm2_folder, tiny_llama_folder
 from helpers.policies import megatron_model
 
@@ -19,7 +20,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native import decoding
 from reinforce_rl.generation.native.generator import NativeGenerator
-from reinforce_rl.generation.native.sampling import choose_tokens, gumbel_noise
+from reinforce_rl.generation.native.sampling import choose_tokens
 
 NEAR = 1e-4
 GROUP = 4

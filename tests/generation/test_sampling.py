@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.gumbel import gumbel_noise
 
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.sampling import (
     _fold_halves,
     _xor_shift,
     choose_tokens,
-    gumbel_noise,
     noise_keys,
     penalise_repetition,
     token_log_probs,

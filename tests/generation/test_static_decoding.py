@@ -18,9 +18,13 @@ from helpers.recorded_graphs import stand_in
 from reinforce_rl.data.batches import Completions
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import cuda_graphs, static_decoding
-from reinforce_rl.generation.native.generator import NativeGenerator
-from reinforce_rl.generation.native.static_decoding import can_decode_statically, padded_rows
+from reinforce_rl.generation.native import generator
+from reinforce_rl.generation.native.generator import (
+    NativeGenerator,
+    StaticDecoding,
+    can_decode_statically,
+    padded_rows,
+)
 
 PARAMS = SamplingParams(max_length=20, stop_token_ids=(2, 5, 6, 7))
 KINDS = {
@@ -63,10 +67,8 @@ def test_same_samples_of_another_number(samples, lm, folder, prompts, monkeypatc
 def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts, monkeypatch):
     decode_statically(monkeypatch)
     shapes, looks = [], []
-    look = static_decoding.StaticDecoding._look
-    monkeypatch.setattr(
-        static_decoding.StaticDecoding, "_look", lambda self, steps: (looks.append(steps), look(self, steps))[1]
-    )
+    look = StaticDecoding._look
+    monkeypatch.setattr(StaticDecoding, "_look", lambda self, steps: (looks.append(steps), look(self, steps))[1])
     handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     try:
         found = NativeGenerator(lm, load_tokenizer(folder), is_static=True).generate(
@@ -86,8 +88,8 @@ def test_graphs_give_the_same_samples(kind, lm, folder, prompts, monkeypatch):
     params = replace(KINDS[kind], max_length=48)
     expected = NativeGenerator(lm, load_tokenizer(folder), is_static=True).generate(prompts, 4, params, seed=3)
     decode_statically(monkeypatch)
-    torch_of_graphs = stand_in()
-    monkeypatch.setattr(cuda_graphs, "torch", torch_of_graphs)
+    recorded = stand_in()
+    monkeypatch.setattr(generator, "cuda", recorded)
     shapes = []
     handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     try:
@@ -95,7 +97,7 @@ def test_graphs_give_the_same_samples(kind, lm, folder, prompts, monkeypatch):
         assert_same(engine.generate(prompts, 4, params, seed=3), expected)
     finally:
         handle.remove()
-    steps, graphs = shapes[1:], torch_of_graphs.graphs
+    steps, graphs = shapes[1:], recorded.graphs
     assert len(graphs) >= 2 and len(graphs) <= len(set(steps))
     # Python runs a step twice for a number of rows: as it is, and captured.
     assert all(steps.count(shape) <= 2 for shape in steps)
@@ -105,12 +107,10 @@ def test_graphs_give_the_same_samples(kind, lm, folder, prompts, monkeypatch):
 def test_a_capture_that_waits_for_the_device_fails(lm, folder, prompts, monkeypatch):
     """Else the recorder could not tell."""
     decode_statically(monkeypatch)
-    torch_of_graphs = stand_in()
-    monkeypatch.setattr(cuda_graphs, "torch", torch_of_graphs)
-    draw = static_decoding.StaticDecoding._draw
-    monkeypatch.setattr(
-        static_decoding.StaticDecoding, "_draw", lambda self, *args: (args[2].max().item(), draw(self, *args))[1]
-    )
+    recorded = stand_in()
+    monkeypatch.setattr(generator, "cuda", recorded)
+    draw = StaticDecoding._draw
+    monkeypatch.setattr(StaticDecoding, "_draw", lambda self, *args: (args[2].max().item(), draw(self, *args))[1])
     engine = NativeGenerator(lm, load_tokenizer(folder), is_static=True, use_graphs=True)
     with pytest.raises(RuntimeError, match="capturing: _local_scalar_dense"):
         engine.generate(prompts, 4, PARAMS, seed=3)
@@ -128,7 +128,7 @@ def test_two_ranks(tp, pp, folder, tmp_path):
 def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch):
     """Training needs its memory, and Python looks for cycles when it likes."""
     decode_statically(monkeypatch)
-    monkeypatch.setattr(cuda_graphs, "torch", stand_in())
+    monkeypatch.setattr(generator, "cuda", stand_in())
     caches, new_cache = [], lm.new_cache
 
     def noted(*args, **options):

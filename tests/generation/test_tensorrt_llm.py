@@ -31,7 +31,7 @@ from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, GenerationError
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.trtllm.engine import Answer
+from reinforce_rl.generation.trtllm import Answer
 from reinforce_rl.generation.trtllm.generator import requests_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import latest_checkpoint

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from reinforce_rl.generation.base import Generator
-from reinforce_rl.generation.trtllm import weight_transfer
+from reinforce_rl.generation.trtllm import process
 from reinforce_rl.generation.trtllm.generator import TensorRTLLMGenerator
 
 PACKAGE = Path(__file__).with_name("fake_engine")
@@ -29,8 +29,8 @@ def install_fake(folder: Path, *, rank: int = 0, model: str = "native", **option
         sys.path.insert(0, str(PACKAGE))
     from tensorrt_llm.sharing import file_handle  # type: ignore[import-not-found]
 
-    weight_transfer.device_uuid = lambda _: f"cpu:{rank}"  # type: ignore[assignment]
-    weight_transfer.handle_of = file_handle if model == "native" else lambda _: ()  # type: ignore[assignment]
+    process.device_uuid = lambda _: f"cpu:{rank}"  # type: ignore[assignment]
+    process.handle_of = file_handle if model == "native" else lambda _: ()  # type: ignore[assignment]
 
 
 def in_small_buckets(generator: Generator) -> None:

@@ -71,7 +71,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def stand_in() -> SimpleNamespace:
-    """Return a substitute for torch in `cuda_graphs`; `graphs` holds the captured ones."""
+    """Return a substitute for `torch.cuda`; `graphs` holds the captured ones."""
     graphs: list[Graph] = []
 
     def new_graph() -> Graph:
@@ -86,7 +86,8 @@ def stand_in() -> SimpleNamespace:
         recorder.restore()
 
     stream = SimpleNamespace(wait_stream=lambda _: None)
-    cuda = SimpleNamespace(
+    return SimpleNamespace(
+        graphs=graphs,
         CUDAGraph=new_graph,
         graph=capture,
         graph_pool_handle=lambda: (0, 1),
@@ -94,4 +95,3 @@ def stand_in() -> SimpleNamespace:
         stream=lambda _: contextlib.nullcontext(),
         current_stream=lambda: stream,
     )
-    return SimpleNamespace(cuda=cuda, graphs=graphs)

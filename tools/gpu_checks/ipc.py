@@ -12,7 +12,7 @@ from one_gpu.shapes import SHAPES
 from one_gpu.weights import fill_ours
 
 from gpu_checks.base import Context, Finding, judged
-from reinforce_rl.generation.trtllm.weight_transfer import send_weights
+from reinforce_rl.generation.trtllm.process import send_weights
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import hf_tensors
 from reinforce_rl.megatron.mesh import parallel_mesh

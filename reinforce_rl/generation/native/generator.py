@@ -3,29 +3,36 @@
 All samples of a prompt share its keys and values; finished samples leave the batch at once and waiting ones take their
 place. The engine reads the actor's own weights, so there is nothing to refit.
 
-Notation: R samples in flight, b sequences per pass, s positions, h hidden.
+Notation: N responses of the call, R rows of a step, h hidden.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, cuda
 
 from reinforce_rl.data.batches import Completions, Prompt, join_completions
 from reinforce_rl.data.tokenizer import pad_id_of
-from reinforce_rl.errors import DataError
-from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native.decoding import Decoding, Responses
-from reinforce_rl.generation.native.static_decoding import StaticDecoding, can_decode_statically
+from reinforce_rl.generation.base import SamplingParams, check_lengths
+from reinforce_rl.generation.native.decoding import Decoding, PlainDecoding
+from reinforce_rl.megatron.model.attention import flash_takes
+from reinforce_rl.megatron.model.decoding import FlashCache
 from reinforce_rl.megatron.model.model import CausalLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_STEPS = 8
+_SMALL = (1, 2, 4, 8, 16)  # supported row counts; above them multiples of the next constant
+_MULTIPLE = 32
 
 
 class NativeGenerator:
@@ -51,7 +58,6 @@ class NativeGenerator:
         self._lm, self._max_tokens, self._is_lean = lm, max_tokens, is_lean
         self._is_static, self._use_graphs = is_lean and is_static, use_graphs
         self._tokenizer = tokenizer
-        self._pad_id = pad_id_of(tokenizer)
 
     @property
     def is_exact(self) -> bool:
@@ -74,7 +80,8 @@ class NativeGenerator:
 
         Context-parallel ranks split the prompts; keyed noise keeps the results the same.
         """
-        self._check_lengths(prompts, params)
+        limit = self._lm.architecture.max_positions
+        check_lengths(prompts, params, limit, f"the model's {limit} positions")
         mesh, was_training = self._lm.mesh, self._lm.training
         per_rank = -(-len(prompts) // mesh.cp_size)
         own = prompts[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
@@ -87,83 +94,208 @@ class NativeGenerator:
             self._lm.train(was_training)
         if mesh.cp_size == 1 and found is not None:
             return found
-        return join_completions([part for part in mesh.gather_over_cp(found) if part is not None], self._pad_id)
-
-    def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        longest = max((len(prompt.tokens) for prompt in prompts), default=0)
-        limit = self._lm.architecture.max_positions
-        if longest + params.max_length > limit:
-            raise DataError(
-                f"a prompt of {longest} tokens and {params.max_length} response tokens "
-                f"exceed the model's {limit} positions; lower model.reinforce.length_params.max_length "
-                "or model.encoder_seq_length"
-            )
+        parts = [part for part in mesh.gather_over_cp(found) if part is not None]
+        return join_completions(parts, pad_id_of(self._tokenizer))
 
     def _generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
+        call = self._lm, self._tokenizer, self._max_tokens, prompts, num_samples, params, seed
         longest = max(len(prompt.tokens) for prompt in prompts) + params.max_length
-        static = self._is_static and can_decode_statically(self._lm, longest)
-        responses = Responses(
-            prompts, num_samples, params, self._tokenizer, self._pad_id, self._lm.mesh.device, spare=static
-        )
-        call = (responses, prompts, num_samples, params, seed, self._max_tokens, self._pad_id)
-        if static:
-            StaticDecoding(self._lm, *call, use_graphs=self._use_graphs).run()
-        else:
-            decoding = _Decoding(self._lm, *call)
-            while decoding.admit():
-                decoding.advance(decoding.draw())
-        return responses.finish()
+        if self._is_static and can_decode_statically(self._lm, longest):
+            return StaticDecoding(*call, use_graphs=self._use_graphs).run()
+        return PlainDecoding(*call).run()
 
 
-class _Decoding(Decoding):
-    """Decode one token per unfinished row at a time; row state is on the device."""
+def can_decode_statically(lm: CausalLM, longest: int) -> bool:
+    """Return True if flash attention can decode here; `longest` is the length of the longest sequence in tokens."""
+    shape = lm.architecture
+    # The queries of a prompt share one call, but a sliding window differs for each query.
+    in_window = shape.window is None or longest <= shape.window
+    return in_window and flash_takes(lm.mesh.device, lm.config.params_dtype, shape.head_size)
 
-    def __init__(self, lm: CausalLM, *call: Any):
-        super().__init__(lm, *call)
-        self._cache = lm.new_cache(*self._sizes)
-        # Hidden states for the next tokens, on the last stage, by row.
-        self._hidden = self._of_prompts[:0]
 
-    def admit(self) -> bool:
-        """Fill free rows with waiting samples; return False when none is left."""
-        before = len(self._schedule.running)
-        unread = self._schedule.admit()
+def padded_rows(rows: int) -> int:
+    """Round a number of sequences up to a supported number of rows."""
+    return -(-rows // _MULTIPLE) * _MULTIPLE if rows > _SMALL[-1] else _SMALL[bisect.bisect_left(_SMALL, rows)]
+
+
+class StaticDecoding(Decoding):
+    """Decoder with static shapes, without host synchronisation at each step.
+
+    Row state is on the device. The host checks for finished rows every `_STEPS` steps; until then they keep drawing
+    into a spare row. The number of rows is padded to one of a few sizes, so that few CUDA graphs suffice. In a
+    pipeline the rows are split into one lot per stage, and the stages work on different lots at the same time.
+
+    Args:
+        call: arguments of `Decoding`.
+        use_graphs: replay steps as CUDA graphs; ignored in a pipeline.
+    """
+
+    has_spare = True
+
+    def __init__(self, *call: Any, use_graphs: bool = False):
+        super().__init__(*call)
+        self._cache = self._lm.new_cache(*self._sizes, kind=FlashCache)
+        slots, _, rows, _ = self._sizes
+        self._nobody, stages = len(self._keys), self._lm.mesh.pp_size
+        self._keys = torch.cat((self._keys, self._keys[:1]))
+        self._alive = torch.ones(self._nobody + 1, dtype=torch.bool, device=self._device)
+        self._alive[self._nobody] = False
+        size, most = padded_rows(-(-rows // stages)), max(self._nobody // len(self._prompts), _MULTIPLE)
+        self._lots = [_Lot(size, slots, most, self._device) for _ in range(stages)]
+        self._most_rows = max(size, rows)
+        self._free, self._lane_of, self._freed = list(range(rows)), dict[int, int](), False
+        self._use_graphs = use_graphs and stages == 1
+
+    def run(self) -> Completions:
+        # Not in `self`: a reference cycle would keep the cache until garbage collection.
+        step = GraphedStep(self._whole_step) if self._use_graphs else self._whole_step
+        while (steps := self._admit()) is not None:
+            if len(self._lots) > 1:
+                self._rotate(steps)
+            else:
+                for _ in range(steps):
+                    step(self._lots[0].rows)
+            self._look(steps)
+        return self._responses.finish()
+
+    def _admit(self) -> int | None:
+        """Fill free rows with waiting samples; return the number of steps to run, None at the end."""
+        schedule, before = self._schedule, len(self._schedule.running)
+        unread = schedule.admit()
         if unread:
-            self._cache.read([self._schedule.slot_of(number) for number in unread])
+            lengths = [len(self._prompts[number]) for number in unread]
+            self._cache.read([schedule.slot_of[number] for number in unread], lengths)
             self._prefill(unread, self._cache)
-        if len(self._schedule.running) > before:
+        new = schedule.running[before:]
+        if new:
+            samples = self._on_device([one.sample for one in new])
+            self._draw(self._of_prompts[[one.slot for one in new]], samples, torch.zeros_like(samples))
+            for one in new:
+                one.written, self._lane_of[one.sample] = 1, self._free.pop()
+        if not schedule.running:
+            return None
+        if new or self._freed:
             self._place()
-            self._hidden = torch.cat((self._hidden, self._of_prompts[self._slots[before:]]))
-        return bool(self._schedule.running)
+        if self._params.end_strings:  # checked after each token
+            return 0 if new else 1
+        return min(_STEPS, self._params.max_length - schedule.longest)
 
     def _place(self) -> None:
+        running = sorted(self._schedule.running, key=lambda one: one.slot)
+        share = -(-len(running) // len(self._lots))
+        for number, lot in enumerate(self._lots):
+            mine = running[number * share : (number + 1) * share]
+            starts = [self._cache.lane_start(self._lane_of[one.sample]) for one in mine]
+            lengths = [len(self._prompts[one.prompt]) for one in mine]
+            rows = [(one.sample, n, one.written, at) for one, n, at in zip(mine, lengths, starts, strict=True)]
+            unused = padded_rows(share) - len(mine)
+            lot.place(rows + [(self._nobody, 1, 1, self._cache.spare)] * unused, [one.slot for one in mine])
+
+    def _whole_step(self, rows: int) -> None:
+        self._write(self._lots[0], self._read(self._lots[0]))
+
+    def _rotate(self, steps: int) -> None:
+        """Run `steps` steps of every lot: at tick t, stage s works on lot (t - s) modulo the stages."""
+        mesh, stages = self._lm.mesh, len(self._lots)
+        total, given = steps * stages, None
+        for tick in range(total + stages - 1 if steps else 0):
+            number, hidden = tick - mesh.pp_rank, None
+            if 0 <= number < total:
+                if given is not None:
+                    self._lm.set_input_tensor(given)
+                hidden = self._read(self._lots[number % stages])
+            comes = mesh.pp_rank > 0 and 0 <= number + 1 < total
+            given = self._hand_on(None if mesh.is_last_stage else hidden, self._lots[0].rows if comes else 0)
+            if tick >= stages - 1:
+                self._write(self._lots[(tick - stages + 1) % stages], hidden)
+
+    def _read(self, lot: _Lot) -> Tensor:
+        samples, lengths, written, starts = lot.numbers
+        self._cache.at(starts, written - 1, lot.rows_of_slots, lot.most_rows)
+        tokens = self._responses.last_tokens(samples, written)
+        return self._lm(tokens[:, None], (lengths + written - 1)[:, None], self._cache)
+
+    def _write(self, lot: _Lot, hidden: Tensor | None) -> None:
+        """Draw the next tokens; `hidden` is [R, 1, h] on the last stage."""
+        samples, _, written, _ = lot.numbers
+        self._draw(hidden[:, 0] if hidden is not None else None, samples, written)
+        written.add_(self._alive[samples])
+
+    def _draw(self, hidden: Tensor | None, samples: Tensor, written: Tensor) -> None:
+        """Write the next token of each unfinished row."""
+        tokens, log_probs = self._next_tokens(hidden, samples, written)
+        alive = self._alive[samples]
+        at = samples.where(alive, self._nobody)
+        stopped = self._responses.record(at, written, tokens, log_probs)
+        self._alive[at] = alive & ~stopped & (written + 1 < self._params.max_length)
+
+    def _on_device(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers).to(self._device, non_blocking=True)
+
+    def _look(self, steps: int) -> None:
+        """Sync with the device and remove finished rows."""
         running = self._schedule.running
-        self._samples, self._slots, self._lengths, self._written = torch.tensor(
-            [(one.sample, one.slot, len(self._prompts[one.prompt]), one.written) for one in running],
-            device=self._device,
-        ).unbind(dim=1)
-        self._cache.place([one.slot for one in running])
+        if self._params.end_strings:
+            samples = self._on_device([one.sample for one in running])
+            self._alive[samples] &= ~self._responses.stop_at_end_strings(samples)
+        alive = self._alive.tolist() if self._params.end_strings or self._params.stop_token_ids else None
+        ended = [row for row, one in enumerate(running) if alive is not None and not alive[one.sample]]
+        self._freed = self._schedule.advance(ended, steps) is not None
+        if self._freed:
+            left = {one.sample for one in self._schedule.running}
+            for sample in [sample for sample in self._lane_of if sample not in left]:
+                self._free.append(self._lane_of.pop(sample))
 
-    def draw(self) -> Tensor:
-        """Draw, record and return each row's next token, int64 [R]."""
-        tokens, log_probs = self._next_tokens(self._hidden, self._samples, self._written)
-        ended = self._responses.append(self._samples, self._written, tokens, log_probs)
-        order = self._schedule.advance(ended)
-        if order is None:
-            self._written = self._written + 1
-            return tokens
-        if order:
-            self._cache.keep(order)
-            self._place()
-        return tokens[order]
 
-    def advance(self, tokens: Tensor) -> None:
-        """Feed the drawn tokens int64 [R] to the model."""
-        if not len(tokens):
-            self._hidden = self._hidden[:0]
+class _Lot:
+    """Rows that pass through the stages together; device state in buffers with fixed addresses."""
+
+    def __init__(self, size: int, slots: int, most_rows: int, device: torch.device):
+        self.rows, self._slots, self._most_rows = 0, slots, most_rows
+        self._numbers = torch.zeros((4, size), dtype=torch.long, device=device)
+        self.rows_of_slots = torch.zeros(slots + 2, dtype=torch.int32, device=device)
+
+    def place(self, rows: Sequence[tuple[int, int, int, int]], slots: Sequence[int]) -> None:
+        """Set the rows, as in `numbers`, sorted by slot; those beyond `slots` are nobody's."""
+        self.rows, self.most_rows = len(rows), min(len(rows), self._most_rows)
+        self._numbers[:, : self.rows].copy_(torch.tensor(rows).t(), non_blocking=True)
+        counts = Counter(slots)
+        firsts = np.cumsum([0, *(counts[slot] for slot in range(self._slots)), len(rows) - len(slots)])
+        self.rows_of_slots.copy_(torch.from_numpy(firsts), non_blocking=True)
+
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return int64 [R] each: samples, prompt tokens, response tokens, lane starts."""
+        samples, lengths, written, starts = self._numbers[:, : self.rows]
+        return samples, lengths, written, starts
+
+
+class GraphedStep:
+    """Capture a step, which takes the number of rows, once per number of rows; then replay it.
+
+    The step must update preallocated tensors in place and branch on the host by the number of rows only. Graphs hold
+    weight addresses, so weights must not move.
+    """
+
+    def __init__(self, step: Callable[[int], None]):
+        self._step = step
+        self._graphs: dict[int, cuda.CUDAGraph | None] = {}
+        self._stream = cuda.Stream()
+        self._pool = cuda.graph_pool_handle()  # shared, since graphs never run concurrently
+
+    def __call__(self, rows: int) -> None:
+        if rows not in self._graphs:
+            # Warm up on the capture stream: libraries allocate workspaces at their first call, illegal in a capture.
+            self._graphs[rows] = None
+            self._stream.wait_stream(cuda.current_stream())
+            with cuda.stream(self._stream):
+                self._step(rows)
+            cuda.current_stream().wait_stream(self._stream)
             return
-        stored = self._written - 1  # this pass computes the last token's keys
-        self._cache.at(self._lengths, stored, self._schedule.longest)
-        hidden = self._through_stages(tokens[:, None], (self._lengths + stored)[:, None], self._cache)
-        if hidden is not None:
-            self._hidden = hidden[:, 0]
+        graph = self._graphs[rows]
+        if graph is None:
+            graph = self._graphs[rows] = cuda.CUDAGraph()
+            # thread_local, as NCCL's watchdog thread calls CUDA during the capture.
+            with cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                self._step(rows)
+        graph.replay()

@@ -70,18 +70,13 @@ class Workspace:
         return torch.div(logits, temperature, out=self.reals(len(logits))[1])
 
 
-def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Return standard Gumbel noise float32 [R, V] from keys int32 [R, 2], the same in any batch and on any device.
-
-    Counter-based: the token id is the counter, hashed with 32-bit multiplications and shifts (constants of C. Wellons'
-    "lowbias32", 2018); the second half of the key enters between the two rounds.
-    """
-    buffers = torch.empty((2, len(keys), vocab_size), dtype=torch.int32, device=keys.device)
-    return _negative_noise(keys, buffers[0], buffers[1]).neg_()
-
-
 def _negative_noise(keys: Tensor, bits: Tensor, scratch: Tensor) -> Tensor:
-    """Compute -`gumbel_noise` in the memory of `scratch`; both buffers are int32 [R, V]."""
+    """Compute standard Gumbel noise, negated, from keys int32 [R, 2] in the memory of `scratch`, float32 [R, V].
+
+    The same in any batch and on any device; both buffers are int32 [R, V]. Counter-based: the token id is the counter,
+    hashed with 32-bit multiplications and shifts (constants of C. Wellons' "lowbias32", 2018); the second half of the
+    key enters between the two rounds.
+    """
     tokens = torch.arange(bits.shape[1], dtype=torch.int32, device=keys.device) * _as_int32(0x9E3779B1)
     torch.add(tokens[None, :], keys[:, :1], out=bits)
     _xor_shift(bits, scratch, 16)

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,20 +22,18 @@ import torch
 from reinforce_rl.config.actor import TensorRTLLMConfig
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
 from reinforce_rl.data.tokenizer import pad_id_of
-from reinforce_rl.errors import ConfigError, DataError, EngineLostError, GenerationError
-from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
+from reinforce_rl.generation.base import SamplingParams, check_lengths
 from reinforce_rl.generation.native.sampling import sample_seeds
-from reinforce_rl.generation.trtllm import weight_transfer
-from reinforce_rl.generation.trtllm.engine import (
+from reinforce_rl.generation.trtllm import (
     CACHE_TAGS,
     WEIGHT_TAGS,
     Answer,
     EngineArguments,
     EngineSampling,
     Request,
-    Started,
+    process,
 )
-from reinforce_rl.generation.trtllm.process import EngineProcess
 from reinforce_rl.megatron.lora import MergedWeights, lora_settings_of
 from reinforce_rl.megatron.model.model import CausalLM
 
@@ -57,6 +56,8 @@ class TensorRTLLMGenerator:
         ConfigError: TensorRT-LLM is missing, or there are no suitable GPUs.
     """
 
+    is_exact = False  # the kernels differ from the trainer's
+
     def __init__(
         self,
         lm: CausalLM,
@@ -67,9 +68,7 @@ class TensorRTLLMGenerator:
         max_seq_len: int,
         log_folder: Path,
     ):
-        self._lm = lm
-        self._tokenizer = tokenizer
-        self._config = config
+        self._lm, self._tokenizer, self._config, self._log_folder = lm, tokenizer, config, log_folder
         self._arguments = EngineArguments(
             model=str(model),
             dtype=str(lm.config.params_dtype).removeprefix("torch."),
@@ -80,17 +79,11 @@ class TensorRTLLMGenerator:
             free_gpu_memory_fraction=config.free_gpu_memory_fraction,
         )
         self._bucket_bytes = config.weight_bucket_megabytes * 2**20
-        self._log_folder = log_folder
         self._pad_id = pad_id_of(tokenizer)
-        self._engine: EngineProcess | None = None
+        self._engine: process.EngineProcess | None = None
         self._hosts_worker = False
         self._is_running = self._is_asleep = self._has_weights = self._was_restarted = False
         self._place_engine()
-
-    @property
-    def is_exact(self) -> bool:
-        """False: the kernels differ from the trainer's."""
-        return False
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -114,20 +107,17 @@ class TensorRTLLMGenerator:
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
         """See `Generator.generate`. Lost requests are retried once with the same seed."""
-        longest, limit = max((len(prompt.tokens) for prompt in prompts), default=0), self._arguments.max_seq_len
-        if longest + params.max_length > limit:
-            raise DataError(
-                f"a prompt of {longest} tokens and {params.max_length} response tokens exceed "
-                f"model.encoder_seq_length, which is {limit}"
-            )
+        limit = self._arguments.max_seq_len
+        check_lengths(prompts, params, limit, f"model.encoder_seq_length, which is {limit}")
         requests = requests_of(prompts, num_samples, params, seed, self._pad_id)
         answers = self._with_one_restart(lambda: self._together(lambda engine: _answers(engine, requests)))
-        lost = [(i // num_samples, answer.fault) for i, answer in enumerate(answers) if answer.fault is not None]
+        lost = [row for row, answer in enumerate(answers) if answer.fault is not None]
         if lost:
-            ids = sorted({prompts[i].id for i, _ in lost})
+            ids = sorted({prompts[row // num_samples].id for row in lost})
             raise GenerationError(
                 f"the engine lost {len(lost)} of {len(requests)} requests twice, of the prompts {ids[:10]}: "
-                f"{lost[0][1]}. Where they are slow rather than lost, raise tensorrt_llm.request_timeout_seconds"
+                f"{answers[lost[0]].fault}. Where they are slow rather than lost, raise "
+                "tensorrt_llm.request_timeout_seconds"
             )
         return self._completions(answers, params)
 
@@ -156,29 +146,33 @@ class TensorRTLLMGenerator:
 
     def _wake(self) -> None:
         if not self._is_running:
-            started = self._together(lambda engine: engine.start())
-            self._check_devices(started)
+            foreign = sorted(set(self._together(lambda engine: engine.start())) - set(self._devices))
+            if foreign:
+                raise GenerationError(
+                    f"TensorRT-LLM has workers on {', '.join(foreign)}; expected {', '.join(self._devices)}, the GPUs "
+                    "of this block, as only there it can be given weights. Is CUDA_VISIBLE_DEVICES set for the engine?"
+                )
             self._is_running, self._is_asleep, self._has_weights = True, False, False
         if self._is_asleep:
-            self._together(lambda engine: engine.resume(WEIGHT_TAGS))
+            self._together(lambda engine: engine.call("resume", WEIGHT_TAGS))
         if not self._has_weights:
-            weight_transfer.send_weights(
+            process.send_weights(
                 self._lm,
-                lambda handles: self._together(lambda engine: engine.update(handles)),
+                lambda handles: self._together(lambda engine: engine.call("update_weights", handles)),
                 max_bytes=self._bucket_bytes,
                 hosts_worker=self._hosts_worker,
                 values=None if lora_settings_of(self._lm) is None else MergedWeights(self._lm),
             )
-            self._together(lambda engine: engine.update(None))
+            self._together(lambda engine: engine.call("update_weights", None))
             self._has_weights = True
         if self._is_asleep:
-            self._together(lambda engine: engine.resume(CACHE_TAGS))
+            self._together(lambda engine: engine.call("resume", CACHE_TAGS))
             self._is_asleep = False
 
     def _sleep(self) -> None:
         self._has_weights = False
         try:
-            self._together(lambda engine: engine.release((*WEIGHT_TAGS, *CACHE_TAGS)))
+            self._together(lambda engine: engine.call("release", WEIGHT_TAGS + CACHE_TAGS))
             self._is_asleep = True
         except EngineLostError as error:
             # Its death freed the memory. The next wake-up starts another, if a restart is left.
@@ -190,16 +184,13 @@ class TensorRTLLMGenerator:
         Raises:
             GenerationError: the engine does not start, or fails a second time.
         """
-        try:
-            return action()
-        except EngineLostError as error:
-            self._count_restart(error)
-        try:
-            self._wake()
-            return action()
-        except EngineLostError as error:
-            self._count_restart(error)
-            raise
+        while True:
+            try:
+                if not self._is_running:
+                    self._wake()
+                return action()
+            except EngineLostError as error:
+                self._count_restart(error)
 
     def _count_restart(self, error: EngineLostError) -> None:
         self._is_running = False
@@ -211,14 +202,13 @@ class TensorRTLLMGenerator:
         if self._engine is not None:
             logger.warning("event=engine_restarted reason=%s", error)
 
-    def _together(self, action: Callable[[EngineProcess], T]) -> T:
+    def _together(self, action: Callable[[process.EngineProcess], T]) -> T:
         """Run `action` on the leader and return its result on all ranks of the block.
 
         Raises:
             GenerationError: the leader's, on all ranks.
         """
-        result: T | None = None
-        failure: GenerationError | None = None
+        result, failure = None, None
         if self._engine is not None:
             try:
                 result = action(self._engine)
@@ -231,37 +221,23 @@ class TensorRTLLMGenerator:
 
     def _place_engine(self) -> None:
         mesh, arguments = self._lm.mesh, self._arguments
-        uuid = weight_transfer.device_uuid(mesh.device)
+        uuid = process.device_uuid(mesh.device)
         if importlib.util.find_spec("tensorrt_llm") is None:
-            raise ConfigError(
-                ["generation is tensorrt_llm, but no package tensorrt_llm is installed; see docs/tensorrt-llm.md"]
-            )
-        places = mesh.from_block_leader(
-            mesh.gather_on_block_leader((socket.gethostname(), _number_of(mesh.device), uuid))
-        )
+            found = "generation is tensorrt_llm, but no package tensorrt_llm is installed; see docs/tensorrt-llm.md"
+            raise ConfigError([found])
+        own = socket.gethostname(), _number_of(mesh.device), uuid
+        places = mesh.from_block_leader(mesh.gather_on_block_leader(own))
         hosts = sorted({host for host, _, _ in places})
         if len(hosts) > 1:
-            raise ConfigError(
-                [
-                    f"generation is tensorrt_llm, but the ranks of one block are on {', '.join(hosts)}; an engine "
-                    "has the GPUs of one node: lower the model-parallel sizes"
-                ]
-            )
+            found = f"generation is tensorrt_llm, but the ranks of one block are on {', '.join(hosts)}; "
+            raise ConfigError([f"{found}an engine has the GPUs of one node: lower the model-parallel sizes"])
         used = places[: arguments.tensor_parallel_size]
         self._devices = [uuid for _, _, uuid in used]
         self._hosts_worker = uuid in self._devices
         if mesh.is_block_leader:
             numbers = [number for _, number, _ in used if number is not None]
             log = self._log_folder / f"dp_{mesh.dp_rank:05d}.log"
-            self._engine = EngineProcess(arguments, self._config, log, mesh.dp_rank, numbers or None)
-
-    def _check_devices(self, started: Started) -> None:
-        foreign = sorted(set(started.devices) - set(self._devices))
-        if foreign:
-            raise GenerationError(
-                f"TensorRT-LLM has workers on {', '.join(foreign)}; expected {', '.join(self._devices)}, the GPUs of "
-                "this block, as only there it can be given weights. Is CUDA_VISIBLE_DEVICES set for the engine?"
-            )
+            self._engine = process.EngineProcess(arguments, self._config, log, mesh.dp_rank, numbers or None)
 
 
 def requests_of(
@@ -270,26 +246,21 @@ def requests_of(
     """Build one request per sample, prompt-major, seeded by (seed, prompt, sample)."""
     ids = np.repeat([prompt.id for prompt in prompts], num_samples)
     seeds = sample_seeds(seed, ids, np.tile(np.arange(num_samples), len(prompts)))
-    greedy = params.use_greedy
-    return [
-        Request(
-            prompts[row // num_samples].tokens,
-            EngineSampling(
-                max_tokens=params.max_length,
-                seed=int(seeds[row]),
-                temperature=None if greedy else params.temperature,
-                top_k=None if greedy else params.top_k,
-                top_p=None if greedy else params.top_p,
-                repetition_penalty=None if params.repetition_penalty == 1.0 else params.repetition_penalty,
-                stop_token_ids=list(params.stop_token_ids),
-                pad_id=pad_id,
-            ),
-        )
-        for row in range(len(ids))
-    ]
+    rule = EngineSampling(
+        max_tokens=params.max_length,
+        seed=0,
+        temperature=None if params.use_greedy else params.temperature,
+        top_k=None if params.use_greedy else params.top_k,
+        top_p=None if params.use_greedy else params.top_p,
+        repetition_penalty=None if params.repetition_penalty == 1.0 else params.repetition_penalty,
+        stop_token_ids=list(params.stop_token_ids),
+        pad_id=pad_id,
+    )
+    asked = zip((prompt for prompt in prompts for _ in range(num_samples)), seeds.tolist(), strict=True)
+    return [Request(prompt.tokens, replace(rule, seed=own)) for prompt, own in asked]
 
 
-def _answers(engine: EngineProcess, requests: Sequence[Request]) -> list[Answer]:
+def _answers(engine: process.EngineProcess, requests: Sequence[Request]) -> list[Answer]:
     answers = engine.generate(requests)
     lost = [row for row, answer in enumerate(answers) if answer.fault is not None]
     if lost:

@@ -16,65 +16,48 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from reinforce_rl.generation.trtllm.engine import (
-    DONE,
-    FAULT,
-    GENERATE,
-    RELEASE,
-    RESUME,
-    START,
-    STOP,
-    UPDATE,
-    Answer,
-    EngineArguments,
-    Request,
-    Started,
-)
+from reinforce_rl.generation.trtllm import Answer, EngineArguments, Request
 from reinforce_rl.utils.process import connect_to_parent
 
 SHUTDOWN_SECONDS = 20.0
 
 
 class EngineHost:
+    """Its public methods are the commands of the trainer."""
+
     def __init__(self) -> None:
         self._llm: Any = None
 
-    async def start(self, arguments: EngineArguments) -> Started:
-        """Import TensorRT-LLM and start the engine; its weights are random until the first update."""
-        package = _package("tensorrt_llm")
+    async def start(self, arguments: EngineArguments) -> list[str]:
+        """Start the engine, with random weights until the first update; return the device of each worker."""
+        package = importlib.import_module("tensorrt_llm")
         version = str(package.__version__)
         if not version.startswith("1.2"):
             raise RuntimeError(f"tensorrt_llm is {version}; expected 1.2, whose interface this was written for")
         options = dataclasses.asdict(arguments)
-        cache = _package("tensorrt_llm.llmapi").KvCacheConfig(
-            enable_block_reuse=True, free_gpu_memory_fraction=options.pop("free_gpu_memory_fraction")
-        )
+        fraction = options.pop("free_gpu_memory_fraction")
+        config = importlib.import_module("tensorrt_llm.llmapi").KvCacheConfig
         # Only TRTLLMSampler honours request seeds; only chunked prefill lets a prompt exceed max_num_tokens.
         self._llm = package.AsyncLLM(
             **options,
             backend="pytorch",
             skip_tokenizer_init=True,
             max_input_len=arguments.max_seq_len,
-            kv_cache_config=cache,
+            kv_cache_config=config(enable_block_reuse=True, free_gpu_memory_fraction=fraction),
             load_format="dummy",
             enable_sleep=True,
             enable_chunked_prefill=True,
             sampler_type="TRTLLMSampler",
         )
         await self._llm.setup_async()
-        devices = await self._llm.collective_rpc("report_device_id")
-        return Started(version, tuple(str(device) for device in devices))
+        return [str(device) for device in await self._llm.collective_rpc("report_device_id")]
 
     async def generate(self, requests: Sequence[Request], seconds: float) -> list[Answer]:
         """Run all requests at once; abort those over time and report them as lost."""
-        sampling = _package("tensorrt_llm").SamplingParams
-        results = [
-            self._llm.generate_async(
-                list(request.tokens), sampling_params=sampling(**dataclasses.asdict(request.sampling))
-            )
-            for request in requests
-        ]
-        waits = [asyncio.ensure_future(_finished(result)) for result in results]
+        sampling = importlib.import_module("tensorrt_llm").SamplingParams
+        asked = [(list(one.tokens), sampling(**dataclasses.asdict(one.sampling))) for one in requests]
+        results = [self._llm.generate_async(tokens, sampling_params=params) for tokens, params in asked]
+        waits = [asyncio.ensure_future(result) for result in results]
         await asyncio.wait(waits, timeout=seconds)
         answers = []
         for wait, result in zip(waits, results, strict=True):
@@ -88,7 +71,7 @@ class EngineHost:
                 answers.append(_answer(wait.result()))
         return answers
 
-    async def update(self, handles: dict[str, str] | None) -> None:
+    async def update_weights(self, handles: dict[str, str] | None) -> None:
         """Load a bucket of weights by device; None after the last resets the prefix cache."""
         await self._llm.update_weights(handles)
 
@@ -101,14 +84,6 @@ class EngineHost:
     async def stop(self) -> None:
         if self._llm is not None:
             await asyncio.wait_for(asyncio.to_thread(self._llm.shutdown), SHUTDOWN_SECONDS)
-
-
-def _package(name: str) -> Any:
-    return importlib.import_module(name)
-
-
-async def _finished(result: Any) -> Any:
-    return await result
 
 
 def _answer(result: Any) -> Answer:
@@ -126,30 +101,22 @@ def _answer(result: Any) -> Answer:
 
 
 async def serve(connection: Connection) -> None:
-    """Handle commands until `STOP` or until the trainer is gone."""
+    """Answer commands by (fault, result) until "stop" or until the trainer is gone."""
     host = EngineHost()
-    calls = {
-        START: host.start,
-        GENERATE: host.generate,
-        UPDATE: host.update,
-        RELEASE: host.release,
-        RESUME: host.resume,
-        STOP: host.stop,
-    }
     while True:
         try:
             command, arguments = await asyncio.to_thread(connection.recv)
         except (EOFError, OSError):
-            command, arguments = STOP, ()
+            command, arguments = "stop", ()
         try:
-            reply = (DONE, await calls[command](*arguments))
+            reply = None, await getattr(host, command)(*arguments)
         except Exception as error:  # report any engine error to the trainer
-            reply = (FAULT, _text(error))
+            reply = _text(error), None
         try:
             connection.send(reply)
         except OSError:
             return
-        if command == STOP:
+        if command == "stop":
             return
 
 
@@ -160,10 +127,9 @@ def _text(error: BaseException) -> str:
 def main() -> None:
     # Also die by signal, as a call into the engine may never return.
     asyncio.run(serve(connect_to_parent(death_signal=signal.SIGTERM)))
-    # Skip waiting for engine threads that never end.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(0)  # engine threads may never end
 
 
 if __name__ == "__main__":

@@ -1,27 +1,41 @@
-"""Trainer side of `host.py`: an engine in its own process, with a timeout on each call."""
+"""Trainer side of `host.py`: an engine in its own process, with a timeout on each call, and the weights it is sent.
+
+Weights are whole tensors under Hugging Face names, in bounded buckets. Each bucket is gathered over tensor-parallel
+ranks and stages on the block's leader, copied to every GPU of the block and offered as CUDA IPC handles, so the engine
+needs no pipeline stages.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import itertools
 import json
+import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
 from reinforce_rl.config.actor import TensorRTLLMConfig
-from reinforce_rl.errors import EngineLostError, GenerationError
-from reinforce_rl.generation.trtllm import engine
-from reinforce_rl.generation.trtllm.engine import Answer, EngineArguments, Request, Started
+from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
+from reinforce_rl.generation.trtllm import Answer, EngineArguments, Request
 from reinforce_rl.megatron.architecture import with_old_rope_keys
-from reinforce_rl.megatron.hf_weights import carry_over
+from reinforce_rl.megatron.hf_weights import carry_over, hf_tensors
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.weight_map import Row, weight_map
 from reinforce_rl.utils.process import PACKAGE_PARENT, ModuleChild
 
 KEY = "tensorrt_llm"
@@ -32,6 +46,7 @@ ABORT_SECONDS = 60.0  # for the engine to abort late requests
 MAX_FOLDER_CHARACTERS = 40
 # Launcher variables, which would make the engine join the training job as a rank.
 _OF_THE_LAUNCHER = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "ROLE_", "GROUP_", "LOCAL_", "MASTER_")
+_ALIGNED = 64  # elements; a tensor in a bucket begins at a multiple of them
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
@@ -52,15 +67,12 @@ class EngineProcess:
         dp_rank: int,
         devices: Sequence[str] | None,
     ):
-        self._arguments = arguments
-        self._config = config
-        self._log = log
+        self._arguments, self._config, self._log, self._devices = arguments, config, log, devices
         self._folder = private_folder(os.environ, os.getpid(), dp_rank)
-        self._devices = devices
         self._child: ModuleChild | None = None
 
-    def start(self) -> Started:
-        """Start the engine and wait until it is ready.
+    def start(self) -> list[str]:
+        """Start the engine, wait until it is ready, and return the device of each worker.
 
         Raises:
             GenerationError: it did not start; a retry is not expected to help.
@@ -71,14 +83,11 @@ class EngineProcess:
         model = write_engine_model(Path(self._arguments.model), self._folder / "model")
         arguments = replace(self._arguments, model=str(model))
         with self._log.open("ab") as log:
-            self._child = ModuleChild(
-                "reinforce_rl.generation.trtllm.host",
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=engine_environment(os.environ, self._folder, self._devices),
-            )
+            environment = engine_environment(os.environ, self._folder, self._devices)
+            module = "reinforce_rl.generation.trtllm.host"
+            self._child = ModuleChild(module, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
-            return self._call(engine.START, (arguments,), self._config.start_timeout_seconds, "start_timeout_seconds")
+            return self.call("start", arguments, limit="start_timeout_seconds")
         except EngineLostError as error:
             advice = "see its log"
             if "out of memory" in str(error).lower():
@@ -87,30 +96,14 @@ class EngineProcess:
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         """Return answers in the order of the requests; lost ones have a `fault`."""
-        seconds = self._config.request_timeout_seconds
-        arguments = (tuple(requests), seconds)
-        answers = self._call(engine.GENERATE, arguments, seconds + ABORT_SECONDS, "request_timeout_seconds")
-        if len(answers) != len(requests):
-            self.kill()
-            raise EngineLostError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
-        return answers
-
-    def update(self, handles: Mapping[str, str] | None) -> None:
-        """Load one bucket of weights; None after the last."""
-        given = None if handles is None else dict(handles)
-        self._call(engine.UPDATE, (given,), self._config.update_timeout_seconds, "update_timeout_seconds")
-
-    def release(self, tags: Sequence[str]) -> None:
-        self._call(engine.RELEASE, (tuple(tags),), self._config.update_timeout_seconds, "update_timeout_seconds")
-
-    def resume(self, tags: Sequence[str]) -> None:
-        self._call(engine.RESUME, (tuple(tags),), self._config.update_timeout_seconds, "update_timeout_seconds")
+        key, seconds = "request_timeout_seconds", self._config.request_timeout_seconds
+        return self.call("generate", tuple(requests), seconds, limit=key, grace=ABORT_SECONDS)
 
     def stop(self) -> None:
         """Stop the engine gracefully, or kill it."""
         if self._child is not None:
             with contextlib.suppress(EngineLostError):
-                self._call(engine.STOP, (), STOP_SECONDS, "stop")
+                self.call("stop")
         self.kill()
 
     def kill(self) -> None:
@@ -121,15 +114,16 @@ class EngineProcess:
             self._child = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _call(self, command: str, arguments: tuple[Any, ...], seconds: float, key: str) -> Any:
-        """Send a command and wait for the reply.
+    def call(self, command: str, *arguments: Any, limit: str = "update_timeout_seconds", grace: float = 0.0) -> Any:
+        """Return what the method `command` of `EngineHost` returns, within `limit` of the configuration plus `grace`.
 
         Raises:
             EngineLostError: the engine died, timed out or failed; it is killed first.
         """
+        seconds = STOP_SECONDS if command == "stop" else getattr(self._config, limit) + grace
         assert self._child is not None
         child, connection = self._child, self._child.connection
-        late = EngineLostError(f"no answer to {command} within {seconds:g} s ({KEY}.{key}); log: {self._log}")
+        late = EngineLostError(f"no answer to {command} within {seconds:g} s ({KEY}.{limit}); log: {self._log}")
         # A process stopped in mid-message would block send or recv.
         stuck = threading.Timer(seconds + STUCK_SECONDS, child.kill)
         stuck.daemon = True
@@ -139,10 +133,10 @@ class EngineProcess:
             connection.send((command, arguments))
             if not connection.poll(seconds):
                 raise late
-            kind, value = connection.recv()
-            if kind == engine.FAULT:
-                raise EngineLostError(f"the engine's {command} failed: {value}; log: {self._log}")
-            return value
+            fault, result = connection.recv()
+            if fault is not None:
+                raise EngineLostError(f"the engine's {command} failed: {fault}; log: {self._log}")
+            return result
         except (EOFError, OSError) as error:
             status = child.wait(1.0)
             self.kill()
@@ -167,14 +161,10 @@ def private_folder(environment: Mapping[str, str], pid: int, dp_rank: int) -> Pa
 
 def engine_environment(environment: Mapping[str, str], folder: Path, devices: Sequence[str] | None) -> dict[str, str]:
     """Return the engine's environment: without the launcher's variables, with its own Ray on the given GPUs."""
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if not name.startswith(_OF_THE_LAUNCHER) and name not in _OF_THE_RANK
-    }
-    places = [PACKAGE_PARENT, *sys.path]
+    foreign = {name for name in environment if name.startswith(_OF_THE_LAUNCHER) or name in _OF_THE_RANK}
+    kept = {name: value for name, value in environment.items() if name not in foreign}
     own = {
-        "PYTHONPATH": os.pathsep.join(filter(None, places)),
+        "PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_PARENT, *sys.path])),
         "TLLM_DISABLE_MPI": "1",
         "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # do not join another Ray on this machine
         "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # as NeMo-RL and verl do: copies stay on one stream
@@ -182,7 +172,9 @@ def engine_environment(environment: Mapping[str, str], folder: Path, devices: Se
         "RAY_USAGE_STATS_ENABLED": "0",
         "TMPDIR": str(folder),
     }
-    return {**kept, **own, **({} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)})}
+    if devices is not None:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return {**kept, **own}
 
 
 def write_engine_model(source: Path, out: Path) -> Path:
@@ -195,3 +187,87 @@ def write_engine_model(source: Path, out: Path) -> Path:
         values.setdefault("torch_dtype", values["dtype"])
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return out
+
+
+def send_weights(
+    lm: CausalLM,
+    deliver: Callable[[dict[str, str]], None],
+    *,
+    max_bytes: int,
+    hosts_worker: bool,
+    values: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Send all weights bucket by bucket; a collective call of the block.
+
+    Args:
+        deliver: passes a bucket's handles, by device, to the engine. Called on all ranks; the leader gets the block's
+            handles, the others an empty dict. The bucket's memory is reused after it returns.
+        max_bytes: bucket size, exceeded only by a single larger parameter.
+        hosts_worker: whether the engine has a worker on this rank's device.
+        values: tensors to send instead of the weights, by the names of `parameters_of`.
+    """
+    mesh, dtype = lm.mesh, lm.config.params_dtype
+    buckets = plan_buckets(weight_map(lm.architecture, mesh.tp_size), max_bytes // dtype.itemsize)
+    buffer = torch.empty(max(map(_elements, buckets)), dtype=dtype, device=mesh.device)
+    # The other context-parallel ranks hold the same weights.
+    tensors = hf_tensors(lm, values, dtype=dtype, device=mesh.device) if mesh.cp_rank == 0 else iter(())
+    for rows in buckets:
+        views = _views(buffer, rows)
+        for name, tensor in itertools.islice(tensors, len(rows)):
+            if tensor is not None:
+                views[name].copy_(tensor)
+        mesh.copy_from_block_leader(buffer[: _elements(rows)])
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize(mesh.device)
+        own = {device_uuid(mesh.device): packed_handles(views)} if hosts_worker else {}
+        parts = mesh.gather_on_block_leader(own)
+        deliver({device: handles for part in parts for device, handles in part.items()})
+    next(tensors, None)
+
+
+def plan_buckets(rows: Sequence[Row], max_elements: int) -> list[list[Row]]:
+    """Pack rows into buckets in order. Rows that share a parameter stay together, as an engine fuses them."""
+    buckets: list[list[Row]] = []
+    for _, group in itertools.groupby(rows, lambda row: row.megatron):
+        together = list(group)
+        if buckets and _elements([*buckets[-1], *together]) <= max_elements:
+            buckets[-1] += together
+        else:
+            buckets.append(together)
+    return buckets
+
+
+def _room(row: Row) -> int:
+    return -(-math.prod(row.shape) // _ALIGNED) * _ALIGNED
+
+
+def _elements(rows: Sequence[Row]) -> int:
+    return sum(map(_room, rows))
+
+
+def _views(buffer: Tensor, rows: Sequence[Row]) -> dict[str, Tensor]:
+    starts = itertools.accumulate(map(_room, rows), initial=0)
+    whole = {row.hf: (start, row.shape) for row, start in zip(rows, starts, strict=False)}
+    return {name: buffer[start : start + math.prod(shape)].view(shape) for name, (start, shape) in whole.items()}
+
+
+def packed_handles(tensors: Mapping[str, Tensor]) -> str:
+    """Pickle the (name, handle) pairs in the base64 form that the engine's workers read."""
+    handles = [(name, handle_of(tensor)) for name, tensor in tensors.items()]
+    return base64.b64encode(pickle.dumps(handles)).decode("ascii")
+
+
+handle_of = reduce_tensor  # a function and its arguments, which rebuild the tensor in another process on its device
+
+
+def device_uuid(device: torch.device) -> str:
+    """Return the GPU's NVML id, by which the engine's workers look up weights.
+
+    Raises:
+        ConfigError: the device is no GPU.
+    """
+    if device.type != "cuda":
+        found = f"generation is tensorrt_llm, but the ranks compute on {device}; it needs CUDA: use native"
+        raise ConfigError([found])
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"

@@ -13,8 +13,7 @@ from helpers.policies import megatron_model, random_tokens
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import static_decoding
-from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.generation.native.generator import NativeGenerator, StaticDecoding
 from reinforce_rl.megatron.mesh import parallel_mesh
 
 
@@ -26,7 +25,7 @@ def main() -> None:
     with parallel_mesh(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, timeout_seconds=60) as mesh:
         lm, tokenizer = megatron_model(folder, mesh, torch.float64), load_tokenizer(folder)
         passes = []
-        whole = static_decoding.StaticDecoding._read
+        whole = StaticDecoding._read
         for params, samples, max_tokens in ((stops, 4, None), (stops, 4, 60), (plain, 5, None), (stops, 1, 30)):
             engine = NativeGenerator(lm, tokenizer, max_tokens, is_static=True)
             expected = engine.generate(prompts, samples, params, seed=3)
@@ -34,7 +33,7 @@ def main() -> None:
             with pytest.MonkeyPatch.context() as patch:
                 decode_statically(patch)
                 patch.setattr(
-                    static_decoding.StaticDecoding,
+                    StaticDecoding,
                     "_read",
                     lambda self, lot: (passes.append(lot), whole(self, lot))[1],
                 )

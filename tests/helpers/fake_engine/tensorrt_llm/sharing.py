@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def file_handle(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a rebuild function and its arguments, like `weight_transfer.handle_of`; argument 6 is the device."""
+    """Return a rebuild function and its arguments, like `process.handle_of`; argument 6 is the device."""
     path = Path(json.loads(os.environ["FAKE_ENGINE"])["folder"]) / f"{uuid.uuid4().hex}.pt"
     torch.save(tensor.clone(), path)
     return _from_file, (str(path), None, None, None, None, None, "sender's device")

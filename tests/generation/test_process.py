@@ -1,0 +1,281 @@
+"""Engines of a machine do not meet, none takes itself for a rank, and weights arrive in buckets.
+
+That whole runs deliver them is in test_tensorrt_llm.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import io
+import json
+import math
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.lora import EVERY, lora_model
+from helpers.models import tiny_llama_folder
+from helpers.policies import megatron_model
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from reinforce_rl.config.actor import TensorRTLLMConfig
+from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
+from reinforce_rl.generation.trtllm import EngineArguments, EngineSampling, Request, process
+from reinforce_rl.generation.trtllm.process import (
+    MAX_FOLDER_CHARACTERS,
+    EngineProcess,
+    _elements,
+    _views,
+    device_uuid,
+    engine_environment,
+    packed_handles,
+    plan_buckets,
+    private_folder,
+    send_weights,
+    write_engine_model,
+)
+from reinforce_rl.megatron.hf_weights import HFFolder, export_hf_folder
+from reinforce_rl.megatron.lora import MergedWeights
+from reinforce_rl.megatron.weight_map import Row
+from reinforce_rl.utils.process import ModuleChild
+
+# What the worker of TensorRT-LLM 1.2 lets a pickle import, by llmapi/rlhf_utils.py and serialization.py.
+BUILTINS = ("list", "tuple", "str", "int", "float", "bool", "bytes", "dict", "NoneType", "type")
+MODULES = r"^torch.*"
+
+
+def process_of(tmp_path: Path, **deadlines: float) -> EngineProcess:
+    (tmp_path / "config.json").write_text("{}")
+    arguments = EngineArguments(str(tmp_path), "bfloat16", 1, 8, 64, 64, 0.5)
+    seconds = {f"{call}_timeout_seconds": deadlines.get(call, 60.0) for call in ("start", "update", "request")}
+    return EngineProcess(arguments, TensorRTLLMConfig(**seconds), tmp_path / "engine.log", 0, None)
+
+
+def test_folders_differ_by_job_restart_process_and_rank(monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    slurm = {"SLURM_JOB_ID": "12345678", "SLURM_RESTART_COUNT": "2"}
+    found = [
+        private_folder(slurm, 4_194_303, 127),
+        private_folder({"SLURM_JOB_ID": "12345678"}, 4_194_303, 127),
+        private_folder(slurm, 5, 127),
+        private_folder(slurm, 4_194_303, 1),
+        private_folder({}, 5, 1),
+    ]
+    assert len(set(found)) == len(found)
+    assert found[0].name == "rrl-12345678.2-4194303-127"
+    assert max(len(str(folder)) for folder in found) <= MAX_FOLDER_CHARACTERS
+
+
+def test_a_long_temporary_folder_is_not_used(monkeypatch):
+    """Its sockets' names would be too long."""
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 60)
+    assert private_folder({}, 5, 1) == Path("/tmp/rrl-5-1")
+
+
+def test_the_launchers_variables_stay_outside():
+    given = {
+        "PATH": "/bin",
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "x",
+        "PMIX_RANK": "3",
+        "SLURM_PROCID": "3",
+        "RAY_ADDRESS": "elsewhere:6379",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+        "HF_HUB_OFFLINE": "1",
+    }
+    found = engine_environment(given, Path("/tmp/rrl-5-1"), ["2", "3"])
+    assert found["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert (found["PATH"], found["HF_HUB_OFFLINE"]) == ("/bin", "1")
+    assert found["TLLM_RAY_FORCE_LOCAL_CLUSTER"] == "1" and found["RAY_TMPDIR"] == "/tmp/rrl-5-1"
+    gone = {"RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PMIX_RANK", "SLURM_PROCID", "RAY_ADDRESS"}
+    gone.add("CUDA_DEVICE_MAX_CONNECTIONS")
+    assert not gone & found.keys()
+    assert engine_environment(given, Path("/tmp/rrl-5-1"), None)["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+
+
+def test_an_engines_config_is_one_that_transformers_4_reads_too(tmp_path):
+    rope = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0}
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    (source / "model.safetensors").touch()
+    (source / "config.json").write_text(json.dumps({"rope_parameters": rope, "dtype": "bfloat16"}))
+    found = json.loads((write_engine_model(source, out) / "config.json").read_text())
+    assert found == {
+        "rope_parameters": rope,
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+    (source / "config.json").write_text(json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}))
+    found = json.loads((write_engine_model(source, out) / "config.json").read_text())
+    assert (found["rope_theta"], found["rope_scaling"]) == (1e5, None)
+
+
+def test_without_the_package_it_says_so_and_leaves_nothing_behind(tmp_path):
+    engine = process_of(tmp_path)
+    with pytest.raises(GenerationError, match=r"did not start: .*No module named 'tensorrt_llm'") as raised:
+        engine.start()
+    assert not isinstance(raised.value, EngineLostError), "another try would not help"
+    assert not engine._folder.exists() and engine._child is None
+
+
+def test_a_start_that_takes_too_long_is_ended(tmp_path):
+    engine = process_of(tmp_path, start=0.001)
+    with pytest.raises(GenerationError, match=r"no answer to start within 0.001 s \(tensorrt_llm.start_timeout_sec"):
+        engine.start()
+    assert engine._child is None
+
+
+def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "STUCK_SECONDS", 0.1)
+    monkeypatch.setattr(process, "ABORT_SECONDS", 0.0)
+    engine = process_of(tmp_path, request=1.0)
+    engine._child = ModuleChild("timeit", prefix=["sh", "-c", "exec sleep 60", "sh"])
+    prompts = [
+        Request(tuple(range(100_000)), EngineSampling(8, 0, None, None, None, None, []))
+    ] * 20  # far more than the connection holds
+    with pytest.raises(EngineLostError, match=r"no answer to generate within 1 s \(tensorrt_llm.request_timeout"):
+        engine.generate(prompts)
+    assert engine._child is None
+
+
+def test_the_host_does_not_outlive_a_trainer_that_is_not_its_parent():
+    done = subprocess.run(
+        [sys.executable, "-m", "reinforce_rl.generation.trtllm.host", "0", "1"], timeout=60, capture_output=True
+    )
+    assert done.returncode == 1
+
+
+def test_the_host_imports_neither_torch_nor_megatron():
+    code = "import sys, reinforce_rl.generation.trtllm.host; print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def rows_of(*sizes: tuple[str, int]) -> list[Row]:
+    return [Row(f"{parameter}.{i}", parameter, (size,), 1, None) for i, (parameter, size) in enumerate(sizes)]
+
+
+def test_buckets_are_full_but_keep_what_an_engine_fuses():
+    rows = rows_of(("a", 64), ("qkv", 64), ("qkv", 64), ("qkv", 64), ("b", 64), ("c", 640), ("d", 1))
+    buckets = plan_buckets(rows, 256)
+    assert [[row.megatron for row in bucket] for bucket in buckets] == [
+        ["a", "qkv", "qkv", "qkv"],
+        ["b"],
+        ["c"],
+        ["d"],
+    ]
+    assert [row for bucket in buckets for row in bucket] == rows
+    assert [_elements(bucket) for bucket in buckets] == [256, 64, 640, 64]
+
+
+@pytest.mark.parametrize("limit", [1, 100, 10_000])
+def test_views_do_not_overlap(limit):
+    rows = rows_of(("a", 3), ("b", 65), ("c", 64), ("d", 1))
+    for bucket in plan_buckets(rows, limit):
+        buffer = torch.zeros(_elements(bucket))
+        for view in _views(buffer, bucket).values():
+            view += 1
+        assert int(buffer.sum()) == sum(math.prod(row.shape) for row in bucket)
+        assert int(buffer.max()) == 1
+
+
+def test_a_device_without_cuda_is_refused():
+    with pytest.raises(ConfigError, match="the ranks compute on cpu; it needs CUDA"):
+        device_uuid(torch.device("cpu"))
+
+
+class AsTheWorker(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        assert re.match(MODULES, module) or (module == "builtins" and name in BUILTINS), f"Import {module} | {name}"
+        return super().find_class(module, name)
+
+
+def handles_in(packed: str) -> list[tuple[str, tuple[Any, tuple[Any, ...]]]]:
+    return AsTheWorker(io.BytesIO(base64.b64decode(packed))).load()
+
+
+def cuda_handle(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """What `reduce_tensor` makes of a tensor on a GPU, with made-up handles."""
+    arguments = inspect.signature(rebuild_cuda_tensor).bind(
+        tensor_cls=type(tensor),
+        tensor_size=tensor.size(),
+        tensor_stride=tensor.stride(),
+        tensor_offset=tensor.storage_offset(),
+        storage_cls=torch.UntypedStorage,
+        dtype=tensor.dtype,
+        storage_device=3,
+        storage_handle=b"handle",
+        storage_size_bytes=tensor.untyped_storage().nbytes(),
+        storage_offset_bytes=0,
+        requires_grad=tensor.requires_grad,
+        ref_counter_handle=b"counter",
+        ref_counter_offset=0,
+        event_handle=b"event",
+        event_sync_required=True,
+    )
+    return rebuild_cuda_tensor, arguments.args
+
+
+def test_a_worker_can_unpickle_the_handles_and_put_its_device_in(monkeypatch):
+    monkeypatch.setattr(process, "handle_of", cuda_handle)
+    tensors = {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(4)}
+    found = handles_in(packed_handles(tensors))
+    assert [(name, function) for name, (function, _) in found] == [(name, rebuild_cuda_tensor) for name in tensors]
+    assert [arguments for _, (_, arguments) in found] == [cuda_handle(tensor)[1] for tensor in tensors.values()]
+    assert list(inspect.signature(rebuild_cuda_tensor).parameters)[6] == "storage_device"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora"),
+    [
+        pytest.param(torch.float32, False, id="fp32"),
+        pytest.param(torch.bfloat16, False, id="bf16"),
+        pytest.param(torch.float32, True, id="lora"),
+    ],
+)
+def test_buckets_hold_the_exported_weights_and_share_one_bounded_buffer(dtype, lora, tmp_path, mesh, monkeypatch):
+    folder = tiny_llama_folder(tmp_path / "model")
+    lm = lora_model(folder, mesh, EVERY, dtype) if lora else megatron_model(folder, mesh, dtype)
+    values = MergedWeights(lm) if lora else None
+    export_hf_folder(lm, folder, tmp_path / "exported", values=values)
+
+    received: list[tuple[str, Tensor]] = []
+    memory = set()
+
+    def handle_of(tensor: Tensor) -> tuple[Any, ...]:
+        memory.add((tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()))
+        return torch.clone, (tensor,)
+
+    def deliver(handles: dict[str, str]) -> None:
+        ((device, packed),) = handles.items()
+        assert device == "here"
+        found: list[tuple[str, Any]] = pickle.loads(base64.b64decode(packed))
+        tensors = [(name, function(*arguments)) for name, (function, arguments) in found]
+        received.extend(tensors)
+        sizes.append(sum(tensor.numel() for _, tensor in tensors) * dtype.itemsize)
+
+    sizes: list[int] = []
+    monkeypatch.setattr(process, "device_uuid", lambda _: "here")
+    monkeypatch.setattr(process, "handle_of", handle_of)
+    limit = 20_000
+    send_weights(lm, deliver, max_bytes=limit, hosts_worker=True, values=values)
+
+    expected = HFFolder(tmp_path / "exported")
+    assert len(received) == len(dict(received)) and dict(received).keys() == expected.names
+    for name, tensor in received:
+        assert tensor.dtype == dtype and torch.equal(tensor, expected.read(name))
+    ((_, nbytes),) = memory
+    assert nbytes <= limit and max(sizes) <= limit and len(sizes) > sum(sizes) / limit > 2
