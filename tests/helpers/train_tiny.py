@@ -59,7 +59,7 @@ def main(cfg: DictConfig) -> None:
 
     # With prompts whose samples are all alike where those are left out.
     reward = SOME_ALIKE if config.trainer.reinforce.dynamic_filtering else FunctionReward(odd_share, PROMPT_TOKENS)
-    connection.connect_to_reward_server = lambda *_: reward  # type: ignore[assignment]
+    connection._connect_to_reward_server = lambda *_: reward  # type: ignore[assignment]
     train(config, stop)
 
 
