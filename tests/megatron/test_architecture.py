@@ -31,16 +31,8 @@ WINDOWS = {
     "mistral, null": ("mistral", {"sliding_window": None}, None),
     "mistral, as long as the model": ("mistral", {"sliding_window": 2048}, None),
     "qwen2, not used": ("qwen2", {"sliding_window": 512}, None),
-    "qwen2, on all layers": (
-        "qwen2",
-        {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 0},
-        512,
-    ),
-    "qwen2, on no layer": (
-        "qwen2",
-        {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 30},
-        None,
-    ),
+    "qwen2, on all layers": ("qwen2", {**USED, "max_window_layers": 0}, 512),
+    "qwen2, on no layer": ("qwen2", {**USED, "max_window_layers": 30}, None),
     "qwen3, by layer_types": ("qwen3", {**USED, "layer_types": ["sliding_attention"] * 30}, 512),
     "qwen2, long, on some layers": ("qwen2", {**USED, "sliding_window": 4096, "max_window_layers": 15}, None),
     "llama has none": ("llama", {"sliding_window": 512}, None),
@@ -100,16 +92,8 @@ def test_public_models_have_their_published_size(name):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(family):
-    from transformers import CONFIG_MAPPING
-
-    raw = {
-        "model_type": family,
-        "vocab_size": 64,
-        "hidden_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 32,
-        "intermediate_size": 64,
-    }
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 32, "intermediate_size": 64}
+    raw = {"model_type": family, "vocab_size": 64, **sizes}
     theirs = CONFIG_MAPPING[family].from_dict(raw)
     found = Architecture.from_hf(raw)
     head_size = getattr(theirs, "head_dim", None) or 256 // 32
