@@ -29,7 +29,7 @@ from reinforce_rl.monitoring.loggers import read_metrics
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VOCAB_SIZE = 64
 OTHER_VOCAB_SIZE = 48
-STEPS = 40
+STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def freeze_at_step(step: int, actors: list[Actor], seconds: float = 240.0) -> No
                 os.kill(actor.process.pid, signal.SIGSTOP)
                 running.remove(actor)
         assert time.monotonic() < deadline, "\n".join(actor.output for actor in running)
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 @dataclass
@@ -193,7 +193,7 @@ def launch_local(world: World, run_dir: Path, *actor_overrides: str, seconds: fl
         while process.poll() is None:
             assert time.monotonic() < deadline, f"the launcher ran past {seconds} s:\n{log.read_text()}"
             look_at_descendants(process.pid, launched)
-            time.sleep(0.2)
+            time.sleep(0.5)
     finally:
         if process.poll() is None:
             process.kill()  # its guard ends the rest
