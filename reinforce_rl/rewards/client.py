@@ -79,8 +79,7 @@ class Replicas:
         self._turns = itertools.count()
         self._described: tuple[ServerInfo, ModelAddress] | None = None
         self._difference: str | None = None  # two servers of different models: nothing can go on
-        self._changed = asyncio.Event()  # set at the next change, and then replaced
-        self._started = False
+        self._changed: asyncio.Future[None] | None = None  # done at the next change, and then replaced
         self._probing: set[asyncio.Task[None]] = set()
         self._next_report = 0.0
         self._report_lock = threading.Lock()
@@ -184,8 +183,8 @@ class Replicas:
             task.cancel()
 
     async def _wait(self, inspect: Callable[[], T | None], call: Call) -> T:
-        if not self._started:
-            self._started = True
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
             for replica in self._replicas:
                 self._probe_in_background(replica, 0.0)
         while True:
@@ -199,12 +198,13 @@ class Replicas:
             if call.remaining <= 0:
                 raise self.past_deadline(call)
             self.report(call)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), max(0.0, min(call.remaining, REPORT_CHECK_SECONDS)))
+            # Not wait_for, which before Python 3.12 drops a cancellation that comes with the change.
+            await asyncio.wait({self._changed}, timeout=max(0.0, min(call.remaining, REPORT_CHECK_SECONDS)))
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set_result(None)
+        self._changed = asyncio.get_running_loop().create_future()
 
     def _probe_in_background(self, replica: _Replica, pause: float) -> None:
         task = asyncio.create_task(self._probe(replica, pause))
