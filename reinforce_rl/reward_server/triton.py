@@ -191,7 +191,12 @@ class PrivateTriton:
 
 
 def _tritonservers() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.name() == "tritonserver"]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if process.name() == "tritonserver":
+                found.append(process)
+    return found
 
 
 def keep_private(path: Path) -> None:
