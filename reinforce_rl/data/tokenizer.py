@@ -40,10 +40,11 @@ class TokenizerInfo:
         """Return a sentence per difference that changes the meaning of token ids."""
         values = (
             ("vocabulary size", self.vocab_size, other.vocab_size),
-            ("vocabulary hash", self.vocab_sha256[:12], other.vocab_sha256[:12]),
+            ("vocabulary hash", self.vocab_sha256, other.vocab_sha256),
             ("end-of-sequence id", self.eos_id, other.eos_id),
         )
-        return [f"{name} {own} here, {theirs} there" for name, own, theirs in values if own != theirs]
+        different = [(name, str(own), str(theirs)) for name, own, theirs in values if own != theirs]
+        return [f"{name} {own[:12]} here, {theirs[:12]} there" for name, own, theirs in different]
 
 
 def token_id(value: object) -> int | None:

@@ -1,14 +1,15 @@
-"""Folders that hold no tokenizer."""
+"""Folders that hold no tokenizer, and the comparison of two."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from helpers.tiny_tokenizer import write_model_without_weights
 
-from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError
 
 
@@ -20,3 +21,10 @@ def test_a_config_of_the_wrong_shape_is_a_message(tmp_path: Path, change: str) -
     file.write_text(json.dumps(values))
     with pytest.raises(ConfigError, match="holds no tokenizer that transformers can load"):
         load_tokenizer(tmp_path / "m")
+
+
+def test_vocabulary_hashes_are_compared_whole_and_shown_in_part() -> None:
+    own = TokenizerInfo(vocab_size=4, vocab_sha256="a" * 64, eos_id=2, chat_template_sha256=None)
+    other = dataclasses.replace(own, vocab_sha256="a" * 63 + "b")
+    assert own.differences(other) == [f"vocabulary hash {'a' * 12} here, {'a' * 12} there"]
+    assert own.differences(own) == []
