@@ -128,7 +128,8 @@ def read(schema: type[T], node: DictConfig, path: str = "") -> tuple[T, list[str
     """
     config = schema()
     faults = list(_fill(config, node, path))
-    return config, [*faults, *_missing(config, path, {fault.split(" ")[0] for fault in faults})]
+    told = {path + fault.removeprefix(path).split(" ")[0] for fault in faults}
+    return config, [*faults, *_missing(config, path, told)]
 
 
 def _fill(section: Section, node: DictConfig, path: str) -> Iterator[str]:

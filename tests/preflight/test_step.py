@@ -50,6 +50,14 @@ def test_a_machine_file_that_cannot_be_used_is_told_by_key_and_file(tmp_path, te
     assert all(word in str(raised.value) for word in (*words, f"preflight_machine={path}"))
 
 
+def test_a_wrong_value_of_a_machine_is_told_once(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("".join(f"{key}: {value!r}\n" for key, value in {**H100.model_dump(), "memory": "much"}.items()))
+    with pytest.raises(ConfigError) as raised:
+        load_machine(str(path))
+    assert raised.value.faults == [f"preflight_machine={path}: memory is 'much'; expected a number"]
+
+
 def test_an_unknown_machine_is_told():
     with pytest.raises(ConfigError, match="preflight_machine is 'b200'; expected h100, h200, a100 or a YAML file"):
         load_machine("b200")
