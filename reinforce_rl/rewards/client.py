@@ -45,6 +45,7 @@ class _Replica:
     turn: int  # when it last got a request; breaks ties
     info: ServerInfo | None = None  # once it was up
     up: bool = False  # may be asked for scores
+    probes: int = 0  # how often it was found up
     outstanding: int = 0  # samples
     trouble: str | None = None  # last problem; once it was up, None only after scores
     fatal: RewardServerError | None = None  # why it cannot be used at all, as of the last probe
@@ -158,7 +159,7 @@ class Replicas:
             return min(up, key=lambda replica: (replica.outstanding, replica.turn), default=None)
 
         replica = await self._wait(choose, call)
-        replica.turn = next(self._turns)
+        replica.turn, probes = next(self._turns), replica.probes
         replica.outstanding += samples
         try:
             yield replica.model
@@ -167,7 +168,7 @@ class Replicas:
             replica.trouble = None
             replica.pause = self._first_pause
         except FailedAttempt as failure:
-            if replica.up:  # else another request has reported it
+            if replica.up and replica.probes == probes:  # else another request has reported it
                 if replica.trouble is None and self._several:
                     logger.warning("event=reward_server_set_aside place=%s reason=%s", replica.model.place, failure)
                 replica.up, replica.trouble, replica.fatal = False, str(failure), failure.fatal
@@ -253,7 +254,7 @@ class Replicas:
         else:
             if replica.info is None:
                 replica.trouble = None
-            replica.info, replica.up = info, True
+            replica.info, replica.up, replica.probes = info, True, replica.probes + 1
         self._wake()
 
 

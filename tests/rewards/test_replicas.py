@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -14,8 +15,10 @@ from helpers.serve_toy_scorer import toy_score, toy_scores
 from helpers.toy_server import free_port, wait_for
 
 from reinforce_rl.errors import RewardServerError
-from reinforce_rl.rewards.client import RemoteGPTRMClient
-from reinforce_rl.rewards.wire import ENVELOPE_BYTES
+from reinforce_rl.rewards import transport
+from reinforce_rl.rewards.client import RemoteGPTRMClient, Replicas
+from reinforce_rl.rewards.transport import Call, FailedAttempt, ModelAddress
+from reinforce_rl.rewards.wire import ENVELOPE_BYTES, ServerInfo
 from reinforce_rl.utils.net import Address
 
 pytest.importorskip("tritonclient.http")
@@ -263,3 +266,54 @@ def test_what_is_sent_stays_within_the_servers_limit(world):
     assert connect(server.port).infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(SEQUENCES)
     assert [len(part) for part in server.requests] == [10] * 6
     assert max(int(headers["Content-Length"]) for headers in server.headers) <= ENVELOPE_BYTES + 10 * 32
+
+
+@pytest.fixture
+def replicas(monkeypatch) -> Replicas:
+    """One server, which is up whenever it is asked."""
+
+    async def describe_it(model: ModelAddress, seconds: float) -> ServerInfo:
+        return ServerInfo(model.name, 8, 8, 8, None, deterministic=True, add_special_tokens=False)
+
+    monkeypatch.setattr(transport, "ask_description", describe_it)
+    return Replicas([ModelAddress(Address("127.0.0.1", 1), "rm", None)], 0.01, 0.01, None, 60.0)
+
+
+def test_a_failure_from_before_a_server_came_back_does_not_set_it_aside(replicas):
+    call = Call("x", 60.0)
+
+    async def fail(when: asyncio.Event) -> None:
+        with pytest.raises(FailedAttempt):
+            async with replicas.lease(1, call):
+                await when.wait()
+                raise FailedAttempt("failed")
+
+    async def play() -> None:
+        soon, late = asyncio.Event(), asyncio.Event()
+        first, second = (asyncio.create_task(fail(when)) for when in (soon, late))
+        async with replicas.lease(1, call):
+            while replicas._replicas[0].outstanding < 3:
+                await asyncio.sleep(0.01)
+        soon.set()
+        await first
+        assert replicas.troubles() == ["failed"]
+        async with replicas.lease(1, call):  # it is back
+            pass
+        late.set()
+        await second
+
+    asyncio.run(play())
+    assert replicas.troubles() == []
+
+
+def test_what_is_cancelled_as_a_server_changes_ends(replicas):
+    async def play() -> bool:
+        waiting = asyncio.create_task(replicas._wait(lambda: None, Call("x", 60.0)))
+        await asyncio.sleep(0.1)
+        replicas._wake()
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting}, timeout=30.0)
+        return waiting.cancelled()
+
+    assert asyncio.run(play())
