@@ -8,6 +8,7 @@ Notation: N sequences, S tokens, h hidden, K attributes.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +46,11 @@ class Merging:
         `names` is empty for a single score. Missing weights are 0; `weights=None` weights each of K attributes 1 / K.
 
         Raises:
-            ConfigError: unknown names, or weights that are all 0.
+            ConfigError: unknown names, weights that are all 0, or moments of a head's file that are of no use.
         """
+        if not (math.isfinite(mean) and 0 < deviation < math.inf):
+            expected = "expected finite numbers, the deviation above 0; set reward_model.mean and deviation"
+            raise ConfigError([f"the head has mean {mean} and deviation {deviation}; {expected}"])
         if unknown := sorted(set(weights or {}) - set(names)):
             known = f"the head has {', '.join(names)}" if names else "the head has one score and no attributes"
             raise ConfigError([f"reward_model.attribute_weights names {', '.join(unknown)}; {known}"])

@@ -146,3 +146,6 @@ def test_merging_refuses_names_that_the_head_lacks():
         Merging.from_names((), {"helpfulness": 1.0})
     with pytest.raises(ConfigError, match="no weight other than 0"):
         Merging.from_names(HELPSTEER, {"helpfulness": 0.0})
+    for mean, deviation in ((float("nan"), 1.0), (0.0, 0.0)):  # a head's file may hold any
+        with pytest.raises(ConfigError, match=f"mean {mean} and deviation {deviation}; expected finite numbers"):
+            Merging.from_names((), None, mean, deviation)
