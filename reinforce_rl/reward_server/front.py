@@ -13,12 +13,13 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, hdrs, web
+from aiohttp.typedefs import Handler
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from reinforce_rl.reward_server.admission import Admission, FrontSettings, Refusal, check_length
@@ -110,12 +111,8 @@ class Front:
         if self._session is not None:
             await self._session.close()  # an open one would delay Triton's stop
 
-    # Around every request.
-
     @web.middleware
-    async def _around(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get(REQUEST_ID, "")
         record = request[_RECORD] = _Record(given if TRUSTED_ID.fullmatch(given) else secrets.token_hex(8))
         started, code = time.monotonic(), CLIENT_GONE
@@ -158,8 +155,6 @@ class Front:
         if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
             raise Refusal(415, "compressed requests are not taken")
         check_length(request.content_length, self._settings)
-
-    # Scores.
 
     async def _infer(self, request: web.Request) -> web.Response:
         record = request[_RECORD]
@@ -230,8 +225,7 @@ class Front:
             return answer.status, answer.headers, await answer.read()
 
     async def _ask_model(self, body: bytes) -> tuple[int, bytes]:
-        headers = {"Content-Type": "application/json"}
-        seconds = 2 * self._settings.inference.canary_seconds
+        headers, seconds = {"Content-Type": "application/json"}, 2 * self._settings.inference.canary_seconds
         try:
             code, _, answer = await self._ask(f"{self._model}/infer", body, headers, seconds)
             if code == 200:  # the description's own Triton process may hang too
@@ -240,8 +234,6 @@ class Front:
         except ClientError as error:
             raise ConnectionError(type(error).__name__) from error
         return code, answer
-
-    # Health and numbers.
 
     async def _answer_live(self, _: web.Request) -> web.Response:
         return web.Response()
@@ -258,14 +250,10 @@ class Front:
 
     async def _answer_health(self, _: web.Request) -> web.Response:
         verdict = await self.check_health()
-        values = {
-            "state": self._state,
-            "model": self._settings.inference.name,
-            "in_flight": self._admission.in_flight,
-            "queued": self._admission.queued,
-            **asdict(verdict),
-        }
-        return web.json_response(text=json.dumps(values) + "\n", status=200 if verdict.healthy else 503)
+        values = {"state": self._state, "model": self._settings.inference.name}
+        counts = {"in_flight": self._admission.in_flight, "queued": self._admission.queued}
+        text = json.dumps({**values, **counts, **asdict(verdict)}) + "\n"
+        return web.json_response(text=text, status=200 if verdict.healthy else 503)
 
     async def _answer_metrics(self, request: web.Request) -> web.Response:
         self._authorise(request)

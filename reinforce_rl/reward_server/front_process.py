@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 from collections import Counter
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -127,12 +128,10 @@ async def _run(connection: Connection) -> None:
     await runner.setup()
     manager = cast(web.Server, runner.server)
     listener = socket.socket(fileno=start["listener"])
-    server = await loop.create_server(
-        lambda: _Connection(manager, loop=loop, **options), sock=listener, backlog=BACKLOG
-    )
-    interval = settings.inference.stuck_seconds / 10
-    tasks = [asyncio.create_task(_report_health(connection, front, interval))]
-    tasks += [asyncio.create_task(_report_empty(connection, front))]
+    accept = partial(_Connection, manager, loop=loop, **options)
+    server = await loop.create_server(accept, sock=listener, backlog=BACKLOG)
+    health = _report_health(connection, front, settings.inference.stuck_seconds / 10)
+    tasks = [asyncio.create_task(report) for report in (health, _report_empty(connection, front))]
     ended = asyncio.Event()
 
     def read_message() -> None:  # on the loop, so that a state applies to every later request

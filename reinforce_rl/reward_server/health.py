@@ -34,6 +34,10 @@ _ARRAYS = (("by_status", np.float64, len(base.STATUS_TEXT)), ("buckets", np.floa
 _LAYOUT = np.dtype([*((name, np.float64) for name in _COUNTS), *_ARRAYS])
 
 
+# Sends a JSON body to the model, past the queue; returns HTTP status and body.
+Ask = Callable[[bytes], Awaitable[tuple[int, bytes]]]
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """Counts since the start, including the server's own one-token samples."""
@@ -60,8 +64,9 @@ class Snapshot:
         """Return an error text if one call has lasted longer than `seconds`, else None."""
         if not self.busy or self.quiet_seconds <= seconds:
             return None
-        setting = f"inference.stuck_seconds is {seconds:g}"
-        return f"the model has been in one call for {self.quiet_seconds:.0f} s ({setting})"
+        return (
+            f"the model has been in one call for {self.quiet_seconds:.0f} s (inference.stuck_seconds is {seconds:g})"
+        )
 
 
 class Progress:
@@ -113,18 +118,10 @@ class Verdict:
 class Health:
     """Checks an idle model with one small sample, and a busy one by its progress.
 
-    Args:
-        ask: sends a JSON body to the model, past the queue; returns HTTP status and body.
-        answers: returns the number of requests for scores answered so far.
+    `answers` returns the number of requests for scores answered so far.
     """
 
-    def __init__(
-        self,
-        ask: Callable[[bytes], Awaitable[tuple[int, bytes]]],
-        answers: Callable[[], int],
-        progress: Progress,
-        settings: FrontSettings,
-    ):
+    def __init__(self, ask: Ask, answers: Callable[[], int], progress: Progress, settings: FrontSettings):
         self._ask, self._answers, self._progress = ask, answers, progress
         self._canary = settings.canary.encode()
         self._stuck_seconds = settings.inference.stuck_seconds
@@ -144,8 +141,7 @@ class Health:
 
     async def _check(self) -> Verdict:
         fault, text = await self._look()
-        self._verdict = Verdict(not fault, text, self._canary_seconds)
-        self._at = time.monotonic()
+        self._at, self._verdict = time.monotonic(), Verdict(not fault, text, self._canary_seconds)
         return self._verdict
 
     async def _look(self) -> tuple[bool, str]:
@@ -164,15 +160,13 @@ class Health:
             return True, f"a small sample had no answer within {self._limit:g} s"
         except OSError as error:
             return True, f"the model's side does not answer ({type(error).__name__})"
-        fault = fault_of(code, body)
-        if fault is not None:
+        if (fault := fault_of(code, body)) is not None:
             return True, fault
         self._canary_seconds = time.monotonic() - started
         return False, "a small sample was scored"
 
     def _judge_busy(self, found: Snapshot) -> tuple[bool, str]:
-        why = found.why_stuck(self._stuck_seconds)
-        if why is not None:
+        if (why := found.why_stuck(self._stuck_seconds)) is not None:
             return True, f"stuck: {why}"
         return False, f"busy: the model has been in a call for {found.quiet_seconds:.1f} s"
 

@@ -77,24 +77,15 @@ class DistributedScorer:
     If a rank was lost, leaving the block ends this process with exit code 76, since its threads may wait in a
     collective for the lost rank for ever.
 
-    Args:
-        load: the others are watched meanwhile.
-        rank_timeout: seconds of silence after which a rank counts as lost.
-        call_timeout: seconds for the ranks to finish one call.
+    A rank is lost after `rank_timeout` seconds of silence, or `call_timeout` seconds without the scores of a call.
+    The others are watched during `load` too.
 
     Raises RankLostError if a rank died or hung before all were ready, RewardServerError if the model cannot score a
     single token.
     """
 
     def __init__(
-        self,
-        me: Member,
-        links: Links,
-        others: Sequence[Member],
-        load: Load,
-        *,
-        rank_timeout: float,
-        call_timeout: float,
+        self, me: Member, links: Links, others: list[Member], load: Load, *, rank_timeout: float, call_timeout: float
     ):
         self._members = {member.rank: member for member in (me, *others)}
         self._num_blocks = 1 + max(member.block for member in self._members.values())
@@ -249,9 +240,7 @@ def follow(
 ) -> None:
     """Compute for rank 0, the `leader`, until it sends STOP.
 
-    Args:
-        rank_timeout: seconds of silence after which rank 0 counts as lost.
-        end: ends the process when rank 0 is lost; called on another thread.
+    After `rank_timeout` seconds of silence rank 0 is lost: then `end` ends the process, called on another thread.
     """
     inbox: queue.SimpleQueue[Sequence[Buffer]] = queue.SimpleQueue()
 
@@ -283,13 +272,10 @@ def lead_ranks(mesh: Mesh, load: Load, *, rank_timeout: float, call_timeout: flo
 
 
 def follow_rank_0(mesh: Mesh, load: Load, *, rank_timeout: float) -> None:
-    """Compute on another rank until rank 0 sends STOP; the process ends if rank 0 is lost. A collective call.
-
-    SIGTERM and SIGINT are ignored: torchrun and terminals send them to every rank, and rank 0 needs the others until
-    the last call is answered.
-    """
+    """Compute on another rank until rank 0 sends STOP; the process ends if rank 0 is lost. A collective call."""
     _remove_folder_of_torchrun()
     invitation, leader = mesh.from_main(None)
+    # torchrun and terminals send them to every rank, and rank 0 needs the others until the last call is answered.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     me = Member.of(mesh)
@@ -311,9 +297,7 @@ def connect(invitation: Invitation, me: Member, seconds: float) -> Links:
     try:
         return Links.connect(invitation, me.rank, json.dumps(asdict(me)).encode(), seconds)
     except ConnectionError as error:
-        where = f"{me} cannot reach rank 0 at {invitation.host}:{invitation.port} ({error})"
-        advice = "ranks of a reward server need TCP connections to the host of rank 0"
-        raise RewardServerError(f"{where}; {advice}") from error
+        raise RewardServerError(f"{me} {error}") from error
 
 
 def end_process(reason: str, code: int = EXIT_LOST_RANK) -> NoReturn:

@@ -37,10 +37,8 @@ def read_request(
 ) -> TritonRequest:
     """Read a KServe v2 inference request; raise Refusal (400 or 413) if it is invalid.
 
-    Args:
-        body: a JSON object, followed by binary tensors if `header_length` is given.
-        header_length: the header Inference-Header-Content-Length.
-        input_forms: accepted by the model; empty for a model without inputs.
+    `body` is a JSON object, followed by binary tensors if there is a header Inference-Header-Content-Length
+    (`header_length`); `input_forms` are those that the model accepts, none for a model without inputs.
     """
     position = json_length(header_length, len(body))
     request = _parse(body[:position])

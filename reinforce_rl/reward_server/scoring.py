@@ -45,8 +45,7 @@ class RequestScorer:
 
     Args:
         tokenizer: for `sentences`, and, with its chat template, for requests of texts.
-        deterministic: score each request in a call of its own, so that its scores do not depend, to the last bit, on
-            concurrent requests. Else all requests of a batch share one call.
+        deterministic: one call per request, so that concurrent ones do not change its last bits; else one per batch.
         add_special_tokens: to `sentences`; False for text with the chat template applied, which holds them already.
     """
 
@@ -78,9 +77,7 @@ class RequestScorer:
         ]
 
     def __call__(self, requests: Sequence[Request]) -> list[Answer]:
-        """Return `rewards` float32 [N, 1] and `status` int32 [N, 1] for each request, in order.
-
-        If the scorer has K attributes, also `attributes` float32 [N, K].
+        """Return `rewards` float32 [N, 1], `status` int32 [N, 1] and any `attributes` float32 [N, K] of each request.
 
         Raises RankLostError, as no call can succeed any more, and ValueError if no request's inputs make a form.
         """

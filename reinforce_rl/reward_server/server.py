@@ -55,10 +55,8 @@ class RewardServer:
     """Serves a scorer as a KServe v2 model over HTTP.
 
     Args:
-        scorer: the reward model, or a reward function. Called on one thread, never the main one, so it must set its
-            CUDA device itself.
-        tokenizer: the scorer's. Also reads `sentences`, without a chat template, and prompts with responses, with its
-            own. None for a reward function.
+        scorer: called on one thread, never the main one, so it must set its CUDA device itself.
+        tokenizer: the scorer's; None for a reward function.
         details: what else identifies the reward model; part of the handshake.
         check: called periodically; raises a `ReinforceError` once the scorer cannot score any more.
 
@@ -111,10 +109,8 @@ class RewardServer:
     def serve(self) -> None:
         """Serve until SIGTERM or SIGINT, then stop and return. Call it from the main thread.
 
-        Raises:
-            ConfigError: the port is busy. Nothing was started.
-            RewardServerError: the server did not become ready, or one of its processes died.
-            ModelStuckError: the model was in one call for too long; its thread still exists.
+        Raises ConfigError if the port is busy, RewardServerError if the server did not become ready or lost a process,
+        ModelStuckError if the model was in one call for too long; its thread still exists.
         """
         listener = open_port(self._inference.host, self._inference.port)
         with self._signals_raise(), listener:
@@ -176,15 +172,13 @@ class RewardServer:
 
     def _warm_up(self, triton: PrivateTriton) -> None:
         """Send samples end to end before clients do: a model's first passes are its slowest."""
-        longest = self.info.max_length
-        wanted = self._inference.warm_up_lengths
+        longest, wanted = self.info.max_length, self._inference.warm_up_lengths
         lengths = sorted({1, *(min(length, longest) for length in wanted)}) if longest else [1]
         started = time.monotonic()
         for length in lengths:
             body = json.dumps({"inputs": self._requests.canary_inputs(length)}).encode()
             answer = triton.ask(f"/v2/models/{self.info.name}/infer", CANARY_SECONDS, body)
-            fault = fault_of(*answer, f"a sample of {length} tokens (id 0)")
-            if fault is not None:
+            if (fault := fault_of(*answer, f"a sample of {length} tokens (id 0)")) is not None:
                 raise RewardServerError(f"{fault}. See the log above; nothing is served.")
         logger.info("event=warmed_up lengths=%s seconds=%.1f", lengths, time.monotonic() - started)
 
@@ -207,10 +201,8 @@ class RewardServer:
         stuck_seconds = self._inference.stuck_seconds
         patience = stuck_seconds + STUCK_GRACE_SECONDS
         setting = f"inference.stuck_seconds is {stuck_seconds:g}"
-        here, again = (
-            f"{self._inference.host}:{self._inference.port}",
-            "Clients wait and retry, so start the server again",
-        )
+        here = f"{self._inference.host}:{self._inference.port}"
+        again = "Clients wait and retry, so start the server again"
         next_sign, next_summary, last_requests = 0.0, time.monotonic() + SUMMARY_SECONDS, 0
         while True:
             if time.monotonic() >= next_sign:  # not more often, since a hung guard does not read them
@@ -285,6 +277,5 @@ def _faults(info: ServerInfo) -> list[str]:
         expected = "expected the tokenizer that the model was trained with"
         faults.append(f"the reward model knows {info.vocab_size} token ids, its tokenizer {tokens}; {expected}")
     if int(np.__version__.split(".")[0]) >= 2:
-        advice = "install numpy below 2 in the server's environment"
-        faults.append(f"PyTriton 0.7 breaks with numpy {np.__version__}; {advice}")
+        faults.append(f"PyTriton 0.7 breaks with numpy {np.__version__}; install numpy below 2 in its environment")
     return faults

@@ -70,15 +70,9 @@ class PrivateTriton:
             triton_lifecycle_policy=TritonLifecyclePolicy(launch_triton_on_startup=True, local_model_store=True),
             security_config=TritonSecurityConfig(restricted_endpoints=[]),
         )
-        self._triton._triton_server_config.update_config(
-            {
-                "http-address": f"unix:{self._socket_path}",
-                "model-control-mode": "none",
-                "load-model": None,
-                "log-info": False,
-                "pinned-memory-pool-byte-size": 0,  # the model is in another process
-            }
-        )
+        options: dict[str, Any] = {"model-control-mode": "none", "load-model": None, "log-info": False}
+        options["pinned-memory-pool-byte-size"] = 0  # the model is in another process
+        self._triton._triton_server_config.update_config({"http-address": f"unix:{self._socket_path}", **options})
         self._triton._wait_for_server = self._wait_until_ready
         self._triton._wait_for_models = lambda: None  # Triton is ready once they are
         self.is_alive = self._triton.is_alive
@@ -91,10 +85,8 @@ class PrivateTriton:
             Tensor(name=name, dtype=np.int64 if datatype == "INT64" else np.bytes_, shape=(width,), optional=True)
             for name, (datatype, width) in wire.INPUTS.items()
         ]
-        outputs = [
-            Tensor(name=wire.REWARDS, dtype=np.float32, shape=(1,)),
-            Tensor(name=wire.STATUS, dtype=np.int32, shape=(1,)),
-        ]
+        outputs = [Tensor(name=wire.REWARDS, dtype=np.float32, shape=(1,))]
+        outputs.append(Tensor(name=wire.STATUS, dtype=np.int32, shape=(1,)))
         if info.attributes:
             outputs.append(Tensor(name=wire.ATTRIBUTES, dtype=np.float32, shape=(len(info.attributes),)))
         batcher = DynamicBatcher(
@@ -115,10 +107,7 @@ class PrivateTriton:
         self._triton.bind(wire.INFO_MODEL, describe, inputs, outputs, config=config, strict=True)
 
     def run(self) -> list[psutil.Process]:
-        """Start tritonserver, wait, and return it and its children.
-
-        Raises RewardServerError if it does not become ready.
-        """
+        """Start tritonserver; return it and its children. Raises RewardServerError if it does not become ready."""
         self._triton._initialize_server()
         assert self._triton._triton_server is not None
         self._triton._triton_server._record_logs = self._print_output
@@ -128,10 +117,7 @@ class PrivateTriton:
         raise RewardServerError("tritonserver ended while it started; its last lines are above")
 
     def ask(self, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
-        """Send a GET, or a POST if there is a body, and return the answer's code and body.
-
-        Raises RewardServerError if there is no answer in time.
-        """
+        """Send a GET, or a POST of `body`; return the answer's code and body. RewardServerError if none is in time."""
         connection = http.client.HTTPConnection("localhost")
         try:
             connection.sock = socket.socket(socket.AF_UNIX)

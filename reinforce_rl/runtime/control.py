@@ -1,8 +1,7 @@
 """Context of a run on one rank: signals, `status.json`, the current phase, and the watch over the other ranks.
 
-A rank that dies or hangs ends the job within a bounded time and is named. A thread of each rank reports the state of
-its main thread to rank 0 every second, over `Links`. Rank 0 reports to the others too, and sends the verdict once a
-rank is lost. The thread exits the process if the main thread is stuck in a collective.
+A thread of each rank reports the state of its main thread to rank 0 every second, over `Links`. Rank 0 reports to the
+others too, and once a rank is lost sends the verdict, with which the thread ends even a process stuck in a collective.
 """
 
 from __future__ import annotations
@@ -71,10 +70,8 @@ class _Watched:
 class Watchdog:
     """This rank's side of the watch.
 
-    Args:
-        run: its stop request is polled for this rank, and passed the requests of others.
-        silence_seconds: a rank that sends nothing for this long is lost.
-        hang_seconds: abort after this long without progress on any rank.
+    A rank is lost after `silence_seconds` without a message; the run aborts once no rank gets further for
+    `hang_seconds`. The stop request of `run` is sent to the others, and theirs passed to it.
     """
 
     def __init__(self, run: RunControl, rank: int, world_size: int, *, silence_seconds: float, hang_seconds: float):
@@ -100,14 +97,10 @@ class Watchdog:
         try:
             self._links = Links.connect(invitation, self.rank, self._beat()[0], CONNECT_SECONDS)
         except ConnectionError as error:
-            there = f"{invitation.host}:{invitation.port}: {error}; ranks of a job need open ports between them"
-            raise ReinforceError(f"rank {self.rank} ({gethostname()}) cannot reach rank 0 at {there}") from error
+            raise ReinforceError(f"rank {self.rank} ({gethostname()}) {error}") from error
 
     def start(self) -> None:
-        """Start watching; rank 0 first waits for the others, which have all joined.
-
-        Raises ReinforceError, on rank 0, if a rank is missing.
-        """
+        """Start watching. Rank 0 first waits for the others, and raises ReinforceError if one is missing."""
         assert self._links is not None
         self._links.set_beat(BEAT_SECONDS, self._beat)
         if self.rank == 0:
@@ -220,12 +213,8 @@ class Watchdog:
 
     def _judge(self) -> Verdict | None:
         # A dead process explains more than the errors of those that lost it.
-        gone, quiet = self._lost()
-        if gone:
-            return died(gone)
-        if quiet:
-            return silent(quiet, self._silence_seconds)
-        verdict = waited_for(self._reports(), self._timed_out) or self._hung()
+        verdict = lost(*self._lost(), self._silence_seconds)
+        verdict = verdict or waited_for(self._reports(), self._timed_out) or self._hung()
         if verdict is None and (failures := self._failed()):
             first = min(failures, key=lambda other: other.ended_at)
             assert first.ended is not None
@@ -241,15 +230,12 @@ class Watchdog:
         return [self._report(), *(other.report for other in self._others.values())]
 
 
-def died(lost: Sequence[Report]) -> Verdict:
-    """Return the verdict on ranks whose connections closed without a message."""
-    return _verdict(lost, "died in", ": the process has gone without a word; see its output and the kernel's log")
-
-
-def silent(lost: Sequence[Report], seconds: float) -> Verdict:
-    """Return the verdict on ranks that have sent nothing for `seconds`."""
+def lost(gone: Sequence[Report], silent: Sequence[Report], seconds: float) -> Verdict | None:
+    """Return the verdict on ranks that closed their connections without a message, or sent none for `seconds`."""
+    if gone:
+        return _verdict(gone, "died in", ": the process has gone without a word; see its output and the kernel's log")
     what = f"was last heard of {seconds:.0f} s ago, in"
-    return _verdict(lost, what, ": its process is stopped, or its machine is down")
+    return _verdict(silent, what, ": its process is stopped, or its machine is down") if silent else None
 
 
 def failed(report: Report, exit_code: int, text: str) -> Verdict:
@@ -370,18 +356,16 @@ class RunControl:
             verdict = watchdog.explain(timed_out=_time_out_of(error)) if may_be_echo else None
             watchdog.end(*_outcome(error))
             if verdict is not None:
-                self._take_over(verdict)
+                if verdict.of_first:
+                    self.status.speak_for_first()
                 kind = StoppedEarly if verdict.exit_code == StoppedEarly.exit_code else LostRankError
                 raise kind(verdict.text) from error
             raise
 
-    def _take_over(self, verdict: Verdict) -> None:
-        if verdict.of_first:
-            self.status.speak_for_first()
-
     def leave(self, verdict: Verdict) -> None:
         """Exit from the watchdog's thread while the main thread is stuck."""
-        self._take_over(verdict)
+        if verdict.of_first:
+            self.status.speak_for_first()
         self.status.end(verdict.exit_code, verdict.text)
         with contextlib.suppress(OSError, ValueError):
             show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # hidden by the live display

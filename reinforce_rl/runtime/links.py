@@ -21,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 Buffer = bytes | memoryview
 Message = tuple[int, list[memoryview]]  # sender's rank, parts
+OnMessage = Callable[[int, list[memoryview]], object]
 
 BEATS_A_TIMEOUT = 5  # heartbeats per timeout
 LINGER_SECONDS = 2.0  # to send queued messages on close
@@ -93,7 +94,7 @@ class Links:
     def connect(cls, invitation: Invitation, rank: int, hello: bytes, seconds: float) -> Links:
         """Connect another rank to rank 0, where `accept` returns the `hello`.
 
-        Raises ConnectionError if rank 0 is not there, or refused this rank.
+        Raises ConnectionError, which names the address, if rank 0 is not there, or refused this rank.
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         dealer = context.socket(zmq.DEALER)
@@ -110,7 +111,8 @@ class Links:
             links._wait_for_handshake(time.monotonic() + seconds)
         except (zmq.ZMQError, ConnectionError) as error:
             links.close()
-            raise ConnectionError(str(error)) from error
+            where = f"cannot reach rank 0 at {invitation.host}:{invitation.port}: {error}"
+            raise ConnectionError(f"{where}; the ranks of a job need open TCP ports between their hosts") from error
         links.peers = {0: Peer(0)}
         links.send(0, hello)
         links._flush()
@@ -231,19 +233,11 @@ class Links:
 class LinkThread:
     """Sends and receives on its own thread, and detects lost and silent peers.
 
-    Args:
-        timeout: seconds of silence after which a peer counts as lost.
-        on_message: called on the thread with the sender's rank and the message parts.
-        on_lost: called on the thread, once per lost peer, with its rank and the reason.
+    After `timeout` seconds of silence a peer counts as lost. Called on the thread: `on_message` with the sender's rank
+    and the message's parts, `on_lost`, once per lost peer, with its rank and the reason.
     """
 
-    def __init__(
-        self,
-        links: Links,
-        timeout: float,
-        on_message: Callable[[int, list[memoryview]], object],
-        on_lost: Callable[[int, str], object],
-    ):
+    def __init__(self, links: Links, timeout: float, on_message: OnMessage, on_lost: Callable[[int, str], object]):
         self.stopping = threading.Event()  # set when a peer's end is no loss any more
         self._links, self._timeout = links, timeout
         self._on_message, self._on_lost = on_message, on_lost

@@ -67,13 +67,10 @@ class StepClock:
         self._activity = activity
         self._waits = WaitMeter(threading.get_ident()) if among_ranks else None
         self._memory = PeakMemory(device)
-        self._begin()
+        self.start(0)
 
     def start(self, step: int) -> None:
         self._activity.at_step(step)
-        self._begin()
-
-    def _begin(self) -> None:
         self._started = time.perf_counter()
         self.seconds: dict[str, float] = {}  # by phase; repeated phases add up
         self.own_seconds: dict[str, float] = {}  # less the measured waits for other ranks

@@ -54,10 +54,7 @@ class StopRequest:
 
     @classmethod
     def on_signals(cls) -> StopRequest:
-        """Listen to `STOP_SIGNALS` until this process ends; from the main thread.
-
-        Until `wait_for_checks`, a signal raises `StopNow`, as there is nothing to save.
-        """
+        """Listen to `STOP_SIGNALS`, from the main thread; a signal raises `StopNow` until `wait_for_checks`."""
         request = cls()
         request._listens = request._raises = True
         for number in active_stop_signals():
@@ -122,10 +119,8 @@ class Outlook:
 class RunTimer:
     """Decides when a run must end so that its state is saved in time.
 
-    Args:
-        max_seconds: from the allocation's start if known, else from the start of this process; None for no bound.
-        allocation: its end is a bound too.
-        save_seconds: estimate until a save was measured.
+    `max_seconds` count from the allocation's start if known, else from this process's; None for no bound. The
+    allocation's end is a bound too. `save_seconds` is the estimate until a save was measured.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ import zmq
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_LOST_RANK, EXIT_STOPPED, ReinforceError
 from reinforce_rl.runtime import control
-from reinforce_rl.runtime.control import Report, Verdict, Watchdog, died, failed, hung, silent, waited_for
+from reinforce_rl.runtime.control import Report, Verdict, Watchdog, failed, hung, lost, waited_for
 from reinforce_rl.runtime.links import Invitation
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
 from reinforce_rl.runtime.stop import StopRequest
@@ -197,10 +197,15 @@ def test_a_collective_that_timed_out_is_blamed_on_whom_it_waited_for():
 
 
 def test_what_is_said_of_a_lost_rank():
-    assert "rank 1 (host b) died in phase generate of step 3" in died([HANGS]).text
-    text = silent([replace(HANGS, rank=0, step=0, phase="export")], 60.0)
-    assert text.of_first and "60 s ago, in phase export, before the first step" in text.text
+    silent = [replace(HANGS, rank=0, step=0, phase="export")]
+    verdict = lost([HANGS], silent, 60.0)
+    assert verdict is not None and "rank 1 (host b) died in phase generate of step 3" in verdict.text
+    verdict = lost([], silent, 60.0)
+    assert verdict is not None and verdict.of_first
+    assert "60 s ago, in phase export, before the first step" in verdict.text
+    assert lost([], [], 60.0) is None
     broken = failed(HANGS, 1, "ValueError: {not a format}")
     assert "rank 1 (host b) failed in phase generate of step 3: ValueError: {not a format}" in broken.text
     assert failed(HANGS, EXIT_STOPPED, "stopped by SIGTERM").exit_code == EXIT_STOPPED
-    assert "rank 8 (host a) and 2 more" in died([replace(WAITS, rank=rank) for rank in range(1, 11)]).text
+    many = lost([replace(WAITS, rank=rank) for rank in range(1, 11)], [], 60.0)
+    assert many is not None and "rank 8 (host a) and 2 more" in many.text
