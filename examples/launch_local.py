@@ -17,7 +17,7 @@ from pathlib import Path
 from reinforce_rl.config.load import load_config
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.cli import compose
-from reinforce_rl.launch.local import launch, make_plan, python_script, split_arguments
+from reinforce_rl.launch.local import launch, make_plan, split_arguments
 
 EXAMPLES = Path(__file__).resolve().parent
 ACTOR = EXAMPLES / "train_reinforce_actor.py"
@@ -40,11 +40,7 @@ def main() -> int:
         if args.actor_script == ACTOR and not any(arg.startswith("-") for arg in actor_args):
             load_config(compose(ACTOR.stem, actor_args))  # before minutes of loading the server
         plan = make_plan(
-            python_script(args.server_script),
-            python_script(args.actor_script),
-            run_dir=args.run_dir,
-            server_args=server_args,
-            actor_args=actor_args,
+            *(args.server_script, args.actor_script, args.run_dir, server_args, actor_args),
             ready_seconds=args.ready_seconds,
             grace_seconds=args.grace_seconds,
         )

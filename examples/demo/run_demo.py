@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from reinforce_rl.errors import ConfigError, ReinforceError
-from reinforce_rl.launch.local import launch, make_plan, python_script
+from reinforce_rl.launch.local import launch, make_plan
 from reinforce_rl.launch.smollm2 import DEFAULT_FOLDER, prepare_smollm2
 from reinforce_rl.monitoring.report import run_summary
 
@@ -43,8 +43,8 @@ def run(out: Path, overrides: list[str], started: float) -> int:
     model = prepare_smollm2(ROOT / DEFAULT_FOLDER)
     remove_old_run(out)
     plan = make_plan(
-        python_script(ROOT / "examples" / "serve_reward_model.py"),
-        python_script(ROOT / "examples" / "train_reinforce_actor.py"),
+        ROOT / "examples" / "serve_reward_model.py",
+        ROOT / "examples" / "train_reinforce_actor.py",
         run_dir=out,
         server_args=[
             f"reward_model.restore_from_path={model}",

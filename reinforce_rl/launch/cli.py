@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import difflib
 import errno
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import hydra
@@ -73,10 +73,8 @@ def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") ->
     if "WORLD_SIZE" in os.environ or devices * num_nodes == 1:
         return
     if num_nodes > 1:
-        raise ReinforceError(
-            f"{key} is {num_nodes}, but this is one plain python process; start it on every node with "
-            f"`torchrun --nnodes {num_nodes} --nproc-per-node {devices} ...`"
-        )
+        expected = f"`torchrun --nnodes {num_nodes} --nproc-per-node {devices} ...`"
+        raise ReinforceError(f"{key} is {num_nodes}, but this is plain python; start it on every node with {expected}")
     # One thread per rank: ranks that each use all cores slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     launcher = ["-m", "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", str(devices)]
@@ -135,9 +133,7 @@ def _unknown_key(wanted: str, config_file: Path) -> str:
         if wanted.startswith(f"{key}.") and OmegaConf.is_config(OmegaConf.select(config, key)):
             return f"{key} has entries of your own names; give {wanted} as +{wanted}=VALUE"
     same_name = [key for key in known if key.split(".")[-1] == wanted.split(".")[-1]]
-    close = difflib.get_close_matches(wanted, same_name, n=3, cutoff=0) or difflib.get_close_matches(
-        wanted, known, n=1
-    )
+    close = get_close_matches(wanted, same_name, n=3, cutoff=0) or get_close_matches(wanted, known, n=1)
     advice = f"did you mean {' or '.join(close)}?" if close else f"its keys stand in {config_file}"
     return f"{wanted} is not a key of the configuration; {advice}"
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.transport import FailedAttempt, NoHttp, check_once, exchange, infer_json, wait_for
-from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.net import Address
 
 HEALTH_SECONDS = 30.0  # the server may be scoring its canary
@@ -37,27 +36,28 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
     say(f"http://{server} is a reward server; its state is '{health['state']}'")
     say(f"queue: {health['in_flight']} requests with the model, {health['queued']} waiting")
     if health["state"] != "ready":
-        advice = {
+        remedies = {
             "starting": "it is starting; ask again in a minute, and look at its log if that does not change",
-            "draining": "it was told to stop: it finishes what it has and ends. Start it again on the same port; "
-            "clients wait and retry meanwhile",
+            "draining": "it was told to stop, and ends. Start it again on the same port; clients retry meanwhile",
             "failed": f"it has failed and is ending: {health['text']}. Its log has more; start it again",
         }
-        raise Unwell(f"http://{server} takes no requests now: {advice.get(str(health['state']), health['text'])}")
+        raise Unwell(f"http://{server} takes no requests now: {remedies.get(str(health['state']), health['text'])}")
     if not health["healthy"]:
-        raise Unwell(
-            f"http://{server} takes requests and does not score them: {health['text']}. Look at the last lines of its "
-            "log, then end it (SIGTERM) and start it again; clients wait and retry meanwhile"
-        )
+        advice = "Look at the end of its log, then end it (SIGTERM) and start it again; clients retry meanwhile"
+        raise Unwell(f"http://{server} takes requests and does not score them: {health['text']}. {advice}")
     say(f"health: {health['text']}")
-    info = _description(server, str(health["model"]), token)
-    length, tokenizer = info.max_length, info.tokenizer
+    try:
+        info = check_once(server.host, server.port, str(health["model"]), 30.0, token=token)
+    except RewardServerError as error:
+        hint = " (For this script: --token-file FILE.)" if "token" in str(error) else ""
+        raise Unwell(f"{error}{hint}") from error
+    except FailedAttempt as error:
+        raise Unwell(f"http://{server} {error}: it may be starting or stopping; ask again in a minute") from error
+    length, own = info.max_length, info.tokenizer
     say(f"serves: '{info.name}'" + "".join(f", {key} {value}" for key, value in info.details.items()))
     of_tokens = "" if length is None else f", {length} tokens a sample, token ids below {info.vocab_size}"
     say(f"limits: {info.max_batch_size} samples a request{of_tokens}")
-    what = (
-        f"{tokenizer.vocab_size} tokens, hash {tokenizer.vocab_sha256[:12]}" if tokenizer else "none; it reads texts"
-    )
+    what = f"{own.vocab_size} tokens, hash {own.vocab_sha256[:12]}" if own else "none; it reads texts"
     say(f"tokenizer: {what}")
     apart = "by itself (deterministic)" if info.deterministic else "together with others"
     added = "added" if info.add_special_tokens else "not added"
@@ -73,14 +73,11 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
 
 
 def _address_of(url: str) -> Address:
-    parts = urlsplit(url if "//" in url else f"http://{url}")
+    place = url.removeprefix("http://").rstrip("/")
     try:
-        port = parts.port or wire.DEFAULT_PORT
-    except ValueError:
-        port = 0
-    if parts.scheme != "http" or not parts.hostname or port == 0 or parts.path.strip("/"):
-        raise ConfigError([f"'{url}' is no address of a reward server; expected http://HOST:PORT"])
-    return Address(parts.hostname, port)
+        return Address.parse(place if re.search(r":\d+$", place) else f"{place}:{wire.DEFAULT_PORT}")
+    except ValueError as error:
+        raise ConfigError([f"'{url}' is no address of a reward server; expected http://HOST:PORT"]) from error
 
 
 def _health(server: Address) -> dict[str, Any]:
@@ -100,24 +97,12 @@ def _health(server: Address) -> dict[str, Any]:
                 "loading its model, or runs elsewhere. Start it, or check host and port against its line 'ready at "
                 "http://...'; a server on 127.0.0.1 is reached from its own machine only (inference.host)"
             ) from error
-        raise Unwell(
-            f"http://{server} cannot be reached: it {error}. Check the host's name, that the machine is up, and that "
-            "no firewall is between"
-        ) from error
+        why = f"it {error}. Check the host's name, that the machine is up, and that no firewall is between"
+        raise Unwell(f"http://{server} cannot be reached: {why}") from error
     raise Unwell(
         f"another program listens on http://{server} (/health gave {found}): check the port against the server's line "
         "'ready at http://...'; on that machine, ss -ltnp names the program"
     )
-
-
-def _description(server: Address, name: str, token: str | None) -> ServerInfo:
-    try:
-        return check_once(server.host, server.port, name, 30.0, token=token)
-    except RewardServerError as error:
-        hint = " (For this script: --token-file FILE.)" if "token" in str(error) else ""
-        raise Unwell(f"{error}{hint}") from error
-    except FailedAttempt as error:
-        raise Unwell(f"http://{server} {error}: it may be starting or stopping; ask again in a minute") from error
 
 
 def _seconds(server: Address, name: str, token: str | None, samples: int, length: int) -> float:
@@ -134,8 +119,6 @@ def _seconds(server: Address, name: str, token: str | None, samples: int, length
         advice = "it is busy; clients are told to come back, and do. Ask again later" if is_busy else "look at its log"
         raise Unwell(f"http://{server} did not score a request: {error}: {advice}") from error
     if any(answer[wire.STATUS]):
-        raise Unwell(
-            f"http://{server} could not score a sample of {length} tokens of id 0 "
-            f"(status {sorted(set(answer[wire.STATUS]))}); its log says why"
-        )
+        found = f"a sample of {length} tokens of id 0 (status {sorted(set(answer[wire.STATUS]))})"
+        raise Unwell(f"http://{server} could not score {found}; its log says why")
     return time.monotonic() - started

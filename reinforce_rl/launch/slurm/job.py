@@ -1,8 +1,6 @@
 """The supervisor of a job: starts the reward servers and the actor, watches both, and ends or requeues the job.
 
-python -m reinforce_rl.launch.slurm.job ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]
-
-It runs on the batch host, as `slurm/train_hetjob.sbatch` starts it.
+`slurm/train_hetjob.sbatch` starts it on the batch host, with ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...].
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from pathlib import Path
 
 from reinforce_rl.errors import EXIT_DIVERGED, EXIT_ERROR, EXIT_FINISHED, EXIT_STOPPED, ConfigError
 from reinforce_rl.launch.slurm import outcome, steps
-from reinforce_rl.launch.slurm.outcome import FAILED, FINISHED, STOPPED, Attempt, History, Outcome, judge
+from reinforce_rl.launch.slurm.outcome import FAILED, FINISHED, STOPPED, Attempt, Outcome, judge
 from reinforce_rl.launch.slurm.rendezvous import Endpoint, health_fault, read_endpoint
 from reinforce_rl.launch.slurm.settings import REPOSITORY, Allocation, Settings, read_allocation, read_settings
 from reinforce_rl.launch.slurm.steps import POLL_SECONDS, SlurmCallError, Step, StepPlan, call
@@ -40,7 +38,6 @@ class Job:
         self._stop = stop
         self._folder = settings.slurm_folder / f"{allocation.job_id}-{allocation.restart}"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._history = History(settings.slurm_folder / outcome.HISTORY_FILE)
         self._steps: list[Step] = []
         self._end_time: int | None = None
 
@@ -53,7 +50,7 @@ class Job:
         settings, job, restart = self._settings, self._allocation.job_id, self._allocation.restart
         jobs = (self._allocation.server.job_id, self._allocation.actor.job_id)
         steps.end_stale_steps(jobs, settings.grace_seconds, self._log)
-        attempts = self._history.attempts()
+        attempts = outcome.read_attempts(settings.slurm_folder)
         args = (settings.actor_args, settings.server_args)
         if text := outcome.finished(settings.run_dir, attempts, args):
             self._log(f"{text}; nothing was started")
@@ -63,7 +60,7 @@ class Job:
             self._log(f"error: {text}. Nothing was started; the run stands at step {step}.")
             return EXIT_ERROR
         attempt = Attempt(job, restart, time.time(), step, args)
-        self._history.write(attempt)
+        outcome.write_attempt(settings.slurm_folder, attempt)
         self._log(f"job {job}, restart {restart}: run {settings.run_dir} at step {step}, logs in {self._folder}")
         for other in attempts:
             if other.job == job and other.end is None:
@@ -197,7 +194,7 @@ class Job:
     def _end_all(self, servers: Sequence[Step], actor: Step, unasked: str) -> bool:
         """End the actor, then the servers that it may still wait for; return True if the actor ended by itself."""
         by_itself = True
-        for node in self._failed_nodes():
+        for node in sorted({step.failed_node for step in self._steps} - {""}):
             step = self._newest_checkpoint()
             self._log(f"node {node} has failed: Slurm requeues the job, and it goes on from step {step}")
         if not actor.has_ended:
@@ -212,9 +209,6 @@ class Job:
             self._log(f"the actor has ended; the run's newest checkpoint is that of step {step}")
         self._end_servers(servers)
         return by_itself
-
-    def _failed_nodes(self) -> list[str]:
-        return sorted({step.failed_node for step in self._steps if step.failed_node is not None})
 
     def _deadline(self) -> float:
         """Return when to SIGKILL: near the end of the allocation, with time left for a requeue."""
@@ -238,24 +232,18 @@ class Job:
         self._log(result.text)
         requeue, what = self._next(attempt, result, step)
         self._log(f"the run stands at step {step}, which was {attempt.step_before} when this attempt began; {what}")
-        closed = replace(
-            attempt,
-            end=time.time(),
-            step_after=step,
-            reason=result.text,
-            exit_code=result.code,
-            first_failed=result.first.name if result.first else None,
-            requeued=requeue,
-        )
+        first = result.first.name if result.first else None
+        how = {"reason": result.text, "exit_code": result.code, "first_failed": first, "requeued": requeue}
+        closed = replace(attempt, end=time.time(), step_after=step, **how)
         with contextlib.suppress(OSError):
-            self._history.write(closed)
+            outcome.write_attempt(self._settings.slurm_folder, closed)
         if requeue:
             try:
                 call(["scontrol", "requeue", self._allocation.job_id])  # with all its components
             except SlurmCallError as error:
                 self._log(f"error: the job could not be requeued ({error}); submit the same command again")
                 with contextlib.suppress(OSError):
-                    self._history.write(replace(closed, requeued=False))
+                    outcome.write_attempt(self._settings.slurm_folder, replace(closed, requeued=False))
         return result.code
 
     def _next(self, attempt: Attempt, result: Outcome, step: int) -> tuple[bool, str]:
@@ -263,8 +251,7 @@ class Job:
         if result.kind == FINISHED:
             return False, "nothing is left to do"
         go_on = f"submit the same command again to go on from step {step}"
-        if nodes := self._failed_nodes():
-            names = " and ".join(nodes)
+        if names := " and ".join(sorted({step.failed_node for step in self._steps} - {""})):
             return False, f"Slurm itself requeues the job, since {names} failed; it goes on from step {step}"
         if self._stop.number not in (None, signal.SIGUSR1):
             return False, f"not requeued after {self._stop.name}; {go_on}"

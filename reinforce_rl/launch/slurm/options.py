@@ -7,12 +7,11 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.settings import ACTOR, SERVER, VARIABLES, Variable, count_from, split_arguments
 
-T = TypeVar("T")
 UNLIMITED = ("UNLIMITED", "INFINITE", "INFINITY", "-1")
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 
@@ -75,9 +74,7 @@ class ComponentOptions:
     nodelist: str | None = _option("", "NODES", "nodes that must be among them")
     exclude: str | None = _option("exclude", "NODES", "nodes that must not")
     gpus: str | None = _option("gpus-per-node", "[TYPE:]COUNT", "GPUs of each node; 0: none", parse=parse_gpus)
-    cpus_per_task: str | None = _option(
-        "cpus-per-task", "N", "CPUs of each task; with torchrun a task is a node", parse=count_from(1)
-    )
+    cpus_per_task: str | None = _option("cpus-per-task", "N", "CPUs of each task of the launcher", parse=count_from(1))
     mem: str | None = _option("mem", "SIZE[K|M|G|T]", "memory of each node; 0: all of it", parse=parse_memory)
     sbatch_args: tuple[str, ...] = ()  # passed to sbatch as they are
 
@@ -122,7 +119,7 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
         variables = [f"REINFORCE_{name.upper().replace('-', '_')}" for name in names] + [last]
         return next(filter(None, [*given, *(environment.get(name, "").strip() for name in variables)]), None)
 
-    def parsed(option: str, text: str | None, parse: Callable[[str], T]) -> T | None:
+    def parsed(option: str, text: str | None, parse: Callable[[str], Any]) -> Any:
         try:
             return None if text is None else parse(text)
         except ValueError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_LOST_RANK, EXIT_STOPPED
 from reinforce_rl.launch.slurm.settings import ACTOR
-from reinforce_rl.runtime.status import Status, read_status
+from reinforce_rl.runtime.status import read_status
 from reinforce_rl.utils.files import write_atomically
 
 EXIT_FOLDER = "exit"
@@ -102,10 +102,8 @@ def judge(
     """
     by = "" if signalled is None else _signal_name(signalled)
     if signalled is not None and killed:
-        text = (
-            f"the actor had not saved in time after {by}, and was killed; it goes on from its newest checkpoint. The "
-            "lead of sbatch --signal=B:USR1@SECONDS must be above a step and a save, and 60 s"
-        )
+        text = f"the actor had not saved in time after {by}, and was killed; it goes on from its newest checkpoint. "
+        text += "The lead of sbatch --signal=B:USR1@SECONDS must be above a step and a save, and 60 s"
         return Outcome(STOPPED, EXIT_STOPPED, text, None, ACTOR)
     stopped = {EXIT_FINISHED, EXIT_STOPPED}
     if signalled is not None:  # a program still starting has no handler and dies of it
@@ -145,34 +143,29 @@ class Attempt:
     requeued: bool = False  # by itself
 
 
-class History:
-    """File of attempts; the last line of an attempt counts."""
+def read_attempts(folder: Path) -> list[Attempt]:
+    """Return all attempts, oldest first; skips lines cut off by a full disk or of another version."""
+    found: dict[tuple[str, int], Attempt] = {}  # the last line of an attempt counts
+    path = folder / HISTORY_FILE
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            values = json.loads(line)
+            values["arguments"] = tuple(tuple(args) for args in values["arguments"])
+            attempt = Attempt(**values)
+            found[attempt.job, attempt.restart] = attempt
+    return list(found.values())
 
-    def __init__(self, path: Path):
-        self.path = path
 
-    def attempts(self) -> list[Attempt]:
-        """Return all attempts, oldest first; skips lines cut off by a full disk or of another version."""
-        found: dict[tuple[str, int], Attempt] = {}
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
-        for line in lines:
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                values = json.loads(line)
-                values["arguments"] = tuple(tuple(args) for args in values["arguments"])
-                attempt = Attempt(**values)
-                found[attempt.job, attempt.restart] = attempt
-        return list(found.values())
-
-    def write(self, attempt: Attempt) -> None:
-        """Append a line; starts a new line after one that was cut off."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = (json.dumps(asdict(attempt)) + "\n").encode()
-        with self.path.open("a+b", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
-            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
-                line = b"\n" + line
-            file.write(line)
-            os.fsync(file.fileno())
+def write_attempt(folder: Path, attempt: Attempt) -> None:
+    """Append a line; starts a new line after one that was cut off."""
+    folder.mkdir(parents=True, exist_ok=True)
+    line = (json.dumps(asdict(attempt)) + "\n").encode()
+    with (folder / HISTORY_FILE).open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            line = b"\n" + line
+        file.write(line)
+        os.fsync(file.fileno())
 
 
 def newest_checkpoint(run_dir: Path) -> int:
@@ -181,16 +174,9 @@ def newest_checkpoint(run_dir: Path) -> int:
     return max((int(name[5:]) for name in names if name[5:].isdecimal()), default=0)
 
 
-def status_of(run_dir: Path) -> Status | None:
-    """Return the status of a run; None if there is none that this version reads."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return read_status(run_dir)
-    return None
-
-
 def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -> str | None:
     """Return a sentence if the run has finished; None too if `arguments` have changed, as they may add steps."""
-    status = status_of(run_dir)
+    status = read_status(run_dir)
     if status is None or status.state != "finished":
         return None
     complete = [attempt for attempt in attempts if attempt.exit_code == EXIT_FINISHED]

@@ -20,10 +20,10 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.cli import compose
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.options import ComponentOptions, Options, parse_gpus, parse_memory
-from reinforce_rl.launch.slurm.outcome import status_of
 from reinforce_rl.launch.slurm.settings import ACTOR, SEPARATOR, SERVER, TORCHRUN, Settings, override_of, read_settings
 from reinforce_rl.preflight.run import examine, host_memory_of_node
 from reinforce_rl.rewards.wire import DEFAULT_NAME
+from reinforce_rl.runtime.status import read_status
 
 RUN_DIR_KEY = "exp_manager.explicit_log_dir"
 DEFAULT_LEAD, LEAST_LEAD = 300, 120
@@ -45,15 +45,11 @@ class Component:
 
     def requirements(self) -> list[str]:
         own = ("partition", "account", "qos", "constraint", "nodelist", "exclude")
-        given = [
-            *((name, getattr(self.options, name)) for name in own),
-            ("nodes", self.nodes),
-            ("ntasks-per-node", self.tasks_per_node),
-            ("cpus-per-task", self.cpus_per_task),
-            ("gpus-per-node", self.gpus),
-            ("mem", self.options.mem),
-        ]
-        return [*(f"--{name}={value}" for name, value in given if value is not None), *self.options.sbatch_args]
+        given = {name: getattr(self.options, name) for name in own}
+        given |= {"nodes": self.nodes, "ntasks-per-node": self.tasks_per_node, "cpus-per-task": self.cpus_per_task}
+        given |= {"gpus-per-node": self.gpus, "mem": self.options.mem}
+        words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        return [*words, *self.options.sbatch_args]
 
 
 @dataclass(frozen=True)
@@ -122,15 +118,16 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     run_dir = _run_dir(options, actor_cfg, environment)
     # The job sets this key itself, to the absolute path.
     actor_args = tuple(arg for arg in options.actor_args if arg.partition("=")[0].lstrip("+") != RUN_DIR_KEY)
-    variables = {**dict(options.variables), names.RUN_DIR: str(run_dir)}
-    if not any(name in variables for name in (names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE)):
-        variables[names.PYTHON] = sys.executable
+    given = dict(options.variables)
+    is_own = given.keys().isdisjoint((names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE))
+    python = {names.PYTHON: sys.executable} if is_own else {}
+    variables = {names.RUN_DIR: str(run_dir), names.REPOSITORY: str(repository), **python, **given}
     try:
         settings = read_settings([*actor_args, SEPARATOR, *options.server_args], variables, repository)
     except ConfigError as error:
         faults += error.faults
         settings = Settings(run_dir, repository, actor_args=actor_args, server_args=options.server_args)
-    status = status_of(run_dir)
+    status = read_status(run_dir)
     save_seconds = None if status is None else status.save_seconds
     lead = options.lead or default_lead(save_seconds)
     faults += [*options.faults, *lead_faults(lead, options.seconds, save_seconds)]
@@ -143,7 +140,7 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     cfg = actor.config
     faults += [*actor.faults, *_actor_faults(cfg, options), *_gpu_faults(ACTOR, options.actor, cfg.trainer.devices)]
     megabytes = math.ceil(host_memory_of_node(cfg, actor.memory) / 2**20) if actor.memory else 0
-    plan = None if server_cfg is None else _plan(options, lead, cfg, server_cfg, settings)
+    plan = None if server_cfg is None else _plan(options, lead, cfg, server_cfg, settings, variables)
     return Request(plan, run_dir, megabytes, faults, list(_warnings(cfg, options, megabytes)))
 
 
@@ -160,9 +157,7 @@ def _run_dir(options: Options, cfg: DictConfig | None, environment: Mapping[str,
 
 def default_lead(save_seconds: float | None) -> int:
     """Return the lead in seconds from the duration of the run's last save, if any."""
-    if save_seconds is None:
-        return DEFAULT_LEAD
-    return max(LEAST_LEAD, math.ceil(2 * save_seconds) + LEAD_MARGIN)
+    return DEFAULT_LEAD if save_seconds is None else max(LEAST_LEAD, math.ceil(2 * save_seconds) + LEAD_MARGIN)
 
 
 def lead_faults(lead: int, seconds: int | None, save_seconds: float | None) -> Iterator[str]:
@@ -175,10 +170,8 @@ def lead_faults(lead: int, seconds: int | None, save_seconds: float | None) -> I
             f"expected --time above {lead + LEAD_MARGIN} s, or a smaller lead"
         )
     if save_seconds is not None and lead < save_seconds + LEAD_MARGIN:
-        yield (
-            f"--signal-lead is {lead} s, but the run's last save took {save_seconds:.0f} s; expected at least "
-            f"{math.ceil(save_seconds) + LEAD_MARGIN} s, so that a save fits before the limit"
-        )
+        least = math.ceil(save_seconds) + LEAD_MARGIN
+        yield f"--signal-lead is {lead} s, but the last save took {save_seconds:.0f} s; expected at least {least} s"
 
 
 def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
@@ -186,21 +179,15 @@ def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
         yield f"preflight is {str(cfg.preflight).lower()}, with which a job would end at once; use --dry-run"
     if cfg.reward != "server":
         yield (
-            f"reward is '{cfg.reward}', with which the trainer needs no reward server, and this job starts one; give "
-            "the function to the server (-- reward_function.name=NAME), or start the trainer alone"
+            f"reward is '{cfg.reward}', which needs no reward server, and this job starts one; give the function to "
+            "the server (-- reward_function.name=NAME), or start the trainer alone"
         )
     if not cfg.exp_manager.resume_if_exists:
-        yield (
-            "exp_manager.resume_if_exists is false: a job that is requeued or follows another one would begin again; "
-            "expected true"
-        )
+        yield "exp_manager.resume_if_exists is false: a requeued or later job would begin again; expected true"
     name = override_of(options.actor_args, "remote_rm.reward_model.name")
     served = override_of(options.server_args, "inference.name") or DEFAULT_NAME
     if name is not None and name != served:
-        yield (
-            f"remote_rm.reward_model.name is {name}, but the server's inference.name is {served}; expected the same, "
-            "or only the latter"
-        )
+        yield f"remote_rm.reward_model.name is {name}, but the server's inference.name is {served}; expected the same"
 
 
 def _server_faults(cfg: DictConfig) -> Iterator[str]:
@@ -215,7 +202,9 @@ def _gpu_faults(component: str, options: ComponentOptions, ranks: object) -> Ite
         yield f"--{component}-gpus is {options.gpus}, for {ranks} ranks of a node; expected a GPU for each"
 
 
-def _plan(options: Options, lead: int, cfg: TrainConfig, server: DictConfig, settings: Settings) -> JobPlan | None:
+def _plan(
+    options: Options, lead: int, cfg: TrainConfig, server: DictConfig, settings: Settings, variables: dict[str, str]
+) -> JobPlan | None:
     actor_layout, server_layout = (cfg.trainer.num_nodes, cfg.trainer.devices), (server.num_nodes, server.devices)
     if not all(isinstance(number, int) and number > 0 for number in (*actor_layout, *server_layout)):
         return None  # already among the programs' own faults
@@ -232,14 +221,7 @@ def _plan(options: Options, lead: int, cfg: TrainConfig, server: DictConfig, set
     nodes, ranks = server_layout[0] * settings.servers, server_layout[1]
     has_model = server.reward_function.name is None
     servers = f"reward {SERVER}{'s' if settings.servers > 1 else ''}"
-    variables = {
-        names.RUN_DIR: str(settings.run_dir),
-        names.REPOSITORY: str(settings.repository),
-        **({names.PYTHON: settings.python} if settings.python else {}),
-        **dict(options.variables),
-        names.ACTOR_DEVICES: str(actor_layout[1]),
-        names.SERVER_DEVICES: str(ranks),
-    }
+    variables |= {names.ACTOR_DEVICES: str(actor_layout[1]), names.SERVER_DEVICES: str(ranks)}
     of_server = component(servers, "rm", nodes, ranks, options.server, on_gpus and has_model)
     of_actor = component(ACTOR, ACTOR, *actor_layout, options.actor, on_gpus)
     return JobPlan(of_server, of_actor, options, settings, lead, variables)

@@ -1,7 +1,6 @@
 """File rendezvous (the first task of a step publishes host and ports), port locks, and a server's health check.
 
-A task locks a file per port, in a node folder shared by all users, while it lives. Other jobs skip locked ports, even
-if nothing listens there yet.
+While a task lives it locks a file per port, in a folder shared by the node's users, and other jobs skip these ports.
 """
 
 from __future__ import annotations

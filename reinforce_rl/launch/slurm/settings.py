@@ -108,37 +108,21 @@ def _variable(meaning: str, default: str = "", parse: Callable[[str], Any] = str
 class Settings:
     """Checked settings of a job."""
 
-    run_dir: Path = field(
-        metadata={"of": ("", "the run's folder, on a file system that all nodes share; needed", _absolute)}
-    )
+    run_dir: Path = field(metadata={"of": ("", "the run's folder, which all nodes share; needed", _absolute)})
     repository: Path
     python: str = _variable("interpreter of the tasks; else the repository's .venv, else python3")
-    launcher: str = _variable(
-        "srun: one task a rank; torchrun: one task a node, which starts its ranks", SRUN, _one_of(SRUN, TORCHRUN)
-    )
-    actor_devices: int | None = _variable(  # None, as below: from the allocation
-        "ranks on each node of the actor; else the tasks a node of component 1", parse=count_from(1)
-    )
-    server_devices: int | None = _variable(
-        "ranks on each node of a reward server; else the tasks a node of component 0", parse=count_from(1)
-    )
-    servers: int = _variable(
-        "reward servers of one model that the nodes of component 0 are dealt to", "1", count_from(1)
-    )
-    ready_seconds: float = _variable(
-        "how long the reward servers may take to become healthy, model loading included", "600", _seconds
-    )
+    launcher: str = _variable("srun: a task per rank; torchrun: a task per node", SRUN, _one_of(SRUN, TORCHRUN))
+    actor_devices: int | None = _variable("ranks a node of the actor; else component 1's tasks", parse=count_from(1))
+    server_devices: int | None = _variable("ranks a node of a server; else component 0's tasks", parse=count_from(1))
+    servers: int = _variable("reward servers of one model, which share component 0's nodes", "1", count_from(1))
+    ready_seconds: float = _variable("for the servers to become healthy, model loading included", "600", _seconds)
     grace_seconds: float = _variable("between the signal that asks a task to end and SIGKILL", "600", _seconds)
     max_restarts: int = _variable("how often a job may be requeued; 0: never", "10", count_from(0))
-    restart_after_crash: str = _variable(
-        "true: a job of which a task died is requeued as after a time limit", "false", _one_of("false", "true")
-    )
+    restart_after_crash: str = _variable("true: requeue after a task has died", "false", _one_of("false", "true"))
     mpi: str = _variable("for srun --mpi, such as pmix")
     container_image: str = _variable("for srun --container-image (pyxis), of all tasks")
     server_container_image: str = _variable("another image for the reward servers")
-    container_mounts: tuple[str, ...] = _variable(
-        "HOST:CONTAINER,... besides the repository and the run's folder", parse=_mounts
-    )
+    container_mounts: tuple[str, ...] = _variable("HOST:CONTAINER,... besides repository and run", parse=_mounts)
     srun_args: tuple[str, ...] = _variable("further arguments for every srun", parse=_words)
     setup: str = _variable("a shell file that every task sources first, or a shell line such as `module load cuda`")
     actor_args: tuple[str, ...] = ()  # Hydra overrides
@@ -211,10 +195,6 @@ class Component:
     tasks_per_node: int  # as requested
     cpus_per_task: int | None  # as requested; None if not
 
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.devices
-
 
 @dataclass(frozen=True)
 class Allocation:
@@ -232,7 +212,25 @@ def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Alloc
         raise ConfigError([f"this is {what}; expected two: {expected}"])
     server = _component(0, settings.server_devices, environment)
     actor = _component(1, settings.actor_devices, environment)
-    if faults := _allocation_faults(settings, server, actor):
+    faults = []
+    nodes = server.nodes // settings.servers
+    if server.nodes % settings.servers:
+        found = f"REINFORCE_SERVERS is {settings.servers}, and component 0 has {server.nodes} nodes"
+        faults.append(f"{found}; expected a divisor, since each server has nodes of its own")
+    for key, args, number, what in (
+        ("trainer.num_nodes", settings.actor_args, actor.nodes, "nodes of component 1"),
+        ("trainer.devices", settings.actor_args, actor.devices, f"ranks a node ({ACTOR_DEVICES})"),
+        ("num_nodes", settings.server_args, nodes, "nodes of each reward server"),
+        ("devices", settings.server_args, server.devices, f"ranks a node ({SERVER_DEVICES})"),
+    ):
+        found = override_of(args, key)
+        if found is not None and found != str(number):
+            faults.append(f"{key} is {found}, but the job has {number} {what}; leave the key out, or ask for as many")
+    function = override_of(settings.server_args, "reward_function.name")
+    if function not in (None, "null", "") and (ranks := nodes * server.devices) > 1:
+        found = f"reward_function.name is {function}, which one process serves, but each server has {ranks} ranks"
+        faults.append(f"{found}; expected one node a server and {SERVER_DEVICES}=1")
+    if faults:
         raise ConfigError(faults)
     return Allocation(environment["SLURM_JOB_ID"], int(environment.get("SLURM_RESTART_COUNT", "0")), server, actor)
 
@@ -245,29 +243,3 @@ def _component(group: int, devices: int | None, environment: Mapping[str, str]) 
     tasks = int(of("NTASKS_PER_NODE", of("TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0]))
     cpus = int(of("CPUS_PER_TASK", "0")) or None
     return Component(group, of("JOB_ID", ""), int(of("JOB_NUM_NODES", "1")), devices or tasks, tasks, cpus)
-
-
-def _allocation_faults(settings: Settings, server: Component, actor: Component) -> list[str]:
-    faults = []
-    nodes = server.nodes // settings.servers
-    if server.nodes % settings.servers:
-        faults.append(
-            f"REINFORCE_SERVERS is {settings.servers}, and component 0 has {server.nodes} nodes; expected a divisor, "
-            "since each server has nodes of its own"
-        )
-    for key, args, number, what in (
-        ("trainer.num_nodes", settings.actor_args, actor.nodes, "nodes of component 1"),
-        ("trainer.devices", settings.actor_args, actor.devices, f"ranks a node ({ACTOR_DEVICES})"),
-        ("num_nodes", settings.server_args, nodes, "nodes of each reward server"),
-        ("devices", settings.server_args, server.devices, f"ranks a node ({SERVER_DEVICES})"),
-    ):
-        found = override_of(args, key)
-        if found is not None and found != str(number):
-            faults.append(f"{key} is {found}, but the job has {number} {what}; leave the key out, or ask for as many")
-    function = override_of(settings.server_args, "reward_function.name")
-    if function not in (None, "null", "") and nodes * server.devices > 1:
-        faults.append(
-            f"reward_function.name is {function}, which one process serves, but each server has "
-            f"{nodes * server.devices} ranks; expected one node a server and {SERVER_DEVICES}=1"
-        )
-    return faults

@@ -59,7 +59,7 @@ def call(
     """Run a command and return its stdout, with its stderr if asked; SlurmCallError if it failed."""
     try:
         done = subprocess.run(
-            list(command), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, env=env
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, env=env
         )
     except subprocess.TimeoutExpired as error:
         said = f"no answer within {seconds:.0f} s; is the controller up (scontrol ping)?"
@@ -146,18 +146,15 @@ def actor_plan(
 ) -> StepPlan:
     """Plan the actor's step, with the servers' addresses."""
     actor = allocation.actor
-    own: dict[str, object] = {
-        "trainer.num_nodes": actor.nodes,
-        "trainer.devices": actor.devices,
-        "exp_manager.explicit_log_dir": settings.run_dir,
-        "remote_rm.reward_model.ip": servers[0].address,
-        "remote_rm.reward_model.port": servers[0].http_port,
-        "remote_rm.reward_model.token_file": settings.token_file,
-    }
-    if len(servers) > 1:
-        own["remote_rm.reward_model.replicas"] = f"[{','.join(server.http for server in servers[1:])}]"
+    first, *others = servers
+    own: dict[str, object] = {"trainer.num_nodes": actor.nodes, "trainer.devices": actor.devices}
+    own["exp_manager.explicit_log_dir"] = settings.run_dir
+    server: dict[str, object] = {"ip": first.address, "port": first.http_port, "token_file": settings.token_file}
+    if others:
+        server["replicas"] = f"[{','.join(other.http for other in others)}]"
     if (name := override_of(settings.server_args, "inference.name")) is not None:
-        own["remote_rm.reward_model.name"] = name
+        server["name"] = name
+    own |= {f"remote_rm.reward_model.{key}": value for key, value in server.items()}
     script = settings.repository / "examples" / "train_reinforce_actor.py"
     program = (str(script), *with_missing(settings.actor_args, own))
     tasks = actor.devices if settings.launcher == SRUN else 1
@@ -222,9 +219,10 @@ class Step:
         return self._srun.exit_code is not None
 
     @property
-    def failed_node(self) -> str | None:
+    def failed_node(self) -> str:
+        """Return the node whose failure srun reports; empty for none."""
         found = (re.search(r"error: Node failure on (\S+)", message) for _, message in list(self._messages))
-        return next((match[1] for match in found if match), None)
+        return next((match[1] for match in found if match), "")
 
     def _read_messages(self) -> None:
         # srun's own messages: killed tasks, or a step that cannot start. Tasks write to the log file.

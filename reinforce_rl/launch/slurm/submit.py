@@ -1,9 +1,8 @@
 """Main program of `slurm/submit.py`: checks a job with Slurm, prints and submits it.
 
-`sbatch --test-only` considers one component at a time. It accepts components that fit singly but not together,
-partitions that are down, and times above the partition's limit; such a job waits for ever. So does one whose
-component 0 gets nodes that component 1 needs: Slurm chooses component 0's nodes without regard to component 1, the
-same each time (seen with 22.05). Hence each component is also tested without the nodes that the other would get.
+`sbatch --test-only` considers one component at a time, and accepts partitions that are down and times above their
+limit; such a job waits for ever. So does one whose component 0 gets nodes that component 1 needs, which Slurm (22.05)
+does not look at: hence each component is also tested without the nodes that the other would get.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rich.text import Text
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError
 from reinforce_rl.launch.slurm.options import PLANNED, parse_memory, parse_options, parse_time
-from reinforce_rl.launch.slurm.outcome import HISTORY_FILE, History, finished
+from reinforce_rl.launch.slurm.outcome import finished, read_attempts
 from reinforce_rl.launch.slurm.plan import JobPlan, make_request
 from reinforce_rl.launch.slurm.steps import SlurmCallError, call
 from reinforce_rl.preflight.report import print_warnings
@@ -50,7 +49,9 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     options = parse_options(argv, os.environ)
     request = make_request(options, os.environ, REPOSITORY, console)
     plan = request.plan
-    environment = {} if plan is None else job_environment(plan, os.environ)
+    foreign = ("SLURM_", "PMI_", "PMIX_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign) or k in KEPT_SLURM_VARIABLES}
+    environment = {} if plan is None else {**kept, **plan.variables}
     cluster = ask_cluster(request.run_dir, plan, request.actor_megabytes, environment)
     if plan is not None:
         print_job(console, plan, cluster.starts)
@@ -65,7 +66,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         return EXIT_ERROR
     print_command(console, plan)
     settings = plan.settings
-    attempts = History(settings.slurm_folder / HISTORY_FILE).attempts()
+    attempts = read_attempts(settings.slurm_folder)
     if text := finished(settings.run_dir, attempts, (settings.actor_args, settings.server_args)):
         console.print(f"\n{text}. Nothing was submitted.", markup=False)
         return EXIT_FINISHED
@@ -73,13 +74,6 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         console.print("\nNo fault was found. Nothing was submitted.")
         return EXIT_FINISHED
     return _submit(plan, environment, console, errors)
-
-
-def job_environment(plan: JobPlan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` without variables of an enclosing allocation, plus those of the plan."""
-    foreign = ("SLURM_", "PMI_", "PMIX_")
-    kept = {k: v for k, v in environment.items() if not k.startswith(foreign) or k in KEPT_SLURM_VARIABLES}
-    return {**kept, **plan.variables}
 
 
 @dataclass(frozen=True)
@@ -104,9 +98,7 @@ def ask_cluster(run_dir: Path, plan: JobPlan | None, actor_megabytes: int, envir
     `actor_megabytes` of host memory is what an actor node needs, 0 if unknown; `environment` is sbatch's.
     """
     if shutil.which("sbatch") is None:
-        what = (
-            "nodes, queue and sbatch --test-only could not be asked; submit from a machine that has Slurm's commands"
-        )
+        what = "nodes and queue could not be asked; submit from a machine that has Slurm's commands"
         return Answer(unchecked=[f"sbatch is not on the PATH, so {what}"])
     answer = Answer()
     try:
@@ -131,7 +123,7 @@ def queue_faults(run_dir: Path) -> list[str]:
     """Return a fault if jobs of this run are pending, running or ending."""
     path = run_dir / "slurm" / SUBMITTED_FILE
     names = {line["job"]: line["name"] for line in read_json_lines(path)} if path.is_file() else {}
-    for attempt in History(path.with_name(HISTORY_FILE)).attempts():
+    for attempt in read_attempts(path.parent):
         if attempt.end is None or attempt.requeued:
             names.setdefault(attempt.job, None)  # submitted without this program
     if not names:
@@ -211,17 +203,18 @@ def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None
     alone = f"alone, the {server.name} would get {of_server.nodes} and the {actor.name} {of_actor.nodes}"
     alone += f"; without {of_server.nodes}, sbatch says of the {actor.name}: {refusal}"
     if _test_only(plan.test_command(server, exclude=of_actor.nodes), environment)[1]:
-        answer.faults.append(
-            f"the components fit singly, but not together ({alone}). Slurm gives no node to both, and the job would "
-            f"wait for ever: expected {server.nodes} + {actor.nodes} different nodes; use fewer, or another partition "
-            "or nodelist"
+        fault = f"the components fit singly, but not together ({alone}), and the job would wait for ever; "
+        fault += (
+            f"expected {server.nodes} + {actor.nodes} different nodes: use fewer, or another partition or nodelist"
         )
     else:
-        answer.faults.append(
+        fault = (
             f"the {server.name} may be put on nodes that the {actor.name} cannot do without ({alone}), and the job "
-            "would wait for ever, since Slurm chooses the nodes of component 0 without a look at component 1; keep "
-            "them apart with --server-partition, --server-constraint, --server-exclude or --server-nodelist"
         )
+        fault += (
+            "would wait for ever; use --server-partition, --server-constraint, --server-exclude or --server-nodelist"
+        )
+    answer.faults.append(fault)
 
 
 def _test_only(command: Sequence[str], environment: Mapping[str, str]) -> tuple[Start | None, str]:

@@ -1,7 +1,6 @@
 """The wrapper of one task: starts its program as a rank, records how it ended, and ends what it leaves behind.
 
-A launcher that is killed leaves its ranks, and a server's guard outlives it for a moment. A cgroup would catch them,
-but not every Slurm has cgroups, and the end of a step gives a guard no time.
+A launcher that is killed leaves its ranks, and a server's guard outlives it for a moment; not every Slurm has cgroups.
 """
 
 from __future__ import annotations
@@ -159,23 +158,17 @@ def end_orphans(seconds: float) -> None:
     """Send SIGTERM to all children and adopted orphans in turn, SIGKILL to those alive after `seconds`."""
     deadline = time.monotonic() + seconds
     signalled: set[int] = set()
-    while _reap():
-        late = time.monotonic() > deadline
-        for pid in _children():
-            if late or pid not in signalled:
-                signalled.add(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-        time.sleep(POLL_SECONDS)
-
-
-def _reap() -> bool:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-        return True
-    except ChildProcessError:
-        return False
+    with contextlib.suppress(ChildProcessError):  # of waitpid, once none is left
+        while True:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            late = time.monotonic() > deadline
+            for pid in _children():
+                if late or pid not in signalled:
+                    signalled.add(pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+            time.sleep(POLL_SECONDS)
 
 
 def _children() -> list[int]:
@@ -197,13 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", nargs="*", default=(), help="names of other nodes")
     parser.add_argument("--serves", action="store_true")
     parser.add_argument("script", nargs="+")
-    task = Task(
-        **vars(parser.parse_args(argv)),
-        number=int(os.environ["SLURM_PROCID"]),
-        local_number=int(os.environ["SLURM_LOCALID"]),
-        node=int(os.environ["SLURM_NODEID"]),
-        nodes=int(os.environ["SLURM_STEP_NUM_NODES"]),
-    )
+    slurm = {"number": "PROCID", "local_number": "LOCALID", "node": "NODEID", "nodes": "STEP_NUM_NODES"}
+    place = {name: int(os.environ[f"SLURM_{variable}"]) for name, variable in slurm.items()}
+    task = Task(**vars(parser.parse_args(argv)), **place)
     try:
         end, is_well = run(task)
     except (ReinforceError, OSError) as error:  # OSError: a full disk, say

@@ -17,7 +17,7 @@ import pytest
 from helpers.fake_slurm import write_commands, write_repository
 from helpers.ranks import kill_tree
 
-from reinforce_rl.launch.slurm.outcome import Attempt, History
+from reinforce_rl.launch.slurm.outcome import Attempt, read_attempts, write_attempt
 
 REPOSITORY = Path(__file__).parents[3]
 SECONDS = 180.0
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def attempts(self) -> list[Attempt]:
-        return History(self.run_dir / "slurm" / "history.jsonl").attempts()
+        return read_attempts(self.run_dir / "slurm")
 
     @property
     def requeued(self) -> bool:
@@ -241,9 +241,8 @@ def test_a_server_that_is_never_healthy(started: type[Job], what: str, expected:
 
 
 def test_a_job_that_gets_no_further_does_not_train(started: type[Job], tmp_path: Path) -> None:
-    history = History(tmp_path / "run" / "slurm" / "history.jsonl")
     for restart in range(3):
-        history.write(Attempt("7", restart, 1.0, 0))
+        write_attempt(tmp_path / "run" / "slurm", Attempt("7", restart, 1.0, 0))
     code, lines = started(SLURM_RESTART_COUNT="3").finish()
     assert code == 1
     assert lines == [
@@ -253,8 +252,7 @@ def test_a_job_that_gets_no_further_does_not_train(started: type[Job], tmp_path:
 
 
 def test_two_jobs_do_not_work_in_one_folder(started: type[Job], tmp_path: Path) -> None:
-    history = History(tmp_path / "run" / "slurm" / "history.jsonl")
-    history.write(Attempt("5", 0, 1.0, 0))
+    write_attempt(tmp_path / "run" / "slurm", Attempt("5", 0, 1.0, 0))
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "running-5").touch()
     code, lines = started().finish()
@@ -267,10 +265,10 @@ def test_more_steps_than_a_finished_run_was_asked_for(started: type[Job], tmp_pa
     run_dir.mkdir()
     (run_dir / "status.json").write_text(json.dumps({"state": "finished", "step": 4}))
     done = Attempt("5", 0, 1.0, 0, (("max_steps=4",), ()), 2.0, 4, "", 0)
-    History(run_dir / "slurm" / "history.jsonl").write(done)
+    write_attempt(run_dir / "slurm", done)
     code, lines = started().finish()
     assert code == 0 and lines[-2] == "the run has finished"
-    History(run_dir / "slurm" / "history.jsonl").write(replace(done, job="8", arguments=(("a=1",), ("b=2",))))
+    write_attempt(run_dir / "slurm", replace(done, job="8", arguments=(("a=1",), ("b=2",))))
     code, lines = started().finish()
     assert code == 0 and lines[0].endswith("nothing was started")
 

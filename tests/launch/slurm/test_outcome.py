@@ -14,7 +14,6 @@ from reinforce_rl.launch.slurm.outcome import (
     FINISHED,
     STOPPED,
     Attempt,
-    History,
     Outcome,
     TaskEnd,
     finished,
@@ -22,9 +21,11 @@ from reinforce_rl.launch.slurm.outcome import (
     judge,
     may_requeue,
     newest_checkpoint,
+    read_attempts,
     read_ends,
     record,
     refusal,
+    write_attempt,
 )
 from reinforce_rl.runtime.status import STATUS_FILE, Status
 
@@ -157,25 +158,22 @@ def test_a_job_that_gets_no_further_is_not_begun_again() -> None:
 
 
 def test_the_newest_line_of_an_attempt_counts(tmp_path: Path) -> None:
-    history = History(tmp_path / "slurm" / "history.jsonl")
-    assert history.attempts() == []
-    history.write(FIRST)
+    assert read_attempts(tmp_path / "slurm") == []
     second = replace(FIRST, restart=1)
-    history.write(second)
     ended = replace(FIRST, end=101.0, step_after=6, reason="why", exit_code=75, requeued=True)
-    history.write(ended)
-    assert history.attempts() == [ended, second]
+    for attempt in (FIRST, second, ended):
+        write_attempt(tmp_path / "slurm", attempt)
+    assert read_attempts(tmp_path / "slurm") == [ended, second]
 
 
 def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
-    history = History(tmp_path / "history.jsonl")
-    history.write(FIRST)
-    with history.path.open("a") as file:
+    write_attempt(tmp_path, FIRST)
+    with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"job": "8", "res')
-    assert history.attempts() == [FIRST]
+    assert read_attempts(tmp_path) == [FIRST]
     second = replace(FIRST, restart=1)
-    history.write(second)
-    assert history.attempts() == [FIRST, second]
+    write_attempt(tmp_path, second)
+    assert read_attempts(tmp_path) == [FIRST, second]
 
 
 def test_newest_checkpoint(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from helpers.tiny_run import three_letters, write_prompts
 from rich.console import Console
 
 from reinforce_rl.launch.slurm.options import ComponentOptions, parse_options
-from reinforce_rl.launch.slurm.outcome import Attempt, History
+from reinforce_rl.launch.slurm.outcome import Attempt, write_attempt
 from reinforce_rl.launch.slurm.plan import Component, JobPlan
 from reinforce_rl.launch.slurm.settings import Settings
 from reinforce_rl.launch.slurm.steps import SlurmCallError
@@ -197,11 +197,10 @@ def test_a_run_that_is_in_the_queue_is_not_submitted_again(submit):
 
 
 def test_a_job_that_was_submitted_by_hand_counts_too(submit):
-    history = History(submit.run_dir / "slurm" / "history.jsonl")
-    history.write(Attempt("55", 0, 1.0, 0))
+    write_attempt(submit.run_dir / "slurm", Attempt("55", 0, 1.0, 0))
     submit.slurm.answer("squeue", "55+0|55|RUNNING|mine\n")
     assert "is in the queue already: 55 (mine, running)" in submit()
-    history.write(Attempt("55", 0, 1.0, 0, end=2.0, exit_code=1))
+    write_attempt(submit.run_dir / "slurm", Attempt("55", 0, 1.0, 0, end=2.0, exit_code=1))
     assert "Submitted: 100" in submit()
 
 
@@ -214,7 +213,7 @@ def test_a_finished_run_is_told(submit):
     assert submit.slurm.submissions() == []
     arguments = (("trainer.reinforce.max_steps=12",), ())
     attempt = Attempt("55", 0, 1.0, 0, arguments, end=2.0, exit_code=0)  # it may be asked for more now
-    History(submit.run_dir / "slurm" / "history.jsonl").write(attempt)
+    write_attempt(submit.run_dir / "slurm", attempt)
     assert "Submitted: 100" in submit()
 
 
