@@ -74,7 +74,7 @@ class ComponentOptions:
     nodelist: str | None = _option("", "NODES", "nodes that must be among them")
     exclude: str | None = _option("exclude", "NODES", "nodes that must not")
     gpus: str | None = _option("gpus-per-node", "[TYPE:]COUNT", "GPUs of each node; 0: none", parse=parse_gpus)
-    cpus_per_task: str | None = _option("cpus-per-task", "N", "CPUs of each task of the launcher", parse=count_from(1))
+    cpus_per_task: str | None = _option("cpus-per-task", "N", "CPUs a task (torchrun: a node)", parse=count_from(1))
     mem: str | None = _option("mem", "SIZE[K|M|G|T]", "memory of each node; 0: all of it", parse=parse_memory)
     sbatch_args: tuple[str, ...] = ()  # passed to sbatch as they are
 
