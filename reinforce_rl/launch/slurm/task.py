@@ -191,8 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--serves", action="store_true")
     parser.add_argument("script", nargs="+")
     slurm = {"number": "PROCID", "local_number": "LOCALID", "node": "NODEID", "nodes": "STEP_NUM_NODES"}
-    place = {name: int(os.environ[f"SLURM_{variable}"]) for name, variable in slurm.items()}
-    task = Task(**vars(parser.parse_args(argv)), **place)
+    given = vars(parser.parse_args(argv))
+    given |= {name: int(os.environ[f"SLURM_{variable}"]) for name, variable in slurm.items()}
+    task = Task(**given)
     try:
         end, is_well = run(task)
     except (ReinforceError, OSError) as error:  # OSError: a full disk, say
