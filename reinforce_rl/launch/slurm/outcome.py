@@ -210,5 +210,6 @@ def last_lines(log: Path, count: int = LAST_LOG_LINES) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:
         return f"{log} cannot be read: {error.strerror}"
-    shown = [line for line in lines if not re.search(r"\.py:\d+: \w*Warning: ", line)]
+    # A warning is followed by its source line, mostly the call of `warn`.
+    shown = [line for line in lines if not re.search(r"\.py:\d+: \w*Warning: |^( *\d+: )?  (\w+\.)?warn\(", line)]
     return "\n".join([f"the last lines of {log}:", *(f"  | {line}" for line in shown[-count:] or ["(empty)"])])

@@ -19,6 +19,7 @@ from reinforce_rl.launch.slurm.outcome import (
     finished,
     first_failed,
     judge,
+    last_lines,
     may_requeue,
     newest_checkpoint,
     read_attempts,
@@ -174,6 +175,14 @@ def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
     second = replace(FIRST, restart=1)
     write_attempt(tmp_path, second)
     assert read_attempts(tmp_path) == [FIRST, second]
+
+
+def test_the_last_lines_of_a_log_are_without_warnings(tmp_path: Path) -> None:
+    log = tmp_path / "actor.log"
+    warning = "0: /lib/x.py:3: UserWarning: old\n0:   warnings.warn(\n"
+    log.write_text(f"0: first\n{warning}1: Error: it fails in\n1:   warned(5)\n")
+    told = [f"the last lines of {log}:", "  | 0: first", "  | 1: Error: it fails in", "  | 1:   warned(5)"]
+    assert last_lines(log, 3).splitlines() == told
 
 
 def test_newest_checkpoint(tmp_path: Path) -> None:
