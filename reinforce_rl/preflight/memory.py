@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.generation.native.decoding import Schedule
@@ -30,17 +30,10 @@ class StageShape:
     layers: int  # of the stage
     first: bool  # has the embedding
     last: bool  # has the output layer
-    hidden: int  # h
-    heads: int  # query heads on the rank
-    groups: int  # key-value groups on the rank
-    head_size: int  # d
-    ffn: int  # f on the rank
-    vocab: int  # output weight rows on the rank, with padding
-    whole_vocab: int  # of all ranks together
+    slices: Architecture  # heads, groups, feed-forward size and vocabulary are those on the rank, with padding
     parameters: int  # on the rank, with a tied embedding's copy
     trained: int  # all of them without LoRA
     largest: int  # elements of the largest trained parameter
-    tied: bool  # the output layer is the embedding
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ class Decoding:
     samples: int  # per prompt
     prompt_tokens: int  # of the longest prompt
     response_tokens: int
-    cache_tokens: int | None = None  # capacity of the KV cache; None for no bound
+    cache_tokens: int | None  # capacity of the KV cache; None for no bound
 
     def schedule(self) -> Schedule:
         return Schedule([self.prompt_tokens] * self.prompts, self.samples, self.response_tokens, self.cache_tokens)
@@ -72,14 +65,10 @@ class Policy:
     """The settings that determine memory use."""
 
     weight_bytes: int  # per weight or activation: 4 in fp32, 2 in bf16
-    tensor: int  # tensor-parallel size
-    sequence_parallel: bool
-    context: int
+    layout: Layout
     optimizer_shards: int  # ranks that the optimizer states are sharded over
     reference: str  # "host", "device" or "none"
-    # Hugging Face's names of the projections with LoRA; None without LoRA.
-    lora: frozenset[str] | None
-    lora_rank: int
+    lora: LoraSettings | None
     recompute: int  # layers of a stage that are recomputed, at most
     recompute_group: int  # recomputed layers per saved input
     chunk_tokens: int  # response tokens whose logits are alive at a time
@@ -144,24 +133,16 @@ class RankMemory:
 
 
 def rank_memory(
-    stage: int,
-    shape: StageShape,
-    policy: Policy,
-    train: Pass,
-    forward: Pass,
-    decoding: Decoding,
-    validation: Decoding | None,
+    stage: int, shape: StageShape, policy: Policy, train: Pass, forward: Pass, generations: Mapping[str, Decoding]
 ) -> RankMemory:
-    """Compute states and phases of a rank of one stage; `validation` is None without validation."""
+    """Compute states and phases of a rank of one stage."""
     weights, gradients = shape.parameters * policy.weight_bytes, shape.trained * FP32
     # In fp32 the weights are their own main weights.
     main = 0 if policy.weight_bytes == FP32 else FP32
     optimizer = -(-shape.trained // policy.optimizer_shards) * (main + ADAM_MOMENTS)
     on_device, on_host = (weights if policy.reference == place else 0 for place in ("device", "host"))
     offloaded = -(optimizer + gradients) if policy.offload_optimizer and policy.gpu else 0
-    phases = [_generation("generation", shape, policy, decoding, offloaded)]
-    if validation is not None:
-        phases.append(_generation("validation", shape, policy, validation, offloaded))
+    phases = [_generation(name, shape, policy, calls, offloaded) for name, calls in generations.items()]
     phases.append(_log_probs("log-probs", shape, policy, forward, moved=0))
     if policy.reference != "none":  # the actor's weights stay on the device meanwhile
         phases.append(_log_probs("reference log-probs", shape, policy, forward, on_host if policy.gpu else 0))
@@ -171,51 +152,49 @@ def rank_memory(
 
 def _kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:
     """Return the bytes that one layer saves for its backward pass of a micro-batch, its input included."""
-    kept, t = policy.weight_bytes, micro.tokens
-    lora = policy.lora
+    kept, lora, arch, d = policy.weight_bytes, policy.lora, shape.slices, shape.slices.head_size
     # A norm saves its input; the next matrix saves the norm's output if it is trained.
-    outputs = sum(kept for projections in (LORA_QKV, LORA_FC1) if lora is None or lora & projections)
-    norms = shape.hidden * (2 * kept + outputs)
-    if policy.sequence_parallel:
-        norms //= policy.tensor
-    d = shape.head_size
-    query = shape.heads * d
+    outputs = sum(kept for projections in (LORA_QKV, LORA_FC1) if lora is None or projections & {*lora.targets})
+    norms = arch.hidden_size * (2 * kept + outputs)
+    if policy.layout.sequence_parallel:
+        norms //= policy.layout.tensor
     # Fused QKV (the values are a view of it), rotated queries and keys, the kernel's output and log-sum-exp.
-    attention = kept * (query + 2 * shape.groups * d + query + shape.groups * d + query) + FP32 * shape.heads
+    attention = kept * (3 * arch.num_heads + 3 * arch.num_groups) * d + FP32 * arch.num_heads
     # Gate and up, and their product if the down projection is trained.
-    ffn = kept * shape.ffn * (3 if lora is None or "down_proj" in lora else 2)
-    low_rank = 0 if lora is None else kept * policy.lora_rank * len(lora)
+    ffn = kept * arch.ffn_size * (3 if lora is None or "down_proj" in lora.targets else 2)
+    low_rank = 0 if lora is None else kept * lora.rank * len(lora.targets)
     rotary = 4 * kept * d * micro.positions
-    gathered = _gathered_keys(shape, policy, micro) if policy.context > 1 else 0
-    return t * (norms + attention + ffn + low_rank) + rotary + gathered
+    return micro.tokens * (norms + attention + ffn + low_rank) + rotary + _gathered_keys(shape, policy, micro)
 
 
 def _gathered_keys(shape: StageShape, policy: Policy, micro: Pass) -> int:
-    whole = micro.positions * policy.context
     # Of all context-parallel ranks; the masks of this rank's two chunks have the weights' dtype.
-    keys = 2 * micro.rows * whole * shape.groups * shape.head_size * policy.weight_bytes
+    if policy.layout.context == 1:
+        return 0
+    whole = micro.positions * policy.layout.context
+    keys = 2 * micro.rows * whole * shape.slices.num_groups * shape.slices.head_size * policy.weight_bytes
     return keys + micro.positions * whole * policy.weight_bytes
 
 
 def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
     # Return the worst of some moments of the backward pass, which starts with all saved activations alive.
-    t, kept = micro.tokens, policy.weight_bytes
-    shared = policy.tensor if policy.sequence_parallel else 1
-    layer, border = _kept_by_layer(shape, policy, micro), t * shape.hidden * kept // shared
+    t, kept, arch, layout = micro.tokens, policy.weight_bytes, shape.slices, policy.layout
+    shared = layout.tensor if layout.sequence_parallel else 1
+    layer, border = _kept_by_layer(shape, policy, micro), t * arch.hidden_size * kept // shared
     again = min(policy.recompute, shape.layers)
     stored = again // policy.recompute_group * border + (shape.layers - again) * layer
     saved = micro.in_flight * (stored + (0 if shape.last else border))
     # One recomputed group is alive at a time; layers that are not recomputed go backward first and are freed.
     alive = policy.recompute_group * layer if again == shape.layers else 0
     # megatron gathers the sequence-parallel input again in backward instead of saving it.
-    gathered = 2 * t * shape.hidden * kept if policy.sequence_parallel else 0
+    gathered = 2 * t * arch.hidden_size * kept if layout.sequence_parallel else 0
     in_layer = saved + alive + border + gathered
-    weight, table = 2 * shape.ffn * shape.hidden * kept, shape.vocab * shape.hidden
+    weight, table = 2 * arch.ffn_size * arch.hidden_size * kept, arch.vocab_size * arch.hidden_size
     if policy.lora is not None:
         weight = table = 0
-    columns = t * shape.ffn * kept
+    columns = t * arch.ffn_size * kept
     # A tied embedding's gradient waits for its other half.
-    waiting = table * kept if shape.last and shape.tied else 0
+    waiting = table * kept if shape.last and arch.tied_embeddings else 0
     moments = [
         # In SwiGLU: the gradients of input and output and two temporaries; the output itself is freed.
         Phase("training", in_layer + 4 * columns + waiting),
@@ -225,11 +204,11 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
     if shape.first:
         moments.append(Phase("training", waiting + table * kept + border))
     if shape.last:
-        moments.append(Phase("training", saved + waiting + 6 * FP32 * t * shape.hidden // shared))  # in the norm
+        moments.append(Phase("training", saved + waiting + 6 * FP32 * t * arch.hidden_size // shared))  # in the norm
         narrow = 0 if kept == FP32 else kept
-        at_head = saved + 2 * FP32 * t * shape.hidden // shared + 2 * micro.scored * shape.hidden * kept
+        at_head = saved + 2 * FP32 * t * arch.hidden_size // shared + 2 * micro.scored * arch.hidden_size * kept
         # The table's gradient is summed over chunks in fp32, then copied to the model's dtype.
-        logits = min(micro.scored, policy.chunk_tokens) * shape.vocab * (2 * FP32 + narrow)
+        logits = min(micro.scored, policy.chunk_tokens) * arch.vocab_size * (2 * FP32 + narrow)
         moments.append(Phase("training", at_head + table * (FP32 + narrow), logits))
     return max(moments, key=lambda phase: phase.total)
 
@@ -247,36 +226,34 @@ def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
 
 def _forward_activations(shape: StageShape, policy: Policy, tokens: int) -> int:
     # Gate and up with their product; with LoRA, gate and up three times: base, update and sum.
-    matrices = 3 if policy.lora is None or not policy.lora & LORA_FC1 else 6
-    inside_ffn = 5 * shape.hidden + matrices * shape.ffn
-    d = shape.head_size
-    inside_attention = 4 * shape.hidden + d * (5 * shape.heads + 4 * shape.groups)
+    arch, matrices = shape.slices, 3 if policy.lora is None or not LORA_FC1 & {*policy.lora.targets} else 6
+    inside_ffn = 5 * arch.hidden_size + matrices * arch.ffn_size
+    inside_attention = 4 * arch.hidden_size + arch.head_size * (5 * arch.num_heads + 4 * arch.num_groups)
     return tokens * max(inside_ffn, inside_attention) * policy.weight_bytes
 
 
 def _log_probs(name: str, shape: StageShape, policy: Policy, micro: Pass, moved: int) -> Phase:
-    activations, logits = _forward_activations(shape, policy, micro.tokens), 0
-    if policy.context > 1:
-        activations += _gathered_keys(shape, policy, micro)
+    activations, logits = _forward_activations(shape, policy, micro.tokens) + _gathered_keys(shape, policy, micro), 0
     if shape.last:
         of_logit = FP32 if policy.weight_bytes == FP32 else FP32 + policy.weight_bytes
-        at_head = min(micro.scored, policy.chunk_tokens) * shape.vocab * of_logit
-        head = (micro.tokens + micro.scored) * shape.hidden * policy.weight_bytes
+        at_head = min(micro.scored, policy.chunk_tokens) * shape.slices.vocab_size * of_logit
+        head = (micro.tokens + micro.scored) * shape.slices.hidden_size * policy.weight_bytes
         if head + at_head >= activations:
             activations, logits = head, at_head
     return Phase(name, activations, logits, moved=moved)
 
 
 def _generation(name: str, shape: StageShape, policy: Policy, decoding: Decoding, moved: int) -> Phase:
-    schedule = decoding.schedule()
+    schedule, arch = decoding.schedule(), shape.slices
     tokens = schedule.slots * decoding.prompt_tokens + schedule.rows * decoding.response_tokens
-    cache = tokens * shape.layers * 2 * shape.groups * shape.head_size * policy.weight_bytes
+    cache = tokens * shape.layers * 2 * arch.num_groups * arch.head_size * policy.weight_bytes
     reading = _forward_activations(shape, policy, schedule.slots * decoding.prompt_tokens)
     step = _forward_activations(shape, policy, schedule.rows)
     # Sampling: the logits, two buffers of noise, two of their combination.
-    logits = 5 * schedule.rows * shape.whole_vocab * FP32 if shape.last else 0
+    logits = 5 * schedule.rows * arch.vocab_size * policy.layout.tensor * FP32 if shape.last else 0
     # A CPU multiplies by packed copies of the weights, except an embedding that is not also the head.
-    embedding = shape.vocab * shape.hidden if shape.first and not (shape.last and shape.tied) else 0
+    is_head = shape.last and arch.tied_embeddings
+    embedding = arch.vocab_size * arch.hidden_size if shape.first and not is_head else 0
     packed = 0 if policy.gpu else (shape.parameters - embedding) * policy.weight_bytes
     moments = (Phase(name, packed + reading, 0, cache, moved), Phase(name, packed + step, logits, cache, moved))
     return max(moments, key=lambda phase: phase.total)
@@ -298,10 +275,9 @@ class ModelSize:
         return cls(weights + updates, updates)
 
 
-def stage_shapes(
-    arch: Architecture, layout: Layout, layers: Sequence[int], lora: LoraSettings | None
-) -> list[StageShape]:
-    tp, sizes = layout.tensor, arch.padded(layout.tensor)
+def stage_shapes(arch: Architecture, tp: int, layers: Sequence[int], lora: LoraSettings | None) -> list[StageShape]:
+    slices = {name: size // tp for name, size in arch.padded(tp)._asdict().items()}
+    rank = replace(arch, **slices, ffn_size=arch.ffn_size // tp)
     rows = weight_map(arch, tp)
     updates = [] if lora is None else [m for row in lora_map(arch, tp, lora) for m in (row.a, row.b)]
     table = _numbers([row for row in rows if row.hf == EMBEDDING])
@@ -314,25 +290,8 @@ def stage_shapes(
         if last and not first and arch.tied_embeddings:
             weights += table.values()
         low_rank = list(_numbers([row for row in updates if _is_on(row, numbers, first, last)]).values())
-        trained = weights if lora is None else low_rank
-        shapes.append(
-            StageShape(
-                layers=count,
-                first=first,
-                last=last,
-                hidden=arch.hidden_size,
-                heads=sizes.num_heads // tp,
-                groups=sizes.num_groups // tp,
-                head_size=arch.head_size,
-                ffn=arch.ffn_size // tp,
-                vocab=sizes.vocab_size // tp,
-                whole_vocab=sizes.vocab_size,
-                parameters=sum(weights) + sum(low_rank),
-                trained=sum(trained),
-                largest=max(trained, default=0),
-                tied=arch.tied_embeddings,
-            )
-        )
+        trained, parameters = weights if lora is None else low_rank, sum(weights) + sum(low_rank)
+        shapes.append(StageShape(count, first, last, rank, parameters, sum(trained), max(trained, default=0)))
         first_layer += count
     return shapes
 

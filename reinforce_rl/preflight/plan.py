@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -23,7 +23,7 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.model import layers_of_stages
 from reinforce_rl.preflight import memory
 from reinforce_rl.trainer import build
-from reinforce_rl.trainer.updates import total_steps, total_updates
+from reinforce_rl.trainer.updates import total_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -146,11 +146,7 @@ class BatchPlan:
     longest: int  # tokens of the longest sequence, prompt and response
     validation: int | None  # prompts over all ranks, None for no validation
     validation_calls: int  # per validation
-    train_prompts: int | None  # in the data set; like the next fields None if it cannot be read
-    steps_per_epoch: int | None  # rollout batches
-    steps: int | None
-    last_batch: int | None  # prompts of an epoch's last step
-    total_updates: int | None  # optimizer steps of the whole run
+    epoch: Sequence[int] | None  # prompts of each step of an epoch; None if the data set cannot be read
 
 
 def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None) -> BatchPlan:
@@ -167,7 +163,6 @@ def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None
     validation = None
     if datasets is not None and datasets.validation is not None and rl.val_check_interval:
         validation = FixedPrompts(datasets.validation, rollout.num_val_samples).num_prompts
-    sizes = None if train is None else build.build_sampler(cfg, train).batch_sizes
     return BatchPlan(
         prompts=rollout.num_rollout_samples,
         samples=samples,
@@ -181,11 +176,7 @@ def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None
         longest=longest,
         validation=validation,
         validation_calls=-(-Share.split(validation or 0, layout.data).most // rollout.val_rollout_micro_batch_size),
-        train_prompts=None if train is None else len(train),
-        steps_per_epoch=None if sizes is None else len(sizes),
-        steps=None if sizes is None else total_steps(rl, len(sizes)),
-        last_batch=None if sizes is None else sizes[-1],
-        total_updates=None if sizes is None else total_updates(rl, cfg.prompts_per_update, sizes),
+        epoch=None if train is None else build.build_sampler(cfg, train).batch_sizes,
     )
 
 
@@ -217,39 +208,33 @@ def plan_memory(cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bo
         return memory.Decoding(most, samples, prompt_tokens, response, rollout.generation_cache_tokens)
 
     of_rank, samples = batches.prompts_of_rank.most, batches.samples
-    decoding = call(of_rank, rollout.rollout_micro_batch_size, samples, batches.longest_prompt)
-    validation = None
+    generations = {"generation": call(of_rank, rollout.rollout_micro_batch_size, samples, batches.longest_prompt)}
     if batches.validation is not None and data is not None and data.validation is not None:
-        most = Share.split(batches.validation, layout.data).most
-        validation = call(most, rollout.val_rollout_micro_batch_size, 1, _longest_of(data.validation))
+        most, longest = Share.split(batches.validation, layout.data).most, _longest_of(data.validation)
+        generations["validation"] = call(most, rollout.val_rollout_micro_batch_size, 1, longest)
     forward = micro_batch(of_rank * samples, rollout.forward_micro_batch_size, 1)
     found = []
-    for stage, shape in enumerate(
-        memory.stage_shapes(inputs.architecture, layout, inputs.layers, build.lora_settings(cfg))
-    ):
+    for stage, shape in enumerate(memory.stage_shapes(inputs.architecture, layout.tensor, inputs.layers, used.lora)):
         # 1F1B: the first stage has most micro-batches in flight.
         in_flight = min(layout.pipeline - stage, batches.micro_batches)
         train = micro_batch(batches.prompts_of_update.most * samples, cfg.model.micro_batch_size, in_flight)
-        found.append(memory.rank_memory(stage, shape, used, train, forward, decoding, validation))
+        found.append(memory.rank_memory(stage, shape, used, train, forward, generations))
     return found
 
 
 def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> memory.Policy:
-    model, lora = cfg.model, build.lora_settings(cfg)
-    number = model.activations_checkpoint_num_layers or 1
-    full = model.activations_checkpoint_granularity == "full"
-    uniform = model.activations_checkpoint_method == "uniform"
+    model, lora, number = cfg.model, build.lora_settings(cfg), cfg.model.activations_checkpoint_num_layers or 1
+    full, uniform = (
+        model.activations_checkpoint_granularity == "full",
+        model.activations_checkpoint_method == "uniform",
+    )
+    has_copy = lora is None and cfg.trainer.reinforce.initial_policy_kl_penalty > 0
     return memory.Policy(
         weight_bytes=memory.WEIGHT_BYTES[cfg.trainer.precision],
-        tensor=layout.tensor,
-        sequence_parallel=layout.sequence_parallel,
-        context=layout.context,
+        layout=layout,
         optimizer_shards=layout.data * layout.context if model.optim.distributed else 1,
-        reference="none"
-        if lora is not None or not cfg.trainer.reinforce.initial_policy_kl_penalty > 0
-        else model.reference_placement,
-        lora=None if lora is None else frozenset(lora.targets),
-        lora_rank=0 if lora is None else lora.rank,
+        reference=model.reference_placement if has_copy else "none",
+        lora=lora,
         recompute=0 if not full else 10**9 if uniform else number,
         recompute_group=number if full and uniform else 1,
         chunk_tokens=build.logits_chunk_tokens(model, gpu=gpu),

@@ -151,7 +151,7 @@ class RankRun:
         return self._found
 
     def _put(self, name: str, action: Callable[[], Any]) -> Any:
-        with self._gpu.counting(name) as ledger:
+        with self._gpu.counting() as ledger:
             done = action()
         self._found[name] = self._cost(ledger), ledger.peak
         return done
@@ -221,7 +221,7 @@ class RankRun:
 
         hook = actor.lm.register_forward_pre_hook(before)
         try:
-            with self._gpu.counting("generation") as ledger, contextlib.suppress(_Enough):
+            with self._gpu.counting() as ledger, contextlib.suppress(_Enough):
                 actor.generator.generate(prompts, case.samples, params, 1)
         finally:
             hook.remove()

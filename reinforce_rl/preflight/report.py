@@ -17,6 +17,7 @@ from reinforce_rl.preflight.plan import BatchPlan, Inputs, Share, gigabytes, lay
 from reinforce_rl.preflight.step import PredictedJob, StepTime
 from reinforce_rl.rewards.sources import configured_functions
 from reinforce_rl.trainer.build import lora_settings
+from reinforce_rl.trainer.updates import total_steps, total_updates
 
 Tried = tuple[dict[str, Any], StepTime]  # a change as values by key, and the step with it
 LEAST_SHARE, LEAST_BYTES = 0.02, 1e6  # below these, parts and collectives of a phase are not printed
@@ -60,10 +61,11 @@ def _batches(cfg: TrainConfig, plan: BatchPlan) -> list[tuple[str, str]]:
     if plan.validation is not None:
         calls = _count(plan.validation_calls, "generation call")
         validation = f"{plan.validation} prompts x 1 sample, {calls} a rank"
-    if plan.steps_per_epoch is not None:
-        last = _count(plan.last_batch or 0, "prompt")
-        epoch = f"{plan.train_prompts} prompts = {_count(plan.steps_per_epoch, 'step')}, the last of {last}"
-        run = f"{_count(plan.steps or 0, 'step')} = {plan.total_updates} optimizer steps"
+    if plan.epoch is not None:
+        steps, last = _count(len(plan.epoch), "step"), _count(plan.epoch[-1], "prompt")
+        epoch = f"{sum(plan.epoch)} prompts = {steps}, the last of {last}"
+        updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, plan.epoch)
+        run = f"{_count(total_steps(cfg.trainer.reinforce, len(plan.epoch)), 'step')} = {updates} optimizer steps"
     return [
         ("a step", f"{plan.prompts} prompts x {g} samples = {plan.prompts * g} sequences, all ranks together"),
         ("a data-parallel rank", f"{_range(of_rank)} prompts = {_range(of_rank, g)} sequences of a step"),

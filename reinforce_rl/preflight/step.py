@@ -349,7 +349,7 @@ def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
     if cfg.trainer.reinforce.initial_policy_kl_penalty > 0:
         reference = _passes(job, roles, "reference log-probs", forward)
         if lora_settings(cfg) is None and model.reference_placement == "host":
-            shapes = stage_shapes(job.architecture, job.layout, job.layers, None)
+            shapes = stage_shapes(job.architecture, job.layout.tensor, job.layers, None)
             weights = max(shape.parameters for shape in shapes) * WEIGHT_BYTES[cfg.trainer.precision]
             reference.parts["weights from the host"] = weights / machine.pcie
         phases.append(reference)

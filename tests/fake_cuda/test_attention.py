@@ -83,7 +83,7 @@ def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]
         lm = CausalLM(Architecture.from_hf(model), mesh, case.dtype)
         generator = NativeGenerator(lm, tokenizer)
         actor = MegatronGPTReinforceActorModel(lm, tokenizer, generator, settings, with_reference=False)
-        with machine.gpu.counting("log-probs") as forward:
+        with machine.gpu.counting() as forward:
             log_probs = actor.get_inference_log_probs(*where)
         zero = torch.zeros(count)
         rollouts = RolloutBatch(
@@ -100,7 +100,7 @@ def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]
         advantages = torch.randn(count, log_probs.shape[1])
         batch = ReinforceBatch(rollouts, zero, zero, zero, advantages, rollouts.valid)
         denominators = Denominators(float(count), float(lengths.sum()), float(case.response_tokens))
-        with machine.gpu.counting("update") as update:
+        with machine.gpu.counting() as update:
             actor.get_loss_and_metrics(batch, denominators, kl_coefficient=0.1, on_policy=False)
     return forward, update
 

@@ -51,7 +51,7 @@ def cost_of_a_step(machine: Machine, folder: Path, shape: dict, layers: int, tp:
             CausalLM(architecture, mesh, torch.bfloat16), load_tokenizer(folder), is_static=True, **options
         )
         for length in (SHORT, SHORT + STEPS):
-            with machine.gpu.counting("generate") as ledger:
+            with machine.gpu.counting() as ledger:
                 engine.generate(prompts, SAMPLES, SamplingParams(max_length=length, stop_token_ids=(2,)), seed=0)
             ledgers.append(ledger)
     short, long = ledgers

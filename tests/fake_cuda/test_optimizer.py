@@ -50,7 +50,7 @@ def accumulate(actor: Any) -> None:
 def test_a_step_waits_for_the_gpu_once_and_has_no_temporaries(machine, folders, dtype, distributed):
     with trained(machine, folders[2], dtype, distributed) as (actor, _, optimizer, _):
         accumulate(actor)
-        with machine.gpu.counting("step") as ledger:
+        with machine.gpu.counting() as ledger:
             assert not optimizer.step().skipped
         kernels = ledger.by_name()
         assert ledger.num_syncs == 1, ledger.syncs  # for the norm
@@ -116,7 +116,7 @@ def test_stages_neither_exchange_shapes_nor_wait(machine, folders, name):
             options: dict[str, Any] = {"model": layout.model, "dtype": layout.dtype, "updates": layout.updates}
             options["optim"] = layout.optim
             actor = actor_of(folders[4], mesh, with_reference=False, micro_batch_size=1, **options)
-            with machine.gpu.counting("train") as training:
+            with machine.gpu.counting() as training:
                 accumulate(actor)
         ledgers[rank] = ledger
         assert not [place for place in training.syncs if "synchronize" in place or "shapes" in place]

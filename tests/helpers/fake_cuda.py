@@ -163,28 +163,28 @@ def real_step(
         tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, "<pad>")), pad_token="<pad>"
     )
     sampling = SamplingParams(max_length=work.new_tokens, min_length=work.new_tokens, stop_token_ids=(2,))
-    with counting("model") as ledgers["model"]:
+    with counting() as ledgers["model"]:
         lm = CausalLM(architecture, mesh, dtype, model)
     generator = NativeGenerator(lm, tokenizer)
     prompts = [Prompt(i, "", (3,) * work.prompt_tokens) for i in range(work.prompts)]
-    with counting("generate") as ledgers["generate"]:
+    with counting() as ledgers["generate"]:
         generator.generate(prompts, work.samples, sampling, seed=0)
-    with counting("actor") as ledgers["actor"]:
+    with counting() as ledgers["actor"]:
         made = ActorSettings(sampling, sampling, work.micro_batch, work.micro_batch, seed=0, **settings)
         actor = MegatronGPTReinforceActorModel(lm, tokenizer, generator, made, optim=optim)
         optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS), actor.ddp)
     batch = work.batch(architecture.vocab_size)
     rollouts, count = batch.rollouts, len(batch.trains) * mesh.dp_size
     denominators = Denominators(float(count), float(count * work.response_tokens), float(work.response_tokens))
-    with counting("reference") as ledgers["reference"]:
+    with counting() as ledgers["reference"]:
         actor.get_init_policy_logprobs(
             rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids
         )
     for _ in range(2):  # the optimizer's moments are there from the first step on
-        with counting("update") as ledgers["update"]:
+        with counting() as ledgers["update"]:
             actor.get_loss_and_metrics(batch, denominators)
-        with counting("optimizer") as ledgers["optimizer"]:
+        with counting() as ledgers["optimizer"]:
             optimizer.step()
-    with counting("offloaded") as ledgers["offloaded"], optimizer.offloaded():
+    with counting() as ledgers["offloaded"], optimizer.offloaded():
         ledgers["offloaded"].start = machine.gpu.memory.bytes  # what stays while responses are generated
     return ledgers

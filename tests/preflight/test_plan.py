@@ -9,6 +9,8 @@ from helpers.tiny_run import compose, tiny_overrides
 
 from reinforce_rl.config.load import load_config
 from reinforce_rl.config.parallelism import Layout
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.lora import LoraSettings
 from reinforce_rl.preflight.memory import Decoding, Pass, Policy, StageShape, rank_memory
 from reinforce_rl.preflight.plan import Share, layout_of, plan_batches, read_inputs
 
@@ -47,8 +49,7 @@ def test_batches_that_do_not_divide(overrides):
     assert (plan.prompts_of_update, plan.updates, plan.micro_batches) == (Share(5, 3), 1, 3)  # 12 in fives
     assert (plan.longest_prompt, plan.longest) == (3, 8)
     assert (plan.validation, plan.validation_calls) == (3, 2)
-    assert (plan.train_prompts, plan.steps_per_epoch, plan.last_batch) == (8, 2, 3)
-    assert (plan.steps, plan.total_updates) == (6, 6)
+    assert plan.epoch == [5, 3]
 
 
 def test_several_optimizer_steps_on_a_batch(overrides):
@@ -65,19 +66,21 @@ def test_several_optimizer_steps_on_a_batch(overrides):
         "model.tokens_per_micro_batch=17",
     )
     assert plan.prompts_of_update == Share(2, 2)
-    assert (plan.updates, plan.steps, plan.total_updates) == (4, 1, 4)
+    assert (plan.updates, plan.epoch) == (4, [4, 4])
     assert plan.micro_batches == 2  # 4 sequences of 8 tokens, two in 17
     assert plan.validation is None
 
 
-SHAPE = StageShape(1, True, True, 8, 2, 1, 4, 16, 10, 10, parameters=1000, trained=1000, largest=384, tied=False)
-POLICY = Policy(4, 1, False, 1, 1, "host", None, 0, 0, 1, 64, False, fused_adam=True, gpu=True)
+SIZES = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
+ARCH = Architecture.from_hf({**SIZES, "model_type": "llama", "vocab_size": 10, "num_hidden_layers": 1})
+SHAPE = StageShape(1, True, True, ARCH, parameters=1000, trained=1000, largest=384)
+POLICY = Policy(4, Layout(1, 1, 1, 1), 1, "host", None, 0, 1, 64, False, fused_adam=True, gpu=True)
 
 
 def memory_of(shape=SHAPE, **changes):
     policy = dataclasses.replace(POLICY, **changes)
     micro = Pass(rows=2, positions=5, scored=4)
-    return rank_memory(0, shape, policy, micro, micro, Decoding(2, 3, 4, 2), None)
+    return rank_memory(0, shape, policy, micro, micro, {"generation": Decoding(2, 3, 4, 2, None)})
 
 
 def phase_of(memory, name):
@@ -91,7 +94,8 @@ def test_states_by_precision_and_sharing():
     narrow = memory_of(weight_bytes=2, optimizer_shards=3, reference="device").states
     assert (narrow.weights, narrow.gradients, narrow.optimizer) == (2000, 4000, 334 * 12)
     assert (narrow.reference_on_host, narrow.reference_on_device) == (0, 2000)
-    updates = memory_of(dataclasses.replace(SHAPE, trained=100), reference="none", lora=frozenset({"q_proj"})).states
+    lora = LoraSettings(8, 16.0, ("q_proj",))
+    updates = memory_of(dataclasses.replace(SHAPE, trained=100), reference="none", lora=lora).states
     assert (updates.weights, updates.gradients, updates.optimizer) == (4000, 400, 800)
 
 

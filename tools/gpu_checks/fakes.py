@@ -29,4 +29,4 @@ def counting() -> AbstractContextManager[Any]:
     """Yield a `Ledger` of the block."""
     from reinforce_rl.preflight.fake_cuda.machine import install
 
-    return install().gpu.counting("gpu_check")
+    return install().gpu.counting()

@@ -72,12 +72,9 @@ def replace_device(gpu: FakeCuda, gigabytes: int) -> None:
 
 def _replace_cuda(gpu: FakeCuda, gigabytes: int) -> None:
     cuda: Any = torch.cuda
-    memory = gpu.memory
-    total = gigabytes * 2**30
-    properties = types.SimpleNamespace(
-        name=f"fake GPU, {gigabytes} GiB", total_memory=total, major=9, minor=0, multi_processor_count=132
-    )
-    properties.uuid = "00000000-0000-0000-0000-000000000000"
+    memory, total = gpu.memory, gigabytes * 2**30
+    properties = types.SimpleNamespace(name=f"fake GPU, {gigabytes} GiB", total_memory=total, major=9, minor=0)
+    properties.multi_processor_count, properties.uuid = 132, "00000000-0000-0000-0000-000000000000"
 
     def state(*args: Any, **options: Any) -> Tensor:
         return torch.zeros(16, dtype=torch.uint8)
@@ -211,26 +208,17 @@ def replace_kernels(gpu: FakeCuda) -> None:
     torch_attention, torch_norm = F.scaled_dot_product_attention, F.rms_norm
 
     def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
         if not is_cuda(query):
-            options: Any = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-            return torch_attention(query, key, value, attn_mask, dropout_p, **options)
+            return torch_attention(query, key, value, attn_mask, **options)
+        is_causal, scale = options.get("is_causal", False), options.get("scale")
         for other in (key, value, attn_mask):
             if other is not None and other.device != query.device:
                 raise RuntimeError(f"attention of queries on {query.device} with a tensor on {other.device}")
-        if key.shape[1] != query.shape[1] and not enable_gqa:
+        if key.shape[1] != query.shape[1] and not options.get("enable_gqa"):
             raise RuntimeError(f"attention of {query.shape[1]} heads with {key.shape[1]} key heads without enable_gqa")
         kernel = _choice(query, key, attn_mask, is_causal)
-        shapes = f"q{list(query.shape)} k{list(key.shape)} {str(query.dtype)[6:]}"
-        gpu.ledger.attention[f"{kernel} {shapes}{' masked' if attn_mask is not None else ''}"] += 1
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         if kernel == "math":
             return _math(query, key, value, attn_mask, is_causal, factor)
@@ -258,16 +246,14 @@ def replace_kernels(gpu: FakeCuda) -> None:
 
 
 def _choice(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> str:
-    low = query.dtype in LOW_PRECISION
-    grouped = key.shape[1] != query.shape[1]
-    fits = low and query.shape[-1] <= _MAX_HEAD and query.shape[-1] % 8 == 0
-    square = not is_causal or query.shape[2] == key.shape[2]
+    fits = query.dtype in LOW_PRECISION and query.shape[-1] <= _MAX_HEAD and query.shape[-1] % 8 == 0
+    fits = fits and (not is_causal or query.shape[2] == key.shape[2])
     backends: Any = torch.backends.cuda
-    if backends.cudnn_sdp_enabled() and fits and square:
+    if backends.cudnn_sdp_enabled() and fits:
         return "cudnn"
-    if backends.flash_sdp_enabled() and fits and square and mask is None:
+    if backends.flash_sdp_enabled() and fits and mask is None:
         return "flash"
-    if backends.mem_efficient_sdp_enabled() and not grouped:
+    if backends.mem_efficient_sdp_enabled() and key.shape[1] == query.shape[1]:
         return "efficient"
     if backends.math_sdp_enabled():
         return "math"
@@ -354,9 +340,7 @@ class Network:
     def all_reduce(self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
         return self._note("all_reduce", size_of(tensor), group, [tensor], async_op)
 
-    def broadcast(
-        self, tensor: Tensor, src: Any = None, group: Any = None, async_op: bool = False, group_src: Any = None
-    ) -> Any:
+    def broadcast(self, tensor: Tensor, src: Any = None, group: Any = None, async_op: bool = False, **_: Any) -> Any:
         return self._note("broadcast", size_of(tensor), group, [tensor], async_op)
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -364,29 +348,17 @@ class Network:
             out.copy_(tensor)
         return self._note("all_gather", sum(map(size_of, tensor_list)), group, [tensor, *tensor_list], async_op)
 
-    def all_gather_into_tensor(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
+    def all_gather_into_tensor(self, output_tensor: Any, input_tensor: Any, group: Any = None, **options: Any) -> Any:
         assert output_tensor.numel() == input_tensor.numel() * dist.get_world_size(group), "sizes of an all-gather"
-        return self._note("all_gather", size_of(output_tensor), group, [output_tensor, input_tensor], async_op)
+        return self._note("all_gather", size_of(output_tensor), group, [output_tensor, input_tensor], **options)
 
-    def reduce_scatter_tensor(
-        self, output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False
-    ) -> Any:
+    def reduce_scatter_tensor(self, output: Any, input: Any, op: Any = None, group: Any = None, **options: Any) -> Any:
         assert input.numel() == output.numel() * dist.get_world_size(group), "sizes of a reduce-scatter"
-        return self._note("reduce_scatter", size_of(input), group, [output, input], async_op)
+        return self._note("reduce_scatter", size_of(input), group, [output, input], **options)
 
-    def gather(
-        self,
-        tensor: Tensor,
-        gather_list: list[Tensor] | None = None,
-        dst: Any = None,
-        group: Any = None,
-        async_op: bool = False,
-        **_: Any,
-    ) -> Any:
+    def gather(self, tensor: Tensor, gather_list: Any = None, dst: Any = None, group: Any = None, **_: Any) -> None:
         nbytes = size_of(tensor) * dist.get_world_size(group)
-        return self._note("gather", nbytes, group, [tensor, *(gather_list or [])], async_op)
+        self._note("gather", nbytes, group, [tensor, *(gather_list or [])])
 
     def send(self, tensor: Tensor, dst: Any = None, group: Any = None, tag: int = 0, group_dst: Any = None) -> Any:
         return self._exchange("send", tensor, group, dst, group_dst)
@@ -403,7 +375,7 @@ class Network:
         object_list[:] = self._exchanged("all_gather", group, obj)
 
     def gather_object(
-        self, obj: Any, object_gather_list: Any = None, dst: Any = None, group: Any = None, group_dst: Any = None
+        self, obj: Any, object_gather_list: Any = None, dst: Any = None, group: Any = None, **_: Any
     ) -> None:
         found = self._exchanged("gather", group, obj)
         if object_gather_list is not None:
@@ -427,9 +399,8 @@ class Network:
         self._note_objects("barrier", group)
         return _Idle() if async_op else None
 
-    def _record(self, kind: str, ranks: tuple[int, ...], nbytes: int, on_gpu: bool) -> None:
-        ledger = self._gpu.ledger
-        ledger.collectives.append(Collective(kind, ranks, nbytes, on_gpu, ledger.phase))
+    def _record(self, *values: Any) -> None:
+        self._gpu.ledger.collectives.append(Collective(*values))
 
     def _backend(self, group: Any) -> str:
         return self._backends[dist.group.WORLD if group is None else group]
@@ -447,7 +418,7 @@ class Network:
                 raise RuntimeError(f"{what}: a tensor of {tuple(tensor.shape)} is not contiguous: {tensor.stride()}")
         return kind == "cuda"
 
-    def _note(self, kind: str, nbytes: int, group: Any, tensors: list[Tensor], async_op: bool) -> Any:
+    def _note(self, kind: str, nbytes: int, group: Any, tensors: list[Tensor], async_op: bool = False) -> Any:
         on_gpu, ranks = self._on_gpu(group, tensors, kind), _ranks(group)
         if len(ranks) > 1:
             self._record(kind, ranks, nbytes, on_gpu)

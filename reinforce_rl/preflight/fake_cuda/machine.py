@@ -43,7 +43,7 @@ class Machine:
         self.network.begin()
         if self.gpu.memory.bytes > _LEFT_OVER:
             gc.collect()  # a dropped model still holds itself in cycles
-        with mock.patch.dict(os.environ, place), self.gpu, self.gpu.counting("") as ledger:
+        with mock.patch.dict(os.environ, place), self.gpu, self.gpu.counting() as ledger:
             yield ledger
 
 

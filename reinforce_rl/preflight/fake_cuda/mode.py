@@ -13,12 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -52,21 +48,16 @@ class Collective(NamedTuple):
     ranks: tuple[int, ...]  # global ranks of the group; for "send" and "recv" this rank and its peer
     bytes: int  # of the whole tensor: gathered, or before scattering; 0 for objects
     on_gpu: bool  # NCCL, else gloo
-    phase: str
 
 
 @dataclass
 class Ledger:
-    phase: str
     kernels: Counter[Kernel] = field(default_factory=Counter)  # runs on the device
     launches: int = 0  # by the host; a CUDA graph is one
     syncs: Counter[str] = field(default_factory=Counter)  # host syncs by operation and line
-    attention: Counter[str] = field(default_factory=Counter)  # calls by kernel and shapes
     collectives: list[Collective] = field(default_factory=list)  # in order
-    start: int = 0  # like peak and end: bytes of device memory
+    start: int = 0  # like peak: bytes of device memory
     peak: int = 0
-    end: int = 0
-    host_bytes: int = 0  # copied to host memory and kept there as fake tensors
 
     @property
     def num_kernels(self) -> int:
@@ -124,18 +115,18 @@ class FakeCuda(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.ledger = Ledger("")  # of the current phase
+        self.ledger = Ledger()  # of the current phase
         self.memory = Memory()  # over all phases
         self.is_capturing = False  # a CUDA graph is being captured
 
     @contextlib.contextmanager
-    def counting(self, phase: str) -> Iterator[Ledger]:
-        before, self.ledger = self.ledger, Ledger(phase)
+    def counting(self) -> Iterator[Ledger]:
+        before, self.ledger = self.ledger, Ledger()
         self.memory.peak = self.ledger.start = self.memory.bytes
         try:
             yield self.ledger
         finally:
-            self.ledger.peak, self.ledger.end = self.memory.peak, self.memory.bytes
+            self.ledger.peak = self.memory.peak
             self.ledger = before
 
     def sync(self, what: str) -> None:
@@ -201,7 +192,7 @@ class FakeCuda(TorchDispatchMode):
         try:
             with self.fake:
                 out = func(*args, **kwargs)
-        except (DynamicOutputShapeException, DataDependentOutputException):
+        except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException):
             return self._by_values(func, args, kwargs)
         except Exception as error:
             if not getattr(error, "__notes__", None):
@@ -250,7 +241,7 @@ class FakeCuda(TorchDispatchMode):
                 while mask.dim() < first.dim():
                     mask = self.__torch_dispatch__(_aten.unsqueeze.default, (), (mask, -1))
                 return self.__torch_dispatch__(_aten.masked_fill_.Tensor, (), (first, mask, args[2]))
-            if any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
+            if any(map(_is_mask, args[1])):
                 return self.__torch_dispatch__(func, (), (first, self._without_masks(args[1]), *args[2:]), kwargs)
         return NotImplemented
 
@@ -263,14 +254,12 @@ class FakeCuda(TorchDispatchMode):
         if size_of(source) <= MAX_HOST_BYTES:
             return torch.zeros(source.shape, dtype=dtype)
         with self.fake:
-            out = torch.empty(source.shape, dtype=dtype, device="cpu")
-        self.ledger.host_bytes += size_of(out)
-        return out
+            return torch.empty(source.shape, dtype=dtype, device="cpu")
 
     def _without_masks(self, indices: Any) -> list[Any]:
         found: list[Any] = []
         for index in indices:
-            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+            if _is_mask(index):
                 if is_cuda(index):
                     self.sync("boolean index")
                 values = self.value(index)
@@ -386,6 +375,10 @@ def size_of(tensor: Tensor) -> int:
 def is_cuda(tensor: Tensor) -> bool:
     """Return True for a fake CUDA tensor; reading its `device` would dispatch an operator."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _is_small(tensor: Tensor) -> bool:
