@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -9,7 +10,7 @@ import random
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,9 @@ class DeepFault(ReinforceError):
 
 
 def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
-    """Print the predicted step and what to change, and write both to `preflight.json` in the run's folder.
+    """Print the predicted step and what to change, also to `preflight.json`; return faults that would end the run.
 
-    Returns:
-        faults that would end the run, one sentence each.
-
-    Raises:
-        ConfigError: `preflight_machine` is wrong.
+    Raises ConfigError: `preflight_machine` is wrong.
     """
     job = job_of(cfg, inputs, load_machine(cfg.preflight_machine))
     with console.status("fake GPU") as status, Worker(lambda text: status.update(f"fake GPU, {text}")) as worker:
@@ -70,11 +67,7 @@ def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
 
 
 def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> PredictedJob:
-    """Build the job to predict from a configuration whose model and layout can be read.
-
-    Raises:
-        ConfigError: the layers do not divide.
-    """
+    """Build the job to predict; model and layout can be read. Raises ConfigError: the layers do not divide."""
     layout, architecture = layout_of(cfg), inputs.architecture
     assert layout is not None and architecture is not None
     layers = stage_layers(cfg, architecture, layout)
@@ -114,11 +107,7 @@ class Worker:
         self._said.close()
 
     def measure(self, job: PredictedJob) -> list[Role]:
-        """Return the costs of the representative ranks at full depth.
-
-        Raises:
-            DeepFault: one of them failed.
-        """
+        """Return the costs of the representative ranks at full depth. Raises DeepFault: one of them failed."""
         longest = job.lengths.longest
         average = min(math.ceil(job.lengths.average), longest)
         runs = {
@@ -135,14 +124,12 @@ class Worker:
         change = {"generation": "native", "preflight": False, "model.megatron_overrides": overrides}
         if model.activations_checkpoint_method == "block":
             change[_NUMBER] = max(1, min(model.activations_checkpoint_num_layers or 1, layers) * depth // layers)
-        train_rows, forward_rows = job.rows(response)
         case = Case(
-            config=with_keys(job.cfg, change),
-            rank=rank_at(0, 0, 0, stage, (layout.tensor, layout.context, layout.data, layout.pipeline)),
-            layers=depth,
-            in_flight=min(layout.pipeline - stage, plan.micro_batches),
-            train_rows=train_rows,
-            forward_rows=forward_rows,
+            with_keys(job.cfg, change),
+            rank_at(0, 0, 0, stage, (layout.tensor, layout.context, layout.data, layout.pipeline)),
+            depth,
+            min(layout.pipeline - stage, plan.micro_batches),
+            *job.rows(response),
             prompts=0 if job.has_engine else job.prompts_of_call,
             samples=plan.samples,
             prompt_tokens=plan.longest_prompt,
@@ -197,23 +184,16 @@ def depths_of(cfg: TrainConfig, layers: int) -> tuple[int, ...]:
 
 
 def _try(worker: Worker, job: PredictedJob, inputs: Inputs, step: StepTime) -> list[Tried]:
+    # Measure changes without a fault, likeliest to help first.
     tried: list[Tried] = []
-    for change, cfg in _alternatives(job, step):
+    for applies, change in _faster(job, step) if step.fits else _smaller(job):
         if len(tried) == MOST_TRIED:
             break
-        try:
-            other = job_of(cfg, inputs, job.machine)
-            tried.append((change, predict(other, worker.measure(other))))
-        except (ConfigError, DeepFault):
-            continue
+        if applies and not any(find_faults(cfg := with_keys(job.cfg, change))):
+            with contextlib.suppress(ConfigError, DeepFault):
+                other = job_of(cfg, inputs, job.machine)
+                tried.append((change, predict(other, worker.measure(other))))
     return tried
-
-
-def _alternatives(job: PredictedJob, step: StepTime) -> Iterator[tuple[Change, TrainConfig]]:
-    # Yield changes without a fault, likeliest to help first, with the changed configuration.
-    for applies, change in _faster(job, step) if step.fits else _smaller(job):
-        if applies and not any(find_faults(changed := with_keys(job.cfg, change))):
-            yield change, changed
 
 
 def with_keys(cfg: TrainConfig, change: Change) -> TrainConfig:

@@ -71,8 +71,7 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
     architecture = layers = tokenizer = datasets = disk = None
     if (folder / "config.json").is_file():
         architecture = attempt(lambda: Architecture.from_folder(folder))
-    layout = layout_of(cfg)
-    said = any("_model_parallel_size" in fault for fault in shape_faults(cfg))
+    layout, said = layout_of(cfg), any("_model_parallel_size" in fault for fault in shape_faults(cfg))
     if architecture is not None and layout is not None and not said and cfg.trainer.precision in build.DTYPES:
         layers = attempt(lambda: stage_layers(cfg, architecture, layout))
     if (folder / "tokenizer_config.json").is_file():
@@ -100,11 +99,7 @@ def layout_of(cfg: TrainConfig) -> Layout | None:
 
 
 def stage_layers(cfg: TrainConfig, architecture: Architecture, layout: Layout) -> list[int]:
-    """Return the layers of each pipeline stage.
-
-    Raises:
-        ConfigError: they do not divide.
-    """
+    """Return the layers of each pipeline stage. Raises ConfigError: they do not divide."""
     dtype: torch.dtype = getattr(torch, build.DTYPES[cfg.trainer.precision])
     return layers_of_stages(architecture, layout, dtype, build.model_options(cfg))
 
@@ -194,8 +189,7 @@ def plan_memory(cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bo
     if inputs.architecture is None or inputs.layers is None or layout is None:
         return []
     rollout, response = cfg.model.reinforce, cfg.model.reinforce.length_params.max_length
-    used = _policy(cfg, layout, gpu=gpu)
-    multiple = layout.sequence_multiple
+    used, multiple = _policy(cfg, layout, gpu=gpu), layout.sequence_multiple
     positions = -(-(batches.longest - 1) // multiple) * multiple // layout.context
 
     def micro_batch(sequences: int, size: int, in_flight: int) -> memory.Pass:

@@ -168,11 +168,10 @@ class RankRun:
 
     def _cost(self, ledger: Ledger) -> Cost:
         rates = self._case.rates
-        seconds = sum(
-            count
-            * max(k.flops / rates["bf16" if k.low_precision else "fp32"], k.bytes / rates["bandwidth"], rates["floor"])
-            for k, count in ledger.kernels.items()
-        )
+        seconds = 0.0
+        for kernel, count in ledger.kernels.items():
+            products = kernel.flops / rates["bf16" if kernel.low_precision else "fp32"]
+            seconds += count * max(products, kernel.bytes / rates["bandwidth"], rates["floor"])
         calls: Counter[Traffic] = Counter()
         sent: Counter[Traffic] = Counter()
         for call in ledger.collectives:

@@ -31,10 +31,9 @@ SERVER_SECONDS = 3.0
 
 
 def preflight(cfg: DictConfig, console: Console | None = None) -> None:
-    """Print the plan and the warnings, under torchrun on rank 0 only.
+    """Print the plan, unless the configuration itself has faults, and the warnings; under torchrun on rank 0 only.
 
-    Raises:
-        ConfigError: all faults in one message. If the configuration itself has faults, no plan is printed.
+    Raises ConfigError: all faults in one message.
     """
     if os.environ.get("RANK", "0") != "0":
         return

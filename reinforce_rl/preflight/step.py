@@ -47,17 +47,14 @@ class Hardware(Section):
     pcie: Positive = setting(NOT_SET)  # bandwidth to pinned host memory, as reached
     matmul_share: Positive = setting(NOT_SET)  # share of `bf16` and `fp32` that large matrix products reach
     gpus_per_node: int = setting(8, gt=0)  # GPUs joined by NVLink
-    # Bytes besides tensors.
-    reserved: Positive = 3e9  # CUDA context 0.5 GB, NCCL's buffers, cuBLAS workspaces
+    reserved: Positive = 3e9  # bytes besides tensors: CUDA context 0.5 GB, NCCL's buffers, cuBLAS workspaces
     hbm_share: Positive = 0.8  # of mixed elementwise kernels; plain copies reach 0.9
     # NIM 1.8, one request (docs.nvidia.com/nim/benchmarking/llm): Llama 3.3 70B in fp8 on two H100 takes 18.91 ms a
     # token; 3.1 8B 4.63 ms, taken to be fp8 on one: 0.56 and 0.52 with all kernels. 0.6 gives these.
     decode_share: Positive = 0.6  # of `hbm`, in an engine's decode step
     kernel_floor: Positive = 2e-6  # seconds of an empty kernel, back to back
-    # Host seconds per kernel launch in eager PyTorch.
-    launch: Positive = 5e-6  # PyTorch's dispatcher, autograd and cudaLaunchKernel on one core
-    # Seconds that the GPU idles at a host sync.
-    sync: Positive = 2e-5  # cudaStreamSynchronize, and refilling the launch queue
+    launch: Positive = 5e-6  # host seconds of eager PyTorch's dispatcher, autograd and cudaLaunchKernel on one core
+    sync: Positive = 2e-5  # seconds that the GPU idles: cudaStreamSynchronize, and refilling the launch queue
     nvlink_share: Positive = 0.8  # nccl-tests' bus bandwidth of an all-reduce in a node, without NVLS
     network_share: Positive = 0.9  # the same between nodes, one rail a GPU
     # nvlink_latency, network_latency: seconds of one hop of a collective.
@@ -74,12 +71,9 @@ class Hardware(Section):
         return max(flops / (self.bf16 * self.matmul_share), moved / (self.hbm * self.decode_share), self.kernel_floor)
 
     def collective_seconds(self, kind: str, moved: float, ranks: int, nodes: int) -> float:
-        """Time of a collective: bandwidth of a ring, latency of a tree.
+        """Time of a `torch.distributed` collective: bandwidth of a ring, latency of a tree, a network card per rank.
 
-        Args:
-            kind: all_reduce, all_gather, reduce_scatter, gather, broadcast, send or recv.
-            moved: bytes of the whole tensor: an all-gather's output, a reduce-scatter's input.
-            nodes: nodes that the ranks span; each rank has its own network card.
+        `moved` are the bytes of the whole tensor: an all-gather's output, a reduce-scatter's input.
         """
         if ranks <= 1:
             return 0.0
@@ -133,8 +127,7 @@ MACHINES = {key: Hardware.model_validate(dict(zip(_FIELDS, row, strict=True))) f
 def load_machine(value: str) -> Hardware:
     """Return a known machine by name, or of a YAML file with `Hardware`'s fields, or some with a known `base`.
 
-    Raises:
-        ConfigError: unknown name, or all faults of the file together.
+    Raises ConfigError: unknown name, or all faults of the file together.
     """
     if value in MACHINES:
         return MACHINES[value]
@@ -214,12 +207,10 @@ class Engine:
 
     @property
     def cache_bytes_of_token(self) -> float:
-        arch = self.architecture
-        return BF16 * 2 * arch.num_layers * arch.num_groups * arch.head_size
+        return BF16 * 2 * self.architecture.num_layers * self.architecture.num_groups * self.architecture.head_size
 
     def _matrices(self) -> list[tuple[int, int]]:
-        arch = self.architecture
-        h, d = arch.hidden_size, arch.head_size
+        arch, h, d = self.architecture, self.architecture.hidden_size, self.architecture.head_size
         qkv = (arch.num_heads + 2 * arch.num_groups) * d
         return [(h, qkv), (arch.num_heads * d, h), (h, 2 * arch.ffn_size), (arch.ffn_size, h)]
 
@@ -260,8 +251,7 @@ class Role:
     stage: int  # its pipeline stage
     stages: int  # number of stages like it
     costs: dict[str, Cost]  # by phase; passes have a fixed part and one per micro-batch
-    # Peak bytes by phase with every sequence at full length; `resident`: held while an engine generates; `away`: moved
-    # by `offload_adam_states`.
+    # Peak bytes by phase at full length; `resident`: while an engine generates; `away`: `offload_adam_states` moves.
     peaks: dict[str, float]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reinforce_rl.preflight.fake_cuda.device import Network
     from reinforce_rl.preflight.fake_cuda.mode import FakeCuda, Ledger
 
-GIBIBYTES = 80
+GIBIBYTES = 80  # that each GPU reports; exceeding it is no error
 _LEFT_OVER = 1 << 26
 _machine: Machine | None = None
 SOURCE = Path(__file__).with_name("guard.cpp")
@@ -47,15 +47,11 @@ class Machine:
             yield ledger
 
 
-def install(gibibytes: int = GIBIBYTES) -> Machine:
+def install() -> Machine:
     """Make this process a machine with fake GPUs, for good. torch must not have been imported before.
 
-    Args:
-        gibibytes: memory that each GPU reports; exceeding it is no error.
-
-    Raises:
-        ConfigError: torch is already imported or not installed, or no C++ compiler builds the device guard, optional
-            if torch finds a GPU.
+    Raises ConfigError: torch is already imported or not installed, or no C++ compiler builds the device guard,
+    optional if torch finds a GPU.
     """
     global _machine
     if _machine is not None:
@@ -65,7 +61,7 @@ def install(gibibytes: int = GIBIBYTES) -> Machine:
     from reinforce_rl.preflight.fake_cuda.mode import FakeCuda
 
     gpu = FakeCuda()
-    replace_device(gpu, gibibytes)
+    replace_device(gpu, GIBIBYTES)
     replace_kernels(gpu)
     network = Network(gpu)
     network.install()

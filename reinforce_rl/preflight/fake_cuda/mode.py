@@ -200,8 +200,8 @@ class FakeCuda(TorchDispatchMode):
                 error.__notes__ = [f"in {func} of {where}"]  # type: ignore[attr-defined]  # `add_note` needs 3.11
             raise
         outputs = [leaf for leaf in _leaves((out,), {}) if isinstance(leaf, Tensor)]
-        self._carry_values(func, name, args, kwargs, tensors, outputs)
-        self._count(func, name, args, kwargs, tensors, out, outputs)
+        self._carry_values(func, args, kwargs, tensors, outputs)
+        self._count(func, args, kwargs, tensors, out, outputs)
         return out
 
     def _special(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -298,9 +298,7 @@ class FakeCuda(TorchDispatchMode):
                 if isinstance(index, Tensor) and not is_cuda(index):
                     self.sync("index on cpu")
 
-    def _carry_values(
-        self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]
-    ) -> None:
+    def _carry_values(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         if not any(map(_is_small, outputs)) or any(out.numel() > 2 * MAX_INTEGERS for out in outputs):
             return
         if any(self.value(tensor) is None for tensor in inputs):
@@ -316,7 +314,7 @@ class FakeCuda(TorchDispatchMode):
         for out, value in zip(outputs, _leaves((found,), {}), strict=False):
             if not _is_small(out):
                 continue
-            if "empty" in name:
+            if "empty" in func._schema.name:
                 value.zero_()
             elif is_guess and value.is_floating_point():
                 value = value.masked_fill(~value.isfinite(), 0.0)  # such as the log of an unknown sum
@@ -329,9 +327,8 @@ class FakeCuda(TorchDispatchMode):
             return [self._on_cpu(part) for part in leaf]
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
-    def _count(
-        self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], out: Any, outputs: list[Tensor]
-    ) -> None:
+    def _count(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], out: Any, outputs: list[Tensor]) -> None:
+        name = func._schema.name.split("::")[1]
         made = [tensor for tensor in outputs if is_cuda(tensor)]
         for tensor in made:
             self.memory.track(tensor)
@@ -361,10 +358,7 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
     # Flatten an operator's arguments, which nest in lists at most once.
     found = []
     for arg in (*args, *kwargs.values()):
-        if isinstance(arg, (list, tuple)):
-            found += arg
-        else:
-            found.append(arg)
+        found += arg if isinstance(arg, (list, tuple)) else [arg]
     return found
 
 
