@@ -114,16 +114,13 @@ class RankMemory:
     states: States
     phases: tuple[Phase, ...]
 
-    def total(self, phase: Phase) -> int:
-        return self.states.on_device + phase.total
-
     @property
     def peak_phase(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def peak(self) -> int:
-        return self.total(self.peak_phase)
+        return self.states.on_device + self.peak_phase.total
 
     @property
     def on_host(self) -> int:

@@ -282,12 +282,8 @@ def disk_need(cfg: TrainConfig, size: memory.ModelSize, steps: int) -> DiskNeed:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     intervals = [rl.save_interval, rl.val_check_interval if saving.keep_best else 0]
     saves = 1 + sum(max(steps - 1, 0) // interval for interval in intervals if interval > 0)
-    checkpoints = (folder / "checkpoints").glob("step_*/**/*")
-    return DiskNeed(
-        folder=folder,
-        checkpoint=size.trained * (weight + (0 if weight == memory.FP32 else memory.FP32) + memory.ADAM_MOMENTS),
-        checkpoints=min(saving.keep_last + saving.keep_best + 1, saves),
-        export=size.parameters * weight if saving.save_hf_on_train_end else 0,
-        held=sum(path.stat().st_size for path in checkpoints if path.is_file()),
-        free=shutil.disk_usage(existing).free,
-    )
+    held = sum(path.stat().st_size for path in (folder / "checkpoints").glob("step_*/**/*") if path.is_file())
+    checkpoint = size.trained * (weight + (0 if weight == memory.FP32 else memory.FP32) + memory.ADAM_MOMENTS)
+    checkpoints = min(saving.keep_last + saving.keep_best + 1, saves)
+    export = size.parameters * weight if saving.save_hf_on_train_end else 0
+    return DiskNeed(folder, checkpoint, checkpoints, export, held, shutil.disk_usage(existing).free)

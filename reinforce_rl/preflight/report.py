@@ -24,7 +24,7 @@ LEAST_SHARE, LEAST_BYTES = 0.02, 1e6  # below these, parts and collectives of a 
 
 
 def print_plan(
-    console: Console, cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, memory: Sequence[RankMemory], *, gpu: bool
+    console: Console, cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, memory: list[RankMemory], *, gpu: bool
 ) -> None:
     layout, disk = layout_of(cfg), inputs.disk
     assert layout is not None and inputs.architecture is not None
@@ -55,12 +55,13 @@ def _print_lines(console: Console, title: str, rows: Sequence[tuple[str, str]]) 
 
 
 def _batches(cfg: TrainConfig, plan: BatchPlan) -> list[tuple[str, str]]:
-    g, of_rank, of_update = plan.samples, plan.prompts_of_rank, plan.prompts_of_update
-    sequences = f"{of_update.least} prompts = {of_update.least * g} sequences"
-    validation, epoch, run = "none", *["not known: the prompts cannot be read"] * 2
-    if plan.validation is not None:
-        calls = _count(plan.validation_calls, "generation call")
-        validation = f"{plan.validation} prompts x 1 sample, {calls} a rank"
+    g, of_rank, of_update = plan.samples, plan.prompts_of_rank, plan.prompts_of_update.least
+    sequences, calls = (
+        f"{of_update} prompts = {of_update * g} sequences",
+        _count(plan.validation_calls, "generation call"),
+    )
+    validation = "none" if plan.validation is None else f"{plan.validation} prompts x 1 sample, {calls} a rank"
+    epoch = run = "not known: the prompts cannot be read"
     if plan.epoch is not None:
         steps, last = _count(len(plan.epoch), "step"), _count(plan.epoch[-1], "prompt")
         epoch = f"{sum(plan.epoch)} prompts = {steps}, the last of {last}"
@@ -98,9 +99,7 @@ def _range(share: Share, times: int = 1) -> str:
     return f"{most}" if least == most else f"{least} to {most}"
 
 
-def _print_memory(
-    console: Console, memory: Sequence[RankMemory], layout: Layout, size: ModelSize, *, gpu: bool
-) -> None:
+def _print_memory(console: Console, memory: list[RankMemory], layout: Layout, size: ModelSize, *, gpu: bool) -> None:
     largest = max(memory, key=lambda rank: rank.peak)
     fixed, shape, there = largest.states, largest.shape, resident(largest, gpu=gpu)
     which = f", the largest: those of stage {largest.stage}" if layout.pipeline > 1 else ""
@@ -153,11 +152,9 @@ def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:
         cells = (kernels if counted else "-", tflop if counted else "-", f"{peak / 1e9:.1f}" if peak else "-")
         table.add_row(f"  {phase.name}", _seconds(phase.seconds), phase.bound, ", ".join(parts), *cells)
     console.print(table)
-    console.print(
-        f"  {_seconds(step.seconds)} s a step, {step.tokens / step.seconds / gpus:,.0f} tokens/s a GPU; "
-        f"{step.peaks[step.worst] / 1e9:.1f} GB of tensors in {step.worst}, of {machine.memory / 1e9:.0f} a GPU"
-        + ("" if step.fits else ": does not fit")
-    )
+    speed = f"{_seconds(step.seconds)} s a step, {step.tokens / step.seconds / gpus:,.0f} tokens/s a GPU"
+    peak = f"{step.peaks[step.worst] / 1e9:.1f} GB of tensors in {step.worst}, of {machine.memory / 1e9:.0f} a GPU"
+    console.print(f"  {speed}; {peak}{'' if step.fits else ': does not fit'}")
     wires = _table("  collectives of a rank and step", "calls", "GB", "seconds")
     for phase in step.phases:
         for of, calls in phase.cost.calls.items():
@@ -166,9 +163,8 @@ def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:
                 wires.add_row(f"  {phase.name}: {of}", *cells)
     if wires.row_count:
         console.print(wires)
-    slowest = step.slowest
-    share = slowest.seconds / step.seconds
-    console.print(f"Bottleneck: {slowest.name} takes {share:.0%} of the step, most of it {slowest.bound}.")
+    share = step.slowest.seconds / step.seconds
+    console.print(f"Bottleneck: {step.slowest.name} takes {share:.0%} of the step, most of it {step.slowest.bound}.")
     hidden = sum(phase.seconds for phase in step.phases if "log-probs" in phase.name)
     if job.cfg.reward == "server" and hidden:
         console.print(

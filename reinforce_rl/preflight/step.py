@@ -329,9 +329,8 @@ def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
         generation, peaks["generation"] = _engine(job, resident)
     else:
         generation = _native(job, roles)
-    phases = [generation]
-    if away:
-        phases.append(PhaseTime("offload and back", "PCIe", {"transfer": 2 * away / machine.pcie}))
+    offload = PhaseTime("offload and back", "PCIe", {"transfer": 2 * away / machine.pcie})
+    phases = [generation, offload] if away else [generation]
     train_rows, forward_rows = job.rows(math.ceil(job.lengths.average))
     forward = math.ceil(plan.prompts_of_rank.most * plan.samples / forward_rows)
     if _reads_log_probs(cfg):
@@ -357,10 +356,9 @@ def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
 def _reads_log_probs(cfg: TrainConfig) -> bool:
     # Follows `RolloutMaker`.
     rl = cfg.trainer.reinforce
-    if rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None:
-        return True
     known = cfg.generation == "native" and rl.generator_log_probs and cfg.trainer.precision != "bf16"
-    return rl.initial_policy_kl_penalty > 0 and not known
+    several = rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None
+    return several or (rl.initial_policy_kl_penalty > 0 and not known)
 
 
 def _passes(job: PredictedJob, roles: Sequence[Role], name: str, count: int, times: int = 1) -> PhaseTime:

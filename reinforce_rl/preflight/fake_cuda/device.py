@@ -88,9 +88,6 @@ def _replace_cuda(gpu: FakeCuda, gigabytes: int) -> None:
     generator = types.SimpleNamespace(get_state=state, clone_state=state, graphsafe_get_state=state)
     generator.set_state = generator.graphsafe_set_state = nothing
     answers: dict[str, Any] = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "is_bf16_supported": lambda *args, **options: True,
         "device_count": lambda: GPUS_OF_NODE,
         "current_device": lambda: 0,
         "get_device_properties": lambda *args: properties,
@@ -106,16 +103,14 @@ def _replace_cuda(gpu: FakeCuda, gigabytes: int) -> None:
         "reset_peak_memory_stats": reset_peak,
         "get_rng_state": state,
         "default_generators": [generator] * GPUS_OF_NODE,
-        "current_stream": lambda *args: _Idle(),
-        "default_stream": lambda *args: _Idle(),
         "stream": lambda *args: contextlib.nullcontext(),
         "is_current_stream_capturing": lambda: gpu.is_capturing,
-        "Stream": _Idle,
-        "Event": _Idle,
         "CUDAGraph": type("CUDAGraph", (_Graph,), {"_gpu": gpu}),
         "graph": _graph,
         "graph_pool_handle": lambda: (0, 0),
     }
+    answers |= dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), _Idle)
+    answers |= dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), lambda *args, **options: True)
     names = ("init", "_lazy_init", "set_device", "empty_cache", "ipc_collect", "set_stream", "set_rng_state")
     answers |= dict.fromkeys((*names, "manual_seed", "manual_seed_all"), nothing)
     for name, answer in answers.items():
@@ -399,9 +394,6 @@ class Network:
         self._note_objects("barrier", group)
         return _Idle() if async_op else None
 
-    def _record(self, *values: Any) -> None:
-        self._gpu.ledger.collectives.append(Collective(*values))
-
     def _backend(self, group: Any) -> str:
         return self._backends[dist.group.WORLD if group is None else group]
 
@@ -421,7 +413,7 @@ class Network:
     def _note(self, kind: str, nbytes: int, group: Any, tensors: list[Tensor], async_op: bool = False) -> Any:
         on_gpu, ranks = self._on_gpu(group, tensors, kind), _ranks(group)
         if len(ranks) > 1:
-            self._record(kind, ranks, nbytes, on_gpu)
+            self._gpu.ledger.collectives.append(Collective(kind, ranks, nbytes, on_gpu))
         return _Idle() if async_op else None
 
     def _exchanged(self, kind: str, group: Any, value: Any, device: Any = None) -> list[Any]:
@@ -441,13 +433,14 @@ class Network:
         on_gpu = "gloo" not in self._backend(group) if device is None else torch.device(device).type == "cuda"
         if on_gpu:
             self._gpu.sync(f"{kind} of objects")
-        self._record(f"{kind}_object", ranks, 0, on_gpu)
+        self._gpu.ledger.collectives.append(Collective(f"{kind}_object", ranks, 0, on_gpu))
 
     def _exchange(self, kind: str, tensor: Tensor, group: Any, peer: Any, group_peer: Any) -> _Idle:
         on_gpu = self._on_gpu(group, [tensor], kind)
         if peer is None and group_peer is not None:
             peer = _ranks(group)[group_peer]
-        self._record(kind, (dist.get_rank(), -1 if peer is None else int(peer)), size_of(tensor), on_gpu)
+        ranks = (dist.get_rank(), -1 if peer is None else int(peer))
+        self._gpu.ledger.collectives.append(Collective(kind, ranks, size_of(tensor), on_gpu))
         return _Idle()
 
 
