@@ -205,8 +205,7 @@ class Job:
             number = signal.SIGUSR1 if self._stop.number == signal.SIGUSR1 else signal.SIGTERM
             by_itself = actor.end(number, self._deadline())
             # Log it before the servers end: Slurm may kill a cancelled job meanwhile.
-            step = self._newest_checkpoint()
-            self._log(f"the actor has ended; the run's newest checkpoint is that of step {step}")
+            self._log(f"the actor has ended; the run's newest checkpoint is that of step {self._newest_checkpoint()}")
         self._end_servers(servers)
         return by_itself
 
