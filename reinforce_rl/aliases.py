@@ -15,6 +15,7 @@ OLD = {
     "reinforce_rl.algorithms.reinforce": "reinforce_rl.trainer.reinforce",
     "reinforce_rl.actor.model": "reinforce_rl.actor.policy",
     "reinforce_rl.build": "reinforce_rl.run",
+    "reinforce_rl.monitoring.summary": "reinforce_rl.monitoring.report",
     "reinforce_rl.reward": "reinforce_rl.rewards",
     "reinforce_rl.reward.base": "reinforce_rl.rewards.base",
     "reinforce_rl.reward.client": "reinforce_rl.rewards.client",

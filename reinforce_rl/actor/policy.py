@@ -165,12 +165,14 @@ class MegatronGPTReinforceActorModel:
             out[torch.cat(cuts)] = torch.cat(found).float().cpu()
         return self.mesh.from_last_stage(out)
 
-    def get_init_policy_logprobs(self, *samples: Any) -> Tensor:
+    def get_init_policy_logprobs(
+        self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None = None
+    ) -> Tensor:
         """Compute `get_inference_log_probs` under the reference policy."""
         if self._as_reference is None:
             raise RuntimeError("this actor was built without a reference policy (with_reference=False)")
         with self._as_reference():
-            return self.get_inference_log_probs(*samples)
+            return self.get_inference_log_probs(sequences, prompt_lengths, response_lengths, group_ids)
 
     def get_loss_and_metrics(
         self,
