@@ -164,7 +164,7 @@ def test_defect_07_never_silently_off_policy(tmp_path, mesh):
     (line,) = run(tmp_path, mesh, ONE_STEP)
     assert line["train/optimizer_steps"] == 1
     for keys in ([f"{RL}.reinforce_epochs=2"], ["model.global_batch_size=8"]):
-        with pytest.raises(ConfigError, match=r"off-policy; set trainer\.reinforce\.importance_ratio"):
+        with pytest.raises(ConfigError, match=r"off-policy: set trainer\.reinforce\.importance_ratio"):
             tiny_config(tmp_path, *keys)
     (tmp_path / "ratio").mkdir()
     (line,) = run(tmp_path / "ratio", mesh, ONE_STEP, f"{RL}.reinforce_epochs=2", f"{RL}.importance_ratio=sequence")

@@ -154,7 +154,7 @@ class TestOptimizerSteps:
     @pytest.mark.parametrize("change", [f"{RL}.reinforce_epochs=2", "model.global_batch_size=8"])
     def test_refused_without_a_ratio(self, tmp_path, change):
         overrides = [*tiny_overrides(tmp_path), change]
-        with pytest.raises(ConfigError, match=r"off-policy; set trainer\.reinforce\.importance_ratio=token"):
+        with pytest.raises(ConfigError, match=r"off-policy: set trainer\.reinforce\.importance_ratio=token"):
             load_config(compose(*overrides))
         load_config(compose(*overrides, f"{RL}.importance_ratio=sequence"))
 
