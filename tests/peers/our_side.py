@@ -64,7 +64,7 @@ class GivenLogProbs:
         sampling = SimpleNamespace(max_length=config.model.reinforce.length_params.max_length)
         self.mesh = OneRank()
         self.lora = None
-        self.settings = SimpleNamespace(sampling=sampling, seed=0)
+        self.settings = SimpleNamespace(sampling=sampling, seed=0, offload_optimizer=False)
         self.generator = SimpleNamespace(refit=lambda: None)
         self._loss = loss_settings(config.trainer.reinforce)
         self._batch = batch
