@@ -52,13 +52,10 @@ def memory_plan(arch: Architecture, dtype: torch.dtype, device: torch.device, wo
     """What `preflight` says that this side needs, phase by phase."""
     policy = Policy(
         weight_bytes=dtype.itemsize,
-        tensor=1,
-        sequence_parallel=False,
-        context=1,
+        layout=Layout(1, 1, 1, 1, False),
         optimizer_shards=1,
         reference="device" if device.type == "cpu" else "host",
         lora=None,
-        lora_rank=0,
         recompute=0,
         recompute_group=1,
         chunk_tokens=ActorSettings.logits_chunk_tokens,
@@ -68,9 +65,9 @@ def memory_plan(arch: Architecture, dtype: torch.dtype, device: torch.device, wo
     )
     length, rows = workload.prompt_tokens + workload.response_tokens - 1, workload.micro_batch
     micro_batch = Pass(rows, length, rows * workload.response_tokens)
-    decoding = Decoding(workload.prompts, workload.group, workload.prompt_tokens, workload.response_tokens)
-    shape = stage_shapes(arch, Layout(1, 1, 1, 1, False), [arch.num_layers], None)[0]
-    return rank_memory(0, shape, policy, micro_batch, micro_batch, decoding, None)
+    decoding = Decoding(workload.prompts, workload.group, workload.prompt_tokens, workload.response_tokens, None)
+    shape = stage_shapes(arch, 1, [arch.num_layers], None)[0]
+    return rank_memory(0, shape, policy, micro_batch, micro_batch, {"generation": decoding})
 
 
 def least_bytes(arch: Architecture, dtype: torch.dtype, device: torch.device, workload: Workload, phase: str) -> int:
