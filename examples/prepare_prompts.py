@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from reinforce_rl.data.jsonl import PrepareOptions, prepare_prompts
+from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
 from reinforce_rl.errors import ReinforceError
 
 

@@ -1,4 +1,4 @@
-"""JSONL files of prompts: find, read and write them, and make them from pairs or conversations.
+"""JSONL files of prompts: find, read, check and write them.
 
 HH form is one string: "\\n\\nHuman: ...\\n\\nAssistant: ...\\n\\nHuman: ...\\n\\nAssistant:". Torch-free, to run at
 config time.
@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import re
 import stat
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from reinforce_rl.errors import ConfigError, DataError
 
@@ -45,8 +43,7 @@ _FORMATS = (
 
 _HH_MARKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
-_HH_NAMES = {role: name for name, role in _HH_ROLES.items()}
-_PROMPT_KEYS = ("prompt", "text", "messages", "chosen", "rejected")
+HH_NAMES = {role: name for name, role in _HH_ROLES.items()}
 
 
 # Files
@@ -289,151 +286,10 @@ def messages_of_text(text: str) -> list[Message]:
 
 def render_hh_prompt(messages: list[Message]) -> str:
     """Inverse of `parse_hh_conversation` for a prompt; ends with the open "Assistant:"."""
-    turns = [f"\n\n{_HH_NAMES[message['role']]}: {message['content']}" for message in messages]
+    turns = [f"\n\n{HH_NAMES[message['role']]}: {message['content']}" for message in messages]
     return "".join(turns) + "\n\nAssistant:"
 
 
 def prompt_key(messages: Sequence[Message]) -> str:
     """Return a key that ignores case and white space."""
     return json.dumps([(m["role"], " ".join(m["content"].casefold().split())) for m in messages])
-
-
-# Prompt files from other data
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    # "messages" writes `{"messages": [...]}`, "prompt" writes `{"prompt": ...}` in the HH form.
-    form: Literal["messages", "prompt"] = "messages"
-    num_validation: int | None = None  # None takes `validation_fraction` instead
-    validation_fraction: float = 0.1  # of the kept prompts, in (0, 1); at least one prompt
-    seed: int = 0  # draws the validation prompts, and those that `limit` keeps
-    max_turns: int | None = None  # user turns of a prompt
-    max_characters: int | None = None  # of a prompt, over all its turns
-    limit: int | None = None  # prompts to keep in all, drawn by the seed
-
-    def __post_init__(self) -> None:
-        least = {"num_validation": 1, "max_turns": 1, "max_characters": 1, "limit": 2}
-        faults = [
-            f"{name} is {value}; expected at least {bound}"
-            for name, bound in least.items()
-            if (value := getattr(self, name)) is not None and value < bound
-        ]
-        if not 0 < self.validation_fraction < 1:
-            faults.append(f"validation_fraction is {self.validation_fraction}; expected above 0 and below 1")
-        if faults:
-            raise ConfigError(faults)
-
-
-@dataclass(frozen=True)
-class PrepareCounts:
-    """Counts of the lines read: `read == train + validation + sum(skipped.values())`."""
-
-    read: int
-    train: int
-    validation: int
-    skipped: dict[str, int]
-
-    def __str__(self) -> str:
-        lines = [f"read {self.read}, kept {self.train + self.validation}, skipped {sum(self.skipped.values())}"]
-        lines += [f"  skipped {count}: {reason}" for reason, count in self.skipped.items()]
-        return "\n".join([*lines, f"  train {self.train}, validation {self.validation}"])
-
-
-def prepare_prompts(inputs: Iterable[str | Path], output: str | Path, options: PrepareOptions) -> PrepareCounts:
-    """Read pairs or conversations and write `train.jsonl` and `validation.jsonl` into `output`.
-
-    A line holds `prompt` or `text`, or `chosen` and `rejected`, or `messages`; a value is an HH string or a list of
-    messages, and a prompt may be any other string, taken as one user message. The last assistant turn of `chosen` and
-    `rejected` is the answer and is dropped. Other fields are kept. Of prompts that are equal up to case and white
-    space, the first is kept.
-
-    Raises:
-        DataError: a file cannot be read or written, invalid lines (all counted, the first listed), or too few prompts.
-    """
-    paths, targets = list(map(Path, inputs)), [Path(output) / f"{name}.jsonl" for name in SPLITS[:2]]
-    for path in paths:
-        if path.resolve() in [target.resolve() for target in targets]:
-            raise DataError(f"{path} is both read and written; choose another output folder")
-    skipped: Counter[str] = Counter()
-    kept: dict[str, dict[str, Any]] = {}  # rows to write, by `prompt_key`
-
-    def keep(line: JsonLine) -> None:
-        messages, reason = _prompt_of(line.value)
-        reason = reason or _unfit(messages, options)
-        key = prompt_key(messages)
-        if reason or key in kept:
-            skipped[reason or "duplicate of an earlier prompt"] += 1
-            return
-        prompt = {"messages": messages} if options.form == "messages" else {"prompt": render_hh_prompt(messages)}
-        kept[key] = {**prompt, **{name: item for name, item in line.value.items() if name not in _PROMPT_KEYS}}
-
-    faults = LineFaults()
-    read = sum(len(read_jsonl(path, keep, faults)) for path in paths)
-    faults.raise_if_any("Correct or remove these lines. Nothing was written.")
-    splits = _split(list(kept.values()), options)
-    train, validation = map(len, splits)
-    if len(kept) > train + validation:
-        skipped["over --limit"] = len(kept) - train - validation
-    write_jsonl_files(dict(zip(targets, splits, strict=True)))
-    return PrepareCounts(read, train, validation, dict(skipped.most_common()))
-
-
-def _prompt_of(value: dict[str, Any]) -> tuple[list[Message], str]:
-    for key in ("prompt", "text"):
-        if key in value:
-            return _conversation(value[key], key, messages_of_text), ""
-    if "messages" in value:
-        return _without_answer(value, "messages"), ""
-    if "chosen" in value and "rejected" in value:
-        chosen, rejected = (_without_answer(value, key) for key in ("chosen", "rejected"))
-        return chosen, "" if chosen == rejected else "chosen and rejected answer different prompts"
-    found = ", ".join(value) or "no key"
-    raise DataError(f"found {found}; expected prompt, text, messages, or chosen and rejected. Rename the prompt's key")
-
-
-def _conversation(value: object, key: str, read_text: Callable[[str], list[Message]]) -> list[Message]:
-    if not isinstance(value, str):
-        messages = check_messages(value, key, tuple(_HH_NAMES))
-        return [{"role": message["role"], "content": message["content"].strip()} for message in messages]
-    check_text(value, key)
-    try:
-        return read_text(value)
-    except DataError as error:
-        raise DataError(f"{key}: {error}") from error
-
-
-def _without_answer(value: dict[str, Any], key: str) -> list[Message]:
-    messages = _conversation(value[key], key, parse_hh_conversation)
-    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-
-
-def _unfit(messages: list[Message], options: PrepareOptions) -> str:
-    roles = [message["role"] for message in messages]
-    if not roles or roles[-1] != "user":
-        return "no user turn at the end"
-    if any(role != ("user", "assistant")[index % 2] for index, role in enumerate(roles)):
-        return "user and assistant do not take turns"
-    if not all(message["content"] for message in messages):
-        return "a turn is empty"
-    if options.max_turns is not None and roles.count("user") > options.max_turns:
-        return "more than --max-turns user turns"
-    characters = sum(len(message["content"]) for message in messages)
-    if options.max_characters is not None and characters > options.max_characters:
-        return "more than --max-characters characters"
-    return ""
-
-
-def _split(rows: list[T], options: PrepareOptions) -> tuple[list[T], list[T]]:
-    """Return the rows of training and of validation, in order."""
-    order = list(range(len(rows)))
-    random.Random(options.seed).shuffle(order)
-    order = order[: options.limit]
-    wanted = options.num_validation or max(1, round(len(order) * options.validation_fraction))
-    if wanted >= len(order):
-        raise DataError(
-            f"{len(order)} prompts are left after filtering, too few for {wanted} of validation and at least one of "
-            "training; nothing was written. Loosen the filters or lower --num-validation"
-        )
-    validation, train = sorted(order[:wanted]), sorted(order[wanted:])
-    return [rows[i] for i in train], [rows[i] for i in validation]

@@ -116,7 +116,7 @@ def _seconds(server: Address, name: str, token: str | None, samples: int, length
         answer = infer_json(server.host, server.port, name, inputs, SCORE_SECONDS, token=token)
     except RewardServerError as error:
         is_busy = "HTTP 503" in str(error)
-        advice = "it is busy; clients are told to come back, and do. Ask again later" if is_busy else "look at its log"
+        advice = "it is busy, and clients retry by themselves; ask again later" if is_busy else "look at its log"
         raise Unwell(f"http://{server} did not score a request: {error}: {advice}") from error
     if any(answer[wire.STATUS]):
         found = f"a sample of {length} tokens of id 0 (status {sorted(set(answer[wire.STATUS]))})"

@@ -78,6 +78,7 @@ class RewardServer:
         self._stop_signal: str | None = None
         kind = {"deterministic": inference.deterministic, "add_special_tokens": inference.add_special_tokens}
         if isinstance(scorer, FunctionScorer):
+            kind = {"deterministic": True, "add_special_tokens": False}
             self._requests = FunctionRequestScorer(scorer)
         else:
             self._requests = RequestScorer(scorer, tokenizer, **kind)

@@ -86,7 +86,7 @@ def refuse_second_run(folder: Path) -> None:
     status = read_status(folder)
     if status is None or (status.state, status.host) != ("running", socket.gethostname()):
         return
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error, TypeError):  # a pid of an odd type
         process = psutil.Process(status.pid)
         is_other = status.pid != os.getpid() and process.create_time() < status.time
         if is_other and process.status() != psutil.STATUS_ZOMBIE:

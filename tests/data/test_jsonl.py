@@ -1,4 +1,4 @@
-"""JSONL files: other formats are named, with what to do; prompt files from pairs and conversations."""
+"""JSONL files: other formats are named, with what to do."""
 
 from __future__ import annotations
 
@@ -7,29 +7,17 @@ import gzip
 import json
 import lzma
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.data.jsonl import (
     LineFaults,
-    PrepareOptions,
     file_fault,
-    parse_hh_conversation,
-    prepare_prompts,
     read_jsonl,
-    render_hh_prompt,
 )
-from reinforce_rl.data.prompts import PromptDataset
-from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError, DataError
-
-ROOT = Path(__file__).parents[2]
-SHARED = ROOT.parent / "shared" / "data"
+from reinforce_rl.errors import DataError
 
 ROWS = [{"prompt": "What is 1, or 2?", "answer": 2}, {"prompt": "b", "answer": 3}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -98,200 +86,3 @@ def test_what_is_no_file(tmp_path):
     with zipfile.ZipFile(tmp_path / "z", "w") as file:
         file.writestr("p.jsonl", LINES)
     assert "is a compressed file" in str(file_fault(tmp_path / "z"))
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
-def write(path: Path, *rows: object) -> Path:
-    path.write_bytes(b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows))
-    return path
-
-
-def rows_of(path: Path) -> list[dict]:
-    with path.open(encoding="utf-8") as lines:  # `splitlines` would cut at U+2028 too
-        return [json.loads(line) for line in lines]
-
-
-def hh(text: str) -> str:
-    return f"\n\nHuman: {text}\n\nAssistant:"
-
-
-def test_parse_hh_conversation():
-    text = "\n\nHuman: Hi.\n\nTell me:\nAssistant: is that a marker?\n\nAssistant: No \n\nHuman: ok\n\nAssistant:"
-    messages = [user("Hi.\n\nTell me:\nAssistant: is that a marker?"), assistant("No"), user("ok")]
-    assert parse_hh_conversation(text) == messages
-    assert parse_hh_conversation(render_hh_prompt(messages)) == messages
-    assert parse_hh_conversation("Human: a\n\nAssistant: b") == [user("a"), assistant("b")]
-    assert parse_hh_conversation("\n\nHuman:\n\nHuman: a") == [user(""), user("a")]
-    for bad in ("", "hello", "hello\n\nHuman: a"):
-        with pytest.raises(DataError, match="begins with"):
-            parse_hh_conversation(bad)
-
-
-def test_every_accepted_form_gives_the_prompt_alone(tmp_path):
-    file = write(
-        tmp_path / "in.jsonl",
-        {"prompt": hh("one"), "chosen": "a", "rejected": "b"},
-        {"chosen": hh("two") + " a", "rejected": hh("two") + " b"},
-        {"messages": [user("three"), assistant("a")]},
-        {"messages": [user("four")]},
-        {"chosen": [user("five"), assistant("a")], "rejected": [user("five"), assistant("b")]},
-        {"prompt": hh("six\n\nAssistant: a\n\nHuman: b")},
-    )
-    counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(num_validation=1))
-    rows = rows_of(tmp_path / "out" / "train.jsonl") + rows_of(tmp_path / "out" / "validation.jsonl")
-    expected = [[user(word)] for word in ("one", "two", "three", "four", "five")]
-    expected.append([user("six"), assistant("a"), user("b")])
-    assert sorted(map(str, (row["messages"] for row in rows))) == sorted(map(str, expected))
-    assert (counts.read, counts.train, counts.validation, counts.skipped) == (6, 5, 1, {})
-
-
-def test_a_plain_prompt_is_a_user_message_and_other_fields_stay(tmp_path):
-    file = write(
-        tmp_path / "in.jsonl",
-        {"prompt": " What is 6 x 7? ", "answer": 42, "solution": {"steps": ["6 x 7"]}},
-        {"text": "Human: is no marker inside.\n\nHuman: a line of HH"},
-        {"prompt": "Say\n\nHuman: hi", "kwargs": [None], "chosen": "a", "rejected": "b"},
-        {"prompt": [user("as messages")], "answer": None},
-    )
-    rows = {}
-    for form in ("messages", "prompt"):
-        prepare_prompts([file], tmp_path / form, PrepareOptions(form=form, num_validation=1, seed=3))
-        found = rows_of(tmp_path / form / "train.jsonl") + rows_of(tmp_path / form / "validation.jsonl")
-        rows[form] = sorted(found, key=lambda row: str(row.get("answer", "?")))
-    expected = [
-        {"messages": [user("What is 6 x 7?")], "answer": 42, "solution": {"steps": ["6 x 7"]}},
-        {"messages": [user("Say\n\nHuman: hi")], "kwargs": [None]},
-        {"messages": [user("as messages")], "answer": None},
-    ]
-    assert rows["messages"] == expected
-    assert rows["prompt"][0] == {"prompt": hh("What is 6 x 7?"), "answer": 42, "solution": {"steps": ["6 x 7"]}}
-    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
-    dataset = PromptDataset.from_jsonl(tokenizer, tmp_path / "messages" / "train.jsonl", max_prompt_tokens=None)
-    assert {"answer": 42, "solution": {"steps": ["6 x 7"]}} in [prompt.metadata for prompt in dataset]
-
-
-def test_what_is_skipped_is_counted_by_reason(tmp_path):
-    file = write(
-        tmp_path / "in.jsonl",
-        {"prompt": hh("one")},
-        {"prompt": hh("  ONE ")},
-        {"chosen": hh("x") + " a", "rejected": hh("y") + " b"},
-        {"prompt": "\n\nHuman: a\n\nHuman: b\n\nAssistant:"},
-        {"prompt": "\n\nHuman: a\n\nAssistant:\n\nHuman: b\n\nAssistant:"},
-        {"prompt": hh("a") + " answered"},
-        {"prompt": hh("a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d\n\nHuman: e")},
-        {"prompt": hh("x" * 101)},
-        *({"prompt": hh(f"number {i}")} for i in range(9)),
-    )
-    options = PrepareOptions(num_validation=2, max_turns=2, max_characters=100, limit=8)
-    counts = prepare_prompts([file], tmp_path / "out", options)
-    assert sorted(counts.skipped.values()) == [1, 1, 1, 1, 1, 1, 1, 2]
-    assert counts.skipped["over --limit"] == 2
-    assert counts.skipped["duplicate of an earlier prompt"] == 1
-    assert (counts.read, counts.train, counts.validation) == (17, 6, 2)
-    assert counts.read == counts.train + counts.validation + sum(counts.skipped.values())
-    assert "skipped 1: more than --max-turns user turns" in str(counts)
-
-
-def test_the_split_is_by_prompt_and_by_seed(tmp_path):
-    # Every prompt occurs twice, so a split by line would put some into both files.
-    file = write(tmp_path / "in.jsonl", *({"prompt": hh(f"number {i % 40}")} for i in range(80)))
-
-    def split(name: str, seed: int) -> tuple[list[str], list[str]]:
-        prepare_prompts([file], tmp_path / name, PrepareOptions(form="prompt", validation_fraction=0.25, seed=seed))
-        train, validation = (rows_of(tmp_path / name / f"{s}.jsonl") for s in ("train", "validation"))
-        return [row["prompt"] for row in train], [row["prompt"] for row in validation]
-
-    train, validation = split("a", 1)
-    assert (len(train), len(validation)) == (30, 10)
-    assert not set(train) & set(validation)
-    assert set(train) | set(validation) == {hh(f"number {i}") for i in range(40)}
-    assert split("b", 1) == (train, validation)
-    assert split("c", 2)[1] != validation
-
-
-def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
-    file = write(
-        tmp_path / "in.jsonl",
-        {"prompt": hh("fine")},
-        b"{",
-        {"chosen": "no marker", "rejected": "no marker"},
-        {"question": "x"},
-        {"prompt": 3},
-        {"messages": [{"role": "user"}]},
-        {"messages": [user("\ud800")]},
-    )
-    with pytest.raises(DataError) as caught:
-        prepare_prompts([file], tmp_path / "out", PrepareOptions())
-    text = str(caught.value)
-    for number, reason in (
-        (2, "not valid JSON"),
-        (3, "chosen: expected a conversation"),
-        (4, "found question"),
-        (5, "prompt is a number"),
-        (6, "messages[0].content is null"),
-        (7, "half of a surrogate pair"),
-    ):
-        assert any(f"{file}:{number}: " in line and reason in line for line in text.splitlines()), (number, text)
-    assert not (tmp_path / "out").exists()
-
-
-def test_wrong_options_and_files(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        PrepareOptions(num_validation=0, validation_fraction=1.0, max_turns=0, max_characters=0, limit=1)
-    assert len(caught.value.faults) == 5
-    with pytest.raises(DataError, match=r"^file \S+none\.jsonl cannot be read"):
-        prepare_prompts([tmp_path / "none.jsonl"], tmp_path, PrepareOptions())
-    file = write(tmp_path / "train.jsonl", {"prompt": hh("one")})
-    with pytest.raises(DataError, match="both read and written"):
-        prepare_prompts([file], tmp_path, PrepareOptions())
-    with pytest.raises(DataError, match="1 prompts are left"):
-        prepare_prompts([file], tmp_path / "out", PrepareOptions())
-
-
-def test_gsm8k_keeps_every_prompt_with_its_answer(tmp_path):
-    source = SHARED / "gsm8k_train.jsonl"
-    if not source.is_file():
-        pytest.skip(f"{source} is not there")
-    counts = prepare_prompts([source], tmp_path, PrepareOptions(num_validation=64))
-    assert (counts.read, counts.train + counts.validation) == (7473, 7473)
-    answers = {row["prompt"].strip(): row["answer"] for row in rows_of(source)}
-    for row in rows_of(tmp_path / "train.jsonl") + rows_of(tmp_path / "validation.jsonl"):
-        assert row["answer"] == answers[row["messages"][0]["content"]]
-
-
-@pytest.mark.parametrize("name", ["hh_harmless_prompts.jsonl", "hh_harmless_pairs.jsonl"])
-def test_real_data_through_the_script_into_a_data_set(tmp_path, name):
-    source = SHARED / name
-    if not source.is_file():
-        pytest.skip(f"{source} is not there")
-    script = [sys.executable, str(ROOT / "examples" / "prepare_prompts.py")]
-    command = [*script, str(source), "--output", str(tmp_path), "--max-turns", "1", "--num-validation", "64"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = sum(1 for line in source.open(encoding="utf-8") if line.strip())
-    assert f"read {lines}, kept " in done.stdout
-    train, validation = rows_of(tmp_path / "train.jsonl"), rows_of(tmp_path / "validation.jsonl")
-    assert len(validation) == 64 and len(train) > 500
-    assert not {str(row) for row in train} & {str(row) for row in validation}
-    assert not list(tmp_path.glob(".*.tmp"))
-    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
-    dataset = PromptDataset.from_jsonl(tokenizer, tmp_path / "validation.jsonl", max_prompt_tokens=None)
-    assert len(dataset) == 64
-    assert all(prompt.text.startswith("U: ") and prompt.text.endswith("<eos>A:") for prompt in dataset)
-
-
-def test_the_script_ends_with_the_error_alone(tmp_path):
-    file = write(tmp_path / "in.jsonl", b"{")
-    command = [sys.executable, str(ROOT / "examples" / "prepare_prompts.py"), str(file), "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert f"{file}:1: not valid JSON" in done.stderr
-    assert "Traceback" not in done.stderr

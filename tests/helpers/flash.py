@@ -145,7 +145,7 @@ def emulated_varlen_attention(
     used: Tensor,
     most: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """Emulate `flash_cache.varlen_attention` without reading values on the host, for graph capture.
+    """Emulate `decoding.varlen_attention` without reading values on the host, for graph capture.
 
     Outputs that the kernel leaves undefined are NaN: queries beyond `most`, or outside all sequences.
     """

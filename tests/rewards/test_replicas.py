@@ -16,7 +16,8 @@ from helpers.toy_server import free_port, wait_for
 
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards import transport
-from reinforce_rl.rewards.client import RemoteGPTRMClient, Replicas
+from reinforce_rl.rewards.client import RemoteGPTRMClient
+from reinforce_rl.rewards.replicas import Replicas
 from reinforce_rl.rewards.transport import Call, FailedAttempt, ModelAddress
 from reinforce_rl.rewards.wire import ENVELOPE_BYTES, ServerInfo
 from reinforce_rl.utils.net import Address
