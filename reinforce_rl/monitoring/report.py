@@ -9,20 +9,21 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
+from omegaconf import OmegaConf
 
-from reinforce_rl.errors import DataError, ReinforceError
+from reinforce_rl.errors import ReinforceError
 from reinforce_rl.monitoring.charts import MAX_POINTS, Series, area_chart, legend, line_chart
-from reinforce_rl.monitoring.loggers import read_metrics
 from reinforce_rl.monitoring.progress import PHASES, clock
-from reinforce_rl.monitoring.rollouts import RolloutRow, read_rollouts, rollout_files
-from reinforce_rl.runtime.settings import CONFIG_FILE, flatten, settings_of
+from reinforce_rl.monitoring.rollouts import RolloutRow
+from reinforce_rl.monitoring.run_folder import REST, RunFolder, mean
+from reinforce_rl.runtime.settings import flatten
 from reinforce_rl.utils.files import write_atomically
 
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
@@ -79,33 +80,9 @@ def _rewards_by_prompt(rows: Sequence[RolloutRow]) -> dict[int, float]:
     return {prompt: statistics.fmean(found) for prompt, found in groups.items() if all(map(math.isfinite, found))}
 
 
-@dataclass(frozen=True)
-class RunRecord:
-    metrics: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl, by ascending step
-    validations: tuple[list[RolloutRow], list[RolloutRow]] | None  # first and last; None with fewer than two
-    last_rollouts: list[RolloutRow]
-
-    @classmethod
-    def read(cls, run_dir: Path) -> RunRecord:
-        """Read a run's folder; files may be absent.
-
-        Raises:
-            DataError: an existing file cannot be read.
-        """
-        path = run_dir / "metrics.jsonl"
-        metrics = sorted(read_metrics(path), key=lambda line: line["step"]) if path.exists() else []
-        validations, rollouts = ([*rollout_files(run_dir, kind).values()] for kind in ("validation", "rollouts"))
-        pair = (read_rollouts(validations[0]), read_rollouts(validations[-1])) if len(validations) > 1 else None
-        return cls(metrics, pair, read_rollouts(rollouts[-1]) if rollouts else [])
-
-    def series(self, key: str) -> list[tuple[int, float]]:
-        """Return (step, value) of the lines that have `key`; null becomes NaN."""
-        return [(line["step"], _number(line[key])) for line in self.metrics if key in line]
-
-    @property
-    def comparison(self) -> PairedComparison | None:
-        """First against last validation; None with fewer than two."""
-        return None if self.validations is None else compare_validation(*self.validations)
+def comparison(run: RunFolder) -> PairedComparison | None:
+    """Compare the first validation with the last; None with fewer than two."""
+    return None if run.validations is None else compare_validation(*run.validations)
 
 
 @dataclass(frozen=True)
@@ -134,10 +111,10 @@ class SummaryRow:
         return self.show(self.after - self.before, signed=True) + error
 
 
-def summarize(run: RunRecord) -> list[SummaryRow]:
+def summarize(run: RunFolder) -> list[SummaryRow]:
     """Return quantities before and after, from validations and the first and last training steps."""
     rows = []
-    if (found := run.comparison) is not None and found.n:
+    if (found := comparison(run)) is not None and found.n:
         basis = f"validation, the same {found.n} prompts"
         error = found.standard_error
         rows.append(SummaryRow("Reward", basis, found.mean_before, found.mean_after, standard_error=error))
@@ -150,23 +127,23 @@ def summarize(run: RunRecord) -> list[SummaryRow]:
     return [row for row in rows if math.isfinite(row.before) or math.isfinite(row.after)]
 
 
-def _before_and_after(run: RunRecord, name: str, key: str, field: str = "", **look: Any) -> list[SummaryRow]:
+def _before_and_after(run: RunFolder, name: str, key: str, field: str = "", **look: Any) -> list[SummaryRow]:
     """Return a row of the validations' `field`, if given, and one of the training metric `key`."""
     rows = []
     if field and run.validations is not None:
-        before, after = (_mean([getattr(row, field) for row in validation]) for validation in run.validations)
+        before, after = (mean([getattr(row, field) for row in validation]) for validation in run.validations)
         rows.append(SummaryRow(name, "validation", before, after, **look))
     values = [value for _, value in run.series(f"train/{key}")]
     window = min(10, len(values) // 2)  # the first and the last steps must not overlap
     if window == 0:
-        return [*rows, SummaryRow(name, "training, one step", _mean(values), math.nan, **look)]
+        return [*rows, SummaryRow(name, "training, one step", mean(values), math.nan, **look)]
     basis = f"training, first and last {window} steps" if window > 1 else "training, first and last step"
-    return [*rows, SummaryRow(name, basis, _mean(values[:window]), _mean(values[-window:]), **look)]
+    return [*rows, SummaryRow(name, basis, mean(values[:window]), mean(values[-window:]), **look)]
 
 
-def verdict(run: RunRecord) -> str:
+def verdict(run: RunFolder) -> str:
     """Describe the change of the validation reward in one sentence."""
-    found = run.comparison
+    found = comparison(run)
     if found is None:
         return "The reward has not been compared: that needs a validation before and one after."
     if found.n == 0:
@@ -183,7 +160,7 @@ def verdict(run: RunRecord) -> str:
 
 def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = None) -> str:
     """Return a script's last lines: what changed, and paths. `places` adds paths, e.g. {"checkpoint": path}."""
-    run = RunRecord.read(Path(run_dir))
+    run = RunFolder(run_dir)
     rows = summarize(run)
     lines = [verdict(run)]
     name_width = max((len(row.name) for row in rows), default=0)
@@ -203,21 +180,19 @@ def write_report(run_dir: str | Path) -> Path:
         DataError: `run_dir` is absent, or a file of it cannot be read.
     """
     run_dir = Path(run_dir)
-    if not run_dir.is_dir():
-        raise DataError(f"{run_dir}: no such folder; expected the folder of a run")
-    run = RunRecord.read(run_dir)
-    config, facts, changes = _config(run_dir, run.metrics[-1]["step"] if run.metrics else 0)
+    run = RunFolder(run_dir)
+    config = run.configuration()
     even, extremes = _validation_samples(run)
     best, worst = _best_and_worst(run.last_rollouts)
     page = TEMPLATES.get_template("report.html").render(
         name=run_dir.resolve().name,
         span=_span(run),
         verdict=verdict(run),
-        tone=_tone(run.comparison),
+        tone=_tone(comparison(run)),
         summary=summarize(run),
-        facts=facts,
-        config=config,
-        changes=changes,
+        facts=_facts(config.text),
+        config=config.text,
+        changes=config.changes,
         charts=_charts(run),
         slowest_rank=_slowest_rank(run),
         max_points=MAX_POINTS,
@@ -231,7 +206,7 @@ def write_report(run_dir: str | Path) -> Path:
     return path
 
 
-def _charts(run: RunRecord) -> list[tuple[str, str, str]]:
+def _charts(run: RunFolder) -> list[tuple[str, str, str]]:
     """Return title, legend and SVG of each chart."""
 
     def train(key: str, name: str = "training", colour: int = 1) -> Series:
@@ -254,29 +229,21 @@ def _charts(run: RunRecord) -> list[tuple[str, str, str]]:
     charts = [
         (title, legend(series) if len(series) > 1 else "", line_chart(series, **look)) for title, series, look in lines
     ]
-    phases = _phase_series(run.metrics)
+    colours = {name: i for i, name in enumerate((*PHASES, REST), 1)}
+    phases = [Series(name, points, colours[name]) for name, points in run.phases().items()]
     return [*charts, ("Seconds a step, by phase", legend(phases), area_chart(phases))]
 
 
-def _phase_series(metrics: Sequence[Mapping[str, Any]]) -> list[Series]:
-    keys = [f"timers/{name}" for name in (*PHASES, "step_time")]
-    timed = [(line["step"], *(_number(line.get(key)) for key in keys)) for line in metrics if line.keys() & set(keys)]
-    series = [Series(name, [(row[0], row[i]) for row in timed], i) for i, name in enumerate(PHASES, 1)]
-    rest = [(row[0], max(0.0, row[-1] - sum(filter(math.isfinite, row[1:-1])))) for row in timed]
-    series.append(Series("rest of the step", rest, len(PHASES) + 1))
-    return [one for one in series if any(math.isfinite(y) for _, y in one.points)]
-
-
-def _slowest_rank(run: RunRecord) -> str | None:
+def _slowest_rank(run: RunFolder) -> str | None:
     """Describe the phase in which the slowest rank cost most; None for a single rank."""
     found = []
-    for key in dict.fromkeys(key for line in run.metrics for key in line if key.startswith("timing/")):
+    for key in dict.fromkeys(key for line in run.lines for key in line if key.startswith("timing/")):
         if key.endswith("/rank"):
             phase = key.split("/")[1]
             ranks, most, median = (
                 [value for _, value in run.series(f"timing/{phase}/{name}")] for name in ("rank", "max", "median")
             )
-            found.append((_mean(most) - _mean(median), phase, _mean(most), _mean(median), ranks))
+            found.append((mean(most) - mean(median), phase, mean(most), mean(median), ranks))
     if not found:
         return None
     _, phase, most, median, ranks = max(found)
@@ -288,7 +255,7 @@ def _slowest_rank(run: RunRecord) -> str | None:
     )
 
 
-def _validation_samples(run: RunRecord) -> tuple[list, list]:
+def _validation_samples(run: RunFolder) -> tuple[list, list]:
     """Return pairs (before, after) of the same prompt: evenly spaced ones, and those with extreme differences."""
     if run.validations is None:
         return [], []
@@ -309,30 +276,21 @@ def _best_and_worst(rows: Sequence[RolloutRow]) -> tuple[list[RolloutRow], list[
     return ordered[:half], ordered[half:][-half:][::-1]
 
 
-def _config(run_dir: Path, last_step: int) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Return the last step's config text, the facts to show at once, and earlier changes."""
-    from omegaconf import OmegaConf
-    from yaml import YAMLError
-
-    try:
-        text, changes = settings_of(run_dir, last_step)
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except YAMLError as error:
-        raise DataError(f"{run_dir / CONFIG_FILE}: not valid YAML ({error}); restore it or take it away") from error
-    flat = dict(flatten(tree)) if text else {}
+def _facts(text: str) -> list[tuple[str, str]]:
+    """Return what to show at once of a configuration."""
+    flat = dict(flatten(OmegaConf.to_container(OmegaConf.create(text), resolve=False))) if text else {}
     shown = [key for fact in _FACTS for key in flat if key == fact or key.startswith(f"{fact}.")]
-    facts = [(key.removeprefix("trainer.reinforce."), str(flat[key])) for key in shown or list(flat)[:24]]
-    return text, facts, changes
+    return [(key.removeprefix("trainer.reinforce."), str(flat[key])) for key in shown or list(flat)[:24]]
 
 
-def _span(run: RunRecord) -> str:
-    times = [line["time"] for line in run.metrics if line.get("time") is not None]
+def _span(run: RunFolder) -> str:
+    times = [line["time"] for line in run.lines if line.get("time") is not None]
     if not times:
         return "No step has been logged yet."
-    first_step = run.metrics[0].get("timers/step_time") or 0.0  # the first line was written at the end of its step
+    first_step = run.lines[0].get("timers/step_time") or 0.0  # the first line was written at the end of its step
     start, end = min(times) - first_step, max(times)
     begin, finish = (datetime.fromtimestamp(t, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S") for t in (start, end))
-    steps = sum(any(key.startswith("train/") for key in line) for line in run.metrics)
+    steps = sum(any(key.startswith("train/") for key in line) for line in run.lines)
     counted = "1 training step" if steps == 1 else f"{steps} training steps"
     return f"{begin} to {finish} UTC, {clock(end - start)} from start to end, {counted}"
 
@@ -341,15 +299,6 @@ def _tone(comparison: PairedComparison | None) -> str:
     if comparison is None or not abs(comparison.z) >= 2:
         return ""
     return "good" if comparison.z > 0 else "bad"
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _mean(values: Iterable[float]) -> float:
-    finite = [float(value) for value in values if math.isfinite(value)]
-    return statistics.fmean(finite) if finite else math.nan
 
 
 def main(

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,24 @@ def compare(before: str, now: str, schema: type[Section] = TrainConfig) -> dict[
         if old != new and not SILENT.match(key):
             found[key] = f"{json.dumps(old)} -> {json.dumps(new)}"
     return found
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key whose value differs from the schema's default."""
+
+    key: str
+    value: Any
+    default: Any
+
+
+def set_keys(tree: Any, schema: type[Section]) -> list[Setting]:
+    """Return the settings of a configuration that differ from the defaults; keys without one differ always."""
+    defaults = dict(flatten(schema().model_dump()))
+    settings = [Setting(key, _value(tree, key, default), default) for key, default in defaults.items()]
+    known = tuple(f"{key}." for key in defaults)
+    more = [Setting(k, v, None) for k, v in flatten(tree) if k and k not in defaults and not k.startswith(known)]
+    return [setting for setting in (*settings, *more) if setting.value != setting.default]
 
 
 def flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:

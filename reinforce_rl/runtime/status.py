@@ -79,17 +79,22 @@ def read_status(folder: str | Path) -> Status | None:
     return None
 
 
-def refuse_second_run(folder: Path) -> None:
-    """Raise ConfigError if the process that last wrote `status.json` still runs on this machine."""
+def is_alive(status: Status) -> bool | None:
+    """Return whether the writer of a "running" status still runs; None for other states and other machines."""
     import psutil  # not in the environment of a job's supervisor, which reads the status too
 
-    status = read_status(folder)
-    if status is None or (status.state, status.host) != ("running", socket.gethostname()):
-        return
+    if (status.state, status.host) != ("running", socket.gethostname()):
+        return None
     with contextlib.suppress(psutil.Error, TypeError):  # a pid of an odd type
         process = psutil.Process(status.pid)
-        is_other = status.pid != os.getpid() and process.create_time() < status.time
-        if is_other and process.status() != psutil.STATUS_ZOMBIE:
-            found = f"{folder} has a run that is still going on (process {status.pid} of this machine)"
-            advice = "Wait for its end or end it, or choose another folder (exp_manager.explicit_log_dir)"
-            raise ConfigError([f"{found}. {advice}"])
+        return process.create_time() < status.time and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def refuse_second_run(folder: Path) -> None:
+    """Raise ConfigError if the process that last wrote `status.json` still runs on this machine."""
+    status = read_status(folder)
+    if status is not None and status.pid != os.getpid() and is_alive(status):
+        found = f"{folder} has a run that is still going on (process {status.pid} of this machine)"
+        advice = "Wait for its end or end it, or choose another folder (exp_manager.explicit_log_dir)"
+        raise ConfigError([f"{found}. {advice}"])

@@ -85,9 +85,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
     Raises DataError if a complete line is not a JSON object.
     """
+    return parse_json_lines(path, path.read_bytes())
+
+
+def parse_json_lines(path: Path, data: bytes) -> list[dict[str, Any]]:
+    """Parse `data` of the file `path` as `read_json_lines` does."""
     records = []
     # Not splitlines(), which also splits at U+2028 and the like inside a response.
-    *lines, _torn = path.read_bytes().split(b"\n")
+    *lines, _torn = data.split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)

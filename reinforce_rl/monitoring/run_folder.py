@@ -1,0 +1,264 @@
+"""The one reading of a run's folder, also while the run writes to it.
+
+A page that follows a run keeps a `RunFolder` and calls `refresh`, or passes the cursor of the last answer to
+`metrics`: only new lines are read then.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import statistics
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from omegaconf import OmegaConf
+from yaml import YAMLError
+
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.reward_model import TrainRewardModelConfig
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.loggers import read_metrics
+from reinforce_rl.monitoring.metrics import Slowest
+from reinforce_rl.monitoring.progress import PHASES
+from reinforce_rl.monitoring.rollouts import Kind, RolloutRow, read_rollouts, rollout_files
+from reinforce_rl.runtime.settings import CONFIG_FILE, Setting, set_keys, settings_of
+from reinforce_rl.runtime.status import STATUS_FILE, State, is_alive, read_status
+from reinforce_rl.utils.files import parse_json_lines
+
+METRICS_FILE = "metrics.jsonl"
+REST = "rest of the step"  # of `phases`
+_TAIL = 4096  # bytes before a cursor that must be unchanged; each line holds the time that it was written at
+_KEPT_SAMPLES = 8  # sample files held in memory
+
+
+@dataclass(frozen=True)
+class MetricLines:
+    lines: list[dict[str, Any]]  # of metrics.jsonl, in file order; null stands for NaN and infinity
+    cursor: str  # for the next call
+    is_fresh: bool  # these are all lines: the first reading, or the run was resumed and has rewritten its file
+
+
+@dataclass(frozen=True)
+class RunState:
+    state: State | Literal["lost", "unknown"]  # lost: its process ended without a word; unknown: no status.json
+    reason: str = ""  # why it stopped or failed
+    step: int = 0  # last complete one
+    max_steps: int = 0  # 0 if unknown
+    time: float = math.nan  # unix seconds of the last sign
+
+
+@dataclass(frozen=True)
+class Alert:
+    """What a person should look at; `count` steps of `first` .. `last` have it."""
+
+    kind: str
+    first: int
+    last: int
+    count: int
+    text: str  # of the last step
+
+
+@dataclass(frozen=True)
+class Configuration:
+    text: str  # YAML; "" if the run has no config.yaml
+    settings: list[Setting]  # that differ from the schema's defaults
+    changes: list[str]  # made at resumes, a sentence each
+
+
+class RunFolder:
+    """A run of the actor or of full reward-model training; each file may be absent.
+
+    Raises DataError if there is no such folder; its methods, if a file cannot be read.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise DataError(f"{path}: no such folder; expected the folder of a run")
+        self.name = self.path.resolve().name
+        self._lines: list[dict[str, Any]] = []
+        self._cursor = ""
+        self._read_samples = functools.lru_cache(_KEPT_SAMPLES)(lambda path, _changed: read_rollouts(path))
+
+    def metrics(self, after: str = "") -> MetricLines:
+        """Return the complete lines of metrics.jsonl after a cursor; all of them for "" or a cursor out of date."""
+        path = self.path / METRICS_FILE
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return MetricLines([], "", is_fresh=True)
+        with file:
+            start = _position(file, after)
+            file.seek(start)
+            data = file.read()
+            end = start + data.rfind(b"\n") + 1  # a half-written line is read next time
+            cursor = _cursor(file, end)
+        try:
+            lines = parse_json_lines(path, data)
+            lines.sort(key=lambda line: line["step"])
+        except (DataError, KeyError, TypeError):
+            read_metrics(path)  # names the line
+            raise
+        return MetricLines(lines, cursor, is_fresh=start == 0)
+
+    def refresh(self) -> MetricLines:
+        """Read what was added to metrics.jsonl since the last call, and return it."""
+        found = self.metrics(self._cursor)
+        self._lines = found.lines.copy() if found.is_fresh else self._lines + found.lines
+        self._cursor = found.cursor
+        return found
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl as of the last `refresh`, by ascending step."""
+        if not self._cursor:
+            self.refresh()
+        return self._lines
+
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """Return (step, value) of the lines that have `key`; null becomes NaN."""
+        return [(line["step"], number(line[key])) for line in self.lines if key in line]
+
+    def phases(self) -> dict[str, list[tuple[int, float]]]:
+        """Return (step, seconds) of each phase that was timed, and of the rest of the step."""
+        keys = {f"timers/{name}" for name in (*PHASES, "step_time")}
+        timed = [line for line in self.lines if line.keys() & keys]
+        found = {name: [(line["step"], number(line.get(f"timers/{name}"))) for line in timed] for name in PHASES}
+        rest = []
+        for i, line in enumerate(timed):
+            known = sum(points[i][1] for points in found.values() if math.isfinite(points[i][1]))
+            left = number(line.get("timers/step_time")) - known
+            rest.append((line["step"], left if math.isnan(left) else max(0.0, left)))
+        found[REST] = rest
+        return {name: points for name, points in found.items() if any(math.isfinite(y) for _, y in points)}
+
+    def sample_steps(self, kind: Kind = "rollouts") -> list[int]:
+        """Return the steps whose samples are on disk, ascending."""
+        return list(rollout_files(self.path, kind))
+
+    def samples(self, step: int, kind: Kind = "rollouts") -> list[RolloutRow]:
+        """Return the samples of a step.
+
+        Raises DataError, with the steps that there are, if it has none.
+        """
+        files = rollout_files(self.path, kind)
+        if step not in files:
+            known = f"the steps are {min(files)} to {max(files)}, {len(files)} in all" if files else "there are none"
+            raise DataError(f"{self.path / kind}: no samples of step {step}; {known}")
+        return self._read_samples(files[step], files[step].stat().st_mtime_ns)
+
+    @property
+    def validations(self) -> tuple[list[RolloutRow], list[RolloutRow]] | None:
+        """Samples of the first and the last validation; None with fewer than two."""
+        steps = self.sample_steps("validation")
+        if len(steps) < 2:
+            return None
+        return self.samples(steps[0], "validation"), self.samples(steps[-1], "validation")
+
+    @property
+    def last_rollouts(self) -> list[RolloutRow]:
+        steps = self.sample_steps()
+        return self.samples(steps[-1]) if steps else []
+
+    def state(self) -> RunState:
+        """Return what status.json says, or "lost" if its writer is gone from this machine."""
+        status = read_status(self.path)
+        if status is None:
+            return RunState("unknown", step=self.lines[-1]["step"] if self.lines else 0)
+        state = "lost" if is_alive(status) is False else status.state
+        return RunState(state, status.reason, status.step, status.max_steps, status.time)
+
+    def configuration(self) -> Configuration:
+        """Return the configuration of the last step."""
+        try:
+            text, changes = settings_of(self.path, self.lines[-1]["step"] if self.lines else 0)
+            tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if text else {}
+        except YAMLError as error:
+            path = self.path / CONFIG_FILE
+            raise DataError(f"{path}: not valid YAML ({error}); restore it or take it away") from error
+        if not isinstance(tree, dict):
+            raise DataError(f"{self.path / CONFIG_FILE}: found a {type(tree).__name__}, expected keys with values")
+        schemas = (TrainConfig, TrainRewardModelConfig)
+        schema = max(schemas, key=lambda schema: len(schema.model_fields.keys() & tree.keys()))
+        return Configuration(text, set_keys(tree, schema), changes)
+
+    def alerts(self) -> list[Alert]:
+        """Return what a person should look at, the latest first; alike ones of successive lines are one."""
+        found: dict[str, Alert] = {}
+        done = []
+        for line in self.lines:
+            now = dict(alerts_of(line))
+            done += [found.pop(kind) for kind in found.keys() - now.keys() if _is_training(line)]
+            for kind, text in now.items():
+                first, count = (found[kind].first, found[kind].count) if kind in found else (line["step"], 0)
+                found[kind] = Alert(kind, first, line["step"], count + 1, text)
+        state = self.state()
+        if state.state in ("failed", "lost"):
+            text = state.reason or "the run's process is gone and has left no reason; see its log"
+            done.append(Alert(state.state, state.step, state.step, 1, text))
+        return sorted([*done, *found.values()], key=lambda alert: (-alert.last, alert.kind))
+
+
+def runs_below(folder: str | Path, depth: int = 3) -> list[Path]:
+    """Return the folders of runs in `folder`, itself included, at most `depth` levels down, by path."""
+    folder = Path(folder)
+    if (folder / METRICS_FILE).is_file() or (folder / STATUS_FILE).is_file():
+        return [folder]
+    try:
+        below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except PermissionError:
+        return []
+    return [run for path in below for run in runs_below(path, depth - 1)] if depth else []
+
+
+def alerts_of(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (kind, sentence) of what is wrong in one line of metrics.jsonl."""
+    for kind, key in (("loss", "train/actor_loss"), ("loss", "train/loss"), ("reward", "train/rewards")):
+        if key in line and not math.isfinite(number(line[key])):
+            yield kind, f"{key} is not finite"
+    if number(line.get("train/skipped_step")) > 0:
+        yield "skipped", "the gradient was not finite, so the optimizer step was skipped"
+    if (scored := number(line.get("train/fraction_of_samples_scored"))) < 1:
+        yield "unscored", f"{1 - scored:.1%} of the samples have no score"
+    if (equal := number(line.get("train/fraction_of_groups_without_spread"))) >= 0.9:
+        yield "no spread", f"in {equal:.0%} of the groups all rewards are equal: there is little to learn from"
+    for key in [key for key in line if key.startswith("timing/") and key.endswith("/rank")]:
+        phase = key.split("/")[1]
+        most, median = (number(line.get(f"timing/{phase}/{name}")) for name in ("max", "median"))
+        if Slowest(phase, 0, "", most, median).stands_out(1.5, number(line.get("timers/step_time"))):
+            text = f"{phase} took {most:.1f} s on rank {line[key]}, {median:.1f} s on the median rank"
+            yield f"straggler in {phase}", text
+
+
+def number(value: float | None) -> float:
+    """Return a metric's value; null and absence are NaN."""
+    return math.nan if value is None else float(value)
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of the finite values; NaN without any."""
+    finite = [float(value) for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else math.nan
+
+
+def _is_training(line: Mapping[str, Any]) -> bool:
+    return any(key.startswith("train/") for key in line)
+
+
+def _position(file: BinaryIO, cursor: str) -> int:
+    """Return a cursor's offset; 0 if the file has been rewritten since."""
+    digits = cursor.partition("-")[0]
+    offset = int(digits) if digits.isdecimal() and len(digits) < 18 else 0
+    return offset if offset <= file.seek(0, os.SEEK_END) and _cursor(file, offset) == cursor else 0
+
+
+def _cursor(file: BinaryIO, offset: int) -> str:
+    """Return "offset-checksum of the bytes before it": a resumed run rewrites its file, perhaps to the same size."""
+    file.seek(max(0, offset - _TAIL))
+    before = file.read(min(offset, _TAIL))
+    return f"{offset}-{zlib.crc32(before):08x}" if offset else ""

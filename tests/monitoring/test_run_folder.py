@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.reward_model import TrainRewardModelConfig
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.loggers import JsonlLogger
+from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.run_folder import RunFolder, alerts_of, runs_below
+from reinforce_rl.runtime.status import StatusFile
+
+
+def log(folder: Path, steps, resume_step: int | None = None, **metrics: float) -> None:
+    logger = JsonlLogger(folder / "metrics.jsonl", resume_step=resume_step)
+    for step in steps:
+        logger.log_metrics({"rewards": float(step), **metrics}, step, "train/")
+        logger.commit(step)
+
+
+def steps_of(lines) -> list[int]:
+    return [line["step"] for line in lines]
+
+
+def test_only_new_lines_are_read_whatever_the_writer_does(tmp_path):
+    """Follow a run that appends, is killed in the middle of a line, resumes from before, and merges its last line."""
+    log(tmp_path, range(1, 6))
+    run = RunFolder(tmp_path)
+    assert steps_of(run.refresh().lines) == [1, 2, 3, 4, 5]
+    log(tmp_path, range(6, 8), resume_step=5)
+    found = run.refresh()
+    assert steps_of(found.lines) == [6, 7] and not found.is_fresh
+    assert run.refresh().lines == [] and steps_of(run.lines) == [*range(1, 8)]
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 8, "train/rewa')
+    assert run.refresh().lines == [] and steps_of(run.lines) == [*range(1, 8)]
+    log(tmp_path, (4, 5), resume_step=3, kl=1.0)  # the torn line goes, and the steps after 3
+    found = run.refresh()
+    assert found.is_fresh and steps_of(found.lines) == steps_of(run.lines) == [1, 2, 3, 4, 5]
+    assert math.isnan(dict(run.series("train/kl")).get(3, math.nan)) and run.series("train/kl") == [(4, 1.0), (5, 1.0)]
+    logger = JsonlLogger(tmp_path / "metrics.jsonl", resume_step=5)
+    logger.log_metrics({"rewards": 0.5}, 5, "test/")
+    logger.commit(5)
+    run.refresh()
+    assert steps_of(run.lines) == [1, 2, 3, 4, 5] and run.lines[-1]["test/rewards"] == 0.5
+
+
+def test_cut_anywhere_the_pieces_are_the_whole(tmp_path):
+    log(tmp_path, range(1, 30))
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    draw, seen, cursor = random.Random(0), [], ""
+    for end in [*sorted(draw.sample(range(len(whole)), 40)), len(whole)]:
+        path.write_bytes(whole[:end])
+        found = RunFolder(tmp_path).metrics(cursor)
+        assert not (found.is_fresh and seen and found.lines)
+        seen += found.lines
+        cursor = found.cursor
+    assert seen == [json.loads(line) for line in whole.decode().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "cursor", ["", "12", "x-y", "99999999-00000000", "-5-12345678", "10-00000000", "9" * 40 + "-0"]
+)
+def test_a_strange_cursor_gives_all_lines(tmp_path, cursor):
+    log(tmp_path, (1, 2))
+    found = RunFolder(tmp_path).metrics(cursor)
+    assert found.is_fresh and steps_of(found.lines) == [1, 2]
+
+
+def test_a_rewritten_file_of_the_same_size_is_noticed(tmp_path):
+    line = '{"step": %d, "time": %.3f, "train/rewards": 1.0}\n'
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line % (1, 100.0) + line % (2, 101.0))
+    run = RunFolder(tmp_path)
+    run.refresh()
+    path.write_text(line % (1, 100.0) + line % (2, 207.5))
+    assert run.refresh().is_fresh and run.lines[-1]["time"] == 207.5 and len(run.lines) == 2
+
+
+def test_damage_is_named(tmp_path):
+    with pytest.raises(DataError, match="no such folder"):
+        RunFolder(tmp_path / "absent")
+    run = RunFolder(tmp_path)
+    assert run.lines == [] and run.alerts() == [] and run.validations is None and run.configuration().text == ""
+    assert run.state().state == "unknown" and run.phases() == {}
+    for bad, message in (("{", "line 2: not valid JSON"), ('{"loss": 1}', "line 2: found step=None")):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{bad}\n')
+        with pytest.raises(DataError, match=message):
+            RunFolder(tmp_path).refresh()
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "config.yaml").write_text("a: [")
+    with pytest.raises(DataError, match=r"config.yaml: not valid YAML"):
+        run.configuration()
+
+
+def test_samples_follow_a_file_that_is_written_again(tmp_path):
+    writer, run = RolloutWriter(tmp_path), RunFolder(tmp_path)
+    one = RolloutRow(3, 0, 0, "p", "r", 1.0, "stop", 2)
+    writer.write(3, [one])
+    assert len(run.samples(3)) == 1 and run.samples(3) is run.samples(3), "read once"
+    writer.write(3, [one, one])
+    assert len(run.samples(3)) == 2 and run.sample_steps() == [3] and run.last_rollouts == run.samples(3)
+    with pytest.raises(DataError, match=r"no samples of step 4; the steps are 3 to 3, 1 in all"):
+        run.samples(4)
+    with pytest.raises(DataError, match="no samples of step 0; there are none"):
+        run.samples(0, "validation")
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, TrainRewardModelConfig])
+def test_settings_are_what_differs_from_the_defaults(tmp_path, schema):
+    tree = schema().model_dump()
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(tree)))
+    assert RunFolder(tmp_path).configuration().settings == []
+    tree["model"]["seed" if schema is TrainConfig else "restore_from_path"] = 77
+    tree["of_a_later_version"] = {"colour": "red"}
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(tree)))
+    found = RunFolder(tmp_path).configuration().settings
+    assert [(one.value, one.default) for one in found][1:] == [("red", None)] and found[0].value == 77
+    assert found[1].key == "of_a_later_version.colour" and found[0].default != 77
+
+
+def test_phases_and_the_rest_add_up_to_the_step(tmp_path):
+    logger = JsonlLogger(tmp_path / "metrics.jsonl")
+    logger.log_metrics({"rewards": 1.0}, 0, "val/")
+    logger.log_metrics({"generate": 2.0, "train_time": 1.5, "step_time": 4.0}, 1, "timers/")
+    logger.log_metrics({"train_time": 1.5}, 2, "timers/")  # as a reward model's training logs it
+    for step in range(3):
+        logger.commit(step)
+    found = RunFolder(tmp_path).phases()
+    assert list(found) == ["generate", "train_time", "rest of the step"]
+    assert [points[0] for points in found.values()] == [(1, 2.0), (1, 1.5), (1, 0.5)]
+    assert found["train_time"][1] == (2, 1.5) and math.isnan(found["rest of the step"][1][1])
+
+
+def test_alerts_join_successive_steps(tmp_path):
+    logger = JsonlLogger(tmp_path / "metrics.jsonl")
+    for step in range(1, 9):
+        logger.log_metrics(
+            {"skipped_step": float(step in (2, 3, 6)), "actor_loss": 0.1, "rewards": 1.0}, step, "train/"
+        )
+        logger.log_metrics({"rewards": 1.0}, step, "val/")
+        logger.commit(step)
+    assert [(a.kind, a.first, a.last, a.count) for a in RunFolder(tmp_path).alerts()] == [
+        ("skipped", 6, 6, 1),
+        ("skipped", 2, 3, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "kinds"),
+    [
+        ({"train/actor_loss": None, "train/rewards": 1.0}, ["loss"]),
+        ({"train/rewards": None, "train/fraction_of_samples_scored": 0.0}, ["reward", "unscored"]),
+        ({"train/fraction_of_groups_without_spread": 1.0}, ["no spread"]),
+        ({"timing/x/max": 9.0, "timing/x/median": 2.0, "timing/x/rank": 3}, ["straggler in x"]),
+        ({"timing/x/max": 2.1, "timing/x/median": 2.0, "timing/x/rank": 3}, []),
+        ({"train/rewards": 0.0, "train/actor_loss": 0.0, "train/skipped_step": 0, "val/rewards": None}, []),
+    ],
+)
+def test_what_a_line_alerts_to(line, kinds):
+    assert [kind for kind, _ in alerts_of({"step": 1, "timers/step_time": 10.0, **line})] == kinds
+
+
+def test_a_run_whose_process_is_gone_is_lost(tmp_path):
+    status = StatusFile(tmp_path, enabled=True)
+    status.progress(3, 10)
+    assert (RunFolder(tmp_path).state().state, RunFolder(tmp_path).state().step) == ("running", 3)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait(timeout=60)
+    record = json.loads((tmp_path / "status.json").read_text())
+    (tmp_path / "status.json").write_text(json.dumps(record | {"pid": child.pid}))
+    assert RunFolder(tmp_path).state().state == "lost" and RunFolder(tmp_path).alerts()[0].kind == "lost"
+    (tmp_path / "status.json").write_text(json.dumps(record | {"host": "elsewhere", "pid": child.pid}))
+    assert RunFolder(tmp_path).state().state == "running", "another machine's processes are not known here"
+    status.end(1, "the disk is full")
+    alert = RunFolder(tmp_path).alerts()[0]
+    assert (alert.kind, alert.text, alert.last) == ("failed", "the disk is full", 3)
+
+
+def test_runs_are_found_below_a_folder(tmp_path):
+    log(tmp_path / "a" / "one", (1,))
+    (tmp_path / "b").mkdir()
+    StatusFile(tmp_path / "two", enabled=True).begin()
+    log(tmp_path / "a" / "one" / "inner", (1,))
+    log(tmp_path / ".hidden", (1,))
+    log(tmp_path / "b" / "c" / "d" / "e", (1,))
+    assert runs_below(tmp_path) == [tmp_path / "a" / "one", tmp_path / "two"]
+    assert runs_below(tmp_path / "two") == [tmp_path / "two"] and os.sep in str(tmp_path)
