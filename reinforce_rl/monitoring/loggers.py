@@ -245,7 +245,7 @@ class WandbLogger(MetricLogger):
         import wandb
 
         columns: list[Any] = list(rows[0])
-        data = [[row[column] for column in columns] for row in rows]
+        data: list[Any] = [[row[column] for column in columns] for row in rows]
         self._run.log({key: wandb.Table(columns=columns, data=data, allow_mixed_types=True)}, step=step)
 
     def finalize(self, status: str = SUCCESS) -> None:
