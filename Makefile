@@ -41,7 +41,7 @@ export PIP_ARGS
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export DEMO_STEPS
 
-.PHONY: help install demo bench test test-fake-cuda gpu-check test-slow lint types format clean
+.PHONY: help install demo docs bench test test-fake-cuda gpu-check test-slow lint types format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -56,6 +56,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) tools/make_venv.sh
 
 demo: install ## Align a real language model on this machine's CPU and write a report of it
 	$(BIN)/python examples/demo/run_demo.py $(DEMO_ARGS)
+
+docs: install ## The documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "written; look at it with: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000"
 
 bench: install ## Time and memory of a training step, beside TRL's on the same inputs
 	@# Both sides as they are shipped: idle threads wait as the library has it.
@@ -87,6 +91,6 @@ format: install ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove both environments and the caches of the tools; results and prepared models stay
-	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis *.egg-info
+clean: ## Remove both environments, the site and the caches of the tools; results and prepared models stay
+	rm -rf .venv .venv-peers site .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find reinforce_rl examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

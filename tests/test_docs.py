@@ -15,7 +15,7 @@ from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.algorithm.loss import Denominators
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "slurm" / "README.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "slurm" / "README.md"]
 SCRIPT_CONFIGS = ("train_reinforce_actor", "serve_reward_model", "train_reward_model")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
@@ -56,8 +56,8 @@ def test_relative_links_lead_somewhere(page):
 
 def test_index_names_every_page():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    missing = [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in index]
-    assert missing == ["index.md"]
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if f"({page})" not in index] == ["index.md"]
 
 
 def test_configuration_page_has_the_actors_keys_and_no_others():

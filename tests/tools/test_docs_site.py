@@ -1,0 +1,87 @@
+"""The documentation as a site: built without a warning, whole, and without anything from another host."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mkdocs")
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import docs_site  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    return folder
+
+
+def text(site: Path, name: str) -> str:
+    return (site / name).read_text(encoding="utf-8")
+
+
+def test_every_page_is_built_and_in_the_navigation(site):
+    home = text(site, "index.html")
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").with_suffix(".html").as_posix()
+        assert (site / name).is_file()
+    sections = re.findall(r"^## (.+)$", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
+    tabs = re.findall(r'<a href="[^"]+" class="md-tabs__link">\s*([^<]+?)\s*<', home)
+    assert tabs[1:] == sections
+
+
+def test_nothing_is_loaded_from_another_host(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        loaded = re.findall(
+            r"<(?:script|img|link|iframe|source)\b[^>]*https?://[^>]*>", page.read_text(encoding="utf-8")
+        )
+        assert [tag for tag in loaded if 'rel="canonical"' not in tag] == []
+        assert 'class="mermaid"' not in page.read_text(encoding="utf-8")  # for which the theme asks a CDN
+
+
+def test_links_out_of_docs_lead_to_the_repositorys_files(site):
+    assert 'href="repository/CONTRIBUTING.html"' in text(site, "index.html")
+    assert 'href="repository/CONTRIBUTING.html#an-estimator"' in text(site, "algorithms.html")
+    assert 'href="../algorithms.html#baselines-and-advantages"' in text(site, "repository/CONTRIBUTING.html")
+    assert "leave_one_out" in text(site, "repository/reinforce_rl/algorithm/advantages.py.html")
+    assert "advantages.py" not in text(site, "repository/reinforce_rl/config.html")
+    assert "rules.py" in text(site, "repository/reinforce_rl/config.html")
+
+
+def test_links_show_titles_and_code_stays_as_it_is():
+    page = "see [x](../README.md#resuming), [security.md](security.md)\n```\n[x](../README.md)\n```\n[a](https://b.c/d.md)"
+    assert docs_site.relinked(page, ROOT / "docs" / "status.md") == (
+        "see [x](repository/README.md#resuming), [Security](security.md)\n```\n[x](../README.md)\n```\n[a](https://b.c/d.md)"
+    )
+
+
+def test_a_drawing_has_each_part_once_and_each_arrow(site):
+    svg = docs_site.drawing("graph TD\n    a --> b\n    a --> c\n    b --> d\n    c --> d\n    a --> d\n")
+    assert re.findall(r">(\w+)</text>", svg) == ["a", "b", "c", "d"]
+    assert svg.count("marker-end") == 5
+    spots = {name: (float(x), float(y)) for x, y, name in re.findall(r'<text x="(.+?)" y="(.+?)" .*?>(\w)<', svg)}
+    assert spots["b"][0] < spots["a"][0] == spots["d"][0] < spots["c"][0]
+    assert spots["a"][1] < spots["b"][1] == spots["c"][1] < spots["d"][1]
+    assert text(site, "architecture.html").count("marker-end") > 10
+    with pytest.raises(ValueError, match="other lines"):
+        docs_site.drawing("graph TD\n    a -.-> b\n    a --> c\n")
+
+
+def test_the_reference_has_signatures_and_docstrings(site):
+    page = text(site, "api.html")
+    assert "Start scoring and return at once" in page and "infer_rm" in page
+    assert ":::" not in page
