@@ -29,8 +29,8 @@ from rich.table import Table  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
+from reinforce_rl.config.compose import compose  # noqa: E402
 from reinforce_rl.config.load import load_config  # noqa: E402
-from reinforce_rl.launch.cli import compose  # noqa: E402
 from reinforce_rl.preflight.deep import Worker, job_of  # noqa: E402
 from reinforce_rl.preflight.plan import read_inputs  # noqa: E402
 from reinforce_rl.preflight.report import print_step  # noqa: E402

@@ -14,9 +14,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import load_config
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.launch.cli import compose
 from reinforce_rl.launch.local import launch, make_plan, split_arguments
 
 EXAMPLES = Path(__file__).resolve().parent

@@ -15,7 +15,7 @@ from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, PromptLoader, RLHFDatasets
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora import check_lora_identity
-from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
+from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers, MetricLogger, read_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
@@ -29,7 +29,7 @@ from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.settings import check_changes, record
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
-from reinforce_rl.trainer.build import build_actor, build_sampler
+from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 from reinforce_rl.trainer.state import BestCheckpoints
 from reinforce_rl.trainer.updates import total_steps, total_updates
@@ -51,14 +51,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
     control = RunControl(folder, stop or StopRequest())
     with (
         control.running(),
-        parallel_mesh(
-            cfg.model.tensor_model_parallel_size,
-            cfg.model.pipeline_model_parallel_size,
-            cfg.model.context_parallel_size,
-            sequence_parallel=cfg.model.sequence_parallel,
-            seed=cfg.model.seed,
-            timeout_seconds=cfg.torch_timeout_seconds,
-        ) as mesh,
+        configured_mesh(cfg) as mesh,
         control.watching(
             mesh,
             silence_seconds=cfg.trainer.heartbeat_timeout_seconds,

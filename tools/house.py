@@ -36,6 +36,7 @@ FLOORS = (
     "reward_server",
     "preflight",
     "run",
+    "evaluation",
     "launch",
 )
 

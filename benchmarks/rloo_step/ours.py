@@ -15,9 +15,9 @@ import psutil
 import torch
 
 import reinforce_rl
+from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.launch.cli import compose
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.monitoring.rollouts import RolloutRow
 from reinforce_rl.monitoring.run import SilentMonitor

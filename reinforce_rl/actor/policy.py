@@ -29,7 +29,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.log_probs import TokenScores, response_scores
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.sequences import PackedGroups, PaddedSequences, SequenceLayout, to_device
-from reinforce_rl.megatron.optimizer import DEFAULT_OPTIM, wrap_data_parallel
+from reinforce_rl.megatron.optimizer import DEFAULT_OPTIM, DistributedDataParallel, wrap_data_parallel
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class MegatronGPTReinforceActorModel:
         with_reference: False saves the memory of the reference if beta is 0.
         reference_on_device: see `ReferencePolicy`.
         lora: `LoraSettings.identity`, for checkpoints; None if the whole model trains.
+        trains: False saves the memory of the gradients where the model only generates and scores.
     """
 
     def __init__(
@@ -112,9 +113,10 @@ class MegatronGPTReinforceActorModel:
         reference_on_device: bool = False,
         lora: dict[str, Any] | None = None,
         optim: OptimConfig = DEFAULT_OPTIM,
+        trains: bool = True,
     ):
         self.lm, self.tokenizer, self.generator, self.settings = lm, tokenizer, generator, settings
-        self.ddp, self.lora = wrap_data_parallel(lm, optim), lora
+        self._ddp, self.lora = wrap_data_parallel(lm, optim) if trains else None, lora
         self._as_reference: Callable[[], AbstractContextManager[None]] | None = None
         if with_reference and lora_settings_of(lm) is not None:
             self._as_reference = partial(updates_off, lm)  # the frozen weights without their updates
@@ -124,6 +126,13 @@ class MegatronGPTReinforceActorModel:
     @property
     def mesh(self) -> Mesh:
         return self.lm.mesh
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """The policy with its gradient buffers."""
+        if self._ddp is None:
+            raise RuntimeError("this actor was built without gradients (trains=False)")
+        return self._ddp
 
     @property
     def pad_id(self) -> int:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import atexit
 import errno
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
-from difflib import get_close_matches
-from pathlib import Path
+from collections.abc import Callable
 
 import hydra
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from reinforce_rl.config.load import renamed
-from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ConfigError, ReinforceError
+from reinforce_rl.config.compose import CONF_FOLDER, explained
+from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ReinforceError
 from reinforce_rl.runtime.stop import StopNow
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-CONF_FOLDER = Path(__file__).resolve().parents[2] / "conf"
 
 
 def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
@@ -58,7 +54,7 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name=name)(run)()
             except (HydraException, OmegaConfBaseException) as error:
-                _fail(str(_explained(error, name, [arg for arg in sys.argv[1:] if "=" in arg])))
+                _fail(str(explained(error, name, [arg for arg in sys.argv[1:] if "=" in arg])))
 
         return program
 
@@ -88,57 +84,3 @@ def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") ->
 def _fail(text: str, code: int = EXIT_ERROR) -> None:
     print(text if code == EXIT_STOPPED else f"error: {text}", file=sys.stderr, flush=True)
     sys.exit(code)
-
-
-def compose(name: str, overrides: Sequence[str]) -> DictConfig:
-    """Compose conf/NAME.yaml with overrides, as `with_config` does. ConfigError has Hydra's text or a better one."""
-    try:
-        with hydra.initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
-            return hydra.compose(name, overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _explained(error, name, overrides) from error
-
-
-def _explained(error: Exception, name: str, overrides: Sequence[str]) -> ConfigError:
-    """Name every unknown key. Hydra stops at the first, so retry without it until none is left."""
-    if isinstance(error, OverrideParseException) and error.override:
-        expected = "expected KEY=VALUE, with quotes around a text with special letters: \"KEY='a, b'\""
-        return ConfigError([f"{error.override} cannot be read as an override; {expected}"])
-    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        group, _, found = error.missing_cfg_file.rpartition("/")
-        return ConfigError([f"{group} is {found!r}; expected one of {', '.join(error.options)}"])
-    text = str(error).partition("\nConfig search path:")[0].strip()
-    unknown = re.search(r"Could not override '([^']+)'|not in struct\s+full_key: (\S+)", text)
-    if unknown is None:
-        return ConfigError([text])
-    key = unknown.group(1) or unknown.group(2)
-    faults = [_unknown_key(key, CONF_FOLDER / f"{name}.yaml")]
-    rest = [override for override in overrides if override.partition("=")[0] != key]
-    if len(rest) < len(overrides):
-        try:
-            compose(name, rest)
-        except ConfigError as further:
-            faults += further.faults
-    return ConfigError(faults)
-
-
-def _unknown_key(wanted: str, config_file: Path) -> str:
-    config = OmegaConf.load(config_file)
-    known = _dotted_keys(OmegaConf.to_container(config))
-    if wanted in known:  # an empty group; Hydra adds keys to it only with a plus
-        return f"{wanted} has entries of your own names; give each as +{wanted}.NAME=VALUE"
-    if advice := renamed(wanted):
-        return advice
-    for key in known:
-        if wanted.startswith(f"{key}.") and OmegaConf.is_config(OmegaConf.select(config, key)):
-            return f"{key} has entries of your own names; give {wanted} as +{wanted}=VALUE"
-    same_name = [key for key in known if key.split(".")[-1] == wanted.split(".")[-1]]
-    close = get_close_matches(wanted, same_name, n=3, cutoff=0) or get_close_matches(wanted, known, n=1)
-    advice = f"did you mean {' or '.join(close)}?" if close else f"its keys stand in {config_file}"
-    return f"{wanted} is not a key of the configuration; {advice}"
-
-
-def _dotted_keys(node: object, prefix: str = "") -> list[str]:
-    if not isinstance(node, dict) or not node:
-        return [prefix[:-1]]
-    return [key for name, child in node.items() for key in _dotted_keys(child, f"{prefix}{name}.")]

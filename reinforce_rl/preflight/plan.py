@@ -76,9 +76,8 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
         layers = attempt(lambda: stage_layers(cfg, architecture, layout))
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = attempt(lambda: load_tokenizer(folder))
-    if architecture is not None and tokenizer is not None and len(tokenizer) > architecture.vocab_size:
-        sizes = f"has {len(tokenizer)} tokens, its model only {architecture.vocab_size} embeddings"
-        errors.append(ConfigError([f"the tokenizer of {folder} {sizes}; is this the tokenizer of another model?"]))
+    if architecture is not None and tokenizer is not None:
+        attempt(lambda: build.check_vocabulary(tokenizer, architecture, folder))
     if tokenizer is not None and _prompts_can_be_read(cfg):
         datasets = attempt(lambda: build.build_datasets(cfg, tokenizer))
     if architecture is not None and datasets is not None and cfg.model.reinforce.num_rollout_samples > 0:

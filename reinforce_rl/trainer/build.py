@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.lora import LoraSettings, add_lora
-from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM, ModelOptions
 
 if TYPE_CHECKING:
@@ -52,15 +53,34 @@ def build_sampler(cfg: TrainConfig, train_set: PromptDataset) -> PromptSampler:
     )
 
 
+def configured_mesh(cfg: TrainConfig) -> AbstractContextManager[Mesh]:
+    """Return a context in which the process groups of the configured layout exist; see `parallel_mesh`."""
+    model = cfg.model
+    return parallel_mesh(
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.context_parallel_size,
+        sequence_parallel=model.sequence_parallel,
+        seed=model.seed,
+        timeout_seconds=cfg.torch_timeout_seconds,
+    )
+
+
 DTYPES = {"32": "float32", "bf16": "bfloat16"}
 
 
 def build_actor(
-    cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, *, architecture: Architecture | None = None
+    cfg: TrainConfig,
+    mesh: Mesh,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    architecture: Architecture | None = None,
+    trains: bool = True,
 ) -> MegatronGPTReinforceActorModel:
     """Build the policy from `pretrained_checkpoint.restore_from_path`, and the reference if beta is above 0.
 
-    A given `architecture` overrides the folder's; no weights are loaded then.
+    A given `architecture` overrides the folder's; no weights are loaded then. With `trains=False` there are no
+    gradient buffers.
 
     Raises:
         ConfigError: this machine or layout cannot run the model.
@@ -104,6 +124,7 @@ def build_actor(
         reference_on_device=cfg.model.reference_placement == "device",
         lora=identity,
         optim=cfg.model.optim,
+        trains=trains,
     )
 
 
@@ -162,6 +183,13 @@ def model_options(cfg: TrainConfig) -> ModelOptions:
         transformer_engine=cfg.model.transformer_engine,
         overrides=cfg.model.megatron_overrides,
     )
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, architecture: Architecture, folder: Path) -> None:
+    """Raise ConfigError if the tokenizer of `folder` has more tokens than its model."""
+    if len(tokenizer) > architecture.vocab_size:
+        sizes = f"has {len(tokenizer)} tokens, its model only {architecture.vocab_size} embeddings"
+        raise ConfigError([f"the tokenizer of {folder} {sizes}; is this the tokenizer of another model?"])
 
 
 def stop_token_ids(architecture: Architecture, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -8,9 +8,9 @@ import pytest
 from helpers.tiny_run import compose
 from omegaconf import OmegaConf
 
+from reinforce_rl.config.compose import compose as compose_or_explain
 from reinforce_rl.config.load import _ADVICE, read_config, renamed
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.launch.cli import compose as compose_or_explain
 
 # Of gpt_reinforce_actor.yaml and inference_rm.yaml in examples/nlp/gpt/conf of NVIDIA/NeMo-Aligner; none of ours.
 _TEXT = """

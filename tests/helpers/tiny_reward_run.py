@@ -20,9 +20,9 @@ if __name__ == "__main__":
 import hydra
 from helpers.models import tiny_llama_folder
 
+from reinforce_rl.config.compose import CONF_FOLDER
 from reinforce_rl.config.load import load_config
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
-from reinforce_rl.launch.cli import CONF_FOLDER
 from reinforce_rl.reward_model.job import train_reward_model
 from reinforce_rl.reward_model.train_full import FullTrainer
 

@@ -15,9 +15,9 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.compose import CONF_FOLDER
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.launch.cli import CONF_FOLDER
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.rewards.base import RewardSource

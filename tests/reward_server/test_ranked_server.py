@@ -20,10 +20,10 @@ from helpers.server_load import CLIENTS, ModelFiles, RankedServer, check_scores,
 from helpers.toy_server import ToyServer, is_alive, wait_for
 from omegaconf import OmegaConf
 
+from reinforce_rl.config.compose import CONF_FOLDER
 from reinforce_rl.config.load import read_config
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_LOST_RANK
-from reinforce_rl.launch.cli import CONF_FOLDER
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.rewards.transport import FailedAttempt

@@ -195,7 +195,7 @@ class TestFinished:
         overrides = [*tiny_overrides(finished, num_prompts=10), TWO_STEPS]
         code = (
             "import sys\n"
-            "from reinforce_rl.launch.cli import compose\nfrom reinforce_rl.config.load import load_config\n"
+            "from reinforce_rl.config.compose import compose\nfrom reinforce_rl.config.load import load_config\n"
             "from reinforce_rl.runtime.settings import may_start\n"
             f"assert not may_start(load_config(compose('train_reinforce_actor', {overrides!r})))\n"
             "assert 'torch' not in sys.modules or sys.modules['torch'].cuda.is_available()"

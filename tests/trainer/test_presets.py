@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
+from reinforce_rl.config.compose import CONF_FOLDER
 from reinforce_rl.config.load import load_config
-from reinforce_rl.launch.cli import CONF_FOLDER
 
 RL = "trainer.reinforce"
 FOLDER = CONF_FOLDER / "algorithm"

@@ -17,8 +17,8 @@ from one_gpu.plain import transformers_model
 from one_gpu.shapes import SHAPES
 
 from gpu_checks.base import Context
+from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import load_config
-from reinforce_rl.launch.cli import compose
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.run import train
 

@@ -14,10 +14,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import read_config
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.launch.cli import compose
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.options import ComponentOptions, Options, parse_gpus, parse_memory
 from reinforce_rl.launch.slurm.settings import ACTOR, SEPARATOR, SERVER, TORCHRUN, Settings, override_of, read_settings

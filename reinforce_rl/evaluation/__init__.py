@@ -1,0 +1,1 @@
+"""Models outside of training: `eval`, `chat` and the trainer's validation generate and score on one path."""

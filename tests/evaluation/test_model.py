@@ -1,0 +1,96 @@
+"""A model loaded for inference: where it is found, its configuration, and that it answers as the trainer does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.models import tiny_llama_folder
+from helpers.tiny_run import tiny_config, tiny_overrides
+from omegaconf import OmegaConf
+
+from reinforce_rl.data.prompts import FixedPrompts
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.evaluation.model import inference_config, load_actor, model_folder
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.trainer.build import build_actor, build_datasets
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inference")
+    tiny_overrides(folder)  # writes the model and the prompts
+    return folder
+
+
+SHORT = ("model.reinforce.length_params.max_length=5",)
+
+
+def test_a_model_is_a_folder_of_its_own_or_what_a_run_exported(folder: Path, tmp_path: Path) -> None:
+    assert model_folder(folder / "model") == folder / "model"
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("pretrained_checkpoint: {restore_from_path: /models/sft}")
+    with pytest.raises(ConfigError, match=r"to-hf .*/run .*/run/hf --model /models/sft$"):
+        model_folder(run)
+    tiny_llama_folder(run / "hf")
+    assert model_folder(run) == run / "hf"
+    with pytest.raises(ConfigError, match="nowhere does not exist; expected a Hugging Face model folder, or"):
+        model_folder(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        model_folder(tmp_path)
+
+
+def test_its_configuration_is_the_trainers_with_what_only_training_reads_at_its_default(folder: Path) -> None:
+    cfg = inference_config(folder / "model", [*SHORT, "model.tensor_model_parallel_size=1"])
+    assert (cfg.model.encoder_seq_length, cfg.model.max_prompt_tokens) == (16, 11), "the model's own context"
+    assert cfg.trainer.reinforce.initial_policy_kl_penalty == 0, "no reference is kept"
+    with_data = inference_config(folder / "model", SHORT, data=folder / "validation.jsonl")
+    assert len(build_datasets(with_data, load_tokenizer(folder / "model")).validation or ()) == 3
+    with pytest.raises(ConfigError) as raised:
+        inference_config(folder / "model", [*SHORT, "model.sede=1", "model.seed=-1"], data=folder / "none.jsonl")
+    assert "model.sede is not a key of the configuration; did you mean model.seed?" in str(raised.value)
+    with pytest.raises(ConfigError, match=r"(?s)none.jsonl does not exist.*") as raised:
+        inference_config(folder / "model", [*SHORT, "model.seed=-1"], data=folder / "none.jsonl")
+    assert "model.seed is -1; expected at least 0" in str(raised.value), "all faults in one message"
+
+
+def test_a_runs_settings_can_take_the_place_of_the_defaults(folder: Path, tmp_path: Path) -> None:
+    options = ["model.peft.peft_scheme=lora", "trainer.reinforce.kl_target=0.5", "model.seed=7"]
+    ran = tiny_config(folder, *options)
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(ran.model_dump())))
+    cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2"], like=tmp_path)
+    assert cfg.model.seed == 7
+    assert cfg.model.reinforce.length_params == ran.model.reinforce.length_params
+    assert cfg.model.data.data_prefix.train == ran.model.data.data_prefix.validation, "and its validation set"
+    assert cfg.model.peft.peft_scheme is None, "the exported weights have the updates merged in"
+    with pytest.raises(ConfigError, match=r"has no config\.yaml; expected the folder of a run"):
+        inference_config(folder / "model", like=folder)
+
+
+def test_it_answers_as_the_trainers_own_actor_without_room_for_gradients(folder: Path, mesh: Mesh) -> None:
+    cfg = inference_config(folder / "model", SHORT, data=folder / "train.jsonl")
+    trained = tiny_config(folder)
+    tokenizer = load_tokenizer(folder / "model")
+    prompts = next(iter(FixedPrompts(build_datasets(trained, tokenizer).train)))
+    found = []
+    for actor in (load_actor(cfg, mesh), build_actor(trained, mesh, tokenizer)):
+        with contextlib.closing(actor.generator), actor.generator.awake():
+            found.append([actor.infer(prompts, 2, 5), actor.infer(prompts, 1, 5, validation=True)])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours.tokens, theirs.tokens)
+        assert torch.equal(ours.log_probs, theirs.log_probs)
+    with pytest.raises(RuntimeError, match="built without gradients"):
+        _ = load_actor(cfg, mesh).ddp
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_before_it_is_loaded(tmp_path: Path, mesh: Mesh) -> None:
+    model = tiny_llama_folder(tmp_path / "model", vocab_size=32)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 31}))
+    with pytest.raises(ConfigError, match="has 32 tokens, its model only 31 embeddings"):
+        load_actor(inference_config(model), mesh)
