@@ -1,0 +1,129 @@
+"""What the metrics of `metrics.jsonl` mean: `METRICS` by full name, and `metric_of` for the name in a file. No torch.
+
+`tools/config_docs.py --write` makes the tables of docs/metrics.md from it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str  # with its prefix; words in capitals stand for any name
+    unit: str  # empty for a plain number
+    meaning: str
+    look: str  # what good and bad look like
+
+
+# Prefixes, then a line per metric: name | unit | meaning | what good and bad look like; indented lines go on.
+_GROUPS = {
+    "train val test": """
+rewards | reward | mean over the scored samples, as the source returned it | rises; flat: nothing to learn from (see
+  train/reward_group_deviation) or lr too low; rises while val/rewards falls: it overfits the training prompts
+rewards_SOURCE | reward | the same of one of several sources, before its weight | one that falls is paid for by others
+reward_deviation | reward | standard deviation over all scored samples | 0: the reward tells nothing apart
+response_lengths | tokens | mean length of a response, its end token included | drifts slowly; a steady climb to
+  max_length or fall to a few tokens: the reward pays for length
+prompt_lengths | tokens | mean length of a prompt | follows from the data
+fraction_of_samples_properly_ended | share | ended by an end token or end string, not cut at max_length | near 1; low:
+  raise max_length, or see truncated_samples
+fraction_of_samples_scored | share | samples that the reward source scored | 1; less: its log says why
+fraction_of_samples_valid | share | samples that may train: scored, not empty, not dropped | 1, less what
+  truncated_samples=drop leaves out""",
+    "train": """
+rewards_with_kl | reward | mean of shaped reward - beta * KL over valid samples: what is maximised | rises; falls while
+  rewards rises: the KL costs more than the reward gains
+reward_group_deviation | reward | mean standard deviation of the rewards within a prompt's samples | above 0; towards 0
+  the samples agree, and nothing is learnt
+fraction_of_groups_without_spread | share | prompts whose samples all earn the same | low; near 1: prompts too easy or
+  too hard, see dynamic_filtering
+init_policy_kl | nats a response | KL from the initial policy, as kl_estimator and kl_reduction say | rises slowly from
+  0; a jump, or tens of nats: lower lr or raise initial_policy_kl_penalty; read samples
+kl_k1 | nats a response | unbiased estimate of that KL, summed over tokens | as init_policy_kl; below 0 it is noise
+kl_absolute_k1 | nats a response | sum of the sizes of the log-ratios | an upper sign of drift; biased
+kl_k2 | nats a response | half the sum of squared log-ratios | as kl_k1 while that is small; biased
+kl_k3 | nats a response | estimate that is never below 0 | as kl_k1; far above it: a few tokens moved far
+kl_coefficient | reward per nat | beta of this step | constant, unless kl_target steers it
+baseline | reward | mean baseline of valid samples | follows rewards_with_kl
+advantage_mean | reward | mean over the samples that train | near 0 where the baseline is the group's
+advantage_deviation | reward | standard deviation over the samples that train | as reward_group_deviation; 0: no signal
+advantage_magnitude | reward | mean size over valid samples | as advantage_deviation
+fraction_of_samples_trained | share | samples that are in the loss | near 1; low: filtered, truncated or unscored
+actor_loss | | the loss that is minimised, mean of the optimizer steps | no measure of progress; it must be finite
+grad_norm | | norm of the gradient before clipping, mean of the steps | steady; spikes: lower lr; 0: no signal
+lr | | learning rate of the last optimizer step | as model.optim.sched says
+skipped_step | 0 or 1 | an optimizer step was left out since its gradient was not finite | 0; 1 now and then in bf16 is
+  harmless; max_skipped_steps in a row end the run
+optimizer_steps | steps | optimizer steps on this rollout batch | constant
+clip_fraction | share | response tokens whose gradient the ratio's clipping stopped | 0 on-policy; below 0.1 to 0.2
+effective_sample_size | share | how many tokens the importance weights leave, of all | 1 on-policy; below 0.5: too far
+  off-policy, fewer reinforce_epochs or larger global_batch_size
+entropy | nats a token | of the policy's distribution, with entropy_bonus | falls slowly; towards 0: it has collapsed
+generator_gap | nats a token | mean log-prob difference of trainer and generator | below 0.01 to 0.05; more:
+  other weights, precision or sampling
+generator_kl | nats a token | k3 estimate of KL(generator, policy) | below 0.001; see generator_gap
+generator_capped | share | tokens whose weight against the generator reached generator_ratio_cap | near 0
+padding_fraction | share | padding in the update's micro-batches | low; else model.tokens_per_micro_batch
+groups_drawn | prompts | drawn by dynamic_filtering | num_rollout_samples, or some rounds of it
+groups_without_spread | prompts | of these, thrown away since all samples earned the same | few of groups_drawn
+groups_trained | prompts | of these, kept | num_rollout_samples; fewer: max_resampling_rounds was reached
+resampling_rounds | rounds | rollout batches drawn besides the first | 0 or 1; more: each step costs that much more
+epoch | epochs | passes over the training prompts so far | rises
+consumed_prompts | prompts | drawn so far | rises
+loss | | reward model: of its objective, on this batch | falls; far below val/loss: it overfits
+accuracy | share | reward model: pairs ordered rightly, ties half | rises from 0.5
+margin | score | reward model: mean of chosen - rejected | rises""",
+    "val": """
+loss | | reward model: of its objective, on held-out data | falls; a rise ends by patience, and the best is kept
+accuracy | share | reward model: held-out pairs ordered rightly, ties half | above accuracy_of_longer_wins
+accuracy_standard_error | share | of accuracy, over pairs | two models closer than twice this are alike
+accuracy_of_longer_wins | share | pairs that "the longer answer wins" orders rightly | what accuracy must beat
+calibration_error | share | expected difference of predicted and observed preference | below 0.05
+margin | score | mean of chosen - rejected, held out | rises; much above train/margin's growth: not calibrated
+score_mean | score | mean of all held-out scores | any
+score_deviation | score | their standard deviation | above 0
+mse_ATTRIBUTE | rating squared | reward model from ratings: mean squared error | falls
+pearson_ATTRIBUTE | correlation | of predicted and given rating | towards 1
+spearman_ATTRIBUTE | correlation | of their ranks | towards 1""",
+    "timers": """
+generate | s | rank 0 samples responses | steady; grows with the longest response
+logprobs | s | log-probs under the policy | 0 where the generator's own are taken
+init_logprobs | s | log-probs under the reference | about a third of train_time
+reward_wait | s | waits for scores when its own work is done | near 0; much: the reward is the bottleneck
+train_time | s | the update | steady; steps with long responses take longer
+step_time | s | the whole step, without validation and checkpoint | steady; grows with response_lengths""",
+    "memory": """
+PHASE | 10^9 bytes | peak of a phase on rank 0: device memory on CUDA, else the resident set | steady; near the
+  device's size: model.tokens_per_micro_batch, recomputation""",
+    "timing": """
+PHASE/max | s | own work of the slowest rank, without waits for others | near the median
+PHASE/median | s | own work of the median rank | steady
+PHASE/rank | rank | the slowest one | changes; always the same one: look at its machine""",
+}
+
+
+def _read(prefixes: str, text: str) -> dict[str, Metric]:
+    rows = [re.split(r"\s*\|\s*", line) for line in re.sub(r"\n +", " ", text.strip()).split("\n")]
+    return {
+        f"{prefix}/{name}": Metric(f"{prefix}/{name}", *rest) for prefix in prefixes.split() for name, *rest in rows
+    }
+
+
+METRICS: dict[str, Metric] = {name: found for group in _GROUPS.items() for name, found in _read(*group).items()}
+_PHASE, _WORD = "(generate|logprobs|init_logprobs|reward_wait|train_time)", r"[\w.-]+"
+_PATTERNS = {
+    name: re.compile(re.sub("PHASE|SOURCE|ATTRIBUTE", lambda word: _PHASE if word[0] == "PHASE" else _WORD, name))
+    for name in METRICS
+    if name != name.lower()
+}
+
+
+def metric_of(name: str) -> Metric | None:
+    """Return the entry of a name in `metrics.jsonl`, such as `val/NAME/rewards` of a named set; None for no metric."""
+    if name in METRICS:
+        return METRICS[name]
+    found = next((METRICS[key] for key, pattern in _PATTERNS.items() if pattern.fullmatch(name)), None)
+    prefix, _, rest = name.partition("/")
+    return found or (metric_of(f"val/{rest.partition('/')[2]}") if prefix == "val" and "/" in rest else None)
