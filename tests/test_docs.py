@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.losses import reinforce_loss
+from helpers.troubleshooting import messages, parts_of, texts_of
 from omegaconf import OmegaConf
 
 from reinforce_rl.algorithm.advantages import RewardGroups, leave_one_out, rloo
@@ -62,8 +63,7 @@ def test_index_names_every_page():
 
 def test_configuration_page_has_the_actors_keys_and_no_others():
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    section = text.split("## Every key")[1].split("## Typical mistakes")[0]
-    documented = set(re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE))
+    documented = set(re.findall(r"^\| `([\w.]+)` \|", text.split("## Every key")[1], re.MULTILINE))
     assert documented == keys_of("train_reinforce_actor")
 
 
@@ -80,6 +80,16 @@ def test_migration_page_names_every_test_of_parity_and_keys_that_exist():
     known = keys_of("train_reinforce_actor")
     assert len(keys) > 30
     assert [key for key in keys if key not in known and not any(k.startswith(f"{key}.") for k in known)] == []
+
+
+def test_every_message_of_the_troubleshooting_page_is_printed():
+    """Its words, in texts of one file of the package: a message may be put together from several."""
+    texts = [texts_of(path) for path in (ROOT / "reinforce_rl").rglob("*.py")]
+    entries = messages()
+    assert len(entries) >= 30
+    missing = [entry for entry in entries if not any(all(part in file for part in parts_of(entry)) for file in texts)]
+    assert missing == []
+    assert not any(all(part in file for part in parts_of("… a rank … sings …")) for file in texts)
 
 
 @every_page

@@ -1,0 +1,42 @@
+"""The messages that docs/troubleshooting.md answers, and the texts that a file can print."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+
+
+def messages() -> list[str]:
+    """The quotes that are headings of the page; `…` stands for what differs."""
+    return re.findall(r"^### `(.+)`$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def parts_of(message: str) -> list[str]:
+    """The words of a message between what differs."""
+    return [part.strip() for part in message.split("…") if re.search(r"\w", part)]
+
+
+def answers(said: str) -> list[str]:
+    """Messages of the page that are in what a program said, word for word."""
+    return [one for one in messages() if re.search(".*?".join(map(re.escape, one.split("…"))), said, re.DOTALL)]
+
+
+def texts_of(path: Path) -> str:
+    """The texts of a file but its docstrings, a line each; `…` stands for the values in an f-string."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inner, found = set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            inner |= {id(value) for value in node.values}
+            found.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))  # type: ignore
+        elif isinstance(node, ast.Expr):
+            inner.add(id(node.value))
+    found += [
+        n.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Constant) and id(n) not in inner and isinstance(n.value, str)
+    ]
+    return "\n".join(found)
