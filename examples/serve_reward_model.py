@@ -5,22 +5,7 @@ python examples/serve_reward_model.py reward_function.name=reinforce_rl.rewards.
 python examples/serve_reward_model.py reward_model.restore_from_path=CLASSIFIER
 """
 
-from __future__ import annotations
-
-from omegaconf import DictConfig
-
-from reinforce_rl.config.load import load_config
-from reinforce_rl.config.rewards import ServeRewardModelConfig
-from reinforce_rl.launch.cli import with_config
-
-
-@with_config("serve_reward_model")
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg, ServeRewardModelConfig)
-    from reinforce_rl.launch.serve import serve
-
-    serve(config)
-
+from reinforce_rl.launch.programs import serve
 
 if __name__ == "__main__":
-    main()
+    serve()

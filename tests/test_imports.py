@@ -83,13 +83,13 @@ def test_the_drawing_is_that_of_the_code() -> None:
 
 def test_every_folder_has_a_floor() -> None:
     found = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in source_files(PACKAGE)}
-    assert found == {*house.FLOORS, "__init__", "aliases"}
+    assert found == {*house.FLOORS, "__init__", "__main__", "aliases"}
 
 
 def test_no_folder_is_a_heap() -> None:
     folders = {path.parent for path in source_files(PACKAGE)}
     sizes = {str(folder.relative_to(PACKAGE)): len(list(folder.glob("*.py"))) - 1 for folder in folders}
-    assert sizes["."] == 3
+    assert sizes["."] == 4
     assert {folder: size for folder, size in sizes.items() if size > 16} == {}
 
 

@@ -14,8 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from reinforce_rl.config.load import renamed
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.utils.places import shipped
 
-CONF_FOLDER = Path(__file__).resolve().parents[2] / "conf"
+CONF_FOLDER = shipped("conf", "conf")
 
 
 def compose(name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> DictConfig:

