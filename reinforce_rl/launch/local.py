@@ -28,6 +28,8 @@ HOST = "127.0.0.1"
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 10.0
 LAST_LOG_LINES = 30
+SERVE = ("-m", "reinforce_rl", "serve")  # arguments of Python
+TRAIN = ("-m", "reinforce_rl", "train")
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ def make_plan(
     server_args: Sequence[str],
     actor_args: Sequence[str],
     *,
-    server: Sequence[str] = ("-m", "reinforce_rl", "serve"),
-    actor: Sequence[str] = ("-m", "reinforce_rl", "train"),
+    server: Sequence[str] = SERVE,
+    actor: Sequence[str] = TRAIN,
     **seconds: float,
 ) -> LaunchPlan:
     """Choose the port and pass it to both programs as Hydra overrides, unless the caller has set them.

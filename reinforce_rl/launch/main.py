@@ -153,10 +153,10 @@ def launch(
     server_args, actor_args = ctx.obj
     if actor_script is None and not any(arg.startswith("-") for arg in actor_args):
         load_config(compose("train_reinforce_actor", actor_args))  # before minutes of loading the server
-    scripts = {"server": server_script, "actor": actor_script}
     plan = local.make_plan(
         *(run_dir, server_args, actor_args),
-        **{name: (str(script),) for name, script in scripts.items() if script is not None},
+        server=[str(server_script)] if server_script else local.SERVE,
+        actor=[str(actor_script)] if actor_script else local.TRAIN,
         ready_seconds=ready_seconds,
         grace_seconds=grace_seconds,
     )
