@@ -262,7 +262,9 @@ def _score(functions: Functions, request: bytes) -> Outcome:
             return Outcome(base.STATUS_INTERNAL, fault=f"returned a {type(value).__name__}; expected a number")
         number = float(value)
     except BaseException as error:  # KeyboardInterrupt and SystemExit too
-        fault = f"{type(error).__name__}{_place(error)}"
+        told = getattr(error, "public", "")  # what an error says about itself without any text of the sample
+        fault = f"{type(error).__name__}{f': {told[:MESSAGE_LETTERS]}' if isinstance(told, str) and told else ''}"
+        fault += _place(error)
         return Outcome(base.STATUS_INTERNAL, fault=fault, message=str(error)[:MESSAGE_LETTERS])
     if not math.isfinite(number):
         return Outcome(base.STATUS_NOT_FINITE, fault=f"returned {number}")

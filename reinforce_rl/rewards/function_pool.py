@@ -276,7 +276,8 @@ class FunctionPool:
 def _request(function: str, sample: TextSample) -> bytes:
     if function == PING:
         return b"{}"
-    fields = {"prompt": sample.prompt, "response": sample.response, "record": dict(sample.record)}
+    record = {"messages": sample.messages, **sample.record} if sample.messages else dict(sample.record)
+    fields = {"prompt": sample.prompt, "response": sample.response, "record": record}
     return json.dumps({"function": function, **fields}).encode()
 
 

@@ -149,6 +149,14 @@ class HttpAnswer:
 async def exchange(
     place: Address, path: str, seconds: float, *, body: bytes | None = None, headers: Mapping[str, str] | None = None
 ) -> HttpAnswer:
+    """Call `exchange_url` with a path of a server."""
+    url = URL.build(scheme="http", host=place.host, port=place.port, path=path)
+    return await exchange_url(url, seconds, body=body, headers=headers)
+
+
+async def exchange_url(
+    url: URL, seconds: float, *, body: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> HttpAnswer:
     """Send a GET, or a POST if there is a body, over a new connection, without proxies or redirects.
 
     Raises FailedAttempt if no complete answer came within `seconds`, counted from connecting.
@@ -156,7 +164,7 @@ async def exchange(
     try:
         async with aiohttp.request(
             "GET" if body is None else "POST",
-            URL.build(scheme="http", host=place.host, port=place.port, path=path),
+            url,
             data=None if body is None else io.BytesIO(body),  # in pieces, between which the loop goes on
             headers={"Accept-Encoding": "identity", **(headers or {})},
             allow_redirects=False,

@@ -146,6 +146,7 @@ class RolloutMaker:
         self._stop = stop
         self._has_ratios = has_ratios
         self._while_generating = while_generating
+        self.failures = Counter[str]()  # why samples of the last `score` on this rank have no reward
 
     def make(self, step: int) -> StepRollouts:
         """Make rollouts of the next prompts. `step`, from 1, keys the sampling noise.
@@ -175,15 +176,21 @@ class RolloutMaker:
             StoppedEarly: some rank was asked to stop.
             RewardServerError: no answer within the deadline, or too many failed samples.
         """
-        activity.begin(name)
         prompts = [prompt for part in parts for prompt in part]
-        # A fixed seed: only the weights differ between validations.
-        pending = self.sample(prompts, 1, self._model.settings.seed * 1_000_003, validation=True)
-        activity.begin(f"{name}: reward_wait", has_deadline=True)
-        batch = self.score(pending, f"the {name} after step {step}")
+        batch = self.answer(name, step, prompts, activity)
         mesh = self._model.mesh
         rows = sample_rows(step, prompts, batch, self._model.tokenizer)
         return take_means(rollout_means(batch), mesh.gather_over_dp), mesh.join_over_dp(rows)
+
+    def answer(
+        self, name: str, step: int, prompts: Sequence[Prompt], activity: Activity, num_samples: int = 1
+    ) -> RolloutBatch:
+        """Sample this rank's prompts with validation's settings and score the responses; raises as `evaluate`."""
+        activity.begin(name)
+        # A fixed seed: only the weights differ between validations.
+        pending = self.sample(prompts, num_samples, self._model.settings.seed * 1_000_003, validation=True)
+        activity.begin(f"{name}: reward_wait", has_deadline=True)
+        return self.score(pending, f"the {name} after step {step}")
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, seed: int, *, validation: bool = False
@@ -244,6 +251,7 @@ class RolloutMaker:
             reasons = Counter(reason for answer in own for reason in _reasons(answer))
             sources = {name: torch.cat([answer.by_source[name] for answer in own]) for name in own[0].by_source}
         rewards, reasons, sources = mesh.from_block_leader((rewards, reasons, sources))
+        self.failures = reasons
         self._check_failures(reasons, len(rewards), name)
         valid = torch.isfinite(rewards) & (batch.response_lengths > 0)
         valid &= torch.tensor([reason != FINISH_OUTSIDE for reason in batch.finish_reasons], dtype=torch.bool)

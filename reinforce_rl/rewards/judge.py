@@ -1,0 +1,252 @@
+"""A language model as judge, over the OpenAI protocol: a score as a reward function, and the better of two answers.
+
+Any server of `POST /v1/chat/completions` will do, such as vLLM. docs/evaluation.md has the commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from yarl import URL
+
+from reinforce_rl.rewards import transport
+from reinforce_rl.rewards.base import checked_by
+from reinforce_rl.rewards.transport import RETRIED_CODES, FailedAttempt
+
+PATH = "chat/completions"
+MAX_PAUSE_SECONDS = 8.0
+CONCURRENCY = 16  # requests of `preferences` in flight
+SCORE_TEMPLATE = """Rate the answer to the question below for how correct, helpful and clear it is, from $low (worst) \
+to $high (best). Say why in at most two sentences, then end with a line of this form:
+Score: NUMBER
+
+[Question]
+$prompt
+
+[Answer]
+$response
+"""
+PAIR_TEMPLATE = """Which of the two answers to the question below is better: more correct, helpful and clear? Neither \
+their order nor their length counts. Say why in at most two sentences, then end with [[A]] or [[B]], or with [[C]] if \
+they are equally good.
+
+[Question]
+$prompt
+
+[Answer A]
+$first
+
+[Answer B]
+$second
+"""
+_SCORE = re.compile(r"score\W{0,8}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_NUMBER_ALONE = re.compile(r"\A\s*(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\s*\Z")
+_VERDICT = re.compile(r"\[\[([ABC])\]\]")
+
+
+class JudgeError(Exception):
+    """The judge gave no judgement. `public` says why, without any text of the sample."""
+
+    def __init__(self, public: str, more: str = ""):
+        super().__init__(f"{public}: {more}" if more else public)
+        self.public = public
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A model behind an OpenAI-compatible server.
+
+    Args:
+        url: base as OpenAI's clients take it, such as http://HOST:8000/v1.
+        api_key_variable: environment variable that holds the key; None for none.
+        timeout: seconds of one attempt, up to the answer's last byte.
+        retries: further attempts, where another may succeed.
+        options: of the request, such as max_tokens; null leaves a default one out.
+    """
+
+    url: str
+    model: str
+    api_key_variable: str | None = None
+    timeout: float = 30.0
+    retries: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise ValueError if it cannot be asked with these settings."""
+        url = URL(self.url)
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError(f"url is {self.url!r}; expected the base of an OpenAI API, such as http://HOST:8000/v1")
+        if not (self.timeout > 0 and self.retries >= 0):
+            raise ValueError(f"timeout is {self.timeout} and retries {self.retries}; expected above 0, and at least 0")
+        if self.api_key_variable and not os.environ.get(self.api_key_variable):
+            raise ValueError(
+                f"api_key_variable is {self.api_key_variable!r}, which is not set here; set it, and name it in "
+                "reward_function.environment, or functions do not see it"
+            )
+
+    @property
+    def address(self) -> URL:
+        url = URL(self.url.rstrip("/"))
+        return url if url.path.endswith(PATH) else (url / "v1" if url.path in ("", "/") else url) / PATH
+
+    async def ask(self, text: str) -> str:
+        """Return the answer to one user message; raise JudgeError if there is none within the attempts."""
+        defaults = {"temperature": 0.0, "max_tokens": 512}
+        options = {key: value for key, value in {**defaults, **self.options}.items() if value is not None}
+        request = {"model": self.model, "messages": [{"role": "user", "content": text}], **options}
+        headers = {"Content-Type": "application/json"}
+        if self.api_key_variable:
+            headers["Authorization"] = f"Bearer {os.environ.get(self.api_key_variable, '')}"
+        body, place = json.dumps(request).encode(), f"the judge at {self.address.host}"
+        for attempt in range(self.retries + 1):
+            try:
+                answer = await transport.exchange_url(self.address, self.timeout, body=body, headers=headers)
+                if answer.code == 200:
+                    return _content(answer.body, place)
+                failure = answer.failed()
+                if answer.code < 500 and answer.code not in RETRIED_CODES:
+                    raise JudgeError(f"{place} answers HTTP {answer.code}", str(failure))
+            except FailedAttempt as error:
+                failure = error
+            if attempt < self.retries:
+                pause = failure.retry_after
+                await asyncio.sleep(min(MAX_PAUSE_SECONDS, 0.5 * 2**attempt if pause is None else pause))
+        public = f"{place} {str(failure).partition(':')[0]}"  # what follows the colon may quote the sample
+        raise JudgeError(f"{public}, {self.retries + 1} times", str(failure))
+
+
+def _content(body: bytes, place: str) -> str:
+    try:
+        content = json.loads(body)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise JudgeError(f"{place} gave no choices[0].message.content") from error
+    if not isinstance(content, str):
+        raise JudgeError(f"{place} gave a content that is no text")
+    return content
+
+
+def score_in(answer: str, low: float, high: float) -> float:
+    """Return the score of a judge's answer: the last "Score: 7", or the number that is the whole answer.
+
+    Raises JudgeError if there is none, or it is outside low .. high.
+    """
+    found = _SCORE.findall(answer) or _NUMBER_ALONE.findall(answer)
+    if not found:
+        raise JudgeError("the judge's answer holds no score", answer)
+    score = float(found[-1])
+    if not low <= score <= high:
+        raise JudgeError(f"the judge's score is outside {low:g} .. {high:g}", answer)
+    return score
+
+
+def question_of(prompt: str, record: Mapping[str, Any]) -> str:
+    """Return what was asked, without the chat template where the messages are known."""
+    messages = record.get("messages") or ()
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{one['role']}: {one['content']}" for one in messages) or prompt
+
+
+def _template_of(template: str | None, template_file: str | None) -> Template:
+    if template_file is not None:
+        template = Path(template_file).read_text(encoding="utf-8")
+    return Template(SCORE_TEMPLATE if template is None else template)
+
+
+class _Seen(dict[str, str]):
+    def __missing__(self, key: str) -> str:
+        return self.setdefault(key, "")
+
+
+def _check(
+    *,
+    url: str,
+    model: str,
+    template: str | None = None,
+    template_file: str | None = None,
+    low: float = 1.0,
+    high: float = 10.0,
+    **settings: Any,
+) -> None:
+    Judge(url, model, **settings).check()
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"low is {low} and high {high}; expected numbers, the former below the latter")
+    if template is not None and template_file is not None:
+        raise ValueError("template and template_file are both given; expected one of them")
+    try:
+        found = _template_of(template, template_file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"template_file is {template_file!r}, which cannot be read: {error}") from error
+    seen = _Seen()
+    found.substitute(seen)  # ValueError names line and column of a stray dollar sign
+    if "response" not in seen:
+        raise ValueError("the template must hold $response")
+
+
+@checked_by(_check)
+def llm_judge(
+    prompt: str,
+    response: str,
+    record: Mapping[str, Any],
+    *,
+    url: str,
+    model: str,
+    template: str | None = None,
+    template_file: str | None = None,
+    low: float = 1.0,
+    high: float = 10.0,
+    **settings: Any,
+) -> float:
+    """Return the score, `low` .. `high`, that a language model gives the response.
+
+    The template holds $response, and may hold $prompt, $low, $high and any field of the prompt's line, such as
+    $answer. `settings` are those of `Judge`. A judge that fails, or gives no such score, fails the sample.
+    """
+    values = {**record, "prompt": question_of(prompt, record), "response": response, "low": f"{low:g}"}
+    try:
+        text = _template_of(template, template_file).substitute(values, high=f"{high:g}")
+    except KeyError as error:
+        raise JudgeError(f"the template asks for ${error.args[0]}, which the prompt's line has not") from error
+    return score_in(asyncio.run(Judge(url, model, **settings).ask(text)), low, high)
+
+
+async def preference(judge: Judge, question: str, first: str, second: str) -> float:
+    """Return 1 if the judge prefers the first answer in both orders, 0 if the second in both, else 0.5."""
+    orders = ((first, second), (second, first))
+    texts = [Template(PAIR_TEMPLATE).substitute(prompt=question, first=a, second=b) for a, b in orders]
+    forth, back = [_verdict(answer) for answer in await asyncio.gather(*map(judge.ask, texts))]
+    return {("A", "B"): 1.0, ("B", "A"): 0.0}.get((forth, back), 0.5)
+
+
+def _verdict(answer: str) -> str:
+    found = _VERDICT.findall(answer)
+    if not found:
+        raise JudgeError("the judge's answer holds no [[A]], [[B]] or [[C]]", answer)
+    return found[-1]
+
+
+def preferences(judge: Judge, pairs: Sequence[tuple[str, str, str]]) -> list[float | JudgeError]:
+    """Return the `preference` of each (question, first, second), or why there is none."""
+
+    async def all_of_them() -> list[float | JudgeError]:
+        free = asyncio.Semaphore(CONCURRENCY)
+
+        async def one(pair: tuple[str, str, str]) -> float | JudgeError:
+            async with free:
+                try:
+                    return await preference(judge, *pair)
+                except JudgeError as error:
+                    return error
+
+        return await asyncio.gather(*map(one, pairs))
+
+    return transport.wait_for(all_of_them())

@@ -1,0 +1,172 @@
+"""A language model as judge, behind a real server that speaks its protocol, well and badly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from helpers.fake_judge import FakeJudge
+
+from reinforce_rl.config.rewards import ServedFunctionConfig
+from reinforce_rl.rewards import base
+from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards.function_host import LoadFault, load_function
+from reinforce_rl.rewards.function_pool import FunctionPool, Scores
+from reinforce_rl.rewards.judge import Judge, JudgeError, llm_judge, preferences, score_in
+
+NAME = "reinforce_rl.rewards.judge.llm_judge"
+ONCE = {"retries": 0, "timeout": 10.0}
+
+
+def score_of(judge: FakeJudge, response: str = "Paris.", record: dict | None = None, **settings) -> float:
+    return llm_judge("Capital of France?", response, record or {}, url=judge.url, model="m", **{**ONCE, **settings})
+
+
+def test_the_score_of_the_answer_is_the_reward_and_the_question_has_no_chat_template() -> None:
+    with FakeJudge(lambda text: "It is right.\nScore: 9") as judge:
+        assert score_of(judge) == 9.0
+        messages = [{"role": "user", "content": "Capital?"}]
+        assert score_of(judge, record={"messages": messages}, options={"max_tokens": None, "seed": 3}) == 9.0
+    first, second = judge.asked
+    assert first["model"] == "m" and first["temperature"] == 0.0
+    text = first["messages"][0]["content"]
+    assert "Capital of France?" in text and "Paris." in text and "from 1 (worst) to 10 (best)" in text
+    assert "[Question]\nCapital?\n" in second["messages"][0]["content"]
+    assert second["seed"] == 3 and "max_tokens" not in second, "options take the place of the defaults"
+
+
+def test_a_template_of_ones_own_has_fields_of_the_prompts_line(tmp_path) -> None:
+    file = tmp_path / "template.txt"
+    file.write_text("Is $response equal to $answer? It costs $$5. {json} $low-$high")
+    with FakeJudge(lambda text: "0.5") as judge:
+        assert score_of(judge, record={"answer": 72}, template_file=str(file), low=0.0, high=1.0) == 0.5
+        with pytest.raises(JudgeError, match=r"asks for \$answer, which the prompt's line has not"):
+            score_of(judge, template_file=str(file))
+    assert [body["messages"][0]["content"] for body in judge.asked] == [
+        "Is Paris. equal to 72? It costs $5. {json} 0-1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("**Score:** 7/10", 7.0),
+        ('{"score": 2.5}', 2.5),
+        ("A score of 3 is for worse ones. Score: 4", 4.0),
+        (" 6 \n", 6.0),
+        ("8/10", 8.0),
+        ("Score: 11", None),
+        ("Score: -1", None),
+        ("I would give 7", None),
+        ("", None),
+    ],
+)
+def test_a_score_is_read_or_there_is_none(answer: str, score: float | None) -> None:
+    if score is None:
+        with pytest.raises(JudgeError):
+            score_in(answer, 1, 10)
+    else:
+        assert score_in(answer, 1, 10) == score
+
+
+BAD = {
+    "wrong JSON": (b"{not json", r"gave no choices\[0\].message.content"),
+    "no choice": (b'{"choices": []}', r"gave no choices\[0\].message.content"),
+    "no text": (b'{"choices": [{"message": {"content": null}}]}', "a content that is no text"),
+    "rubbish": ("I cannot say.", "holds no score"),
+    "unauthorized": ((401, {"error": {"message": "SECRET"}}), "127.0.0.1 answers HTTP 401$"),
+    "failing": ((500, {"error": "SECRET"}), "127.0.0.1 answers HTTP 500, 1 times"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_judge_that_fails_says_why_without_the_samples_text(kind: str) -> None:
+    reply, words = BAD[kind]
+    with FakeJudge(lambda text: reply) as judge, pytest.raises(JudgeError) as raised:
+        score_of(judge)
+    assert "SECRET" not in raised.value.public
+    assert re.search(words, raised.value.public)
+
+
+def test_another_attempt_is_made_where_it_may_succeed() -> None:
+    replies: Iterator = iter([(503, {}), 30.0, "Score: 3"])
+    with FakeJudge(lambda text: next(replies)) as judge:
+        assert score_of(judge, retries=2, timeout=0.5) == 3.0
+    assert len(judge.asked) == 3
+    with FakeJudge(lambda text: (404, {})) as judge, pytest.raises(JudgeError, match="HTTP 404"):
+        score_of(judge, retries=5)
+    assert len(judge.asked) == 1, "there is no use in asking again"
+    with pytest.raises(JudgeError, match=r"does not answer \(connection refused\), 1 times"):
+        score_of(judge)
+
+
+def pool_scores(samples: list[TextSample], seconds: float, **kwargs) -> Scores:
+    spec = FunctionSpec("reward_function", NAME, {"model": "m", **kwargs})
+    pool = FunctionPool(
+        {"judge": spec}, ServedFunctionConfig(num_workers=4, sample_timeout_seconds=seconds, environment=["JUDGE_KEY"])
+    )
+    pool.start()
+    try:
+        return pool.submit("judge", samples).result()
+    finally:
+        pool.close()
+
+
+def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_sample(monkeypatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "key-123")
+
+    def reply(text: str):
+        return {"right": "Score: 10", "wrong": "Score: 1", "slow": 60.0}.get(text.split()[-1], "no idea")
+
+    prompt = ({"role": "user", "content": "What?"},)
+    samples = [TextSample("<user>What?", word, messages=prompt) for word in ("right", "rubbish", "slow", "wrong")]
+    with FakeJudge(reply) as judge:
+        found = pool_scores(samples, 4.0, url=judge.url, api_key_variable="JUDGE_KEY", retries=0)
+    assert found.values.tolist()[::3] == [10.0, 1.0]
+    assert all(value != value for value in found.values[1:3]), "never 0"
+    assert found.status.tolist() == [base.STATUS_OK, base.STATUS_INTERNAL, base.STATUS_TIMED_OUT, base.STATUS_OK]
+    assert "JudgeError: the judge's answer holds no score at" in found.faults[1]
+    assert set(judge.keys) == {"Bearer key-123"}
+    assert all("[Question]\nWhat?\n" in body["messages"][0]["content"] for body in judge.asked)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"url": "localhost:8000"}, "expected the base of an OpenAI API, such as http://HOST:8000/v1"),
+        ({"low": 3.0, "high": 3.0}, "the former below the latter"),
+        ({"template": "Is it good?"}, r"the template must hold \$response"),
+        ({"template": "$response for $ 5"}, "Invalid placeholder"),
+        ({"template_file": "/nowhere/x"}, "cannot be read"),
+        ({"api_key_variable": "OTHER_KEY"}, "not set here; set it, and name it in reward_function.environment"),
+        ({"timeout": 0.0}, "expected above 0"),
+        ({"timout": 1.0}, "unexpected keyword argument 'timout'"),
+    ],
+)
+def test_settings_that_cannot_work_end_the_run_at_its_start(settings: dict, words: str) -> None:
+    with pytest.raises(LoadFault, match=words):
+        load_function(FunctionSpec("reward_function", NAME, {"url": "http://h:1/v1", "model": "m", **settings}))
+
+
+def test_the_base_of_the_api_is_understood_as_openais_clients_do() -> None:
+    whole = "http://h:8000/v1/chat/completions"
+    for url in ("http://h:8000", "http://h:8000/", "http://h:8000/v1", "http://h:8000/v1/", whole):
+        assert str(Judge(url, "m").address) == whole
+    assert str(Judge("https://h/openai/v2", "m").address) == "https://h/openai/v2/chat/completions"
+
+
+def test_a_preference_is_asked_in_both_orders_and_disagreement_is_a_tie() -> None:
+    def reply(text: str) -> object:
+        first, question = (text.partition(f"[{part}]\n")[2].partition("\n")[0] for part in ("Answer A", "Question"))
+        if question != "clear":
+            return {"biased": "[[A]]", "broken": "neither", "alike": "[[C]]"}[question]
+        return "[[A]]" if first == "good" else "Not [[A]], but [[B]]"
+
+    pairs = [(question, "good", "bad") for question in ("clear", "biased", "alike", "broken")]
+    with FakeJudge(reply) as judge:
+        found = preferences(Judge(judge.url, "m", **ONCE), [*pairs, ("clear", "bad", "good")])
+    assert [found[0], found[1], found[2], found[4]] == [1.0, 0.5, 0.5, 0.0]
+    assert isinstance(found[3], JudgeError)
+    assert len(judge.asked) == 2 * 5
+    assert preferences(Judge("http://127.0.0.1:1", "m"), []) == []
