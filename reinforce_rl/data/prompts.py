@@ -254,13 +254,16 @@ def build_train_valid_test_rlhf_datasets(
     for split, paths in files.items():
         if not paths:
             continue
+        if paths == files["train"] and weights is None and "train" in datasets:
+            datasets[split] = datasets["train"]
+            continue
         try:
             own = weights if split == "train" else None
             datasets[split] = PromptDataset.from_jsonl(tokenizer, paths, weights=own, **options)
         except DataError as error:  # the next split may have faults of its own
             errors.append(error)
     if errors:
-        raise DataError("\n".join(map(str, errors)))
+        raise DataError("\n".join(dict.fromkeys(map(str, errors))))
     return RLHFDatasets(datasets["train"], datasets.get("validation"), datasets.get("test"))
 
 

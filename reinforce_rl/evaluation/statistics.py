@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-Z_95 = statistics.NormalDist().inv_cdf(0.975)
+Z_95 = 1.959964  # of the normal distribution, two-sided
 
 
 @dataclass(frozen=True)
@@ -23,31 +22,30 @@ def estimate(groups: Mapping[int, Sequence[float]]) -> Estimate:
     The values of a group, such as samples of one prompt, may depend on each other in any way. With one value in each
     group the error is the usual deviation / sqrt(n).
     """
-    found = [[value for value in group if math.isfinite(value)] for group in groups.values()]
-    found = [group for group in found if group]
+    found = [group for values in groups.values() if (group := [value for value in values if math.isfinite(value)])]
     count = sum(map(len, found))
     if not count:
         return Estimate(math.nan, math.nan, 0)
     mean = math.fsum(value for group in found for value in group) / count
-    if len(found) < 2:
-        return Estimate(mean, math.nan, count)
     squares = math.fsum(math.fsum(value - mean for value in group) ** 2 for group in found)
-    return Estimate(mean, math.sqrt(squares * len(found) / (len(found) - 1)) / count, count)
+    factor = len(found) / (len(found) - 1) if len(found) > 1 else math.nan
+    return Estimate(mean, math.sqrt(squares * factor) / count, count)
 
 
 def pass_at_k(groups: Mapping[int, Sequence[float]], k: int) -> Estimate:
-    """Return the chance that at least one of k samples of a prompt is right, from n >= k samples of 0 or 1 each.
+    """Return the chance that one of k samples of a prompt is right, from n >= k scored samples of 0 or 1 each.
 
     Unbiased: 1 - C(n - c, k) / C(n, k) with c right ones (Chen et al. 2021, arXiv:2107.03374). Prompts with fewer
     than k scored samples are left out.
     """
-    chances = {}
-    for prompt, group in groups.items():
-        values = [value for value in group if math.isfinite(value)]
-        if len(values) >= k:
-            wrong = values.count(0.0)
-            chances[prompt] = [1.0 - math.comb(wrong, k) / math.comb(len(values), k)]
-    return estimate(chances)
+    scored = {prompt: [value for value in group if math.isfinite(value)] for prompt, group in groups.items()}
+    return estimate(
+        {
+            prompt: [1.0 - math.comb(group.count(0.0), k) / math.comb(len(group), k)]
+            for prompt, group in scored.items()
+            if len(group) >= k
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,10 @@ class WinRate:
         n, p = self.count, self.rate
         if not n:
             return math.nan, math.nan
-        centre, square = p + Z_95**2 / (2 * n), Z_95**2 / n
-        half = Z_95 * math.sqrt(p * (1 - p) / n + square / (4 * n))
-        return max(0.0, (centre - half) / (1 + square)), min(1.0, (centre + half) / (1 + square))
+        shrink = 1 + Z_95**2 / n
+        centre = (p + Z_95**2 / (2 * n)) / shrink
+        half = Z_95 * math.sqrt(p * (1 - p) / n + Z_95**2 / (4 * n * n)) / shrink
+        return max(0.0, centre - half), min(1.0, centre + half)
 
     @classmethod
     def of(cls, preferences: Sequence[float], failed: int = 0) -> WinRate:

@@ -198,6 +198,48 @@ def prepare(
     print(f"written to {output / 'train.jsonl'} and {output / 'validation.jsonl'}")
 
 
+@app.command("eval")
+def evaluate(
+    models: Annotated[list[str], typer.Argument(help="MODEL ... (of models or runs), then KEY=VALUE ... of `train`")],
+    data: Annotated[Path | None, typer.Option(help="file of prompts (default: the validation set of --like)")] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(help="a function such as gsm8k, or a server's http://HOST:PORT; repeatable"),
+    ] = None,
+    reference: Annotated[Path | None, typer.Option(help="model from which the KL of each one is estimated")] = None,
+    judge: Annotated[str | None, typer.Option(help="OpenAI-compatible server that compares: http://HOST/v1")] = None,
+    judge_model: Annotated[str, typer.Option(help="the judge's name at that server")] = "",
+    judge_key: Annotated[str | None, typer.Option(help="environment variable with the judge's key")] = None,
+    samples: Annotated[int, typer.Option(help="of each prompt; several are drawn, one is greedy")] = 1,
+    temperature: Annotated[float | None, typer.Option(help="of drawn samples; 0 for greedy")] = None,
+    like: Annotated[Path | None, typer.Option(help="a run whose settings take the place of the defaults")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for results.json, and the samples for the board")] = None,
+) -> None:
+    """Have models answer the same prompts, score the responses, and compare each model with the first."""
+    from rich.console import Console
+
+    from reinforce_rl.evaluation.evaluate import evaluate
+    from reinforce_rl.launch.cli import start_ranks
+    from reinforce_rl.rewards.judge import Judge
+
+    overrides = [one for one in models if ("=" in one or one.startswith("~")) and not Path(one).exists()]
+    results = evaluate(
+        [one for one in models if one not in overrides],
+        data,
+        rewards=reward or (),
+        reference=reference,
+        judge=None if judge is None else Judge(judge, judge_model, judge_key),
+        samples=samples,
+        temperature=temperature,
+        out=out,
+        like=like,
+        overrides=overrides,
+        start=start_ranks,
+    )
+    if results.models:  # not on the other ranks
+        Console().print(results.table())
+
+
 @app.command("check-server")
 def check_server(
     url: Annotated[str, typer.Argument(help="http://HOST:PORT")],

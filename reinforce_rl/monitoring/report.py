@@ -61,7 +61,7 @@ def compare_validation(before: Sequence[RolloutRow], after: Sequence[RolloutRow]
 
     Samples of a prompt count as their mean. Prompts absent or failed (NaN) on either side are dropped.
     """
-    first, last = _rewards_by_prompt(before), _rewards_by_prompt(after)
+    first, last = rewards_by_prompt(before), rewards_by_prompt(after)
     shared = sorted(first.keys() & last.keys())
     if not shared:
         return PairedComparison(0, *[math.nan] * 5)
@@ -73,7 +73,8 @@ def compare_validation(before: Sequence[RolloutRow], after: Sequence[RolloutRow]
     return PairedComparison(len(shared), old, new, mean, error, z)
 
 
-def _rewards_by_prompt(rows: Sequence[RolloutRow]) -> dict[int, float]:
+def rewards_by_prompt(rows: Sequence[RolloutRow]) -> dict[int, float]:
+    """Return the mean reward of each prompt whose samples were all scored."""
     groups: dict[int, list[float]] = {}
     for row in rows:
         groups.setdefault(row.prompt_id, []).append(row.reward)

@@ -25,9 +25,8 @@ from reinforce_rl.rewards.transport import RETRIED_CODES, FailedAttempt
 PATH = "chat/completions"
 MAX_PAUSE_SECONDS = 8.0
 CONCURRENCY = 16  # requests of `preferences` in flight
-SCORE_TEMPLATE = """Rate the answer to the question below for how correct, helpful and clear it is, from $low (worst) \
-to $high (best). Say why in at most two sentences, then end with a line of this form:
-Score: NUMBER
+SCORE_TEMPLATE = """Rate the answer to the question for how correct, helpful and clear it is, $low (worst) to $high
+(best). Say why in at most two sentences, then end with a line of this form: Score: NUMBER
 
 [Question]
 $prompt
@@ -35,9 +34,8 @@ $prompt
 [Answer]
 $response
 """
-PAIR_TEMPLATE = """Which of the two answers to the question below is better: more correct, helpful and clear? Neither \
-their order nor their length counts. Say why in at most two sentences, then end with [[A]] or [[B]], or with [[C]] if \
-they are equally good.
+PAIR_TEMPLATE = """Which answer to the question is better: more correct, helpful, clear? Order and length do not count.
+Say why in at most two sentences, then end with [[A]] or [[B]], or with [[C]] if they are equally good.
 
 [Question]
 $prompt
@@ -63,28 +61,22 @@ class JudgeError(Exception):
 
 @dataclass(frozen=True)
 class Judge:
-    """A model behind an OpenAI-compatible server.
+    """A model behind an OpenAI-compatible server."""
 
-    Args:
-        url: base as OpenAI's clients take it, such as http://HOST:8000/v1.
-        api_key_variable: environment variable that holds the key; None for none.
-        timeout: seconds of one attempt, up to the answer's last byte.
-        retries: further attempts, where another may succeed.
-        options: of the request, such as max_tokens; null leaves a default one out.
-    """
-
-    url: str
+    url: str  # base as OpenAI's clients take it, such as http://HOST:8000/v1
     model: str
-    api_key_variable: str | None = None
-    timeout: float = 30.0
-    retries: int = 2
-    options: Mapping[str, Any] = field(default_factory=dict)
+    api_key_variable: str | None = None  # environment variable that holds the key
+    timeout: float = 30.0  # seconds of one attempt, up to the answer's last byte
+    retries: int = 2  # further attempts, where another may succeed
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the request; null leaves a default one out
 
     def check(self) -> None:
         """Raise ValueError if it cannot be asked with these settings."""
         url = URL(self.url)
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError(f"url is {self.url!r}; expected the base of an OpenAI API, such as http://HOST:8000/v1")
+        if not self.model:
+            raise ValueError("model is empty; expected the model's name at the server")
         if not (self.timeout > 0 and self.retries >= 0):
             raise ValueError(f"timeout is {self.timeout} and retries {self.retries}; expected above 0, and at least 0")
         if self.api_key_variable and not os.environ.get(self.api_key_variable):
@@ -111,7 +103,10 @@ class Judge:
             try:
                 answer = await transport.exchange_url(self.address, self.timeout, body=body, headers=headers)
                 if answer.code == 200:
-                    return _content(answer.body, place)
+                    try:
+                        return str(json.loads(answer.body)["choices"][0]["message"]["content"] or "")
+                    except (ValueError, LookupError, TypeError, RecursionError) as error:
+                        raise JudgeError(f"{place} gave no choices[0].message.content") from error
                 failure = answer.failed()
                 if answer.code < 500 and answer.code not in RETRIED_CODES:
                     raise JudgeError(f"{place} answers HTTP {answer.code}", str(failure))
@@ -124,21 +119,8 @@ class Judge:
         raise JudgeError(f"{public}, {self.retries + 1} times", str(failure))
 
 
-def _content(body: bytes, place: str) -> str:
-    try:
-        content = json.loads(body)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise JudgeError(f"{place} gave no choices[0].message.content") from error
-    if not isinstance(content, str):
-        raise JudgeError(f"{place} gave a content that is no text")
-    return content
-
-
 def score_in(answer: str, low: float, high: float) -> float:
-    """Return the score of a judge's answer: the last "Score: 7", or the number that is the whole answer.
-
-    Raises JudgeError if there is none, or it is outside low .. high.
-    """
+    """Return the last "Score: 7" of an answer, or the number that it is; JudgeError if none, or not low .. high."""
     found = _SCORE.findall(answer) or _NUMBER_ALONE.findall(answer)
     if not found:
         raise JudgeError("the judge's answer holds no score", answer)
@@ -156,10 +138,8 @@ def question_of(prompt: str, record: Mapping[str, Any]) -> str:
     return "\n\n".join(f"{one['role']}: {one['content']}" for one in messages) or prompt
 
 
-def _template_of(template: str | None, template_file: str | None) -> Template:
-    if template_file is not None:
-        template = Path(template_file).read_text(encoding="utf-8")
-    return Template(SCORE_TEMPLATE if template is None else template)
+def _template_of(file: str | None) -> Template:
+    return Template(SCORE_TEMPLATE if file is None else Path(file).read_text(encoding="utf-8"))
 
 
 class _Seen(dict[str, str]):
@@ -168,28 +148,17 @@ class _Seen(dict[str, str]):
 
 
 def _check(
-    *,
-    url: str,
-    model: str,
-    template: str | None = None,
-    template_file: str | None = None,
-    low: float = 1.0,
-    high: float = 10.0,
-    **settings: Any,
+    *, url: str, model: str, template_file: str | None = None, low: float = 1.0, high: float = 10.0, **settings: Any
 ) -> None:
     Judge(url, model, **settings).check()
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"low is {low} and high {high}; expected numbers, the former below the latter")
-    if template is not None and template_file is not None:
-        raise ValueError("template and template_file are both given; expected one of them")
     try:
-        found = _template_of(template, template_file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"template_file is {template_file!r}, which cannot be read: {error}") from error
-    seen = _Seen()
-    found.substitute(seen)  # ValueError names line and column of a stray dollar sign
+        _template_of(template_file).substitute(seen := _Seen())  # ValueError names line and column of a stray dollar
+    except (OSError, ValueError) as error:
+        raise ValueError(f"template_file is {template_file!r}, which cannot be used: {error}") from error
     if "response" not in seen:
-        raise ValueError("the template must hold $response")
+        raise ValueError(f"template_file is {template_file!r}; expected $response in it")
 
 
 @checked_by(_check)
@@ -200,7 +169,6 @@ def llm_judge(
     *,
     url: str,
     model: str,
-    template: str | None = None,
     template_file: str | None = None,
     low: float = 1.0,
     high: float = 10.0,
@@ -208,12 +176,12 @@ def llm_judge(
 ) -> float:
     """Return the score, `low` .. `high`, that a language model gives the response.
 
-    The template holds $response, and may hold $prompt, $low, $high and any field of the prompt's line, such as
-    $answer. `settings` are those of `Judge`. A judge that fails, or gives no such score, fails the sample.
+    The template may hold any field of the prompt's line, such as $answer. `settings` are `Judge`'s. A judge that
+    fails, or gives no such score, fails the sample.
     """
     values = {**record, "prompt": question_of(prompt, record), "response": response, "low": f"{low:g}"}
     try:
-        text = _template_of(template, template_file).substitute(values, high=f"{high:g}")
+        text = _template_of(template_file).substitute(values, high=f"{high:g}")
     except KeyError as error:
         raise JudgeError(f"the template asks for ${error.args[0]}, which the prompt's line has not") from error
     return score_in(asyncio.run(Judge(url, model, **settings).ask(text)), low, high)
@@ -223,30 +191,24 @@ async def preference(judge: Judge, question: str, first: str, second: str) -> fl
     """Return 1 if the judge prefers the first answer in both orders, 0 if the second in both, else 0.5."""
     orders = ((first, second), (second, first))
     texts = [Template(PAIR_TEMPLATE).substitute(prompt=question, first=a, second=b) for a, b in orders]
-    forth, back = [_verdict(answer) for answer in await asyncio.gather(*map(judge.ask, texts))]
-    return {("A", "B"): 1.0, ("B", "A"): 0.0}.get((forth, back), 0.5)
-
-
-def _verdict(answer: str) -> str:
-    found = _VERDICT.findall(answer)
-    if not found:
-        raise JudgeError("the judge's answer holds no [[A]], [[B]] or [[C]]", answer)
-    return found[-1]
+    verdicts = tuple(map(_VERDICT.findall, await asyncio.gather(*map(judge.ask, texts))))
+    if not all(verdicts):
+        raise JudgeError("the judge's answer holds no [[A]], [[B]] or [[C]]")
+    return {("A", "B"): 1.0, ("B", "A"): 0.0}.get((verdicts[0][-1], verdicts[1][-1]), 0.5)
 
 
 def preferences(judge: Judge, pairs: Sequence[tuple[str, str, str]]) -> list[float | JudgeError]:
     """Return the `preference` of each (question, first, second), or why there is none."""
 
-    async def all_of_them() -> list[float | JudgeError]:
+    async def one(pair: tuple[str, str, str], free: asyncio.Semaphore) -> float | JudgeError:
+        async with free:
+            try:
+                return await preference(judge, *pair)
+            except JudgeError as error:
+                return error
+
+    async def every() -> list[float | JudgeError]:
         free = asyncio.Semaphore(CONCURRENCY)
+        return await asyncio.gather(*(one(pair, free) for pair in pairs))
 
-        async def one(pair: tuple[str, str, str]) -> float | JudgeError:
-            async with free:
-                try:
-                    return await preference(judge, *pair)
-                except JudgeError as error:
-                    return error
-
-        return await asyncio.gather(*map(one, pairs))
-
-    return transport.wait_for(all_of_them())
+    return transport.wait_for(every())

@@ -118,6 +118,7 @@ class RolloutMaker:
     """Samples and scores responses.
 
     Args:
+        rm: None scores nothing.
         batch_iterator_cls: called with (prompts, validation); yields the batches to generate together.
         loader: prompts of `make`.
         has_ratios: a batch takes more than one optimizer step, so old log-probs are needed.
@@ -128,7 +129,7 @@ class RolloutMaker:
         self,
         cfg: ReinforceConfig,
         model: MegatronGPTReinforceActorModel,
-        rm: RewardSource,
+        rm: RewardSource | None,
         batch_iterator_cls: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
         loader: PromptLoader,
         clock: StepClock,
@@ -214,7 +215,7 @@ class RolloutMaker:
                         break
                     part = self._model.infer(batch, num_samples, seed, validation=validation)
                     parts.append(part)
-                    if mesh.is_block_leader:
+                    if mesh.is_block_leader and self._rm is not None:
                         future = self._rm.infer_rm(self._reward_request(batch, part))
                         futures.append((future, len(part.lengths)))
         except GenerationError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from helpers.fake_judge import FakeJudge
@@ -31,7 +32,7 @@ def test_the_score_of_the_answer_is_the_reward_and_the_question_has_no_chat_temp
     first, second = judge.asked
     assert first["model"] == "m" and first["temperature"] == 0.0
     text = first["messages"][0]["content"]
-    assert "Capital of France?" in text and "Paris." in text and "from 1 (worst) to 10 (best)" in text
+    assert "Capital of France?" in text and "Paris." in text and "1 (worst) to 10\n(best)" in text
     assert "[Question]\nCapital?\n" in second["messages"][0]["content"]
     assert second["seed"] == 3 and "max_tokens" not in second, "options take the place of the defaults"
 
@@ -73,7 +74,7 @@ def test_a_score_is_read_or_there_is_none(answer: str, score: float | None) -> N
 BAD = {
     "wrong JSON": (b"{not json", r"gave no choices\[0\].message.content"),
     "no choice": (b'{"choices": []}', r"gave no choices\[0\].message.content"),
-    "no text": (b'{"choices": [{"message": {"content": null}}]}', "a content that is no text"),
+    "no text": (b'{"choices": [{"message": {"content": null}}]}', "holds no score"),
     "rubbish": ("I cannot say.", "holds no score"),
     "unauthorized": ((401, {"error": {"message": "SECRET"}}), "127.0.0.1 answers HTTP 401$"),
     "failing": ((500, {"error": "SECRET"}), "127.0.0.1 answers HTTP 500, 1 times"),
@@ -136,15 +137,20 @@ def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_s
     [
         ({"url": "localhost:8000"}, "expected the base of an OpenAI API, such as http://HOST:8000/v1"),
         ({"low": 3.0, "high": 3.0}, "the former below the latter"),
-        ({"template": "Is it good?"}, r"the template must hold \$response"),
-        ({"template": "$response for $ 5"}, "Invalid placeholder"),
-        ({"template_file": "/nowhere/x"}, "cannot be read"),
+        ({"template_file": "Is it good?"}, r"expected \$response in it"),
+        ({"template_file": "$response for $ 5"}, "Invalid placeholder"),
+        ({"template_file": None}, "cannot be used: .*No such file"),
         ({"api_key_variable": "OTHER_KEY"}, "not set here; set it, and name it in reward_function.environment"),
         ({"timeout": 0.0}, "expected above 0"),
         ({"timout": 1.0}, "unexpected keyword argument 'timout'"),
     ],
 )
-def test_settings_that_cannot_work_end_the_run_at_its_start(settings: dict, words: str) -> None:
+def test_settings_that_cannot_work_end_the_run_at_its_start(settings: dict, words: str, tmp_path: Path) -> None:
+    if "template_file" in settings:
+        file = tmp_path / "template.txt"
+        if settings["template_file"] is not None:
+            file.write_text(settings["template_file"])
+        settings = {"template_file": str(file)}
     with pytest.raises(LoadFault, match=words):
         load_function(FunctionSpec("reward_function", NAME, {"url": "http://h:1/v1", "model": "m", **settings}))
 

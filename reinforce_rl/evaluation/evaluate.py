@@ -1,0 +1,318 @@
+"""`reinforce-rl eval`: models answer the same prompts and are scored; each is compared with the first.
+
+Every model goes through the trainer's own validation (`RolloutMaker.answer`), so the same settings give the same mean
+reward. One model is in memory at a time; the reference comes last and reads what the others wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+from reinforce_rl.algorithm.kl import sequence_kl
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.data.batches import Prompt, RolloutBatch
+from reinforce_rl.data.prompts import FixedPrompts, PromptLoader, RLHFDatasets
+from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.evaluation.model import inference_config, load_actor
+from reinforce_rl.evaluation.results import Comparison, ModelResult, Results
+from reinforce_rl.evaluation.statistics import WinRate
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
+from reinforce_rl.monitoring.metrics import rollout_means, take_means
+from reinforce_rl.monitoring.progress import TrainingProgress
+from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter, sample_rows
+from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
+from reinforce_rl.rewards.judge import Judge, JudgeError, preferences, question_of
+from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.run import DefaultBatchIterator
+from reinforce_rl.runtime.control import RunControl
+from reinforce_rl.runtime.phases import StepClock
+from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.build import build_datasets, build_sampler, configured_mesh
+from reinforce_rl.trainer.rollouts import RolloutMaker
+from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.net import Address
+
+
+@dataclass
+class _Answers:
+    name: str
+    model: str
+    prompts: dict[int, Prompt]  # of all ranks, as the rest
+    rows: list[RolloutRow]
+    sources: dict[str, list[float]]  # scores of the rows
+    failures: Counter[str]
+    metrics: dict[str, float]
+    own: RolloutBatch  # of this rank
+
+
+def evaluate(
+    models: Sequence[str | Path],
+    data: str | Path | None = None,
+    *,
+    rewards: Sequence[str] = (),
+    reference: str | Path | None = None,
+    judge: Judge | None = None,
+    samples: int = 1,
+    temperature: float | None = None,
+    out: str | Path | None = None,
+    like: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    start: Callable[[int, int], None] = lambda devices, nodes: None,
+) -> Results:
+    """Have models answer prompts, score the responses, and compare each model with the first.
+
+    Args:
+        models: Hugging Face folders, or folders of runs that have exported one.
+        data: file of prompts; None for the validation set of `overrides` or `like`.
+        rewards: names of functions (`gsm8k`, `my_rewards.cites`) and addresses of reward servers
+            (`http://HOST:PORT/NAME`). Without any, also in `overrides` and `like`, nothing is scored.
+        reference: model from which the KL of each one is estimated.
+        judge: says which of two responses is better.
+        samples: of each prompt; several are drawn, one is greedy.
+        temperature: of drawn samples, 0 for greedy; None for the configuration's.
+        out: folder for results.json and, in a folder a model, its samples and metrics.
+        like: a run, whose settings take the place of the defaults.
+        overrides: KEY=VALUE of `train`.
+        start: called with devices and nodes once the configuration was checked.
+
+    Raises:
+        ConfigError: a model, the data or a setting cannot be used.
+        RewardServerError: a server gave no answer within its deadline.
+    """
+    if not models or samples < 1:
+        raise ConfigError([f"{len(models)} models and {samples} samples a prompt were given; expected 1 or more"])
+    try:
+        if judge is not None:
+            judge.check()
+    except ValueError as error:
+        raise ConfigError([f"judge: {error}"]) from error
+    options = [*_reward_overrides(rewards, has_base=like is not None), *overrides]
+    is_scored = like is not None or any(one.lstrip("+~").startswith(("reward", "remote_rm")) for one in options)
+
+    def config(model: str | Path, name: str) -> TrainConfig:
+        folder = None if out is None else Path(out) / name
+        cfg = inference_config(model, options, data=data, like=like, folder=folder)
+        if not any("max_failed_fraction" in option for option in options):
+            cfg.trainer.reinforce.max_failed_fraction = 1.0  # they are counted apart
+        _set_sampling(cfg, samples, temperature)
+        return cfg
+
+    names = _names([Path(model) for model in models])
+    cfgs = {name: config(model, name) for name, model in zip(names, models, strict=True)}
+    last = None if reference is None else config(reference, "reference")
+    first = cfgs[names[0]]
+    if first.model.data.data_prefix.validation is None:
+        raise ConfigError(["there are no prompts; give --data FILE, or --like RUN for the validation set of a run"])
+    start(first.trainer.devices, first.trainer.num_nodes)
+    datasets = _read_prompts(list(cfgs.values()), last)
+    control = RunControl(out or ".", StopRequest())
+    silence, hang = first.trainer.heartbeat_timeout_seconds, first.trainer.collective_timeout_seconds
+    with configured_mesh(first) as mesh, control.watching(mesh, silence_seconds=silence, hang_seconds=hang):
+        found = [
+            _answers(name, cfg, given, mesh, control, samples, is_scored=is_scored, with_log_probs=last is not None)
+            for (name, cfg), given in zip(cfgs.items(), datasets, strict=True)
+        ]
+        if last is not None:
+            _add_kl(found, last, mesh, control)
+        failure, results = None, Results([], [])
+        try:
+            if mesh.is_main:
+                results = _results(found, judge, is_scored=is_scored)
+                if out is not None:
+                    _write(Path(out), results, found)
+        except Exception as error:  # any kind: all ranks must raise together
+            failure = error
+        mesh.check_together(failure)
+    return results
+
+
+def _names(models: Sequence[Path]) -> list[str]:
+    """Return a short name for each model, all different."""
+    short = [(model.resolve().parent if model.name == "hf" else model.resolve()).name for model in models]
+    return [f"{name}-{short[:i].count(name) + 1}" if name in short[:i] else name for i, name in enumerate(short)]
+
+
+def _reward_overrides(rewards: Sequence[str], *, has_base: bool) -> list[str]:
+    """Return the overrides that functions' names and servers' addresses stand for."""
+    if not rewards:
+        return []
+    servers = [reward for reward in rewards if "://" in reward]
+    functions = [reward for reward in rewards if "://" not in reward]
+    found = [f"++reward={'function' if functions else 'server'}"]
+    if has_base:  # or a run's own rewards would be added to these
+        found += ["~reward_function.kwargs", "~reward_function.more_functions", "~remote_rm.more_reward_models"]
+        found += [] if functions else ["++reward_function.name=null"]
+    for i, name in enumerate(functions):
+        dotted = "judge.llm_judge" if name == "llm_judge" else f"functions.{name}"
+        dotted = name if "." in name else f"reinforce_rl.rewards.{dotted}"
+        more = f".more_functions.{dotted.rpartition('.')[2]}" if i else ""
+        found.append(f"++reward_function{more}.name={dotted}")
+    for i, url in enumerate(servers):
+        place, _, model = url.partition("://")[2].rstrip("/").partition("/")
+        try:
+            address = Address.parse(place)
+        except ValueError as error:
+            raise ConfigError(
+                [f"--reward {url}: {error}; expected http://HOST:PORT or http://HOST:PORT/NAME"]
+            ) from error
+        key = f"more_reward_models.{model or 'reward_model'}" if functions or i else "reward_model"
+        found += [f"++remote_rm.{key}.ip='{address.host}'", f"++remote_rm.{key}.port={address.port}"]
+        found.append(f"++remote_rm.{key}.name='{model or 'reward_model'}'")
+    return found
+
+
+def _set_sampling(cfg: TrainConfig, samples: int, temperature: float | None) -> None:
+    sampling = cfg.model.reinforce.val_sampling_params
+    if temperature is not None:
+        if not 0 <= temperature < math.inf:
+            raise ConfigError([f"--temperature is {temperature}; expected 0 for greedy, or above"])
+        sampling.use_greedy, sampling.temperature = temperature == 0, temperature or 1.0
+    elif samples > 1:
+        sampling.use_greedy = False
+    if samples > 1 and sampling.use_greedy:
+        raise ConfigError([f"{samples} greedy samples of a prompt are all alike; ask for one, or for a temperature"])
+    cfg.model.reinforce.sampling_params.temperature = sampling.temperature  # that of the log-probs
+
+
+def _read_prompts(cfgs: Sequence[TrainConfig], reference: TrainConfig | None) -> list[RLHFDatasets]:
+    """Read each model's prompts, and check that all answer the same ones and read the reference's tokens."""
+    found, faults, info = [], [], None
+    if reference is not None:
+        info = TokenizerInfo.from_tokenizer(load_tokenizer(reference.pretrained_checkpoint.restore_from_path))
+    for cfg in cfgs:
+        model = cfg.pretrained_checkpoint.restore_from_path
+        tokenizer = load_tokenizer(model)
+        found.append(build_datasets(cfg, tokenizer))
+        if info is not None and (differences := TokenizerInfo.from_tokenizer(tokenizer).differences(info)):
+            faults.append(f"the KL of {model} from the reference needs one tokenizer for both: {differences[0]}")
+        if found[-1].train.skipped and len(cfgs) > 1:
+            faults.append(
+                f"{model} has no room for {found[-1].train.skipped} of the prompts (model.data.too_long=skip), and "
+                "all models must answer the same ones; raise model.encoder_seq_length, or leave them out of the data"
+            )
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
+def _answers(
+    name: str,
+    cfg: TrainConfig,
+    datasets: RLHFDatasets,
+    mesh: Mesh,
+    control: RunControl,
+    samples: int,
+    *,
+    is_scored: bool,
+    with_log_probs: bool,
+) -> _Answers:
+    rollout, folder = cfg.model.reinforce, Path(cfg.exp_manager.explicit_log_dir)
+    assert datasets.validation is not None
+    (prompts,) = FixedPrompts(datasets.validation, rollout.num_val_samples, mesh.dp_rank, mesh.dp_size)
+    progress = TrainingProgress(0, enabled=mesh.is_main)
+    monitor = RunMonitor(folder, Loggers(), RolloutWriter(folder), progress) if mesh.is_main else SilentMonitor(folder)
+    model = cfg.pretrained_checkpoint.restore_from_path
+    with contextlib.ExitStack() as stack:
+        rm = None
+        if is_scored:
+            control.activity.begin("waiting for the reward server", has_deadline=True)
+            rm = stack.enter_context(
+                contextlib.closing(connect_to_reward_servers(cfg, mesh, load_tokenizer(model), monitor))
+            )
+        actor = stack.enter_context(_loaded(cfg, mesh, control, name))
+        maker = RolloutMaker(
+            cfg.trainer.reinforce,
+            actor,
+            rm,
+            partial(DefaultBatchIterator, rollout.rollout_micro_batch_size, rollout.val_rollout_micro_batch_size),
+            PromptLoader(datasets.train, build_sampler(cfg, datasets.train), mesh.dp_rank, mesh.dp_size),
+            StepClock(control.activity, mesh.device),
+            control.stop,
+        )
+        batch = maker.answer("evaluation", 0, prompts, control.activity, samples)
+        if with_log_probs:
+            batch = replace(batch, log_probs=actor.get_inference_log_probs(*_where(batch)))
+    scores = {source: values.tolist() for source, values in batch.source_rewards.items()}
+    parts = mesh.gather_over_dp((scores, maker.failures))  # a rank without prompts knows no sources
+    known = dict.fromkeys(source for part, _ in parts for source in part)
+    return _Answers(
+        name=name,
+        model=model,
+        prompts={prompt.id: prompt for prompt in mesh.join_over_dp(list(prompts))},
+        rows=mesh.join_over_dp(sample_rows(0, prompts, batch, actor.tokenizer)),
+        sources={source: [score for part, _ in parts for score in part.get(source, ())] for source in known},
+        failures=sum((failures for _, failures in parts), Counter[str]()),
+        metrics=take_means(rollout_means(batch), mesh.gather_over_dp),
+        own=batch,
+    )
+
+
+@contextlib.contextmanager
+def _loaded(cfg: TrainConfig, mesh: Mesh, control: RunControl, name: str) -> Iterator[MegatronGPTReinforceActorModel]:
+    control.activity.begin(f"loading {name}")
+    gc.collect()  # the model before
+    actor = load_actor(cfg, mesh)
+    with contextlib.closing(actor.generator):
+        yield actor
+
+
+def _where(batch: RolloutBatch) -> tuple[torch.Tensor, ...]:
+    return batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids
+
+
+def _add_kl(found: Sequence[_Answers], cfg: TrainConfig, mesh: Mesh, control: RunControl) -> None:
+    """Give every sample its KL from the reference."""
+    with _loaded(cfg, mesh, control, "the reference") as actor:
+        for answers in found:
+            batch = answers.own
+            assert batch.log_probs is not None
+            reference = actor.get_inference_log_probs(*_where(batch))
+            kl = mesh.join_over_dp(sequence_kl(batch.log_probs, reference, batch.response_mask).tolist())
+            answers.rows = [replace(row, kl=value) for row, value in zip(answers.rows, kl, strict=True)]
+
+
+def _results(found: Sequence[_Answers], judge: Judge | None, *, is_scored: bool) -> Results:
+    comparisons = []
+    for one in found[1:]:
+        if is_scored:
+            comparisons.append(Comparison.by_reward(one.name, one.rows, found[0].name, found[0].rows))
+        if judge is not None:
+            comparisons.append(_judged(one, found[0], judge))
+    models = [ModelResult.of(one.name, one.model, one.rows, one.sources, one.failures, one.metrics) for one in found]
+    return Results(models, comparisons)
+
+
+def _judged(one: _Answers, first: _Answers, judge: Judge) -> Comparison:
+    """Ask which response is better, of the first sample of each prompt."""
+    own, other = ({row.prompt_id: row.response for row in side.rows if row.sample_id == 0} for side in (one, first))
+    asked = {id: question_of(prompt.text, {"messages": prompt.messages}) for id, prompt in one.prompts.items()}
+    answers = preferences(judge, [(asked[id], own[id], other[id]) for id in own])
+    kept = [answer for answer in answers if not isinstance(answer, JudgeError)]
+    wins = WinRate.of(kept, failed=len(answers) - len(kept))
+    told = [str(answer) if isinstance(answer, JudgeError) else answer for answer in answers]
+    judgements = dict(zip(own, told, strict=True))
+    return Comparison(one.name, first.name, f"judge {judge.model}", wins, judgements=judgements)
+
+
+def _write(out: Path, results: Results, found: Sequence[_Answers]) -> None:
+    """Write the numbers, and samples and metrics of each model as a run's validation before its first step."""
+    for one in found:
+        folder = out / one.name
+        logger = JsonlLogger(folder / "metrics.jsonl", resume_step=0)
+        monitor = RunMonitor(folder, Loggers([logger]), RolloutWriter(folder), TrainingProgress(0, enabled=False))
+        monitor.log_validation(0, one.metrics, one.rows)
+        monitor.commit(0)
+    write_atomically(out / "results.json", json.dumps(results.as_json(), indent=2, allow_nan=False) + "\n")

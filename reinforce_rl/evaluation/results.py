@@ -1,0 +1,129 @@
+"""What an evaluation found: numbers of each model and comparisons of two, as a table and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from reinforce_rl.evaluation.statistics import Estimate, WinRate, estimate, pass_at_k
+from reinforce_rl.monitoring.report import compare_validation, rewards_by_prompt
+from reinforce_rl.monitoring.rollouts import RolloutRow
+
+VERSION = 1  # of the JSON
+LENGTH, ENDED, KL = "length", "ended", "KL"
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    name: str
+    model: str  # its folder
+    numbers: dict[str, Estimate]  # reward, reward/SOURCE, pass@K, KL (nats a response), length (tokens), ended (share)
+    failures: dict[str, int]  # samples without a reward, by reason
+    metrics: dict[str, float]  # as of the trainer's validation
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        model: str,
+        rows: Sequence[RolloutRow],
+        sources: Mapping[str, Sequence[float]],
+        failures: Mapping[str, int],
+        metrics: dict[str, float],
+    ) -> ModelResult:
+        """Compute the numbers; `sources` are the scores of each row, by reward source."""
+        columns = {"reward": [row.reward for row in rows], **{f"reward/{k}": list(v) for k, v in sources.items()}}
+        columns |= {KL: [row.kl for row in rows], LENGTH: [float(row.response_length) for row in rows]}
+        columns[ENDED] = [float(row.is_end) for row in rows]
+        groups: dict[str, dict[int, list[float]]] = {column: {} for column in columns}
+        for column, values in columns.items():
+            for row, value in zip(rows, values, strict=True):
+                groups[column].setdefault(row.prompt_id, []).append(value)
+        numbers = {column: estimate(found) for column, found in groups.items()}
+        numbers["reward"] = replace(numbers["reward"], mean=metrics["rewards"])  # summed as in training
+        if set(filter(math.isfinite, columns["reward"])) <= {0.0, 1.0}:
+            most = max(map(len, groups["reward"].values()), default=1)
+            for k in sorted({*(2**i for i in range(1, most.bit_length())), most} - {1}):
+                numbers[f"pass@{k}"] = pass_at_k(groups["reward"], k)
+        return cls(name, model, {k: v for k, v in numbers.items() if v.count}, dict(failures), metrics)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model against the first one, over the prompts that both have a reward, or the pair a judgement, for."""
+
+    model: str
+    baseline: str
+    by: str  # "reward", or "judge NAME"
+    wins: WinRate
+    difference: float = math.nan  # of the mean rewards, paired by prompt
+    standard_error: float = math.nan
+    judgements: Mapping[int, float | str] = field(default_factory=dict)  # by prompt: 1, 0.5 or 0, or why there is none
+
+    @classmethod
+    def by_reward(
+        cls, name: str, rows: Sequence[RolloutRow], baseline: str, first: Sequence[RolloutRow]
+    ) -> Comparison:
+        paired, own, other = compare_validation(first, rows), rewards_by_prompt(rows), rewards_by_prompt(first)
+        shared = own.keys() & other.keys()
+        preferences = [0.5 + 0.5 * ((own[p] > other[p]) - (own[p] < other[p])) for p in shared]
+        failed = len({row.prompt_id for row in rows}) - len(shared)
+        wins = WinRate.of(preferences, failed)
+        return cls(name, baseline, "reward", wins, paired.mean_difference, paired.standard_error)
+
+    def __str__(self) -> str:
+        wins, (low, high) = self.wins, self.wins.interval
+        text = f"{self.model} against {self.baseline}, by {self.by}: "
+        if wins.count:
+            text += f"wins {wins.rate:.1%} ({low:.1%} to {high:.1%}), {wins.wins}:{wins.losses} and {wins.ties} ties"
+        if math.isfinite(self.difference):
+            text += f"; reward {self.difference:+.3f} ± {self.standard_error:.3f}"
+        return text + (f"; {wins.failed} prompts without a result" if wins.failed else "")
+
+
+@dataclass(frozen=True)
+class Results:
+    models: list[ModelResult]
+    comparisons: list[Comparison]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all numbers; what is unknown is null."""
+        rates = [{"win_rate": one.wins.rate, "interval_95": one.wins.interval} for one in self.comparisons]
+        comparisons = [asdict(one) | rate for one, rate in zip(self.comparisons, rates, strict=True)]
+        return _plain({"version": VERSION, "models": list(map(asdict, self.models)), "comparisons": comparisons})
+
+    def table(self) -> RenderableType:
+        """Return a table of the models and a line for each comparison and each reason of a failure."""
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column("model")
+        names = list(dict.fromkeys(name for one in self.models for name in one.numbers))
+        for name in names:
+            table.add_column(name, justify="right", no_wrap=True)
+        for one in self.models:
+            table.add_row(one.name, *(_shown(name, one.numbers.get(name)) for name in names))
+        failed = [f"{one.name}: {n} not scored: {text}" for one in self.models for text, n in one.failures.items()]
+        return Group(table, *map(Text, map(str, self.comparisons)), *(Text(line, style="yellow") for line in failed))
+
+
+def _shown(name: str, found: Estimate | None) -> str:
+    if found is None or not math.isfinite(found.mean):
+        return "-"
+    if name == ENDED:
+        return f"{found.mean:.1%}"
+    digits = 1 if name == LENGTH else 3
+    error = f" ± {found.standard_error:.{digits}f}" if math.isfinite(found.standard_error) else ""
+    return f"{found.mean:.{digits}f}{error}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,230 @@
+"""Evaluation of tiny models: the trainer's own numbers, those of transformers, and what a tired person gets wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.fake_judge import FakeJudge
+from helpers.models import tiny_llama_folder
+from helpers.tiny_run import metrics_of, tiny_config, tiny_overrides, tiny_trainer
+from rich.console import Console
+
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.evaluation.evaluate import evaluate
+from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.monitoring.run_folder import RunFolder
+from reinforce_rl.rewards.judge import Judge
+from reinforce_rl.rewards.sources import connect_to_reward_servers
+
+SHORT = ("model.reinforce.length_params.max_length=5",)
+SHARE = ("helpers.reward_functions.share_of_letters",)
+LETTERS = "etaoinshr"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models of one tokenizer, and prompts whose lines say which letters are good."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    tiny_overrides(folder)
+    tiny_llama_folder(folder / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=5)
+    lines = [{"prompt": LETTERS[i % 9] + LETTERS[(2 * i) % 9], "letters": LETTERS[i % 4 :: 4]} for i in range(12)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "drawn"])
+def test_the_mean_reward_is_that_of_the_trainers_validation_before_step_1(
+    folder: Path, tmp_path: Path, sampled
+) -> None:
+    how = [f"model.reinforce.val_sampling_params.use_greedy={not sampled}", *SHORT]
+    how += ["reward=function", f"reward_function.name={SHARE[0]}", "+reward_function.kwargs.scale=0.7"]
+    places = [f"model.data.data_prefix.{split}={folder / 'data.jsonl'}" for split in ("train", "validation")]
+    steps = ["trainer.reinforce.max_steps=1", "trainer.reinforce.val_check_interval=1"]
+    cfg = tiny_config(tmp_path, *how, *places, *steps, f"pretrained_checkpoint.restore_from_path={folder / 'model'}")
+    with parallel_mesh() as mesh:
+        source = connect_to_reward_servers(cfg, mesh, load_tokenizer(folder / "model"), SilentMonitor(tmp_path))
+        try:
+            with tiny_trainer(cfg, mesh, source) as trainer:
+                trainer.fit()
+        finally:
+            source.close()
+    expected = metrics_of(tmp_path)[0]
+    assert expected["step"] == 0 and 0 < expected["val/rewards"] < 0.7
+    found = evaluate([folder / "model"], folder / "data.jsonl", overrides=how, out=tmp_path / "out")
+    (one,) = found.models
+    for name, value in one.metrics.items():
+        assert value == expected[f"val/{name}"], name
+    assert one.numbers["reward"].mean == expected["val/rewards"]
+    run = RunFolder(tmp_path / "out" / "model")
+    rows = run.samples(0, "validation")
+    assert run.series("val/rewards") == [(0, expected["val/rewards"])]
+    rewards = [row.reward for row in rows]
+    error = statistics.stdev(rewards) / math.sqrt(len(rows))
+    assert one.numbers["reward"].standard_error == pytest.approx(error)
+    assert one.numbers["length"].mean == statistics.fmean(row.response_length for row in rows)
+
+
+def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(folder: Path, tmp_path: Path) -> None:
+    texts = []
+    for name in ("first", "second"):
+        found = evaluate(
+            [folder / "model", folder / "other", folder / "model"],
+            folder / "data.jsonl",
+            rewards=SHARE,
+            samples=4,
+            overrides=SHORT,
+            out=tmp_path / name,
+        )
+        texts.append((tmp_path / name / "results.json").read_text())
+    assert texts[0] == texts[1]
+    assert [one.name for one in found.models] == ["model", "other", "model-2"]
+    read = {name: RunFolder(tmp_path / "second" / name).samples(0, "validation") for name in ("model", "other")}
+    means = {name: [0.0] * 12 for name in read}
+    for name, rows in read.items():
+        assert len(rows) == 48
+        for row in rows:
+            means[name][row.prompt_id] += row.reward / 4
+    differences = [b - a for a, b in zip(means["model"], means["other"], strict=True)]
+    other, same = found.comparisons
+    assert (other.model, other.baseline, other.by) == ("other", "model", "reward")
+    assert other.difference == pytest.approx(statistics.fmean(differences))
+    assert other.standard_error == pytest.approx(statistics.stdev(differences) / math.sqrt(12))
+    assert (other.wins.wins, other.wins.losses) == (
+        sum(d > 1e-9 for d in differences),
+        sum(d < -1e-9 for d in differences),
+    )
+    assert (same.wins.ties, same.difference) == (12, 0.0), "the same model draws the same samples"
+    read_back = json.loads(texts[0])
+    assert read_back["comparisons"][0]["win_rate"] == other.wins.rate
+    assert "pass@4" not in found.models[0].numbers, "rewards between 0 and 1 are not right or wrong"
+    console = Console(width=160, record=True, file=(tmp_path / "table").open("w"))
+    console.print(found.table())
+    assert "other against model, by reward: wins" in console.export_text()
+
+
+def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    data, out = folder / "data.jsonl", tmp_path / "out"
+    how = {"reference": folder / "other", "temperature": 0.8, "samples": 2, "overrides": SHORT, "out": out}
+    found = evaluate([folder / "model", folder / "other"], data, **how)
+    assert found.comparisons == [] and "reward" not in found.models[0].numbers, "nothing was to be scored"
+    assert found.models[0].failures == {}
+    assert found.models[1].numbers["KL"].mean == 0.0
+    models = [AutoModelForCausalLM.from_pretrained(folder / name) for name in ("model", "other")]
+    tokenizer = load_tokenizer(folder / "model")
+    rows, checked, expected = RunFolder(out / "model").samples(0, "validation"), [], []
+    for row in rows:
+        prompt = tokenizer.encode(row.prompt, add_special_tokens=False)
+        response = tokenizer.encode(row.response, add_special_tokens=False) + [tokenizer.eos_token_id] * row.is_end
+        if len(response) != row.response_length:  # a special token in the middle, which the text does not show
+            continue
+        checked.append(row.kl)
+        ids = torch.tensor([prompt + response])
+        with torch.no_grad():
+            own, other = ((model(ids).logits[0] / 0.8).log_softmax(-1) for model in models)
+        places, tokens = torch.arange(len(prompt) - 1, ids.shape[1] - 1), ids[0, len(prompt) :]
+        expected.append(float((own - other)[places, tokens].sum()))
+    assert len(checked) >= 8
+    assert checked == pytest.approx(expected, abs=1e-4)
+    assert found.models[0].numbers["KL"].mean == pytest.approx(statistics.fmean(row.kl for row in rows))
+
+
+def test_right_answers_are_counted_and_a_failed_reward_counts_apart(folder: Path, tmp_path: Path) -> None:
+    """Lines 0 to 3 hold no answer, so `gsm8k` fails there; no response of the rest can hold the number 7."""
+    lines = [{"prompt": "eta", **({"answer": "7"} if i > 3 else {})} for i in range(10)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = evaluate([folder / "model"], data, rewards=["gsm8k"], samples=2, overrides=SHORT, out=tmp_path / "out")
+    (one,) = found.models
+    assert (one.numbers["reward"].mean, one.numbers["reward"].count) == (0.0, 12)
+    assert one.numbers["pass@2"].mean == 0.0
+    ((reason, count),) = one.failures.items()
+    assert count == 8 and "KeyError" in reason
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["models"][0]["failures"] == {reason: 8}
+    both = evaluate([folder / "model", folder / "other"], data, rewards=["gsm8k"], overrides=SHORT)
+    (compared,) = both.comparisons
+    assert (compared.wins.count, compared.wins.failed) == (6, 4)
+
+
+def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(folder: Path) -> None:
+    def reply(text: str):
+        question, first, second = (
+            text.partition(f"[{part}]\n")[2].partition("\n\n[")[0].strip("\n")
+            for part in ("Question", "Answer A", "Answer B")
+        )
+        if question.startswith("e"):
+            return (400, {"error": "no"})
+        return "[[C]]" if first == second else "[[A]]" if (len(first), first) > (len(second), second) else "[[B]]"
+
+    with FakeJudge(reply) as fake:
+        found = evaluate(
+            [folder / "model", folder / "other"],
+            folder / "data.jsonl",
+            judge=Judge(fake.url, "m", retries=0),
+            overrides=SHORT,
+        )
+    (judged,) = found.comparisons
+    assert judged.by == "judge m" and math.isnan(judged.difference)
+    assert judged.wins.failed == sum(i % 9 == 0 for i in range(12))
+    assert "HTTP 400" in str(judged.judgements[0])
+    assert judged.wins.count == 10 and judged.wins.wins == sum(value == 1.0 for value in judged.judgements.values())
+
+
+def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+    model, data = folder / "model", folder / "data.jsonl"
+
+    def fault(*models: Path, **how) -> str:
+        with pytest.raises(ConfigError) as raised:
+            evaluate(models, **{"data": data, "overrides": SHORT, **how})
+        return str(raised.value)
+
+    assert "there are no prompts; give --data FILE, or --like RUN" in fault(model, data=None)
+    assert fault(model, data="/nowhere.jsonl").startswith(
+        "1 fault in the configuration:\n  1. model.data.data_prefix.va"
+    )
+    assert "did you mean reinforce_rl.rewards.functions.gsm8k?" in fault(model, rewards=["gsm8"])
+    assert "expected http://HOST:PORT or http://HOST:PORT/NAME" in fault(model, rewards=["http://localhost"])
+    assert "2 greedy samples of a prompt are all alike" in fault(model, samples=2, temperature=0.0)
+    assert "--temperature is -1" in fault(model, temperature=-1.0)
+    assert "0 models" in fault()
+    assert "judge: model is empty" in fault(model, judge=Judge("http://localhost/v1", ""))
+    stranger = tiny_llama_folder(tmp_path / "stranger", vocab_size=40, max_positions=16)
+    assert "needs one tokenizer for both: vocabulary size 32 here, 40 there" in fault(model, reference=stranger)
+    long = tmp_path / "long.jsonl"
+    long.write_text('{"prompt": "eta"}\n{"prompt": "etaoinshretaoin"}\n')
+    skip = [*SHORT, "model.data.too_long=skip"]
+    assert "all models must answer the same ones" in fault(model, model, data=long, overrides=skip)
+
+
+def test_rewards_by_name_and_address_are_sources_of_their_own(folder: Path) -> None:
+    more = ["+reward_function.more_functions.length.kwargs.target=3", "reward_function.weight=2"]
+    more += ["+reward_function.more_functions.length.kwargs.tolerance=10", "+reward_function.kwargs.scale=1.0"]
+    units = "+reward_function.more_functions.length.kwargs.unit=characters"
+    given = []
+    found = evaluate(
+        [folder / "model"],
+        folder / "data.jsonl",
+        rewards=[*SHARE, "length"],
+        overrides=[*SHORT, *more, units],
+        start=lambda *ranks: given.append(ranks),
+    )
+    numbers = found.models[0].numbers
+    assert given == [(1, 1)]
+    total = 2 * numbers["reward/share_of_letters"].mean + numbers["reward/length"].mean
+    assert numbers["reward"].mean == pytest.approx(total)
+    with pytest.raises(Exception, match="reward server at localhost:9") as raised:
+        evaluate(
+            [folder / "model"],
+            folder / "data.jsonl",
+            rewards=["http://localhost:9/one"],
+            overrides=[*SHORT, "remote_rm.ready_timeout_seconds=1"],
+        )
+    assert raised.typename == "RewardServerError"
