@@ -165,10 +165,10 @@ class OptimConfig(Section):
 class DataPrefixConfig(Section):
     train: Text | list[float | str] = key(
         NOT_SET,
-        "JSONL files of prompts: a path or a list of paths",
+        "prompts: a file of JSONL, JSON, CSV or Parquet, a folder, hf:OWNER/NAME, or a list of them",
         kind="path or list",
         more=(
-            ". `[a, b]`: every prompt once an epoch; `[0.3, a, 0.7, b]`: [blended by "
+            "; see [data.md](data.md). `[a, b]`: every prompt once an epoch; `[0.3, a, 0.7, b]`: [blended by "
             "weight](#blending-files-by-weight)"
         ),
     )
@@ -181,8 +181,33 @@ class DataPrefixConfig(Section):
     )
 
 
+class FieldsConfig(Section):
+    prompt: Text | None = key(
+        None, "column of the prompts, texts or lists of messages; null: prompt, text, messages or conversations"
+    )
+    system: Text | None = key(None, "column of system messages, put before the prompts")
+    rename: Fields = key(
+        {},
+        "names for other columns, as a reward function sees them: +model.data.fields.rename.NAME=COLUMN",
+        more=". A dotted column leads into objects, for instance `reward_model.ground_truth`",
+    )
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Return the column of each name that is given one."""
+        own = {"prompt": self.prompt, "system": self.system}
+        return {**self.rename, **{name: column for name, column in own.items() if column is not None}}
+
+    def faults(self) -> Iterator[str]:
+        for name, column in self.rename.items():
+            if not isinstance(column, str) or name in ("prompt", "system"):
+                yield f"model.data.fields.rename.{name} is {column!r}; expected the name of a column, for another name"
+
+
 class DataConfig(Section):
     data_prefix: DataPrefixConfig = DataPrefixConfig()
+    fields: FieldsConfig = FieldsConfig()
+    system_prompt: Text | None = key(None, "system message of every conversation that has none")
     apply_chat_template: bool = key(
         False,
         "wrap a plain prompt as one user message of the chat template",

@@ -12,7 +12,7 @@ from reinforce_rl.config.actor import RanksConfig
 from reinforce_rl.config.base import NOT_SET, Section, Steps, Text, key
 from reinforce_rl.config.model import OptimConfig, ParallelConfig
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
-from reinforce_rl.data.jsonl import file_fault
+from reinforce_rl.data.readers import source_fault
 from reinforce_rl.utils.files import folder_faults
 
 _L2_GRID = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0]
@@ -62,14 +62,22 @@ class FullConfig(Section):
     resume_if_exists: bool = key(True, "resume from the newest checkpoint in output_dir")
 
 
+class PairFieldsConfig(Section):
+    prompt: Text | None = key(None, "column of the prompts; null: prompt or messages")
+    chosen: Text | None = key(None)
+    rejected: Text | None = key(None)
+    response: Text | None = key(None, "of regression")
+
+
 class PairsConfig(Section):
+    fields: PairFieldsConfig = PairFieldsConfig()
     pairs_path: Text | None = key(
         None,
-        'JSONL of {"prompt", "chosen", "rejected"}; prompt: HH form, plain text, or a list of messages',
+        'JSONL, CSV, Parquet, ... of {"prompt", "chosen", "rejected"}; prompt: HH form, plain text, or messages',
         kind="path",
     )
     ratings_path: Text | None = key(
-        None, 'of regression: JSONL of {"prompt", "response", "attributes": {NAME: number}}', kind="path"
+        None, 'of regression: {"prompt", "response", "attributes": {NAME: number}}, in any of these forms', kind="path"
     )
     max_length: int | None = key(
         None,
@@ -201,5 +209,5 @@ def _full(cfg: TrainRewardModelConfig) -> Iterator[str]:
 def _file(key: str, path: str | None) -> Iterator[str]:
     if path is None:
         yield f"{key} is not set; give it as {key}=VALUE"
-    elif fault := file_fault(Path(path)):
-        yield f"{key} is {path}, which {fault}"
+    elif fault := source_fault(path):
+        yield f"{key}: {fault}"

@@ -17,7 +17,7 @@ from reinforce_rl.config.base import NOT_SET
 from reinforce_rl.config.model import LoraTuningConfig
 from reinforce_rl.config.parallelism import model_faults, model_values, ranks_faults, recomputation_faults
 from reinforce_rl.config.rewards import RewardServerConfig
-from reinforce_rl.data.jsonl import resolve_data_prefix
+from reinforce_rl.data.readers import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.files import folder_faults
 from reinforce_rl.utils.net import Address
@@ -121,6 +121,7 @@ def _model(cfg: TrainConfig) -> Iterator[str]:
     yield from ranks_faults(model, cfg.trainer.num_nodes, cfg.trainer.devices, "trainer.")
     yield from recomputation_faults(model)
     yield from model.optim.faults()
+    yield from model.data.fields.faults()
     blocks = world // max(model.block_size, 1)
     if world % max(model.block_size, 1) == 0 and model.reinforce.num_rollout_samples < blocks:
         few = f"fewer prompts a step than the {blocks} data-parallel ranks; some would always be idle"

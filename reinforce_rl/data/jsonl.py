@@ -1,4 +1,4 @@
-"""JSONL files of prompts: find, read, check and write them.
+"""Records of prompts: check their values, read the HH form, and write them as JSONL.
 
 HH form is one string: "\\n\\nHuman: ...\\n\\nAssistant: ...\\n\\nHuman: ...\\n\\nAssistant:". Torch-free, to run at
 config time.
@@ -7,60 +7,37 @@ config time.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-import stat
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.errors import DataError
 
-T = TypeVar("T")
 Message = dict[str, str]
 
 MAX_LISTED_FAULTS = 10
-SPLITS = ("train", "validation", "test")
-_START_BYTES = 4096
-_BOM = b"\xef\xbb\xbf"
-_CONVERT = "convert it: pandas.read_{}(IN).to_json(OUT, orient='records', lines=True)"
-# Other formats by how a file begins, each with what to do about it.
-_FORMATS = (
-    (rb"PAR1", "a Parquet file", _CONVERT.format("parquet")),
-    (rb"ARROW1|\xff\xff\xff\xff", "an Arrow file", _CONVERT.format("feather")),
-    (rb"\x1f\x8b", "a gzip file", "unpack it with gunzip"),
-    (rb"PK\x03\x04|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd", "a compressed file", "unpack it"),
-    (rb"\xff\xfe|\xfe\xff", "UTF-16 text", "convert it with iconv -f UTF-16 -t UTF-8"),
-    (rb"version https://git-lfs", "a Git LFS pointer in place of the file", "fetch the file with git lfs pull"),
-    (rb"\s*<", "an HTML or XML page", "see whether its download failed"),
-    (rb"\s*\[\s*\{", "a JSON array", "write its elements a line each: jq -c '.[]' IN > OUT"),
-    (rb'\s*\{\s*\n\s*"', "JSON over several lines", "write an object a line: jq -c . IN > OUT"),
-    (rb'("[^"\n]+"|[\w .-]+)([,;\t]("[^"\n]+"|[\w .-]+))+\r?\n', "CSV", _CONVERT.format("csv")),
-)
 
 _HH_MARKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 HH_NAMES = {role: name for name, role in _HH_ROLES.items()}
 
 
-# Files
-
-
 @dataclass(frozen=True)
-class JsonLine:
-    path: Path
-    number: int  # from 1
+class Record:
+    where: str  # "FILE:LINE", or "FILE, row N" where rows are no lines; from 1
     value: dict[str, Any]
 
 
 class LineFaults(list[str]):
-    """Faulty lines, reported together in one `DataError`."""
+    """Faulty lines or rows, reported together in one `DataError`."""
 
-    def add(self, path: Path, number: int, reason: object) -> None:
-        self.append(f"  {path}:{number}: {reason}")
+    def add(self, where: str, reason: object) -> None:
+        self.append(f"  {where}: {reason}")
 
     def raise_if_any(self, advice: str) -> None:
         """Raise a `DataError` that lists the first faults and ends with `advice`, if there are faults."""
@@ -69,65 +46,6 @@ class LineFaults(list[str]):
         more = [f"  ... and {len(self) - MAX_LISTED_FAULTS} more"] if len(self) > MAX_LISTED_FAULTS else []
         head = f"{len(self)} line{'s' if len(self) != 1 else ''} of the data cannot be used:"
         raise DataError("\n".join([head, *self[:MAX_LISTED_FAULTS], *more, advice]))
-
-
-def read_jsonl(path: str | Path, parse: Callable[[JsonLine], T], faults: LineFaults) -> list[T]:
-    """Parse every line that is not blank; `faults` gets those that are no JSON object or give a `DataError`.
-
-    Raises:
-        DataError: the file cannot be read, or has another format.
-    """
-    path, found = Path(path), []
-    try:
-        # Bytes: a line that is not UTF-8 must not hide the others, and only "\n" ends a line.
-        with path.open("rb") as file:
-            if fault := _format_fault(file.peek(_START_BYTES)):
-                raise DataError(f"file {path} {fault}")
-            for number, raw in enumerate(file, 1):
-                raw = raw.removeprefix(_BOM) if number == 1 else raw
-                try:
-                    if raw.strip():
-                        found.append(parse(JsonLine(path, number, _object_of(raw))))
-                except DataError as error:
-                    faults.add(path, number, error)
-    except OSError as error:
-        raise DataError(f"file {path} cannot be read: {error.strerror or error}") from error
-    return found
-
-
-def _object_of(raw: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"not valid UTF-8 (byte {error.start + 1} of the line)") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not usable JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise DataError(f"expected a JSON object, found {describe_type(value)}")
-    return value
-
-
-def file_fault(path: Path) -> str | None:
-    """Say why the first bytes of a file are not JSONL; None if they may be."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
-            return "is not a file"
-        with path.open("rb") as file:
-            start = file.peek(_START_BYTES)
-    except FileNotFoundError:
-        return "does not exist"
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    return _format_fault(start) if start else "is empty"
-
-
-def _format_fault(start: bytes) -> str | None:
-    for pattern, name, advice in _FORMATS:
-        if re.match(pattern, start.removeprefix(_BOM)):
-            return f"is {name}, not JSONL, which has a JSON object a line; {advice}"
-    return None
 
 
 def write_jsonl_files(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
@@ -156,62 +74,6 @@ def write_jsonl_files(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None
             Path(temporary).unlink(missing_ok=True)
 
 
-def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> tuple[dict[str, list[Path]], tuple[float, ...] | None]:
-    """Return the existing files of each split, and the weight of each train file if there are weights.
-
-    Cheap, so that it runs before a model is loaded.
-
-    Raises:
-        ConfigError: unknown key, no train file, a value that is neither path nor weight, missing files; all together.
-    """
-    key = "model.data.data_prefix"
-    faults = [f"{key}.{k} is not known; expected one of {', '.join(SPLITS)}" for k in data_prefix if k not in SPLITS]
-    files: dict[str, list[Path]] = {}
-    weights: tuple[float, ...] | None = None
-    for split in SPLITS:
-        value = data_prefix.get(split)
-        entries = [] if value is None else [value] if isinstance(value, (str, Path)) else value
-        if not isinstance(entries, Sequence):
-            faults.append(f"{key}.{split} is {value!r}; expected a path or a list of paths")
-            continue
-        if split == "train" and any(map(_is_weight, entries)):
-            weights, entries = _split_weights(entries, faults)
-        files[split] = []
-        for entry in entries:
-            if not isinstance(entry, (str, Path)) or not str(entry):
-                hint = " (only train can be blended by weights)" if _is_weight(entry) else ""
-                faults.append(f"{key}.{split} holds {entry!r}; expected a path{hint}")
-                continue
-            path = Path(entry).expanduser()
-            files[split].append(path)
-            if fault := file_fault(path):
-                faults.append(f"{key}.{split}: file {path} {fault}; expected a JSONL file of prompts")
-        if split == "train" and not entries:
-            faults.append(f"{key}.train is empty; expected one or more JSONL files of prompts")
-    if faults:
-        raise ConfigError(faults)
-    return files, weights
-
-
-def _is_weight(entry: object) -> bool:
-    return isinstance(entry, (int, float)) and not isinstance(entry, bool)
-
-
-def _split_weights(entries: Sequence[Any], faults: list[str]) -> tuple[tuple[float, ...], list[Any]]:
-    key, weights, paths = "model.data.data_prefix.train", list(entries[::2]), list(entries[1::2])
-    if len(weights) != len(paths) or not all(map(_is_weight, weights)) or any(map(_is_weight, paths)):
-        faults.append(
-            f"{key} is {list(entries)}; expected paths alone, each of whose prompts comes once an epoch, or a weight "
-            "before every path: [0.3, a.jsonl, 0.7, b.jsonl]"
-        )
-        return (), [entry for entry in entries if not _is_weight(entry)]
-    bad = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
-    faults += [f"{key} has the weight {weight}; expected a number above 0" for weight in bad]
-    twice = [path for path in dict.fromkeys(paths) if paths.count(path) > 1]
-    faults += [f"{key} gives {path} two weights; expected each file once" for path in twice]
-    return tuple(map(float, weights)), paths
-
-
 # Values of a line; their errors name the key alone
 
 
@@ -235,11 +97,17 @@ def check_text(value: object, key: str) -> str:
 def check_messages(
     value: object, key: str, roles: Sequence[str], expected: str = "a string or a list of messages"
 ) -> list[dict[str, Any]]:
-    """Return a list of `{"role", "content"}`; raise a `DataError` for anything else, or if it is empty."""
+    """Return a list of `{"role", "content"}`, also made of ShareGPT's `{"from", "value"}`; raise a `DataError` for
+    anything else, or if it is empty."""
     if not isinstance(value, list):
         raise DataError(f"{key} is {describe_type(value)}, expected {expected}")
     if not value:
         raise DataError(f"{key} is empty")
+    if all(isinstance(message, dict) and "from" in message and "role" not in message for message in value):
+        value = [
+            {"role": _SHAREGPT_ROLES.get(str(message["from"]), message["from"]), "content": message.get("value")}
+            for message in value
+        ]
     for index, message in enumerate(value):
         where = f"{key}[{index}]"
         if not isinstance(message, dict):

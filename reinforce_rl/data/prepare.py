@@ -11,24 +11,23 @@ from typing import Any, Literal, TypeVar
 
 from reinforce_rl.data.jsonl import (
     HH_NAMES,
-    SPLITS,
-    JsonLine,
     LineFaults,
     Message,
+    Record,
     check_messages,
     check_text,
     messages_of_text,
     parse_hh_conversation,
     prompt_key,
-    read_jsonl,
     render_hh_prompt,
     write_jsonl_files,
 )
+from reinforce_rl.data.readers import AS_NAMED, SPLITS, ColumnMissing, Columns, files_of, read_records
 from reinforce_rl.errors import ConfigError, DataError
 
 T = TypeVar("T")
 
-_PROMPT_KEYS = ("prompt", "text", "messages", "chosen", "rejected")
+_PROMPT_KEYS = ("prompt", "text", "messages", "conversations", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -70,25 +69,27 @@ class PrepareCounts:
         return "\n".join([*lines, f"  train {self.train}, validation {self.validation}"])
 
 
-def prepare_prompts(inputs: Iterable[str | Path], output: str | Path, options: PrepareOptions) -> PrepareCounts:
+def prepare_prompts(
+    inputs: Iterable[str | Path], output: str | Path, options: PrepareOptions, columns: Columns = AS_NAMED
+) -> PrepareCounts:
     """Read pairs or conversations and write `train.jsonl` and `validation.jsonl` into `output`.
 
-    A line holds `prompt` or `text`, or `chosen` and `rejected`, or `messages`; a value is an HH string or a list of
-    messages, and a prompt may be any other string, taken as one user message. The last assistant turn of `chosen` and
-    `rejected` is the answer and is dropped. Other fields are kept. Of prompts that are equal up to case and white
-    space, the first is kept.
+    A record holds `prompt` or `text`, or `messages` or `conversations`, or `chosen` and `rejected`; a value is an HH
+    string or a list of messages, and a prompt may be any other string, taken as one user message. The last assistant
+    turn of `messages`, `chosen` and `rejected` is the answer and is dropped. Other fields are kept. Of prompts that
+    are equal up to case and white space, the first is kept.
 
     Raises:
         DataError: a file cannot be read or written, invalid lines (all counted, the first listed), or too few prompts.
     """
     paths, targets = list(map(Path, inputs)), [Path(output) / f"{name}.jsonl" for name in SPLITS[:2]]
-    for path in paths:
-        if path.resolve() in [target.resolve() for target in targets]:
-            raise DataError(f"{path} is both read and written; choose another output folder")
+    for file in (file for path in paths for file in files_of(path)):
+        if file.resolve() in [target.resolve() for target in targets]:
+            raise DataError(f"{file} is both read and written; choose another output folder")
     skipped: Counter[str] = Counter()
     kept: dict[str, dict[str, Any]] = {}  # rows to write, by `prompt_key`
 
-    def keep(line: JsonLine) -> None:
+    def keep(line: Record) -> None:
         messages, reason = _prompt_of(line.value)
         reason = reason or _unfit(messages, options)
         key = prompt_key(messages)
@@ -99,7 +100,7 @@ def prepare_prompts(inputs: Iterable[str | Path], output: str | Path, options: P
         kept[key] = {**prompt, **{name: item for name, item in line.value.items() if name not in _PROMPT_KEYS}}
 
     faults = LineFaults()
-    read = sum(len(read_jsonl(path, keep, faults)) for path in paths)
+    read = sum(1 for path in paths for _ in read_records(path, keep, faults, columns))
     faults.raise_if_any("Correct or remove these lines. Nothing was written.")
     splits = _split(list(kept.values()), options)
     train, validation = map(len, splits)
@@ -113,13 +114,13 @@ def _prompt_of(value: dict[str, Any]) -> tuple[list[Message], str]:
     for key in ("prompt", "text"):
         if key in value:
             return _conversation(value[key], key, messages_of_text), ""
-    if "messages" in value:
-        return _without_answer(value, "messages"), ""
+    for key in ("messages", "conversations"):
+        if key in value:
+            return _without_answer(value, key), ""
     if "chosen" in value and "rejected" in value:
         chosen, rejected = (_without_answer(value, key) for key in ("chosen", "rejected"))
         return chosen, "" if chosen == rejected else "chosen and rejected answer different prompts"
-    found = ", ".join(value) or "no key"
-    raise DataError(f"found {found}; expected prompt, text, messages, or chosen and rejected. Rename the prompt's key")
+    raise ColumnMissing(value, "prompt, text, messages, or chosen and rejected", "--field prompt")
 
 
 def _conversation(value: object, key: str, read_text: Callable[[str], list[Message]]) -> list[Message]:

@@ -1,21 +1,22 @@
-"""Prompt data sets from JSONL files, tokenised at load, and each rank's batches of them."""
+"""Prompt data sets, tokenised at load, and each rank's batches of them."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.utils.data import Dataset
 
-from reinforce_rl.data import jsonl
+from reinforce_rl.data import jsonl, readers
 from reinforce_rl.data.batches import Prompt
-from reinforce_rl.data.jsonl import JsonLine, LineFaults
+from reinforce_rl.data.jsonl import LineFaults, Record
+from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns
 from reinforce_rl.data.sampler import Blend, PromptSampler, shard
 from reinforce_rl.data.tokenizer import render_prompt
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError
@@ -27,15 +28,17 @@ logger = logging.getLogger(__name__)
 
 TooLong = Literal["refuse", "skip"]
 PROMPT_KEYS = ("prompt", "text", "messages")
+SHAREGPT_KEY = "conversations"  # where there is none of the above
 ROLES = ("system", "user", "assistant", "tool")
-TOKENISE_AT_ONCE = 1024  # lines; bounds the memory of a batch in the tokenizer
+TOKENISE_AT_ONCE = 1024  # prompts; bounds the memory of a batch in the tokenizer
 
 
 @dataclass(frozen=True)
 class _Rendered:
-    line: JsonLine
+    where: str
     text: str
     messages: tuple[dict[str, Any], ...]  # empty if no template rendered it
+    metadata: dict[str, Any]
 
 
 class PromptDataset(Dataset[Prompt]):
@@ -71,7 +74,7 @@ class PromptDataset(Dataset[Prompt]):
         return digest.hexdigest()
 
     @classmethod
-    def from_jsonl(
+    def from_files(
         cls,
         tokenizer: PreTrainedTokenizerBase,
         files: str | Path | Iterable[str | Path],
@@ -81,19 +84,25 @@ class PromptDataset(Dataset[Prompt]):
         apply_chat_template: bool = False,
         add_bos: bool = False,
         weights: Sequence[float] | None = None,
+        columns: Columns = AS_NAMED,
+        system_prompt: str | None = None,
+        split: str = "train",
     ) -> PromptDataset:
-        """Load prompts from JSONL files.
+        """Load prompts from anything that `readers` reads.
 
-        A line holds exactly one of `prompt` (string), `text` (string) and `messages` (a list of `{"role", "content"}`
-        that does not end with an assistant's), rendered by the chat template with its generation prompt. All other
-        fields become the prompt's metadata. Blank lines are ignored.
+        A record holds exactly one of `prompt`, `text` and `messages`, or else `conversations`: a string, or a list of
+        `{"role", "content"}` that does not end with an assistant's, rendered by the chat template with its generation
+        prompt. All other fields become the prompt's metadata. Blank lines are ignored.
 
         Args:
             max_prompt_tokens: None for no limit.
             too_long: "refuse" raises for a longer prompt, "skip" drops it and counts it in `skipped`; none is cut.
-            apply_chat_template: render a `prompt` or `text` as a single user message.
+            apply_chat_template: render a string as a single user message.
             add_bos: prepend the begin-of-sequence id to prompts that no chat template rendered, in `tokens` only.
-            weights: one per file, see `Blend`; None draws each prompt once per epoch.
+            weights: one per entry of `files`, see `Blend`; None draws each prompt once per epoch.
+            columns: a column `prompt` is then the prompt, whatever else there is; `system` is a system message.
+            system_prompt: of conversations without a system message.
+            split: of an entry that has several.
 
         Raises:
             ConfigError: the tokenizer lacks what an option needs, or `weights` cannot be met.
@@ -103,40 +112,44 @@ class PromptDataset(Dataset[Prompt]):
             raise ConfigError(["add_bos is true, but the tokenizer has no begin-of-sequence token; set it to false"])
         paths = [Path(files)] if isinstance(files, (str, Path)) else [Path(file) for file in files]
         faults, advice = LineFaults(), "Correct or remove these lines."
-        render = partial(_render, tokenizer=tokenizer, apply_chat_template=apply_chat_template)
-        rendered: list[_Rendered] = []
-        for path in paths:
-            rendered += jsonl.read_jsonl(path, render, faults)
+        render = partial(
+            _render,
+            tokenizer=tokenizer,
+            apply_chat_template=apply_chat_template,
+            columns=columns,
+            system_prompt=system_prompt,
+        )
         prompts: list[Prompt] = []
-        sizes: Counter[Path] = Counter()
-        skipped: list[tuple[JsonLine, int]] = []
-        for item, tokens in zip(rendered, _tokenise(rendered, tokenizer, add_bos), strict=True):
-            line = item.line
-            if not tokens:
-                faults.add(line.path, line.number, "the tokenizer makes no token of this prompt")
-            elif max_prompt_tokens is None or len(tokens) <= max_prompt_tokens:
-                metadata = {key: value for key, value in line.value.items() if key not in PROMPT_KEYS}
-                prompts.append(Prompt(len(prompts), item.text, tokens, metadata, item.messages))
-                sizes[line.path] += 1
-            elif too_long == "skip":
-                skipped.append((line, len(tokens)))
-            else:
-                room = f"more than the {max_prompt_tokens} that leave room for a response"
-                faults.add(line.path, line.number, f"prompt of {len(tokens)} tokens, {room}")
-                advice = (
-                    "Correct or remove these lines. For over-long prompts, raise model.encoder_seq_length, lower "
-                    "model.reinforce.length_params.max_length, or set model.data.too_long=skip to leave them out."
-                )
+        sizes: list[int] = []
+        skipped: list[tuple[str, int]] = []
+        for path in paths:
+            before = len(prompts)
+            records = readers.read_records(path, render, faults, columns, split)
+            for item, tokens in _tokenise(records, tokenizer, add_bos):
+                if not tokens:
+                    faults.add(item.where, "the tokenizer makes no token of this prompt")
+                elif max_prompt_tokens is None or len(tokens) <= max_prompt_tokens:
+                    prompts.append(Prompt(len(prompts), item.text, tokens, item.metadata, item.messages))
+                elif too_long == "skip":
+                    skipped.append((item.where, len(tokens)))
+                else:
+                    room = f"more than the {max_prompt_tokens} that leave room for a response"
+                    faults.add(item.where, f"prompt of {len(tokens)} tokens, {room}")
+                    advice = (
+                        "Correct or remove these lines. For over-long prompts, raise model.encoder_seq_length, lower "
+                        "model.reinforce.length_params.max_length, or set model.data.too_long=skip to leave them out."
+                    )
+            sizes.append(len(prompts) - before)
         faults.raise_if_any(advice)
         if skipped:
-            line, length = skipped[0]
+            where, length = skipped[0]
             logger.warning(
-                f"skipped {len(skipped)} of {len(rendered)} prompts, longer than {max_prompt_tokens} tokens; "
-                f"the first is {line.path}:{line.number} with {length} tokens"
+                f"skipped {len(skipped)} of {len(prompts) + len(skipped)} prompts, longer than {max_prompt_tokens} "
+                f"tokens; the first is {where} with {length} tokens"
             )
         if not prompts and not skipped:
             raise DataError(f"no prompt in {', '.join(map(str, paths))}: every line is blank")
-        blend = None if weights is None else Blend(tuple(sizes[path] for path in paths), tuple(weights))
+        blend = None if weights is None else Blend(tuple(sizes), tuple(weights))
         return cls(prompts, skipped=len(skipped), blend=blend)
 
 
@@ -242,13 +255,13 @@ def build_train_valid_test_rlhf_datasets(
     Args:
         data_prefix: a path or list of paths for train, validation and test; the last two are optional. Train may have
             a weight before each path.
-        options: see `PromptDataset.from_jsonl`.
+        options: see `PromptDataset.from_files`.
 
     Raises:
         ConfigError: keys or files are wrong; all faults together, before any file is read.
-        DataError: as `PromptDataset.from_jsonl`, for all splits together.
+        DataError: as `PromptDataset.from_files`, for all splits together.
     """
-    files, weights = jsonl.resolve_data_prefix(data_prefix)
+    files, weights = readers.resolve_data_prefix(data_prefix)
     datasets: dict[str, PromptDataset] = {}
     errors: list[DataError] = []
     for split, paths in files.items():
@@ -259,7 +272,7 @@ def build_train_valid_test_rlhf_datasets(
             continue
         try:
             own = weights if split == "train" else None
-            datasets[split] = PromptDataset.from_jsonl(tokenizer, paths, weights=own, **options)
+            datasets[split] = PromptDataset.from_files(tokenizer, paths, weights=own, split=split, **options)
         except DataError as error:  # the next split may have faults of its own
             errors.append(error)
     if errors:
@@ -267,35 +280,49 @@ def build_train_valid_test_rlhf_datasets(
     return RLHFDatasets(datasets["train"], datasets.get("validation"), datasets.get("test"))
 
 
-def _render(line: JsonLine, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool) -> _Rendered:
-    keys = [key for key in PROMPT_KEYS if key in line.value]
-    if len(keys) != 1:
-        found = " and ".join(keys or line.value) or "no key"
-        raise DataError(f"found {found}; expected exactly one of prompt, text and messages")
-    key, content = keys[0], line.value[keys[0]]
+def _render(
+    record: Record,
+    tokenizer: PreTrainedTokenizerBase,
+    apply_chat_template: bool,
+    columns: Columns,
+    system_prompt: str | None,
+) -> _Rendered:
+    value, where = record.value, record.where
+    keys = ["prompt"] if "prompt" in columns.names else [key for key in PROMPT_KEYS if key in value]
+    keys = keys or [key for key in (SHAREGPT_KEY,) if key in value]
+    if not keys:
+        raise ColumnMissing(value, "exactly one of prompt, text and messages", f"{columns.key}prompt")
+    if len(keys) > 1:
+        raise DataError(f"found {' and '.join(keys)}; expected exactly one of prompt, text and messages")
+    key, content = keys[0], value[keys[0]]
     messages: list[dict[str, Any]] = []
-    if key == "messages":
+    if isinstance(content, list) or key in ("messages", SHAREGPT_KEY):
         messages = jsonl.check_messages(content, key, ROLES, "a list of messages")
         jsonl.check_prompt(messages, key)
-    elif isinstance(content, list):
-        raise DataError(f"{key} is a list, expected a string; a conversation belongs under messages")
     elif not jsonl.check_text(content, key).strip():
         raise DataError(f"{key} is empty")
     elif apply_chat_template:
         messages = [{"role": "user", "content": content}]
+    system = (value.get("system") if "system" in columns.names else None) or system_prompt
+    if system and not messages:
+        raise ConfigError(
+            ["a plain prompt has no place for a system message; set model.data.apply_chat_template=true"]
+        )
+    if system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": jsonl.check_text(system, "system")}, *messages]
     text = render_prompt(tokenizer, messages) if messages else content
-    return _Rendered(line, jsonl.check_text(text, key), tuple(messages))
+    metadata = {name: item for name, item in value.items() if name != key}
+    return _Rendered(where, jsonl.check_text(text, key), tuple(messages), metadata)
 
 
 def _tokenise(
-    rendered: list[_Rendered], tokenizer: PreTrainedTokenizerBase, add_bos: bool
-) -> Iterator[tuple[int, ...]]:
+    rendered: Iterator[_Rendered], tokenizer: PreTrainedTokenizerBase, add_bos: bool
+) -> Iterator[tuple[_Rendered, tuple[int, ...]]]:
     bos = tokenizer.bos_token_id
-    for start in range(0, len(rendered), TOKENISE_AT_ONCE):
-        items = rendered[start : start + TOKENISE_AT_ONCE]
+    while items := list(islice(rendered, TOKENISE_AT_ONCE)):
         # Not verbose: transformers would warn about its own length limit; the caller checks ours.
         encoded = tokenizer([item.text for item in items], add_special_tokens=False, verbose=False)
         for item, ids in zip(items, cast("list[list[int]]", encoded["input_ids"]), strict=True):
             if add_bos and not item.messages and ids[:1] != [bos]:
                 ids = [bos, *ids]
-            yield tuple(ids)
+            yield item, tuple(ids)

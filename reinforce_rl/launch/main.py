@@ -165,7 +165,9 @@ def launch(
 
 @app.command()
 def prepare(
-    inputs: Annotated[list[Path], typer.Argument(help="JSONL files with prompt, messages, or chosen and rejected")],
+    inputs: Annotated[
+        list[Path], typer.Argument(help="files, folders, hf:OWNER/NAME, with prompt, messages, or pairs")
+    ],
     output: Annotated[Path, typer.Option(help="folder for train.jsonl and validation.jsonl")],
     form: Annotated[
         Literal["messages", "prompt"],
@@ -179,10 +181,14 @@ def prepare(
         int | None, typer.Option(help="skip prompts with more characters over all turns")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="keep so many prompts in all, drawn by the seed")] = None,
+    field: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN renames one: prompt=question")] = None,
 ) -> None:
     """Turn preference pairs or conversations into prompt-only train.jsonl and validation.jsonl."""
     from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
+    from reinforce_rl.data.readers import Columns
 
+    if wrong := [one for one in field or () if not all(one.partition("=")[::2])]:
+        raise typer.BadParameter(f"--field is {wrong[0]}; expected NAME=COLUMN")
     if validation_fraction is not None and num_validation is not None:
         raise typer.BadParameter("--num-validation is not allowed with --validation-fraction")
     options = PrepareOptions(
@@ -194,7 +200,8 @@ def prepare(
         max_characters=max_characters,
         limit=limit,
     )
-    print(prepare_prompts(inputs, output, options))
+    columns = Columns(dict(one.split("=", 1) for one in field or ()), "--field ")
+    print(prepare_prompts(inputs, output, options, columns))
     print(f"written to {output / 'train.jsonl'} and {output / 'validation.jsonl'}")
 
 

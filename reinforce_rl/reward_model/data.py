@@ -1,4 +1,4 @@
-"""Preference pairs and rated answers (HelpSteer, arXiv:2311.09528): read JSONL, tokenise, split by prompt.
+"""Preference pairs and rated answers (HelpSteer, arXiv:2311.09528): read, tokenise, split by prompt.
 
 The reward server gets the actor's own tokens: the prompt, rendered by the chat template with its generation prompt
 (see `reinforce_rl.data.prompts`); the answer; and the end-of-turn token (`<|im_end|>` for SmolLM2) if the answer is
@@ -18,7 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from reinforce_rl.data import jsonl
-from reinforce_rl.data.jsonl import JsonLine, LineFaults, Message
+from reinforce_rl.data.jsonl import LineFaults, Message, Record
+from reinforce_rl.data.readers import ColumnMissing, Columns, read_records
 from reinforce_rl.data.tokenizer import render_prompt
 from reinforce_rl.errors import ConfigError, DataError
 
@@ -35,7 +36,8 @@ SKIP_LIMIT = "over data.max_pairs"
 _WARN_ABOVE = 0.1  # share of lines skipped without a config key asking for it
 
 _PAIR_ADVICE = (
-    'Correct or remove these lines; a line is {"prompt": text or messages, "chosen": text, "rejected": text}.'
+    'Correct or remove these lines; a line is {"prompt": text or messages, "chosen": text, "rejected": text}, or has '
+    "whole conversations in chosen and rejected."
 )
 _RATING_ADVICE = (
     'Correct or remove these lines; a line is {"prompt": text or messages, "response": text, "attributes": '
@@ -143,7 +145,8 @@ def read_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> tuple[li
         encode = _pair_of
     assert path is not None  # checked
     faults = LineFaults()
-    found = jsonl.read_jsonl(path, partial(encode, tokenizer=tokenizer, data=data), faults)
+    columns = Columns({name: column for name, column in vars(data.fields).items() if column}, "data.fields.")
+    found = list(read_records(path, partial(encode, tokenizer=tokenizer, data=data), faults, columns))
     faults.raise_if_any(advice)
     if not found:
         raise DataError(f"{path} holds no line; expected {noun}. {advice}")
@@ -192,9 +195,10 @@ def prompt_position(key: str, seed: int) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def _pair_of(line: JsonLine, tokenizer: Tokenizer, data: PairsConfig) -> EncodedPair | str:
+def _pair_of(line: Record, tokenizer: Tokenizer, data: PairsConfig) -> EncodedPair | str:
     """Return a line's example, or the reason to skip it."""
-    messages, answers = _prompt_of(line.value), [_text_of(line.value, key) for key in ("chosen", "rejected")]
+    value = _without_conversations(line.value)
+    messages, answers = _prompt_of(value), [_text_of(value, key) for key in ("chosen", "rejected")]
     if data.single_turn_only and _turns(messages) > 1:
         return SKIP_MULTI_TURN
     prompt = tuple(encode_prompt(tokenizer, messages))
@@ -203,7 +207,7 @@ def _pair_of(line: JsonLine, tokenizer: Tokenizer, data: PairsConfig) -> Encoded
 
 
 def _rating_of(
-    line: JsonLine, tokenizer: Tokenizer, data: PairsConfig, names: Sequence[str], rated: set[str]
+    line: Record, tokenizer: Tokenizer, data: PairsConfig, names: Sequence[str], rated: set[str]
 ) -> EncodedRating | str:
     """Like `_pair_of`; the attributes that the line rates are added to `rated`."""
     ratings, messages = _ratings_of(line.value, names), _prompt_of(line.value)
@@ -216,6 +220,22 @@ def _rating_of(
         return SKIP_MULTI_TURN
     tokens = encode_conversation(tokenizer, messages, response, data.max_answer_tokens)
     return EncodedRating(jsonl.prompt_key(messages), tuple(tokens), ratings)
+
+
+def _without_conversations(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a pair with texts as answers; in TRL and UltraFeedback they are whole conversations, or lists of one."""
+    if not isinstance(value.get("chosen"), list):
+        return value
+    roles = ("system", "user", "assistant")
+    sides = {key: jsonl.check_messages(_given(value, key), key, roles) for key in ("chosen", "rejected")}
+    for key, messages in sides.items():
+        if messages[-1]["role"] != "assistant":
+            raise DataError(f"{key} does not end with an assistant message")
+    prompts = [messages[:-1] for messages in sides.values()]
+    if prompts[0] != prompts[1]:
+        raise DataError("chosen and rejected answer different prompts")
+    prompt = {"prompt": prompts[0]} if prompts[0] else {}
+    return {**value, **prompt, **{key: messages[-1]["content"] for key, messages in sides.items()}}
 
 
 def _turns(messages: Sequence[Message]) -> int:
@@ -241,7 +261,7 @@ def _text_of(value: dict[str, Any], key: str) -> str:
 
 def _given(value: dict[str, Any], key: str) -> object:
     if key not in value:
-        raise DataError(f"the key {key} is missing; found {', '.join(value) or 'no key'}")
+        raise ColumnMissing(value, key, f"data.fields.{key}")
     return value[key]
 
 
@@ -251,12 +271,20 @@ def _ratings_of(value: dict[str, Any], names: Sequence[str]) -> tuple[float, ...
         raise DataError(f"attributes is {jsonl.describe_type(given)}, expected an object of names and numbers")
     ratings = []
     for name in names:
-        rating = given.get(name)
+        rating = _number_in(given.get(name))
         number = isinstance(rating, int | float) and not isinstance(rating, bool) and math.isfinite(rating)
         if not number and rating is not None:
             raise DataError(f"the attribute {name} is {rating!r}, expected a finite number or null")
         ratings.append(math.nan if rating is None else float(rating))
     return tuple(ratings)
+
+
+def _number_in(rating: object) -> object:
+    """Return the number of a text, as CSV has it; None of an empty one; anything else as it is."""
+    try:
+        return rating if not isinstance(rating, str) else float(rating) if rating.strip() else None
+    except ValueError:
+        return rating
 
 
 # The token format

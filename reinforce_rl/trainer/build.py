@@ -12,6 +12,7 @@ from reinforce_rl.algorithm.loss import LossSettings
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
 from reinforce_rl.config.model import ModelConfig, SamplingConfig
 from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
+from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import Generator, SamplingParams
@@ -36,6 +37,8 @@ def build_datasets(cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> RLHF
         too_long=data.too_long,  # type: ignore[arg-type]
         apply_chat_template=data.apply_chat_template,
         add_bos=data.add_bos,
+        columns=Columns(data.fields.columns),
+        system_prompt=data.system_prompt,
     )
     if datasets.validation is not None:
         FixedPrompts(datasets.validation, cfg.model.reinforce.num_val_samples)  # raises if the set is smaller

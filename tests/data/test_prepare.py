@@ -93,7 +93,7 @@ def test_a_plain_prompt_is_a_user_message_and_other_fields_stay(tmp_path):
     assert rows["messages"] == expected
     assert rows["prompt"][0] == {"prompt": hh("What is 6 x 7?"), "answer": 42, "solution": {"steps": ["6 x 7"]}}
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
-    dataset = PromptDataset.from_jsonl(tokenizer, tmp_path / "messages" / "train.jsonl", max_prompt_tokens=None)
+    dataset = PromptDataset.from_files(tokenizer, tmp_path / "messages" / "train.jsonl", max_prompt_tokens=None)
     assert {"answer": 42, "solution": {"steps": ["6 x 7"]}} in [prompt.metadata for prompt in dataset]
 
 
@@ -167,13 +167,30 @@ def test_wrong_options_and_files(tmp_path):
     with pytest.raises(ConfigError) as caught:
         PrepareOptions(num_validation=0, validation_fraction=1.0, max_turns=0, max_characters=0, limit=1)
     assert len(caught.value.faults) == 5
-    with pytest.raises(DataError, match=r"^file \S+none\.jsonl cannot be read"):
+    with pytest.raises(DataError, match=r"^\S+none\.jsonl does not exist"):
         prepare_prompts([tmp_path / "none.jsonl"], tmp_path, PrepareOptions())
+    with pytest.raises(DataError, match=r"found q, a; expected prompt, .* its column in --field prompt=COLUMN"):
+        prepare_prompts([write(tmp_path / "q.jsonl", {"q": "one", "a": 1})], tmp_path / "out", PrepareOptions())
     file = write(tmp_path / "train.jsonl", {"prompt": hh("one")})
     with pytest.raises(DataError, match="both read and written"):
         prepare_prompts([file], tmp_path, PrepareOptions())
     with pytest.raises(DataError, match="1 prompts are left"):
         prepare_prompts([file], tmp_path / "out", PrepareOptions())
+
+
+def test_the_script_takes_csv_and_names_of_columns(tmp_path):
+    (tmp_path / "in.csv").write_text("question,solution\nhi,007\nho,8\n")
+    script = [sys.executable, str(ROOT / "examples" / "prepare_prompts.py"), str(tmp_path / "in.csv")]
+    fields = ["--field", "prompt=question", "--field", "answer=solution", "--output", str(tmp_path / "out")]
+    done = subprocess.run([*script, *fields], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path / "out" / "train.jsonl") + rows_of(tmp_path / "out" / "validation.jsonl")
+    expected = [{"messages": [user("hi")], "answer": "007"}, {"messages": [user("ho")], "answer": "8"}]
+    assert sorted(rows, key=str) == expected
+    done = subprocess.run(
+        [*script, *fields, "--field", "prompt"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and "expected NAME=COLUMN" in done.stderr
 
 
 def test_gsm8k_keeps_every_prompt_with_its_answer(tmp_path):
@@ -203,7 +220,7 @@ def test_real_data_through_the_script_into_a_data_set(tmp_path, name):
     assert not {str(row) for row in train} & {str(row) for row in validation}
     assert not list(tmp_path.glob(".*.tmp"))
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
-    dataset = PromptDataset.from_jsonl(tokenizer, tmp_path / "validation.jsonl", max_prompt_tokens=None)
+    dataset = PromptDataset.from_files(tokenizer, tmp_path / "validation.jsonl", max_prompt_tokens=None)
     assert len(dataset) == 64
     assert all(prompt.text.startswith("U: ") and prompt.text.endswith("<eos>A:") for prompt in dataset)
 

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from tokenizers.processors import TemplateProcessing
 
 from reinforce_rl.data.batches import Prompt
-from reinforce_rl.data.jsonl import resolve_data_prefix
 from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, PromptLoader, build_train_valid_test_rlhf_datasets
+from reinforce_rl.data.readers import Columns, resolve_data_prefix
 from reinforce_rl.data.sampler import Blend, PromptSampler
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError
@@ -34,7 +34,7 @@ def write(path: Path, *rows: object) -> Path:
 
 
 def load(tokenizer, *files: Path, **options) -> PromptDataset:
-    return PromptDataset.from_jsonl(tokenizer, files, **{"max_prompt_tokens": 100, **options})
+    return PromptDataset.from_files(tokenizer, files, **{"max_prompt_tokens": 100, **options})
 
 
 def test_tiny_tokenizer_is_lossless_and_of_the_size_asked_for(tokenizer, tmp_path):
@@ -66,6 +66,52 @@ def test_each_form_of_line(tokenizer, tmp_path):
         assert tokenizer.decode(prompt.tokens) == prompt.text
     assert tokenizer.bos_token_id not in dataset[0].tokens
     assert dataset[2].tokens.count(tokenizer.eos_token_id) == 2  # special tokens of the template are single ids
+
+
+def test_forms_and_columns_as_others_have_them(tokenizer, tmp_path):
+    conversation = [{"from": "system", "value": "be kind"}, {"from": "human", "value": "hi"}]
+    file = write(
+        tmp_path / "a.jsonl",
+        {"prompt": [{"role": "user", "content": "hi"}], "answer": 1},
+        {"conversations": conversation},
+        {"prompt": "hi", "conversations": conversation},
+    )
+    dataset = load(tokenizer, file)
+    assert [p.text for p in dataset] == ["U: hi<eos>A:", "S: be kind<eos>U: hi<eos>A:", "hi"]
+    assert [p.metadata for p in dataset] == [{"answer": 1}, {}, {"conversations": conversation}]
+    (tmp_path / "b.csv").write_text("question,system,text\nhi,be brief,x\nho,,y\n")
+    columns = Columns({"prompt": "question", "system": "system"})
+    dataset = load(tokenizer, tmp_path / "b.csv", columns=columns, apply_chat_template=True, system_prompt="be kind")
+    assert [p.text for p in dataset] == ["S: be brief<eos>U: hi<eos>A:", "S: be kind<eos>U: ho<eos>A:"]
+    assert dataset[0].metadata == {"system": "be brief", "text": "x"} and dataset[0].id == 0
+    file = write(file, {"conversations": conversation})
+    assert load(tokenizer, file, system_prompt="no")[0].text == "S: be kind<eos>U: hi<eos>A:"
+    with pytest.raises(ConfigError, match=r"no place for a system message; set model\.data\.apply_chat_template=true"):
+        load(tokenizer, tmp_path / "b.csv", columns=columns)
+    said = r"b\.csv:2: found question, system; expected exactly one of .* in model\.data\.fields\.prompt=question"
+    (tmp_path / "b.csv").write_text("question,system\n" + "hi,be brief\n" * 20)
+    with pytest.raises(DataError, match=said):
+        load(tokenizer, tmp_path / "b.csv")
+
+
+def test_the_same_prompts_in_another_form_are_the_same_data(tokenizer, tmp_path):
+    texts = ["one", "two", 'three, "3"']
+    lines = load(tokenizer, write(tmp_path / "a.jsonl", *({"prompt": text} for text in texts)))
+    (tmp_path / "a.json").write_text(json.dumps([{"prompt": text} for text in texts]))
+    assert load(tokenizer, tmp_path / "a.json").fingerprint == lines.fingerprint
+    # As saved by runs of before other forms could be read.
+    assert lines.fingerprint == "c2ea54045663945ab5e0e06546eb0331301af5978d4795d24215779f65e5706a"
+
+
+def test_a_folder_is_one_entry_of_a_blend(tokenizer, tmp_path):
+    (tmp_path / "many").mkdir()
+    for name in ("b", "a"):
+        write(tmp_path / "many" / f"{name}.jsonl", {"prompt": name}, {"prompt": name * 2})
+    (tmp_path / "c.csv").write_text("prompt\nc\n")
+    prefix = {"train": [1, str(tmp_path / "many"), 2, str(tmp_path / "c.csv")]}
+    train = build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=9).train
+    assert [p.text for p in train] == ["a", "aa", "b", "bb", "c"]
+    assert train.blend == Blend((4, 1), (1.0, 2.0))
 
 
 def test_chat_template_for_plain_prompts(tokenizer, tmp_path):
@@ -122,7 +168,8 @@ def test_too_long_is_refused_by_default(tokenizer, tmp_path):
         ({"prompt": "x", "text": "y"}, "found prompt and text"),
         ({"prompt": 3}, "prompt is a number, expected a string"),
         ({"text": None}, "text is null, expected a string"),
-        ({"prompt": [{"role": "user", "content": "x"}]}, "a conversation belongs under messages"),
+        ({"prompt": [{"role": "user", "content": ""}]}, "prompt is empty, or its last message is"),
+        ({"conversations": [{"from": "function_call", "value": "x"}]}, "conversations[0].role is 'function_call'"),
         ({"prompt": " \n"}, "prompt is empty"),
         ({"messages": []}, "messages is empty"),
         ({"messages": "x"}, "messages is a string, expected a list of messages"),
@@ -198,13 +245,13 @@ def test_build_data_sets_from_omegaconf(tokenizer, tmp_path):
 
 def test_all_faults_of_data_prefix_in_one_message(tokenizer, tmp_path):
     good = write(tmp_path / "good.jsonl", {"prompt": "x"})
-    prefix = {"train": [good, tmp_path / "a"], "validation": str(tmp_path), "test": [0.5, good], "valid": "x"}
+    prefix = {"train": [good, tmp_path / "a"], "validation": "/dev/null", "test": [0.5, good], "valid": "x"}
     with pytest.raises(ConfigError) as caught:
         build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=10)
     assert len(caught.value.faults) == 4
     for part in (
-        f"model.data.data_prefix.train: file {tmp_path / 'a'} does not exist",
-        f"model.data.data_prefix.validation: file {tmp_path} is not a file",
+        f"model.data.data_prefix.train: {tmp_path / 'a'} does not exist",
+        "model.data.data_prefix.validation: /dev/null is not a file",
         "model.data.data_prefix.test holds 0.5",
         "model.data.data_prefix.valid is not known",
     ):

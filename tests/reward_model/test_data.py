@@ -12,7 +12,7 @@ import torch
 from helpers.models import smollm2_folder
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
-from reinforce_rl.config.reward_model import FullConfig, PairsConfig, TrainRewardModelConfig
+from reinforce_rl.config.reward_model import FullConfig, PairFieldsConfig, PairsConfig, TrainRewardModelConfig
 from reinforce_rl.data.batches import FINISH_STOP, Completions, join_prompts_and_responses
 from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.tokenizer import load_tokenizer
@@ -106,13 +106,13 @@ def test_bad_lines_are_named_and_counted(tmp_path, tokenizer):
     assert "... and 4 more" in text
     reasons = [
         "not valid JSON",
-        "the key rejected is missing",
+        "expected rejected, or the name of its column in data.fields.rejected=COLUMN",
         "prompt is a number",
-        "chosen is a list",
+        "chosen[0] is a string, expected an object",
         "prompt is empty",
         "ends with an assistant message",
         "prompt[0].role is 'robot', expected one of system, user, assistant",
-        "the key prompt is missing",
+        "expected prompt, or",
         "half of a surrogate pair",
     ]
     for number, reason in enumerate(reasons, 2):
@@ -120,11 +120,37 @@ def test_bad_lines_are_named_and_counted(tmp_path, tokenizer):
         assert reason in line
 
 
+def test_conversations_as_answers_are_the_same_pairs(tmp_path, tokenizer):
+    prompt, turns = "What?", [{"role": "user", "content": "What?"}]
+    texts = write_lines(tmp_path / "texts.jsonl", *[{"prompt": prompt, "chosen": "a", "rejected": "b"}] * 3)
+    answers = {key: [{"role": "assistant", "content": text}] for key, text in (("chosen", "a"), ("rejected", "b"))}
+    whole = {key: turns + answer for key, answer in answers.items()}
+    lines = [{"prompt": prompt, **whole}, {"prompt": turns, **answers}, whole]
+    found = pairs_of(write_lines(tmp_path / "lists.jsonl", *lines), tokenizer)
+    assert found[0] == pairs_of(texts, tokenizer)[0]
+    other = {**whole, "rejected": [{"role": "user", "content": "Who?"}, *answers["rejected"]]}
+    with pytest.raises(DataError) as caught:
+        pairs_of(write_lines(tmp_path / "bad.jsonl", other, {**whole, "chosen": turns}), tokenizer)
+    assert "bad.jsonl:1: chosen and rejected answer different prompts" in str(caught.value)
+    assert "bad.jsonl:2: chosen does not end with an assistant message" in str(caught.value)
+
+
+def test_columns_of_csv_by_other_names(tmp_path, tokenizer):
+    (tmp_path / "p.csv").write_text("question,good,bad\nWhat?,a,b\n")
+    names = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    pairs, _, _ = pairs_of(tmp_path / "p.csv", tokenizer, fields=PairFieldsConfig(**names))
+    lines = write_lines(tmp_path / "p.jsonl", {"prompt": "What?", "chosen": "a", "rejected": "b"})
+    assert pairs == pairs_of(lines, tokenizer)[0]
+    (tmp_path / "r.csv").write_text("prompt,response,helpfulness,verbosity\na,b,4,0.5\na,c,,1\n")
+    ratings, _, _ = ratings_of(tmp_path / "r.csv", tokenizer)
+    assert ratings[0].ratings == (4.0, 0.5) and math.isnan(ratings[1].ratings[0])
+
+
 @pytest.mark.parametrize("read", [pairs_of, ratings_of])
 def test_an_empty_or_missing_file_is_named(tmp_path, tokenizer, read):
     with pytest.raises(DataError, match="holds no line"):
-        read(write_lines(tmp_path / "empty.jsonl"), tokenizer)
-    with pytest.raises(DataError, match=r"none\.jsonl cannot be read"):
+        read(write_lines(tmp_path / "empty.jsonl", ""), tokenizer)
+    with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
         read(tmp_path / "none.jsonl", tokenizer)
 
 
@@ -176,7 +202,7 @@ def test_faulty_ratings_are_all_named(tmp_path, tokenizer):
     path = write_lines(
         tmp_path / "r.jsonl",
         good,
-        {**good, "helpfulness": "4"},
+        {**good, "helpfulness": "four"},
         {**good, "verbosity": True},
         {**good, "attributes": [1]},
         {"prompt": "a", "helpfulness": 1},
@@ -185,8 +211,8 @@ def test_faulty_ratings_are_all_named(tmp_path, tokenizer):
     with pytest.raises(DataError) as caught:
         ratings_of(path, tokenizer)
     text = str(caught.value)
-    assert "helpfulness is '4', expected a finite number" in text
-    assert "verbosity is True" in text and "attributes is a list" in text and "response is missing" in text
+    assert "helpfulness is 'four', expected a finite number" in text
+    assert "verbosity is True" in text and "attributes is a list" in text and "expected response" in text
     assert "helpfulness is inf" in text and "line 1:" not in text
 
 
@@ -220,7 +246,7 @@ def actor_sequence(tokenizer, folder: Path, prompt: str, response: list[int]) ->
     """What the actor sends to the reward server, made by the actor's own code."""
     file = folder / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": prompt}))
-    dataset = PromptDataset.from_jsonl(tokenizer, file, max_prompt_tokens=None, apply_chat_template=True)
+    dataset = PromptDataset.from_files(tokenizer, file, max_prompt_tokens=None, apply_chat_template=True)
     completions = Completions(torch.tensor([response]), torch.tensor([len(response)]), (FINISH_STOP,))
     rows, _ = join_prompts_and_responses([dataset[0]], completions, pad_id=0)
     return rows[0].tolist()

@@ -1,0 +1,404 @@
+"""Read records from JSONL, JSON, CSV and Parquet, plain or compressed, from folders and from Hugging Face data sets.
+
+A file's first bytes say what it is, and its name where they leave a choice. Torch-free, to run at config time.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import csv
+import glob
+import gzip
+import importlib
+import io
+import json
+import lzma
+import math
+import re
+import stat
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from reinforce_rl.data.jsonl import LineFaults, Record, describe_type
+from reinforce_rl.errors import ConfigError, DataError
+
+T = TypeVar("T")
+Rows = Iterator[tuple[str, Any]]  # the place in the file, ":LINE" or ", row N", and a record or its `DataError`
+
+SPLITS = ("train", "validation", "test")
+HUB = "hf:"  # hf:OWNER/NAME[/CONFIGURATION][:SPLIT]
+EXPECTED = "JSONL, JSON, CSV, TSV or Parquet, a folder of such files, or hf:OWNER/NAME"
+_START_BYTES, _AT_ONCE = 4096, 1024
+_DATASETS = "datasets", "'reinforce-rl[datasets]'"
+_BOM = b"\xef\xbb\xbf"
+_OPENERS: dict[bytes, Callable[[Path], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+    b"\x28\xb5\x2f\xfd": lambda path: _library("pyarrow", "pyarrow").CompressedInputStream(str(path), "zstd"),
+}
+_SUFFIX = re.compile(r"(\.jsonl|\.ndjson|\.json|\.csv|\.tsv|\.parquet)?(?:\.gz|\.bz2|\.xz|\.zst)?$", re.IGNORECASE)
+# What cannot be read, by how a file begins, with what to do about it.
+_UNUSABLE = (
+    (rb"ARROW1|\xff\xff\xff\xff", "an Arrow file", "convert it: pandas.read_feather(IN).to_parquet(OUT)"),
+    (rb"PK\x03\x04", "a zip archive", "unpack it"),
+    (rb"\xff\xfe|\xfe\xff", "UTF-16 text", "convert it with iconv -f UTF-16 -t UTF-8"),
+    (rb"version https://git-lfs", "a Git LFS pointer in place of the file", "fetch the file with git lfs pull"),
+    (rb"\s*<", "an HTML or XML page", "see whether its download failed"),
+    (rb'\s*\{\s*\n\s*"', "JSON over several lines", "write an object a line, jq -c . IN > OUT, or a list of objects"),
+)
+_CSV = rb'("[^"\n]+"|[\w .-]+)([,;\t]("[^"\n]+"|[\w .-]+))+\r?\n'
+_SPLIT_NAMES = {"valid": "validation", "val": "validation", "dev": "validation", "eval": "test"}
+_SPLIT_IN_NAME = re.compile(r"(?:^|[-_.])(train|validation|valid|val|dev|test|eval)(?![a-z])")
+# Usual names of a column of prompts, for a hint.
+_LIKELY = ("question", "instruction", "query", "problem", "input", "user", "prompts", "content")
+
+
+class ColumnMissing(DataError):
+    """A record lacks a column, as all others of its file probably do."""
+
+    def __init__(self, value: Mapping[str, Any], expected: str, key: str = ""):
+        likely = [column for column in _LIKELY if column in value and key.endswith("prompt")] or ["COLUMN"]
+        hint = f", or the name of its column in {key}={likely[0]}" if key else ""
+        super().__init__(f"found {', '.join(value) or 'no key'}; expected {expected}{hint}")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of the data by the name that they get; a dotted one leads into objects: `reward_model.ground_truth`."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    key: str = "model.data.fields."  # before a name, where a person gives its column
+
+    def of(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Return a record with its columns renamed. Raises ColumnMissing."""
+        renamed: dict[str, Any] = {}
+        for name, column in self.names.items():
+            inner: Any = value
+            for part in [column] if column in value else column.split("."):
+                if not isinstance(inner, dict) or part not in inner:
+                    raise ColumnMissing(value, f"{column}, as {self.key}{name} says")
+                inner = inner[part]
+            renamed[name] = inner
+        taken = set(self.names.values())
+        return {**{name: item for name, item in value.items() if name not in taken}, **renamed}
+
+
+AS_NAMED = Columns()
+
+
+def read_records(
+    source: str | Path,
+    parse: Callable[[Record], T],
+    faults: LineFaults,
+    columns: Columns = AS_NAMED,
+    split: str = "train",
+) -> Iterator[T]:
+    """Parse the records of a source in order; `faults` gets those that cannot be used. `split` is for `files_of`.
+
+    Raises:
+        DataError: a file cannot be read, or is none of the known forms.
+    """
+    for path in files_of(source, split):
+        with _naming(path):
+            for count, (place, value) in enumerate(_rows_of(path, split)):
+                try:
+                    if isinstance(value, DataError):
+                        raise value
+                    yield parse(Record(f"{path}{place}", columns.of(value)))
+                except DataError as error:
+                    faults.add(f"{path}{place}", error)
+                    if isinstance(error, ColumnMissing) and not count:
+                        break
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the file's name before errors of its reading."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{path} {error}") from error
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist") from error
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+# Where the records are
+
+
+def files_of(source: str | Path, split: str = "train") -> list[Path]:
+    """Return the files of a source in order; a data set of `datasets` stays one path.
+
+    A folder gives its files by name: those of `split` if names tell splits apart. A pattern gives what it matches.
+
+    Raises:
+        DataError: there is nothing to read.
+    """
+    path = Path(source).expanduser()
+    with _naming(path):
+        if not path.exists() and (found := sorted(map(Path, glob.glob(str(path))))):
+            return found
+        if str(path).startswith(HUB) or stat.S_ISREG(path.stat().st_mode):
+            return [path]
+        if path.is_dir():
+            return _files_in(path, split)
+        raise DataError("is not a file")  # opening a pipe would wait for its writer
+
+
+def _files_in(folder: Path, split: str) -> list[Path]:
+    if (folder / "state.json").exists():  # by `Dataset.save_to_disk`
+        return [folder]
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if (folder / "dataset_dict.json").exists():
+            if (path / "state.json").exists():
+                found[path.name] = [path]
+        elif _suffix(path) and not path.name.startswith((".", "_", "dataset_info")):
+            match = _SPLIT_IN_NAME.search(path.name)
+            named = match[1] if match else ""
+            found.setdefault(_SPLIT_NAMES.get(named, named), []).append(path)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if split not in found or "" in found:
+        names = ", ".join(paths[0].name for paths in found.values()) or "no file of a known form"
+        raise DataError(f"is a folder of {names}; for the split {split} give files of it, or a pattern")
+    return found[split]
+
+
+def _suffix(path: Path) -> str:
+    match = _SUFFIX.search(path.name)
+    return (match[1] or "").lower() if match else ""
+
+
+def source_fault(source: str | Path, split: str = "train") -> str | None:
+    """Say why nothing can be read there, from the first bytes of its files; None if it may be."""
+    try:
+        for path in files_of(source, split):
+            with _naming(path):
+                if _is_data_set(path):
+                    _library(*_DATASETS)
+                else:
+                    with _open(path) as file:
+                        _form_of(path, file.peek(_START_BYTES))
+    except DataError as error:
+        return str(error)
+    return None
+
+
+def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> tuple[dict[str, list[Path]], tuple[float, ...] | None]:
+    """Return the existing files of each split, and the weight of each train file if there are weights.
+
+    Cheap, so that it runs before a model is loaded.
+
+    Raises:
+        ConfigError: unknown key, no train file, a value that is neither path nor weight, missing files; all together.
+    """
+    key = "model.data.data_prefix"
+    faults = [f"{key}.{k} is not known; expected one of {', '.join(SPLITS)}" for k in data_prefix if k not in SPLITS]
+    files: dict[str, list[Path]] = {}
+    weights: tuple[float, ...] | None = None
+    for split in SPLITS:
+        value = data_prefix.get(split)
+        entries = [] if value is None else [value] if isinstance(value, (str, Path)) else value
+        if not isinstance(entries, Sequence):
+            faults.append(f"{key}.{split} is {value!r}; expected a path or a list of paths")
+            continue
+        if split == "train" and any(map(_is_weight, entries)):
+            weights, entries = _split_weights(entries, faults)
+        files[split] = []
+        for entry in entries:
+            if not isinstance(entry, (str, Path)) or not str(entry):
+                hint = " (only train can be blended by weights)" if _is_weight(entry) else ""
+                faults.append(f"{key}.{split} holds {entry!r}; expected a path{hint}")
+                continue
+            path = Path(entry).expanduser()
+            files[split].append(path)
+            if fault := source_fault(path, split):
+                faults.append(f"{key}.{split}: {fault}; expected {EXPECTED}")
+        if split == "train" and not entries:
+            faults.append(f"{key}.train is empty; expected {EXPECTED}")
+    if faults:
+        raise ConfigError(faults)
+    return files, weights
+
+
+def _is_weight(entry: object) -> bool:
+    return isinstance(entry, (int, float)) and not isinstance(entry, bool)
+
+
+def _split_weights(entries: Sequence[Any], faults: list[str]) -> tuple[tuple[float, ...], list[Any]]:
+    key, weights, paths = "model.data.data_prefix.train", list(entries[::2]), list(entries[1::2])
+    if len(weights) != len(paths) or not all(map(_is_weight, weights)) or any(map(_is_weight, paths)):
+        faults.append(
+            f"{key} is {list(entries)}; expected paths alone, each of whose prompts comes once an epoch, or a weight "
+            "before every path: [0.3, a.jsonl, 0.7, b.jsonl]"
+        )
+        return (), [entry for entry in entries if not _is_weight(entry)]
+    bad = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
+    faults += [f"{key} has the weight {weight}; expected a number above 0" for weight in bad]
+    twice = [path for path in dict.fromkeys(paths) if paths.count(path) > 1]
+    faults += [f"{key} gives {path} two weights; expected each file once" for path in twice]
+    return tuple(map(float, weights)), paths
+
+
+# Forms
+
+
+def _rows_of(path: Path, split: str) -> Rows:
+    if _is_data_set(path):
+        yield from _data_set(path, split)
+        return
+    with _open(path) as file:
+        yield from _form_of(path, file.peek(_START_BYTES))(file)
+
+
+def _open(path: Path) -> io.BufferedReader:
+    with path.open("rb") as file:
+        start = file.read(8)
+    opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
+    return path.open("rb") if opener is None else io.BufferedReader(opener(path))
+
+
+def _form_of(path: Path, start: bytes) -> Callable[[io.BufferedReader], Rows]:
+    """Choose by a file's first bytes, unpacked, and by its name."""
+    start, suffix = start.removeprefix(_BOM), _suffix(path)
+    if not start:
+        raise DataError("is empty")
+    if start.startswith(b"PAR1"):
+        return _parquet
+    for pattern, name, advice in _UNUSABLE:
+        if re.match(pattern, start):
+            raise DataError(f"is {name}; {advice}")
+    if suffix == ".parquet":
+        raise DataError("does not begin as a Parquet file does; see whether its download failed")
+    if suffix in (".csv", ".tsv"):
+        return _separated
+    if re.match(rb"\s*\[\s*[{\]]", start):
+        return _list
+    if not re.match(_CSV, start):
+        return _lines
+    if suffix:
+        raise DataError(f"is CSV, but its name ends in {suffix}; rename it")
+    return _separated
+
+
+def _lines(file: io.BufferedReader) -> Rows:
+    # Bytes: a line that is not UTF-8 must not hide the others, and only "\n" ends a line.
+    for number, raw in enumerate(file, 1):
+        raw = raw.removeprefix(_BOM) if number == 1 else raw
+        if raw.strip():
+            yield f":{number}", _object_or_fault(raw)
+
+
+def _object_or_fault(raw: bytes) -> dict[str, Any] | DataError:
+    try:
+        value = json.loads(_decoded(raw))
+        return value if isinstance(value, dict) else _no_object(value)
+    except DataError as error:
+        return error
+    except json.JSONDecodeError as error:
+        return DataError(f"not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})")
+    except (ValueError, RecursionError) as error:
+        return DataError(f"not usable JSON ({error})")
+
+
+def _decoded(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"not valid UTF-8 (byte {error.start + 1} of the line)") from error
+
+
+def _no_object(value: object) -> DataError:
+    return DataError(f"expected a JSON object, found {describe_type(value)}")
+
+
+def _list(file: io.BufferedReader) -> Rows:
+    try:
+        values = json.loads(file.read().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
+        raise DataError(f"is not valid JSON: {error}") from error
+    for number, value in enumerate(values, 1):
+        yield f", row {number}", value if isinstance(value, dict) else _no_object(value)
+
+
+def _separated(file: io.BufferedReader) -> Rows:
+    """Read CSV, separated by comma, semicolon or tab, with names in its first line. Every value is a text."""
+    csv.field_size_limit(sys.maxsize)
+    if file.peek(3).startswith(_BOM):
+        file.read(3)
+    first = file.peek(_START_BYTES).partition(b"\n")[0].decode(errors="replace")
+    rows = csv.reader(map(_decoded, file), delimiter=max(",;\t", key=first.count), strict=True)
+    try:
+        header = [name.strip() for name in next(rows)]
+        for row in filter(None, rows):
+            found: Any = dict(zip(header, row, strict=False))
+            if len(row) != len(header):
+                found = DataError(f"{len(row)} values, expected {len(header)}, of {', '.join(header)}")
+            yield f":{rows.line_num}", found
+    except (csv.Error, DataError) as error:
+        raise DataError(f"cannot be read from line {rows.line_num + 1} on: {error}") from error
+
+
+def _library(name: str, install: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DataError(f"needs {name}, which cannot be imported ({error}); pip install {install}") from error
+
+
+def _parquet(file: io.BufferedReader) -> Rows:
+    pyarrow, parquet = _library("pyarrow", "pyarrow"), _library("pyarrow.parquet", "pyarrow")
+    # What is unpacked cannot be read from its end.
+    source = file if isinstance(file.raw, io.FileIO) else pyarrow.BufferReader(file.read())
+    try:
+        yield from _of_batches(parquet.ParquetFile(source).iter_batches(batch_size=_AT_ONCE))
+    except pyarrow.ArrowException as error:
+        raise DataError(f"cannot be read: {error}") from error
+
+
+def _of_batches(batches: Iterable[Any]) -> Rows:
+    for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+        yield f", row {number}", _plain(row)
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can say: times and decimals as texts, bytes as text where they are UTF-8, else as null."""
+    if isinstance(value, dict):
+        # Arrow gives each message of a column the keys of all.
+        return {key: _plain(item) for key, item in value.items() if item is not None or "role" not in value}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return None
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _is_data_set(path: Path) -> bool:
+    return str(path).startswith(HUB) or path.is_dir()
+
+
+def _data_set(path: Path, split: str) -> Rows:
+    """Read a data set of `datasets`: of the Hugging Face hub, or a `save_to_disk` folder."""
+    datasets, (place, _, part) = _library(*_DATASETS), str(path).removeprefix(HUB).partition(":")
+    owner, name, configuration = [*place.split("/", 2), "", ""][:3]
+    try:
+        if path.is_dir():
+            found = datasets.load_from_disk(str(path))
+        else:
+            found = datasets.load_dataset(f"{owner}/{name}".rstrip("/"), configuration or None, split=part or split)
+    except Exception as error:  # of the library, of the hub's client, of its HTTP client
+        offline = "" if path.is_dir() else "; without a network, save it elsewhere (save_to_disk) and give that folder"
+        raise DataError(f"cannot be loaded by datasets: {type(error).__name__}: {error}{offline}") from error
+    # As stored: images and sounds are not decoded.
+    yield from _of_batches(found.with_format("arrow").iter(batch_size=_AT_ONCE))
