@@ -279,7 +279,7 @@ def _ratings_of(value: dict[str, Any], names: Sequence[str]) -> tuple[float, ...
     return tuple(ratings)
 
 
-def _number_in(rating: object) -> object:
+def _number_in(rating: Any) -> Any:
     """Return the number of a text, as CSV has it; None of an empty one; anything else as it is."""
     try:
         return rating if not isinstance(rating, str) else float(rating) if rating.strip() else None
