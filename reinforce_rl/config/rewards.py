@@ -65,11 +65,11 @@ class RemoteRMConfig(Section):
 class MoreFunctionConfig(Section):
     name: Text = key(NOT_SET, "dotted name of the function")
     kwargs: Fields = key({}, "its keyword arguments")
-    weight: Weight = key(1.0, "of its scores", expected=_NOT_ZERO)
+    weight: float = key(1.0, "of its scores; 0: they are logged only")
 
 
-class ServedFunctionConfig(Section):
-    """A reward function and its worker processes."""
+class RewardFunctionConfig(Section):
+    """Reward functions and their worker processes."""
 
     name: Text | None = key(None, "dotted name, such as reinforce_rl.rewards.functions.gsm8k")
     kwargs: Fields = key({}, "its keyword arguments, as +reward_function.kwargs.NAME=VALUE")
@@ -92,9 +92,6 @@ class ServedFunctionConfig(Section):
         "run functions in bubblewrap: no network, no other processes, no files but Python's",
         more=" ([details](reward-functions.md#a-sandbox))",
     )
-
-
-class RewardFunctionConfig(ServedFunctionConfig):
     weight: Weight = key(1.0, "of its scores in the sum, where there are several rewards", expected=_NOT_ZERO)
     more_functions: dict[str, MoreFunctionConfig] = key(
         {},
@@ -119,6 +116,7 @@ class ServedModelConfig(Section):
     deviation: Positive | None = key(None, "null: the head file's own, else 1")
     tokenizer_path: Text | None = key(None, "Hugging Face folder of the tokenizer; null: the trunk's", kind="path")
     max_length: int | None = key(None, "longest sample; null: the trunk's context", unit="tokens")
+    weight: Weight = key(1.0, "of its rewards in the sum, where there are functions beside it", expected=_NOT_ZERO)
     precision: Precision = key(
         "auto", "of the trunk: 32, bf16, or auto: bf16 on GPUs, else 32; pooling and head are fp32"
     )
@@ -175,8 +173,9 @@ class InferenceConfig(Section):
 
 class ServeRewardModelConfig(Section):
     reward_model: ServedModelConfig = ServedModelConfig()
-    reward_function: ServedFunctionConfig = key(
-        ServedFunctionConfig(), "served instead of reward_model where it has a name; see docs/reward-functions.md"
+    reward_function: RewardFunctionConfig = key(
+        RewardFunctionConfig(),
+        "served instead of reward_model where it has a name, more_functions beside it; see docs/reward-functions.md",
     )
     inference: InferenceConfig = InferenceConfig()
     devices: int = key(1, "ranks on each node; those beyond model parallelism are data parallel", unit="ranks", ge=1)
@@ -190,11 +189,17 @@ class ServeRewardModelConfig(Section):
     def all_faults(self, found: list[str]) -> Iterable[str]:
         faults = [*found, *self._inference_faults()]
         if self.serves_function:
-            return [fault for fault in faults if " is not set" not in fault]
+            return [fault for fault in faults if not fault.startswith("reward_model.restore_from_path is not set")]
         return [*faults, *self._model_faults()]
 
     def _inference_faults(self) -> Iterator[str]:
         name, most, sizes = self.inference.name, self.inference.max_batch_size, self.inference.preferred_batch_sizes
+        functions = [*self.reward_function.more_functions, (self.reward_function.name or name).rpartition(".")[2]]
+        if len(set(functions)) < len(functions):
+            yield (
+                f"rewards are named {', '.join(functions)}; each is logged by its name, so give each in "
+                "reward_function.more_functions a name of its own"
+            )
         if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
             yield f"inference.name is '{name}'; expected letters, digits, '.', '_' and '-'"
         if not all(1 <= size <= most for size in sizes):

@@ -23,7 +23,7 @@ from reinforce_rl.utils.files import folder_faults
 from reinforce_rl.utils.net import Address
 
 GENERATIONS = ("native", "tensorrt_llm")
-PROVIDED_FUNCTIONS = ("gsm8k", "matches", "length", "vader")
+PROVIDED_FUNCTIONS = ("gsm8k", "instructions", "matches", "length", "vader")
 START_VARIABLE, END_VARIABLE = "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"
 REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
 

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ModelStuckError
+from reinforce_rl.errors import ConfigError, ModelStuckError
 from reinforce_rl.launch.cli import start_ranks
 from reinforce_rl.reward_server.scoring import FunctionScorer
 from reinforce_rl.reward_server.server import RewardServer, token_of
-from reinforce_rl.rewards.base import FunctionSpec, Scorer
-from reinforce_rl.rewards.function_pool import FunctionPool
+from reinforce_rl.rewards.base import Scorer
+from reinforce_rl.rewards.function_pool import FunctionPool, named_functions
 from reinforce_rl.utils.net import check_port
 
 
 def serve_model(cfg: ServeRewardModelConfig) -> None:
-    """Load the model on all ranks and serve it until a signal."""
+    """Load the model on all ranks and serve it, with any functions beside it, until a signal."""
+    with started_functions(cfg) as functions:
+        serve_model_with(cfg, functions)
+
+
+def serve_model_with(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) -> None:
     # megatron-core imports wandb if installed, which creates folders in /tmp that a killed server leaves behind.
     sys.modules["wandb"] = None  # type: ignore[assignment]
     # Imported late: torch and megatron take seconds, and a wrong path or busy port should fail before.
@@ -47,38 +55,74 @@ def serve_model(cfg: ServeRewardModelConfig) -> None:
         if mesh.world_size == 1:
             model = load()
             try:
-                server_of(cfg, model, model).serve()
+                server_of(cfg, model, model, functions).serve()
             except ModelStuckError as error:
                 end_process(str(error), error.exit_code)
         elif mesh.is_main:
             logging.getLogger(__name__).info("event=ranks %s", mesh.layout.grid())
             with lead_ranks(mesh, load, rank_timeout=rank_timeout, call_timeout=call_timeout) as scorer:
-                server_of(cfg, scorer, scorer.model, check=scorer.check).serve()
+                server_of(cfg, scorer, scorer.model, functions, check=scorer.check).serve()
         else:
             follow_rank_0(mesh, load, rank_timeout=rank_timeout)
 
 
-def server_of(cfg: ServeRewardModelConfig, scorer: Scorer, model: Any, **options: Any) -> RewardServer:
+def server_of(
+    cfg: ServeRewardModelConfig, scorer: Scorer, model: Any, functions: FunctionScorer | None, **options: Any
+) -> RewardServer:
     """Build the server for a scorer from the configuration; `model` is this rank's part of it."""
     from reinforce_rl.reward_model.scorer import reward_model_identity
 
     own = cfg.reward_model
-    tokenizer = load_tokenizer(own.tokenizer_path or own.restore_from_path)
+    folder = own.tokenizer_path or own.restore_from_path
+    tokenizer = load_tokenizer(folder)
     details = reward_model_identity(own.restore_from_path, own.head_path, model)
-    return RewardServer(scorer, tokenizer, cfg.inference, details=details, **options)
+    if functions is None:
+        return RewardServer(scorer, tokenizer, cfg.inference, details=details, **options)
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            [
+                f"functions beside a reward model read texts, and the tokenizer in {folder} has no chat "
+                "template to make tokens of them with; give it one, or serve the functions by themselves"
+            ]
+        )
+    both = replace(functions, model=scorer, model_name=cfg.inference.name, model_weight=own.weight)
+    details |= {"weight": own.weight, **functions_identity(cfg, functions)}
+    return RewardServer(both, tokenizer, cfg.inference, details=details, **options)
+
+
+@contextlib.contextmanager
+def started_functions(cfg: ServeRewardModelConfig) -> Iterator[FunctionScorer | None]:
+    """Yield the configured functions in a started pool; None if there are none, or on a rank that serves nothing."""
+    functions = named_functions(cfg.reward_function, with_own=True)
+    if not functions or os.environ.get("RANK", "0") != "0":
+        yield None
+        return
+    pool = FunctionPool({name: spec for name, (spec, _) in functions.items()}, cfg.reward_function)
+    try:
+        pool.start()
+        yield FunctionScorer(pool, {name: weight for name, (_, weight) in functions.items()})
+    finally:
+        pool.close()
+
+
+def functions_identity(cfg: ServeRewardModelConfig, functions: FunctionScorer) -> dict[str, Any]:
+    """Return what clients compare: with the source's hash, so that they notice a changed function."""
+    found = [
+        {
+            "function": spec.name,
+            "kwargs": dict(spec.kwargs),
+            "weight": weight,
+            "source_sha256": functions.pool.sources[name],
+        }
+        for name, (spec, weight) in named_functions(cfg.reward_function, with_own=True).items()
+    ]
+    return found[0] if len(found) == 1 and cfg.serves_function else {"functions": found}
 
 
 def serve_function(cfg: ServeRewardModelConfig) -> None:
-    own = cfg.reward_function
-    assert own.name is not None
-    pool = FunctionPool({own.name: FunctionSpec("reward_function", own.name, own.kwargs)}, own)
-    try:
-        pool.start()
-        # Hash the source, so that clients notice a changed function.
-        details = {"function": own.name, "kwargs": own.kwargs, "source_sha256": pool.sources[own.name]}
-        RewardServer(FunctionScorer(pool, own.name), None, cfg.inference, details=details).serve()
-    finally:
-        pool.close()
+    with started_functions(cfg) as functions:
+        assert functions is not None
+        RewardServer(functions, None, cfg.inference, details=functions_identity(cfg, functions)).serve()
 
 
 def serve(cfg: ServeRewardModelConfig) -> None:

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -18,7 +18,7 @@ from reinforce_rl.errors import RankLostError
 from reinforce_rl.reward_model.data import encode_sample
 from reinforce_rl.reward_server.health import Progress
 from reinforce_rl.rewards import base, wire
-from reinforce_rl.rewards.function_pool import PING, FunctionPool
+from reinforce_rl.rewards.function_pool import PING, FunctionPool, PendingScores
 from reinforce_rl.rewards.wire import read_samples
 
 if TYPE_CHECKING:
@@ -62,6 +62,11 @@ class RequestScorer:
         self._attributes = base.attributes_of(scorer)
         self._deterministic, self._add_special_tokens = deterministic, add_special_tokens
         self.progress = Progress()  # replaced by the server with one that other processes read
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Names of the scores that are sent besides the reward."""
+        return self._attributes
 
     @property
     def input_forms(self) -> tuple[str, ...]:
@@ -225,21 +230,37 @@ class RequestScorer:
 
 @dataclass(frozen=True)
 class FunctionScorer:
-    """Takes the place of a reward model in a `RewardServer`."""
+    """Functions, with or without a reward model beside them, in the place of a reward model in a `RewardServer`."""
 
     pool: FunctionPool  # already started
-    function: str  # its name in the pool
-    max_length: None = None  # reads no tokens
-    vocab_size: None = None  # reads no tokens
+    weights: Mapping[str, float]  # of the functions, by their names in the pool
+    model: base.Scorer | None = None
+    model_name: str = wire.DEFAULT_NAME
+    model_weight: float = 1.0
+    vocab_size: None = None  # texts are read, no tokens
+
+    @property
+    def max_length(self) -> int | None:
+        return None if self.model is None else self.model.max_length
 
 
 class FunctionRequestScorer(RequestScorer):
-    """Scores requests of texts with a reward function, all requests of a merged batch concurrently."""
+    """Scores requests of texts with functions, all requests of a merged batch concurrently, while any model runs.
 
-    def __init__(self, scorer: FunctionScorer):
-        super().__init__(None, None)
-        self._function = scorer
+    With several scores the reward is their weighted sum, and each is an attribute.
+    """
+
+    def __init__(self, scorer: FunctionScorer, tokenizer: PreTrainedTokenizerBase | None = None, **options: bool):
+        super().__init__(scorer.model, tokenizer, **options)
+        self._functions = scorer
         self._canary = {"canary": secrets.token_hex(16)}  # no client's sample is answered without the function
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        own, model = self._functions, self._functions.model_name
+        if own.model is None:
+            return () if [*own.weights.values()] == [1.0] else tuple(own.weights)
+        return (model, *(f"{model}/{name}" for name in self._attributes), *own.weights)
 
     @property
     def input_forms(self) -> tuple[str, ...]:
@@ -252,20 +273,43 @@ class FunctionRequestScorer(RequestScorer):
 
     def _read(self, request: Request) -> Samples:
         wire.check_inputs(set(request.keys()), self.input_forms)
-        samples, status = read_samples(request)
-        return Samples([], status, samples)
+        if self._functions.model is None:
+            samples, status = read_samples(request)
+            return Samples([], status, samples)
+        read = super()._read(request)
+        texts, _ = read_samples(request)
+        good = (read.status == base.STATUS_OK).tolist()
+        return replace(read, texts=[text if is_good else None for text, is_good in zip(texts, good, strict=True)])
 
-    def _score_requests(self, samples: list[Samples]) -> list[dict[str, np.ndarray]]:
-        pending = []
-        for one in samples:
-            texts = [text for text in one.texts if text is not None]
-            is_canary = all(dict(text.record) == self._canary for text in texts)
-            function = PING if is_canary else self._function.function
-            pending.append(self._function.pool.submit(function, texts, self.progress.beat))
-        answers = []
-        for one, scores in zip(samples, pending, strict=True):
-            status, rewards = one.status.copy(), np.full(len(one.status), np.nan, np.float32)
-            good, answer = status == base.STATUS_OK, scores.result()
-            status[good], rewards[good] = answer.status, answer.values
-            answers.append({wire.REWARDS: rewards[:, None], wire.STATUS: status[:, None]})
-        return answers
+    def _score_requests(self, samples: list[Samples]) -> list[Answer]:
+        pending = [self._submit([text for text in one.texts if text is not None]) for one in samples]
+        answers = [{} for _ in samples] if self._functions.model is None else super()._score_requests(samples)
+        return [self._sum(*parts) for parts in zip(samples, answers, pending, strict=True)]
+
+    def _submit(self, texts: Sequence[base.TextSample]) -> dict[str, PendingScores]:
+        is_canary = all(dict(text.record) == self._canary for text in texts)
+        submit = self._functions.pool.submit
+        return {
+            name: submit(PING if is_canary else name, texts, self.progress.beat) for name in self._functions.weights
+        }
+
+    def _sum(self, one: Samples, answer: Answer, pending: Mapping[str, PendingScores]) -> Answer:
+        """Add the functions' scores to any answer of the model; a sample has the status of the first that failed."""
+        own, good = self._functions, one.status == base.STATUS_OK
+        status = answer[wire.STATUS][:, 0] if answer else one.status.copy()
+        columns = [answer[key] for key in (wire.REWARDS, wire.ATTRIBUTES) if key in answer]
+        rewards = own.model_weight * columns[0][:, 0] if answer else np.zeros(len(status), np.float32)
+        for name, scores in pending.items():
+            values, found = np.full(len(status), np.nan, np.float32), status.copy()
+            result = scores.result()
+            values[good], found[good] = result.values, result.status
+            status = np.where(status == base.STATUS_OK, found, status)
+            rewards = rewards + np.float32(own.weights[name]) * values
+            columns.append(values[:, None])
+        failed = status != base.STATUS_OK
+        taken = {wire.REWARDS: rewards[:, None].astype(np.float32), wire.STATUS: status[:, None]}
+        if self.attributes:
+            taken[wire.ATTRIBUTES] = np.concatenate(columns, axis=1)
+        for key in taken.keys() - {wire.STATUS}:
+            taken[key][failed] = np.nan
+        return taken

@@ -78,8 +78,10 @@ class RewardServer:
         self._stop_signal: str | None = None
         kind = {"deterministic": inference.deterministic, "add_special_tokens": inference.add_special_tokens}
         if isinstance(scorer, FunctionScorer):
-            kind = {"deterministic": True, "add_special_tokens": False}
-            self._requests = FunctionRequestScorer(scorer)
+            if scorer.model is None:
+                kind = {"deterministic": True, "add_special_tokens": False}
+            self._requests = FunctionRequestScorer(scorer, tokenizer, **kind)
+            tokenizer = None  # clients send no tokens
         else:
             self._requests = RequestScorer(scorer, tokenizer, **kind)
         width = inference.max_sequence_length or WIDER_THAN_CONTEXT * (scorer.max_length or WIDTH_OF_TEXTS)
@@ -100,7 +102,7 @@ class RewardServer:
             tokenizer=None if tokenizer is None else TokenizerInfo.from_tokenizer(tokenizer),
             input_forms=self._requests.input_forms,
             details=dict(details or {}),
-            attributes=list(base.attributes_of(scorer)),
+            attributes=list(self._requests.attributes),
             max_request_bytes=self._settings.max_request_bytes,
             **kind,
         )

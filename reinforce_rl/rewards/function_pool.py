@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from reinforce_rl.config.rewards import ServedFunctionConfig
+from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
@@ -188,7 +188,7 @@ class FunctionPool:
     The host process gets the environment variables in `VARIABLES` and `config.environment`, and no others.
     """
 
-    def __init__(self, functions: Mapping[str, FunctionSpec], config: ServedFunctionConfig):
+    def __init__(self, functions: Mapping[str, FunctionSpec], config: RewardFunctionConfig):
         self._functions = dict(functions)
         self._config = config
         self._names = {PING: "ping"} | {name: spec.name for name, spec in functions.items()}
@@ -271,6 +271,17 @@ class FunctionPool:
             raise ConfigError(found["faults"])
         self.sources = found["sources"]
         return host
+
+
+def named_functions(own: RewardFunctionConfig, *, with_own: bool) -> dict[str, tuple[FunctionSpec, float]]:
+    """Return the functions of a section and their weights, by the name used in logs; `own.name` only if asked."""
+    functions: dict[str, tuple[FunctionSpec, float]] = {}
+    if with_own and own.name is not None:
+        functions[own.name.rpartition(".")[2]] = FunctionSpec("reward_function", own.name, own.kwargs), own.weight
+    for name, more in own.more_functions.items():
+        spec = FunctionSpec(f"reward_function.more_functions.{name}", more.name, more.kwargs)
+        functions[name] = spec, more.weight
+    return functions
 
 
 def _request(function: str, sample: TextSample) -> bytes:

@@ -6,6 +6,7 @@ Functions run in processes without torch, so nothing here imports it.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
@@ -169,6 +170,48 @@ def length(
     """Return max(0, 1 - |length - target| / tolerance), with the length in `unit`: `words` or `characters`."""
     count = len(response.split()) if unit == "words" else len(response)
     return max(0.0, 1.0 - abs(count - target) / tolerance)
+
+
+def instructions(prompt: str, response: str, record: Mapping[str, Any], *, partial: bool = True) -> float:
+    """Score how far a response follows the instructions of its record, 0 to 1; without `partial` 1 for all, else 0.
+
+    The record's fields, at least one: `keys` asks for one JSON object with exactly these keys and a text for each, no
+    two alike; `max_words` for at most so many words, `min_words` for at least so many different ones, `keyword` for
+    this word or its plural. Words are those of the texts where there is such an object, else of the whole response.
+
+    The score is the mean of what was reached. The keys count three times: the response opens with a brace, names the
+    keys, is the object. Raises KeyError if the record asks for nothing.
+    """
+    text, scores = response.strip(), []
+    if keys := record.get("keys"):
+        texts = _texts_by_key(text, keys)
+        named = sum(f'"{key}":' in text for key in keys) / len(keys)
+        scores += [float(text.startswith("{")), named, float(texts is not None)]
+        text = text if texts is None else " ".join(texts)
+    words = re.findall(r"[\w'-]+", text.lower())
+    if "max_words" in record:
+        scores.append(float(len(words) <= record["max_words"]))
+    if "min_words" in record:
+        scores.append(float(len(set(words)) >= record["min_words"]))
+    if "keyword" in record:
+        scores.append(
+            float(re.search(rf"(?<!\w){re.escape(record['keyword'])}(?:e?s)?(?!\w)", text, re.IGNORECASE) is not None)
+        )
+    if not scores:
+        raise KeyError("keys, max_words, min_words or keyword")
+    return sum(scores) / len(scores) if partial else float(min(scores) == 1.0)
+
+
+def _texts_by_key(text: str, keys: Iterable[str]) -> list[str] | None:
+    """Return the values of a JSON object that has exactly these keys and texts, no two alike."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or found.keys() != set(keys):
+        return None
+    texts = [text.strip().lower() if isinstance(text, str) else "" for text in found.values()]
+    return texts if all(texts) and len(set(texts)) == len(texts) else None
 
 
 @functools.lru_cache(maxsize=1)

@@ -21,7 +21,7 @@ from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, RewardFuture, RewardRequest, Rewards, RewardSource, WeightedSource
 from reinforce_rl.rewards.client import RemoteGPTRMClient
-from reinforce_rl.rewards.function_pool import FunctionPool, PendingScores
+from reinforce_rl.rewards.function_pool import FunctionPool, PendingScores, named_functions
 from reinforce_rl.rewards.wire import TEXT_FORM, read_token
 
 if TYPE_CHECKING:
@@ -116,14 +116,7 @@ def connect_to_reward_servers(
 
 def configured_functions(cfg: TrainConfig) -> dict[str, tuple[FunctionSpec, float]]:
     """Return the configured functions and their weights, by the name used in logs."""
-    own = cfg.reward_function
-    functions: dict[str, tuple[FunctionSpec, float]] = {}
-    if cfg.reward == "function" and own.name is not None:
-        functions[own.name.rpartition(".")[2]] = FunctionSpec("reward_function", own.name, own.kwargs), own.weight
-    for name, more in own.more_functions.items():
-        spec = FunctionSpec(f"reward_function.more_functions.{name}", more.name, more.kwargs)
-        functions[name] = spec, more.weight
-    return functions
+    return named_functions(cfg.reward_function, with_own=cfg.reward == "function")
 
 
 def _start_reward_functions(cfg: TrainConfig, mesh: Mesh) -> list[WeightedSource]:

@@ -244,8 +244,8 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ),
     (
         "function's weight",
-        ["+reward_function.more_functions.f={name: a.b, weight: 0}"],
-        ["more_functions.f.weight is 0", "other than 0"],
+        ["reward=function", "reward_function.name=a.b", "reward_function.weight=0"],
+        ["reward_function.weight is 0", "other than 0"],
     ),
     (
         "two of one name",

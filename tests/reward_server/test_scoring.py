@@ -16,9 +16,10 @@ from helpers.merged_requests import let_in
 from helpers.serve_toy_scorer import TOKEN_RAISE, VOCAB_SIZE, ToyScorer, toy_score
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
-from reinforce_rl.config.rewards import ServedFunctionConfig
+from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import RankLostError, RewardServerError
+from reinforce_rl.reward_model.data import encode_sample
 from reinforce_rl.reward_server.admission import Refusal
 from reinforce_rl.reward_server.health import Progress
 from reinforce_rl.reward_server.scoring import FunctionRequestScorer, FunctionScorer, RequestScorer
@@ -163,7 +164,7 @@ class Functions(FunctionPool):
 
     def __init__(self):
         spec = FunctionSpec("reward_function", "helpers.reward_functions.counted", {})
-        super().__init__({"counted": spec}, ServedFunctionConfig(sample_timeout_seconds=20.0))
+        super().__init__({"counted": spec}, RewardFunctionConfig(sample_timeout_seconds=20.0))
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +176,7 @@ def functions():
 
 
 def fuzz_function(pool: FunctionPool, rounds: int, seed: int) -> None:
-    scorer = FunctionRequestScorer(FunctionScorer(pool, "counted"))
+    scorer = FunctionRequestScorer(FunctionScorer(pool, {"counted": 1.0}))
     fuzzer = BatchFuzzer(seed, list, score=lambda text: text_length("".join(text)), forms=("text",))
     outcomes = fuzz(scorer, fuzzer, rounds)
     print(f"seed {seed}: {dict(outcomes)}")
@@ -197,7 +198,7 @@ def test_one_bad_request_among_seven_good_of_a_function_thousands_of_times(funct
 
 
 def test_a_sample_that_ends_all_processes_of_a_function_fails_alone(functions):
-    scorer = FunctionRequestScorer(FunctionScorer(functions, "counted"))
+    scorer = FunctionRequestScorer(FunctionScorer(functions, {"counted": 1.0}))
     good = text_arrays([TextSample("p", "abc"), TextSample("p", "ab")])
     killer = text_arrays([TextSample("p", "kill")])
     first, bad, last = scorer([good, killer, good])
@@ -211,7 +212,7 @@ def test_a_sample_that_ends_all_processes_of_a_function_fails_alone(functions):
 
 def test_metadata_that_is_nested_deeply_never_reaches_the_processes(functions):
     """Each of them would read it anew, with another stack above it."""
-    scorer = FunctionRequestScorer(FunctionScorer(functions, "counted"))
+    scorer = FunctionRequestScorer(FunctionScorer(functions, {"counted": 1.0}))
     pid = functions._host.process.pid if functions._host else None
     for depth in (10, 62, 100, 500, 900, 960, 990):
         arrays = text_arrays([TextSample("p", "abc"), TextSample("p", "ab")])
@@ -296,7 +297,7 @@ def pool() -> LengthPool:
 
 
 def test_merged_requests_are_asked_together_and_a_bad_sample_is_left_out(pool):
-    scorer = FunctionRequestScorer(FunctionScorer(pool, "f"))
+    scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))
     first = text_arrays([TextSample("p", text) for text in ("abc", "", "ab")])
     second = text_arrays([TextSample("", "a")])
     first[wire.METADATA][2, 0] = b"{"
@@ -311,7 +312,7 @@ def test_merged_requests_are_asked_together_and_a_bad_sample_is_left_out(pool):
 
 
 def test_the_canary_does_not_reach_the_function(pool):
-    scorer = FunctionRequestScorer(FunctionScorer(pool, "f"))
+    scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))
     canary = {one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs()}
     scorer([canary])
     assert pool.asked == [(PING, 1)]
@@ -320,7 +321,7 @@ def test_the_canary_does_not_reach_the_function(pool):
 def test_each_sample_is_progress(pool, monkeypatch):
     """A long batch of a function that is slow, but within its time limit, is no stuck server."""
     beats: list[None] = []
-    scorer = FunctionRequestScorer(FunctionScorer(pool, "f"))
+    scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))
     monkeypatch.setattr(Progress, "beat", lambda _: beats.append(None))
     scorer([text_arrays([TextSample("p", "a"), TextSample("p", "b"), TextSample("p", "c")])])
     assert len(beats) == 3 + 2  # and at the beginning and the end
@@ -329,11 +330,59 @@ def test_each_sample_is_progress(pool, monkeypatch):
 def test_tokens_are_refused(pool):
     tokens = {"tokens": np.zeros((1, 1), np.int64), "sequence_lengths": np.ones((1, 1), np.int64)}
     with pytest.raises(ValueError, match=r"this model reads text; this request holds"):
-        FunctionRequestScorer(FunctionScorer(pool, "f"))([tokens])
+        FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))([tokens])
 
 
 @pytest.mark.parametrize("record", [{"reinforce_rl_canary": True}, {"canary": True}, {"canary": 32 * "0"}])
 def test_no_sample_of_a_client_passes_for_the_canary(pool, record):
-    scorer = FunctionRequestScorer(FunctionScorer(pool, "f"))
+    scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))
     scorer([text_arrays([TextSample("", "abc", record=record)])])
     assert pool.asked == [("f", 1)]
+
+
+class Raises(ToyScorer):
+    """Scores as the toy does, but fails on a sequence of one odd length."""
+
+    attributes = ("even",)
+
+    def score_attributes(self, sequences):
+        if any(len(sequence) == self.odd for sequence in sequences):
+            raise ValueError("told to")
+        evens = [[float(len(sequence) % 2 == 0)] for sequence in sequences]
+        return base.AttributeScores(self.score(sequences), evens)
+
+
+def test_functions_beside_a_model_are_a_weighted_sum_and_each_score_is_sent(pool, tokenizer):
+    model = Raises(0.0, 0.0)
+    samples = [TextSample("ask", text) for text in ("abc", "ab", "", "abcdefgh")]
+    rows = [encode_sample(tokenizer, sample) for sample in samples]
+    model.odd = len(rows[3])
+    weights = {"brief": -0.5, "shown": 0.0}
+    own = FunctionScorer(pool, weights, model, "rm", 2.0)
+    scorer = FunctionRequestScorer(own, tokenizer)
+    assert scorer.attributes == ("rm", "rm/even", "brief", "shown")
+    arrays = text_arrays([*samples, TextSample("p", "abc")])
+    arrays[wire.METADATA][4, 0] = b"{"
+    (answer,) = scorer([arrays])
+    failed = [
+        base.STATUS_TIMED_OUT,
+        base.STATUS_INTERNAL,
+        base.STATUS_BAD_PROMPT,
+    ]  # function, model, neither was asked
+    assert answer["status"][:, 0].tolist() == [0, 0, *failed]
+    for row in (0, 1):
+        score, size = toy_score(rows[row]), float(len(samples[row].response))
+        np.testing.assert_allclose(answer["rewards"][row], [2.0 * score - 0.5 * size], rtol=1e-5)
+        np.testing.assert_allclose(answer["attributes"][row], [score, len(rows[row]) % 2 == 0, size, size], rtol=1e-5)
+    assert np.isnan(answer["rewards"][2:]).all() and np.isnan(answer["attributes"][2:]).all()
+    assert scorer.input_forms == (wire.TEXT_FORM,)
+    canary = {one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs()}
+    pool.asked.clear()
+    scorer([canary])
+    assert pool.asked == [(PING, 1), (PING, 1)]
+
+
+def test_a_single_function_with_a_weight_is_a_sum_of_one(pool):
+    scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 3.0}))
+    (answer,) = scorer([text_arrays([TextSample("p", "abc")])])
+    assert (answer["rewards"].tolist(), answer["attributes"].tolist()) == ([[9.0]], [[3.0]])

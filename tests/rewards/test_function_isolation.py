@@ -15,7 +15,7 @@ import psutil
 import pytest
 from helpers.toy_server import is_alive, wait_for
 
-from reinforce_rl.config.rewards import ServedFunctionConfig
+from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.rewards import base, function_pool
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
@@ -31,7 +31,7 @@ def sample(response: str, value: object = 1.0, **record: object) -> TextSample:
 @contextlib.contextmanager
 def started(function: str, **options) -> Iterator[FunctionPool]:
     spec = FunctionSpec("reward_function", NAME + function)
-    pool = FunctionPool({"f": spec}, ServedFunctionConfig(**options))
+    pool = FunctionPool({"f": spec}, RewardFunctionConfig(**options))
     pool.start()
     try:
         yield pool
@@ -102,7 +102,7 @@ def test_a_module_that_keeps_a_file_open_is_refused(tmp_path, monkeypatch):
     (tmp_path / "keeps_a_file.py").write_text(code.format(str(tmp_path / "table.txt")))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    pool = FunctionPool({"f": FunctionSpec("reward_function", "keeps_a_file.f")}, ServedFunctionConfig())
+    pool = FunctionPool({"f": FunctionSpec("reward_function", "keeps_a_file.f")}, RewardFunctionConfig())
     with pytest.raises(ConfigError, match=r"keeps .*table.txt open.*read it whole"):
         pool.start()
     pool.close()
@@ -214,7 +214,7 @@ class TestSandbox:
 
     def test_the_provided_functions_work_in_it(self):
         spec = FunctionSpec("reward_function", "reinforce_rl.rewards.functions.gsm8k")
-        pool = FunctionPool({"f": spec}, ServedFunctionConfig(sandbox=True))
+        pool = FunctionPool({"f": spec}, RewardFunctionConfig(sandbox=True))
         pool.start()
         try:
             samples = [TextSample("", "the answer is 72", {"answer": text}) for text in ("72", "73")]
@@ -280,7 +280,7 @@ def test_a_module_that_ends_its_import_is_named(how, tmp_path, monkeypatch):
     (tmp_path / "ends_when_imported.py").write_text(f"import os\n{how}\n")
     monkeypatch.syspath_prepend(tmp_path)
     spec = FunctionSpec("reward_function", "ends_when_imported.reward")
-    pool = FunctionPool({"f": spec}, ServedFunctionConfig())
+    pool = FunctionPool({"f": spec}, RewardFunctionConfig())
     with pytest.raises(ReinforceError, match="ends_when_imported"):
         pool.start()
 

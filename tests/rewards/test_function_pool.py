@@ -15,7 +15,7 @@ import psutil
 import pytest
 from helpers.toy_server import is_alive, wait_for
 
-from reinforce_rl.config.rewards import ServedFunctionConfig
+from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.errors import ConfigError, RewardServerError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 def pool(folder):
     pool = FunctionPool(
         {"told": FunctionSpec("reward_function", TOLD, {"folder": str(folder)})},
-        ServedFunctionConfig(sample_timeout_seconds=2.0),
+        RewardFunctionConfig(sample_timeout_seconds=2.0),
     )
     pool.start()
     yield pool
@@ -119,7 +119,7 @@ def test_faults_come_at_the_start_and_leave_no_process():
             "a": FunctionSpec("reward_function", "helpers.reward_functions.tld"),
             "b": FunctionSpec("reward_function.more_functions.b", TOLD, {"foldr": ""}),
         },
-        ServedFunctionConfig(),
+        RewardFunctionConfig(),
     )
     with pytest.raises(ConfigError) as caught:
         pool.start()
@@ -134,11 +134,11 @@ def test_faults_come_at_the_start_and_leave_no_process():
 OWNER = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
-from reinforce_rl.config.rewards import ServedFunctionConfig
+from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
 from reinforce_rl.rewards.function_pool import FunctionPool
 spec = FunctionSpec("reward_function", {TOLD!r}, {{"folder": sys.argv[1]}})
-pool = FunctionPool({{"f": spec}}, ServedFunctionConfig(sample_timeout_seconds=600.0))
+pool = FunctionPool({{"f": spec}}, RewardFunctionConfig(sample_timeout_seconds=600.0))
 pool.start()
 pool.submit("f", [TextSample("", "pid and loop")] * 2).result()
 """
@@ -161,7 +161,7 @@ def test_workers_die_with_their_owner_however_it_ends(number, tmp_path):
 
 def test_workers_die_with_a_killed_host(tmp_path):
     spec = FunctionSpec("reward_function", TOLD, {"folder": str(tmp_path)})
-    pool = FunctionPool({"f": spec}, ServedFunctionConfig(num_workers=1, sample_timeout_seconds=600.0))
+    pool = FunctionPool({"f": spec}, RewardFunctionConfig(num_workers=1, sample_timeout_seconds=600.0))
     before = {process.pid for process in processes()}
     pool.start()
     try:

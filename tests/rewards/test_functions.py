@@ -13,7 +13,16 @@ from reinforce_rl.config.rules import PROVIDED_FUNCTIONS
 from reinforce_rl.rewards import functions
 from reinforce_rl.rewards.base import FunctionSpec
 from reinforce_rl.rewards.function_host import PROVIDED, LoadFault, load_function
-from reinforce_rl.rewards.functions import MAX_DIGITS, _final_answer, _parse_number, gsm8k, length, matches, vader
+from reinforce_rl.rewards.functions import (
+    MAX_DIGITS,
+    _final_answer,
+    _parse_number,
+    gsm8k,
+    instructions,
+    length,
+    matches,
+    vader,
+)
 
 
 def spec(name: str, **kwargs) -> FunctionSpec:
@@ -133,7 +142,7 @@ def test_vader_tells_good_from_bad():
     [
         (spec("gsm8k"), ["expected a dotted name", f"{PROVIDED}.gsm8k"]),
         (spec(f"{PROVIDED}.gms8k"), [f"{PROVIDED} has no 'gms8k'", f"did you mean {PROVIDED}.gsm8k?"]),
-        (spec(f"{PROVIDED}.zzz"), ["has no 'zzz'", "it has gsm8k, length, matches, vader"]),
+        (spec(f"{PROVIDED}.zzz"), ["has no 'zzz'", "it has gsm8k, instructions, length, matches, vader"]),
         (spec("reinforce_rl.rewards.function.gsm8k"), ["no module", f"{PROVIDED} or"]),
         (spec("nowhere_at_all.gsm8k"), ["no module 'nowhere_at_all'", "PYTHONPATH"]),
         (spec(f"{PROVIDED}.UNITS"), ["no function"]),
@@ -166,3 +175,38 @@ def test_a_module_that_raises_or_lacks_a_library_is_told(tmp_path, monkeypatch):
 def test_all_that_is_provided_is_named():
     own = {name for name, value in vars(functions).items() if getattr(value, "__module__", "") == PROVIDED}
     assert {name for name in own if not name.startswith("_")} == set(PROVIDED_FUNCTIONS)
+
+
+ASKED = {"keys": ["tip", "why"], "min_words": 5, "max_words": 9, "keyword": "tea"}
+
+
+@pytest.mark.parametrize(
+    ("response", "reached"),
+    [  # opens with a brace, names the keys, is the object, at most 9 words, at least 5 different ones, the word
+        ('{"tip": "Drink tea warm.", "why": "It tastes better."}', (1, 1, 1, 1, 1, 1)),
+        ('  {"why": "Teas are good", "tip": "Drink\\ntea"}\n', (1, 1, 1, 1, 1, 1)),
+        ('{"tip": "Drink tea.", "why": "drink TEA. "}', (1, 1, 0, 1, 0, 1)),  # the same said twice
+        ('{"tip": "tea tea tea", "why": "tea tea"}', (1, 1, 1, 1, 0, 1)),
+        ('{"tip": "Drink steam and teapots now.", "why": "It is good"}', (1, 1, 1, 1, 1, 0)),
+        ('{"tip": "Drink warm tea.", "why": "One two three four five six seven"}', (1, 1, 1, 0, 1, 1)),
+        ('{"tip": "Drink tea warm or cold."}', (1, 0.5, 0, 1, 1, 1)),
+        ('{"tip": "Drink tea", "why": "It is good", "more": ""}', (1, 1, 0, 1, 1, 1)),
+        ('{"tip": "Drink tea", "why": ["It is good"]}', (1, 1, 0, 1, 1, 1)),
+        ('Sure: {"tip": "Drink tea", "why": "It is good"}', (0, 1, 0, 1, 1, 1)),
+        ('{"tip": "Drink tea", "why": "It is', (1, 1, 0, 1, 1, 1)),
+        ('["tip", "why"]', (0, 0, 0, 1, 0, 0)),
+        ("[" * 9000, (0, 0, 0, 1, 0, 0)),
+        ("", (0, 0, 0, 1, 0, 0)),
+    ],
+)
+def test_instructions_give_credit_for_each_step_and_success_for_all(response, reached):
+    assert instructions("", response, ASKED) == pytest.approx(sum(reached) / 6)
+    assert instructions("", response, ASKED, partial=False) == float(min(reached) == 1)
+
+
+def test_instructions_check_what_the_record_asks_for_alone():
+    assert instructions("", "Two words", {"max_words": 2}, partial=False) == 1.0
+    assert instructions("", "Three words here", {"max_words": 2, "keyword": "c++"}) == 0.0
+    assert instructions("", "I use C++.", {"keyword": "c++"}) == 1.0
+    with pytest.raises(KeyError, match="max_words"):
+        instructions("", "Two words", {"answer": "2"})
