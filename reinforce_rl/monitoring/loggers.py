@@ -1,19 +1,27 @@
-"""Metric loggers: `metrics.jsonl`, TensorBoard, Weights & Biases, or several of them."""
+"""Metric loggers: `metrics.jsonl`, several as one, and one in a thread of its own; `backends.py` has the others."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from reinforce_rl.errors import DataError, ReinforceError
+from reinforce_rl.errors import DataError
 from reinforce_rl.utils.files import encode, json_line, plain_number, read_json_lines, write_json_lines
 
 SUCCESS = "success"
 FAILED = "failed"
+Level = Literal["INFO", "WARN", "ERROR"]
+
+QUEUED_CALLS = 1000  # that may wait for a back end; later ones are dropped
+CALL_SECONDS = 120.0  # after which a call counts as hanging
+CLOSE_SECONDS = 60.0  # for what still waits when the run ends
 
 
 class MetricLogger:
@@ -24,6 +32,9 @@ class MetricLogger:
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
         """Log sample rows of `step`, all with the same keys."""
+
+    def alert(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
+        """Tell a person who is not looking, where the back end can."""
 
     def commit(self, step: int) -> None:
         """Store `step`, which is complete, so that it survives a kill."""
@@ -44,6 +55,10 @@ class Loggers(MetricLogger):
         for logger in self.loggers:
             logger.log_table(key, rows, step)
 
+    def alert(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
+        for logger in self.loggers:
+            logger.alert(title, text, step, level)
+
     def commit(self, step: int) -> None:
         for logger in self.loggers:
             logger.commit(step)
@@ -53,6 +68,79 @@ class Loggers(MetricLogger):
         with ExitStack() as stack:
             for logger in reversed(self.loggers):
                 stack.callback(logger.finalize, status)
+
+
+class Detached(MetricLogger):
+    """A back end in a thread of its own: it can neither stop nor delay a run. Its first failure is told, once.
+
+    Calls go through a bounded queue. A back end that failed is asked again; one that could not be started is not.
+
+    Args:
+        name: of the back end, in the message.
+        start: makes it, in the thread.
+        tell: shows the message.
+    """
+
+    def __init__(self, name: str, start: Callable[[], MetricLogger], tell: Callable[[str], None]):
+        self._name, self._start, self._tell = name, start, tell
+        self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(QUEUED_CALLS)
+        self._busy_since: float | None = time.monotonic()  # None between calls
+        self._told = False
+        self._thread = threading.Thread(target=self._work, name=f"{name} logger", daemon=True)
+        self._thread.start()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
+        self._put("log_metrics", dict(metrics), step, prefix)
+
+    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
+        self._put("log_table", key, rows, step)
+
+    def alert(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
+        self._put("alert", title, text, step, level)
+
+    def commit(self, step: int) -> None:
+        self._put("commit", step)
+
+    def finalize(self, status: str = SUCCESS) -> None:
+        """Close within `CLOSE_SECONDS`; a back end that hangs is left behind."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        with contextlib.suppress(queue.Full):
+            if self._thread.is_alive():
+                self._calls.put(("finalize", (status,)), timeout=CLOSE_SECONDS)
+            self._thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._thread.is_alive():
+            self._fail(f"did not end within {CLOSE_SECONDS:.0f} s and was left behind")
+
+    def _put(self, method: str, *args: Any) -> None:
+        if not self._thread.is_alive():
+            return
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > CALL_SECONDS:
+            self._fail(f"has been in one call for {time.monotonic() - since:.0f} s")
+        try:
+            self._calls.put_nowait((method, args))
+        except queue.Full:
+            self._fail(f"does not keep up: {QUEUED_CALLS} calls wait, and what comes now is dropped")
+
+    def _work(self) -> None:
+        logger, method = None, ""
+        while method != "finalize":
+            try:
+                if logger is None:
+                    logger = self._start()
+                self._busy_since = None
+                method, args = self._calls.get()
+                self._busy_since = time.monotonic()
+                getattr(logger, method)(*args)
+            except BaseException as error:  # libraries end a thread by SystemExit too
+                self._fail(f"failed ({type(error).__name__}: {str(error).strip()})")
+                if logger is None:
+                    return
+
+    def _fail(self, what: str) -> None:
+        if not self._told:
+            self._told = True
+            self._tell(f"logger {self._name}: {what}. The run goes on; metrics.jsonl has everything. Not said again")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -125,129 +213,3 @@ class JsonlLogger(MetricLogger):
         """Write steps that were not committed: after an error they show how far the run came."""
         for step in sorted(self._pending):
             self.commit(step)
-
-
-class TensorboardLogger(MetricLogger):
-    """Writes one event file. Imports tensorboard lazily.
-
-    Event files are append-only: a resumed run writes a new one, replaying `metrics.jsonl` up to its checkpoint, and
-    removes the old ones, so that no step appears twice.
-
-    Args:
-        folder: for event files only.
-        history: the lines of `metrics.jsonl` so far, by step.
-
-    Raises:
-        ReinforceError: tensorboard is not installed.
-    """
-
-    def __init__(self, folder: str | Path, history: Sequence[Mapping[str, Any]] = ()):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ReinforceError(
-                f"exp_manager.create_tensorboard_logger is true, and tensorboard cannot be imported ({error}); "
-                "install it with `pip install 'reinforce-rl[tensorboard]'`, or set it to false"
-            ) from error
-        old = sorted(Path(folder).glob("events.out.tfevents.*"))
-        self._writer = SummaryWriter(str(folder))
-        self._last: tuple[int, frozenset[str]] = (-1, frozenset())
-        for record in history:
-            numbers = {name: value for name, value in record.items() if name not in ("step", "time")}
-            for name, value in numbers.items():
-                if value is not None:
-                    self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
-            self._last = record["step"], frozenset(numbers)
-        self._writer.flush()
-        for path in old:
-            path.unlink()
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
-        """Write numbers of `step`, except non-finite ones and those `history` already has for this step."""
-        step_of_history, known = self._last
-        for name, value in metrics.items():
-            number = plain_number(value)
-            if number is not None and not (step == step_of_history and prefix + name in known):
-                self._writer.add_scalar(prefix + name, number, step)
-
-    def commit(self, step: int) -> None:
-        """Flush to the operating system, so that TensorBoard shows it and a kill does not lose it."""
-        self._writer.flush()
-
-    def finalize(self, status: str = SUCCESS) -> None:
-        self._writer.close()
-
-
-class WandbLogger(MetricLogger):
-    """A wandb run. Imports wandb lazily.
-
-    A resumed run passes its checkpoint's `run_id` and continues the same wandb run. wandb rejects steps below its last
-    one: those a killed run logged after its last checkpoint keep its values (on one process they are the same).
-
-    Args:
-        dir: parent of wandb's own `wandb/`.
-        run_id: run to continue; None starts a new one.
-        mode: "offline" keeps everything in `dir`, for a later `wandb sync`; "online" needs an API key.
-
-    Raises:
-        ReinforceError: wandb is not installed, or the run cannot be started.
-    """
-
-    def __init__(
-        self,
-        project: str,
-        name: str,
-        dir: str | Path,
-        config: Mapping[str, Any],
-        run_id: str | None = None,
-        mode: Literal["offline", "online"] = "offline",
-    ):
-        try:
-            import wandb
-        except ImportError as error:
-            raise ReinforceError(
-                f"the wandb logger is switched on, and wandb cannot be imported ({error}); "
-                "install it with `pip install 'reinforce-rl[wandb]'`, or switch the logger off"
-            ) from error
-        Path(dir).mkdir(parents=True, exist_ok=True)
-        try:
-            self._run = wandb.init(
-                project=project,
-                name=name,
-                dir=str(dir),
-                config=dict(config),
-                id=run_id,
-                resume="allow" if run_id is not None else None,
-                mode=mode,
-                # Deadlines in seconds. wandb's capture of stdout and the live progress display would tear each other.
-                settings=wandb.Settings(init_timeout=90, finish_timeout=120, console="off", silent=True),
-            )
-        except wandb.Error as error:
-            raise ReinforceError(
-                f"wandb could not start the run {name!r} of project {project!r} in mode {mode!r}: {error}. "
-                "Check the API key (`wandb login`) and the network, or use the mode offline"
-            ) from error
-
-    @property
-    def run_id(self) -> str:
-        """wandb's run id, for the checkpoint."""
-        return self._run.id
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
-        """Log numbers of `step`, except non-finite ones, which wandb's charts cannot show."""
-        numbers = {prefix + name: plain_number(value) for name, value in metrics.items()}
-        self._run.log({name: number for name, number in numbers.items() if number is not None}, step=step)
-
-    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Log rows as a wandb table, with the first row's keys as columns; do nothing without rows."""
-        if not rows:
-            return
-        import wandb
-
-        columns: list[Any] = list(rows[0])
-        data: list[Any] = [[row[column] for column in columns] for row in rows]
-        self._run.log({key: wandb.Table(columns=columns, data=data, allow_mixed_types=True)}, step=step)
-
-    def finalize(self, status: str = SUCCESS) -> None:
-        """Flush and end the run, as failed unless `status` is "success"."""
-        self._run.finish(exit_code=0 if status == SUCCESS else 1)

@@ -6,21 +6,26 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from reinforce_rl.errors import StoppedEarly
+from reinforce_rl.errors import DivergedError, StoppedEarly
 from reinforce_rl.monitoring.loggers import FAILED, SUCCESS, Loggers
 from reinforce_rl.monitoring.metrics import RankSeconds, StragglerLines, slowest_of_phases, timing_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.monitoring.rollouts import Kind, RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.run_folder import alerts_of
 from reinforce_rl.runtime.status import StatusFile
+from reinforce_rl.utils.files import plain_number
 
-TABLE_ROWS = 16  # validation samples sent to back ends that show tables
+TABLE_ROWS = 16  # samples sent to back ends that show tables
+REPEAT_ALERT_STEPS = 10  # an alert that stays is repeated after this many steps
 
 
 class RunMonitor:
     """Progress on the terminal, metrics to the loggers, samples to files, and the report.
 
-    `straggler_factor`: ranks slower than this multiple of a phase's median are reported.
+    Args:
+        straggler_factor: ranks slower than this multiple of a phase's median are reported.
+        table_interval: steps between tables of training samples for the loggers; 0 for none.
     """
 
     def __init__(
@@ -31,6 +36,7 @@ class RunMonitor:
         progress: TrainingProgress,
         status: StatusFile | None = None,
         straggler_factor: float = 1.5,
+        table_interval: int = 0,
     ):
         self._folder = Path(folder)
         self._metrics = metrics
@@ -38,6 +44,9 @@ class RunMonitor:
         self._progress = progress
         self._status = status
         self._stragglers = StragglerLines(straggler_factor)
+        self._table_interval = table_interval
+        self._step, self._line = 0, dict[str, float]()  # the current step's metrics, as in metrics.jsonl
+        self._alerted: dict[str, int] = {}  # last step by title
 
     def phase(self, name: str) -> None:
         self._progress.phase(name)
@@ -54,16 +63,18 @@ class RunMonitor:
         memory: Mapping[str, float],
     ) -> None:
         """Log metrics, samples, seconds and peak gigabytes per phase; `commit` stores the metrics."""
-        self._metrics.log_metrics(metrics, step, "train/")
-        self._metrics.log_metrics(timings, step, "timers/")
-        self._metrics.log_metrics(memory, step, "memory/")
+        self._log(metrics, step, "train/")
+        self._log(timings, step, "timers/")
+        self._log(memory, step, "memory/")
         self._write(step, rows, "rollouts")
+        if self._table_interval and (step - 1) % self._table_interval == 0:
+            self._log_table("rollouts", rows, step)
         self._progress.update(step, metrics, timings)
 
     def log_ranks(self, step: int, ranks: Sequence[RankSeconds], step_seconds: float) -> None:
         """Log the slowest ranks of a training step; `ranks` may be empty."""
         found = slowest_of_phases(ranks)
-        self._metrics.log_metrics(timing_metrics(found), step, "timing/")
+        self._log(timing_metrics(found), step, "timing/")
         line = self._stragglers.line(step, found, step_seconds)
         if line is not None:
             self.note(line)
@@ -71,7 +82,7 @@ class RunMonitor:
     def log_validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
         self._metrics.log_metrics(metrics, step, "val/")
         self._write(step, rows, "validation")
-        self._metrics.log_table("validation", [dict(vars(row)) for row in rows[:TABLE_ROWS]], step)
+        self._log_table("validation", rows, step)
         self._progress.validation(step, metrics)
 
     def log_test(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
@@ -80,13 +91,28 @@ class RunMonitor:
         self._progress.validation(step, metrics, "test")
 
     def commit(self, step: int) -> None:
-        """Force everything of this step, which is complete, to disk."""
+        """Force everything of this step, which is complete, to disk; send what is wrong in it as alerts."""
+        for title, text in alerts_of(self._line):
+            if step >= self._alerted.get(title, -REPEAT_ALERT_STEPS) + REPEAT_ALERT_STEPS:
+                self._alerted[title] = step
+                self._metrics.alert(title, text, step)
+        self._line = {}
         self._metrics.commit(step)
         if self._status is not None:
             self._status.progress(step, self._progress.total_steps)
 
     def report(self) -> Path:
         return write_report(self._folder.absolute())
+
+    def _log(self, metrics: Mapping[str, float], step: int, prefix: str) -> None:
+        self._step = step
+        self._line |= {prefix + name: float(value) for name, value in metrics.items()}
+        self._metrics.log_metrics(metrics, step, prefix)
+
+    def _log_table(self, key: str, rows: Sequence[RolloutRow], step: int) -> None:
+        shown = [vars(row).items() for row in rows[:TABLE_ROWS]]
+        plain = [{k: plain_number(v) if isinstance(v, float) else v for k, v in row} for row in shown]
+        self._metrics.log_table(key, plain, step)
 
     def _write(self, step: int, rows: Sequence[RolloutRow], kind: Kind) -> None:
         self._rollouts.write(step, rows, kind)
@@ -99,8 +125,13 @@ class RunMonitor:
             with self._progress:
                 yield
             status = SUCCESS
-        except StoppedEarly:
+        except StoppedEarly as error:
             status = SUCCESS
+            self._metrics.alert("stopped", str(error), self._step, "INFO")
+            raise
+        except BaseException as error:
+            title = "diverged" if isinstance(error, DivergedError) else "failed"
+            self._metrics.alert(title, f"{type(error).__name__}: {error}", self._step, "ERROR")
             raise
         finally:
             self._metrics.finalize(status)

@@ -1,27 +1,18 @@
-"""Loggers: no step twice through kills and resumes, TensorBoard's and wandb's own files, several as one."""
+"""Loggers: no step twice through kills and resumes, several as one, and back ends that fail, hang or fall behind."""
 
 from __future__ import annotations
 
-import builtins
 import json
 import math
-import sys
-from pathlib import Path
+import threading
 
 import numpy as np
 import pytest
 import torch
-from helpers.wandb_files import history, offline_files, read_offline_file
 
-from reinforce_rl.errors import DataError, ReinforceError
-from reinforce_rl.monitoring.loggers import (
-    JsonlLogger,
-    Loggers,
-    MetricLogger,
-    TensorboardLogger,
-    WandbLogger,
-    read_metrics,
-)
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring import loggers
+from reinforce_rl.monitoring.loggers import Detached, JsonlLogger, Loggers, MetricLogger, read_metrics
 
 
 def log_step(logger: MetricLogger, step: int, reward: float = 0.5) -> None:
@@ -152,6 +143,9 @@ class Recorder:
     def log_table(self, key, rows, step):
         self.calls.append(("table", key, rows, step))
 
+    def alert(self, title, text, step, level="WARN"):
+        self.calls.append(("alert", title, text, step, level))
+
     def commit(self, step):
         self.calls.append(("commit", step))
 
@@ -167,12 +161,14 @@ def test_loggers_pass_everything_on_and_are_a_logger():
     assert isinstance(both, MetricLogger)
     both.log_metrics({"rewards": 1.0}, 3, "val/")
     both.log_table("samples", [{"a": 1}], 3)
+    both.alert("diverged", "of nothing", 3, "ERROR")
     both.commit(3)
     both.finalize("failed")
     assert one.calls == two.calls
     assert one.calls == [
         ("metrics", {"rewards": 1.0}, 3, "val/"),
         ("table", "samples", [{"a": 1}], 3),
+        ("alert", "diverged", "of nothing", 3, "ERROR"),
         ("commit", 3),
         ("finalize", "failed"),
     ]
@@ -185,129 +181,102 @@ def test_loggers_close_the_others_when_one_cannot_be_closed():
     assert two.calls == [("finalize", "success")]
 
 
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every (step, value) by name, with nothing that the reader would tidy away."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False)
-    events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+class TestDetached:
+    def test_calls_arrive_in_order(self):
+        recorder, told = Recorder(), []
+        logger = Detached("wandb", lambda: recorder, told.append)  # type: ignore[arg-type, return-value]
+        values = {"rewards": 1.0}
+        logger.log_metrics(values, 3, "val/")
+        values["rewards"] = 2.0  # the caller's own, afterwards
+        logger.alert("diverged", "of nothing", 3)
+        logger.commit(3)
+        logger.finalize("failed")
+        assert recorder.calls == [
+            ("metrics", {"rewards": 1.0}, 3, "val/"),
+            ("alert", "diverged", "of nothing", 3, "WARN"),
+            ("commit", 3),
+            ("finalize", "failed"),
+        ]
+        assert told == []
 
+    @pytest.mark.parametrize("error", [OSError("no route"), SystemExit(1)])
+    def test_a_back_end_that_cannot_start_is_told_once(self, error):
+        told: list[str] = []
 
-def test_numbers_read_back(tmp_path):
-    pytest.importorskip("tensorboard")
-    logger = TensorboardLogger(tmp_path)
-    assert isinstance(logger, MetricLogger)
-    for step in (0, 1):
-        logger.log_metrics({"rewards": step + 0.5, "grad_norm": math.nan, "lr": math.inf}, step, "train/")
-        logger.log_metrics({"rewards": 0.25}, step, "val/")
-        logger.log_table("validation", [{"prompt": "a"}], step)
-        logger.commit(step)
-        assert len(scalars(tmp_path)["train/rewards"]) == step + 1, "it can be watched while the run goes on"
-    logger.finalize()
-    assert scalars(tmp_path) == {"train/rewards": [(0, 0.5), (1, 1.5)], "val/rewards": [(0, 0.25), (1, 0.25)]}
+        def start() -> MetricLogger:
+            raise error
 
+        logger = Detached("wandb", start, told.append)
+        for step in range(loggers.QUEUED_CALLS + 5):
+            logger.commit(step)
+        logger.finalize()
+        assert len(told) == 1
+        assert "logger wandb: failed" in told[0] and str(error) in told[0] and "metrics.jsonl" in told[0]
 
-def test_a_run_that_goes_on_has_each_step_once(tmp_path):
-    """Killed after step 3, gone on from the checkpoint of step 2, whose test was logged and is made again."""
-    pytest.importorskip("tensorboard")
-    lines = tmp_path / "metrics.jsonl"
+    def test_a_back_end_that_fails_is_asked_again_and_told_once(self):
+        class Flaky(Recorder):
+            def commit(self, step):
+                super().commit(step)
+                if step < 3:
+                    raise TimeoutError("no answer")
 
-    def log(steps: list[int], value: float, resume_step: int | None) -> None:
-        jsonl = JsonlLogger(lines, resume_step)
-        board = TensorboardLogger(tmp_path / "tensorboard", read_metrics(lines) if lines.exists() else ())
-        for step in steps:
-            for logger in (jsonl, board):
-                logger.log_metrics({"rewards": value}, step, "train/" if step > 2 or value == 1.0 else "test/")
-                if step == 2 and value == 1.0:
-                    logger.log_metrics({"rewards": 7.0}, step, "test/")
-                logger.commit(step)
-        board.finalize()
+        flaky, told = Flaky(fails=True), []
+        logger = Detached("mlflow", lambda: flaky, told.append)  # type: ignore[arg-type, return-value]
+        for step in (1, 2, 3):
+            logger.commit(step)
+        logger.finalize()
+        assert [call[1] for call in flaky.calls] == [1, 2, 3, "success"]
+        assert len(told) == 1 and "mlflow: failed (TimeoutError: no answer)" in told[0]
 
-    log([1, 2, 3], 1.0, None)
-    log([2, 3, 4], 9.0, 2)
-    assert scalars(tmp_path / "tensorboard") == {
-        "train/rewards": [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0)],
-        "test/rewards": [(2, 7.0)],
-    }
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    @pytest.mark.parametrize("where", ["start", "commit", "finalize"])
+    def test_one_that_hangs_neither_blocks_nor_is_waited_for(self, where, monkeypatch):
+        monkeypatch.setattr(loggers, "QUEUED_CALLS", 3)
+        monkeypatch.setattr(loggers, "CLOSE_SECONDS", 0.2)
+        freed, told = threading.Event(), []
 
+        class Hanging(Recorder):
+            def commit(self, step):
+                freed.wait(60) if where == "commit" else None
 
-def test_without_tensorboard_the_extra_is_named(tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ReinforceError, match=r"pip install 'reinforce-rl\[tensorboard\]'"):
-        TensorboardLogger(tmp_path)
+            def finalize(self, status="success"):
+                freed.wait(60)
 
+        def start():
+            freed.wait(60) if where == "start" else None
+            return Hanging()
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch, tmp_path):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+        logger = Detached("swanlab", start, told.append)
+        for step in range(1 if where == "finalize" else 20):
+            logger.commit(step)
+        logger.finalize()
+        assert len(told) == 1
+        assert ("left behind" if where == "finalize" else "does not keep up: 3 calls wait") in told[0]
+        freed.set()
 
+    def test_a_long_call_is_told_before_the_queue_is_full(self, monkeypatch):
+        monkeypatch.setattr(loggers, "CALL_SECONDS", 0.0)
+        entered, freed, told = threading.Event(), threading.Event(), []
 
-def test_an_offline_run_reads_back_and_resumes_under_its_id(tmp_path):
-    config = {"trainer": {"reinforce": {"max_steps": 2}}, "seed": 7}
-    logger = WandbLogger("aligning", "first", tmp_path, config)
-    assert isinstance(logger, MetricLogger)
-    for step in (1, 2):
-        logger.log_metrics({"rewards": step / 10, "grad_norm": math.nan}, step, "train/")
-        logger.log_metrics({"rewards": 0.75}, step, "val/")
-        logger.log_table("samples", [{"prompt": "why?", "response": "because", "reward": None}], step)
-        logger.commit(step)
-    run_id = logger.run_id
-    logger.finalize()
+        class Slow(Recorder):
+            def commit(self, step):
+                entered.set()
+                freed.wait(60)
 
-    (path,) = offline_files(tmp_path)
-    assert run_id in path.name
-    steps = history(path)
-    assert sorted(steps) == [1, 2]
-    assert [steps[s]["train/rewards"] for s in (1, 2)] == [0.1, 0.2]
-    assert steps[2]["val/rewards"] == 0.75
-    assert all("train/grad_norm" not in values for values in steps.values())
+        logger = Detached("wandb", Slow, told.append)  # type: ignore[arg-type]
+        logger.commit(1)
+        assert entered.wait(60)
+        logger.commit(2)
+        assert len(told) == 1 and "has been in one call" in told[0]
+        freed.set()
+        logger.finalize()
 
-    records = list(read_offline_file(path))
-    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    assert (run.project, run.display_name, run.run_id) == ("aligning", "first", run_id)
-    shown = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert shown["seed"] == 7 and shown["trainer"]["reinforce"]["max_steps"] == 2
-    assert [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [0]
-
-    tables = sorted(path.parent.glob("files/media/table/*.table.json"))
-    assert len(tables) == 2
-    assert json.loads(tables[0].read_text())["data"] == [["why?", "because", None]]
-
-    resumed = WandbLogger("aligning", "first", tmp_path / "again", config, run_id=run_id)
-    assert resumed.run_id == run_id
-    resumed.log_metrics({"rewards": 0.3}, 3, "train/")
-    resumed.log_table("samples", [], 3)
-    resumed.finalize("failed")
-    (path,) = offline_files(tmp_path / "again")
-    assert run_id in path.name
-    assert history(path)[3]["train/rewards"] == 0.3
-    codes = [r.exit.exit_code for r in read_offline_file(path) if r.WhichOneof("record_type") == "exit"]
-    assert codes == [1]
-
-
-def test_without_wandb_the_extra_is_named(tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def refuse(name, *args, **kwargs):
-        if name == "wandb":
-            raise ImportError("No module named 'wandb'")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ReinforceError, match=r"pip install 'reinforce-rl\[wandb\]'"):
-        WandbLogger("p", "n", tmp_path, {})
-
-
-def test_online_without_a_key_is_an_error_that_says_so(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with pytest.raises(ReinforceError, match=r"mode 'online'.*wandb login"):
-        WandbLogger("p", "n", tmp_path, {}, mode="online")
+    def test_one_that_is_idle_for_long_is_no_long_call(self, monkeypatch):
+        recorder, told = Recorder(), []
+        logger = Detached("wandb", lambda: recorder, told.append)  # type: ignore[arg-type, return-value]
+        logger.commit(1)
+        while len(recorder.calls) < 1 or logger._busy_since is not None:
+            threading.Event().wait(0.01)
+        monkeypatch.setattr(loggers, "CALL_SECONDS", 0.0)
+        logger.commit(2)
+        logger.finalize()
+        assert told == []

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -203,6 +204,7 @@ class FakeWandb(ModuleType):
 
     def __init__(self):
         super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)
         self.started: dict = {}
         self.logged: dict[int, dict] = {}
         self.ended: list[int] = []

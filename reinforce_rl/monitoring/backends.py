@@ -1,0 +1,204 @@
+"""Back ends of metrics besides `metrics.jsonl`: TensorBoard, wandb, SwanLab, MLflow; imported when used."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.monitoring.loggers import SUCCESS, Detached, Level, MetricLogger
+from reinforce_rl.utils.files import plain_number
+
+
+def start_loggers(
+    cfg: TrainConfig, run_id: str, history: Sequence[Mapping[str, Any]], tell: Callable[[str], None]
+) -> list[Detached]:
+    """Start the back ends of `exp_manager.loggers`, each in a thread of its own.
+
+    The same `run_id` goes on with the same run. `history` is the lines of `metrics.jsonl` so far, by step; `tell`
+    shows a message.
+    """
+    starts: dict[str, Callable[[], MetricLogger]] = {
+        "tensorboard": lambda: TensorboardLogger(Path(cfg.exp_manager.explicit_log_dir) / "tensorboard", history),
+        "wandb": lambda: WandbLogger(cfg, run_id),
+        "swanlab": lambda: SwanlabLogger(cfg, run_id),
+        "mlflow": lambda: MlflowLogger(cfg, run_id),
+    }
+    return [Detached(name, starts[name], tell) for name in cfg.exp_manager.used_loggers]
+
+
+class TensorboardLogger(MetricLogger):
+    """Writes one event file.
+
+    Event files are append-only: a resumed run writes a new one, replaying `metrics.jsonl` up to its checkpoint and the
+    texts up to it, and removes the old ones, so that no step appears twice.
+
+    Args:
+        folder: for event files only.
+        history: the lines of `metrics.jsonl` so far, by step.
+    """
+
+    def __init__(self, folder: str | Path, history: Sequence[Mapping[str, Any]] = ()):
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+        from torch.utils.tensorboard import SummaryWriter
+
+        old = sorted(Path(folder).glob("events.out.tfevents.*"))
+        self._writer = SummaryWriter(str(folder))
+        self._last: tuple[int, frozenset[str]] = (-1, frozenset())
+        for record in history:
+            numbers = {name: value for name, value in record.items() if name not in ("step", "time")}
+            for name, value in numbers.items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
+            self._last = record["step"], frozenset(numbers)
+        for path in old:  # texts are nowhere else
+            for event in LegacyEventFileLoader(str(path)).Load():
+                if event.step <= self._last[0] and any(value.HasField("tensor") for value in event.summary.value):
+                    self._writer._get_file_writer().add_event(event, event.step, event.wall_time)
+        self._writer.flush()
+        for path in old:
+            path.unlink()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
+        """Write numbers of `step`, except non-finite ones and those `history` already has for this step."""
+        step_of_history, known = self._last
+        for name, number in _finite(metrics, prefix).items():
+            if not (step == step_of_history and name in known):
+                self._writer.add_scalar(name, number, step)
+
+    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
+        """Write rows as text, in Markdown."""
+        if rows:
+            self._writer.add_text(key, "\n\n---\n\n".join(map(_as_markdown, rows)), step)
+
+    def alert(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
+        self._writer.add_text("alerts", f"**{level}, {title}**: {text}", step)
+
+    def commit(self, step: int) -> None:
+        """Flush to the operating system, so that TensorBoard shows it and a kill does not lose it."""
+        self._writer.flush()
+
+    def finalize(self, status: str = SUCCESS) -> None:
+        self._writer.close()
+
+
+def _as_markdown(row: Mapping[str, Any]) -> str:
+    numbers = ", ".join(f"{name} {value}" for name, value in row.items() if not isinstance(value, str))
+    texts = [(name, value) for name, value in row.items() if isinstance(value, str)]
+    # Indented, so that a sample's own Markdown and HTML are shown as they are.
+    blocks = [f"{name}:\n\n" + textwrap.indent(value, "    ", lambda line: True) for name, value in texts]
+    return "\n\n".join([numbers, *blocks])
+
+
+class WandbLogger(MetricLogger):
+    """A wandb run, as `exp_manager.wandb_logger_kwargs` says.
+
+    wandb rejects steps below its last one: those that a killed run logged after its last checkpoint keep their values
+    (on one process they are the same). Mode "offline" keeps everything in the run's folder, for `wandb sync`.
+    """
+
+    def __init__(self, cfg: TrainConfig, run_id: str):
+        import wandb
+
+        given, folder = cfg.exp_manager.wandb_logger_kwargs, Path(cfg.exp_manager.explicit_log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Deadlines in seconds. wandb's capture of stdout and the live progress display would tear each other.
+        settings = wandb.Settings(init_timeout=60, finish_timeout=50, console="off", silent=True)
+        options = {**dict(given), "config": cfg.model_dump(), "id": run_id, "resume": "allow"}
+        self._run: Any = wandb.init(dir=str(folder), settings=settings, **options)
+        self._table: Callable[..., Any] = partial(wandb.Table, allow_mixed_types=True)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
+        """Log numbers of `step`, except non-finite ones, which charts cannot show."""
+        self._run.log(_finite(metrics, prefix), step=step)
+
+    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
+        """Log rows as a table, with the first row's keys as columns; do nothing without rows."""
+        if rows:
+            self._run.log({key: self._table(list(rows[0]), [list(row.values()) for row in rows])}, step=step)
+
+    def alert(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
+        self._run.alert(title=title, text=f"step {step}: {text}", level=level)
+
+    def finalize(self, status: str = SUCCESS) -> None:
+        """Flush and end the run, as failed unless `status` is "success"."""
+        self._run.finish(exit_code=0 if status == SUCCESS else 1)
+
+
+class SwanlabLogger(WandbLogger):
+    """A SwanLab run, as the same keys say; "offline" is for a later `swanlab sync`. Alerts are texts."""
+
+    def __init__(self, cfg: TrainConfig, run_id: str):
+        import swanlab
+
+        given, folder = cfg.exp_manager.wandb_logger_kwargs, Path(cfg.exp_manager.explicit_log_dir)
+        quiet = {"interactive": False, "terminal": {"proxy_type": "none"}, "probe": {"requirements": False}}
+        options = {**dict(given), "config": cfg.model_dump(), "id": run_id, "resume": "allow"}
+        self._run = swanlab.init(log_dir=str(folder / "swanlog"), settings=swanlab.Settings(**quiet), **options)
+        self._table = lambda columns, data: swanlab.echarts.Table().add(columns, data)
+        self._text = swanlab.Text
+
+    def alert(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
+        self._run.log({"alerts": self._text(text, caption=f"{level}, {title}")}, step=step)
+
+    def finalize(self, status: str = SUCCESS) -> None:
+        failure = {} if status == SUCCESS else {"state": "crashed", "error": "see the run's log"}
+        self._run.finish(**failure)
+
+
+class MlflowLogger(MetricLogger):
+    """An MLflow run: numbers as metrics, configuration, tables and alerts as artifacts.
+
+    It is continued by its tag `reinforce_rl.run_id`. Steps that a killed run logged after its last checkpoint appear
+    twice.
+    """
+
+    def __init__(self, cfg: TrainConfig, run_id: str):
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # maintained no more, but all that mlflow-skinny has
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        given, folder = cfg.exp_manager.mlflow_logger_kwargs, Path(cfg.exp_manager.explicit_log_dir)
+        self._metric, self._pending = Metric, dict[str, float]()
+        self._client = client = MlflowClient(given.tracking_uri or (folder / "mlruns").absolute().as_uri())
+        found = client.get_experiment_by_name(given.experiment_name)
+        place = found.experiment_id if found else client.create_experiment(given.experiment_name)
+        past = client.search_runs([place], filter_string=f"tags.`reinforce_rl.run_id` = '{run_id}'")
+        tags = {"reinforce_rl.run_id": run_id}
+        run = past[0] if past else client.create_run(place, run_name=cfg.exp_manager.name, tags=tags)
+        self._id = run.info.run_id
+        client.update_run(self._id, status="RUNNING")
+        client.log_dict(self._id, cfg.model_dump(), "config.yaml")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
+        """Hold numbers until `commit`, which sends them at once."""
+        self._pending |= _finite(metrics, prefix)
+
+    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
+        if rows:
+            table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+            self._client.log_text(self._id, json.dumps(table, ensure_ascii=False), f"{key}/step_{step:05d}.json")
+
+    def alert(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
+        self._client.log_text(self._id, f"{level}: {text}\n", f"alerts/step_{step:05d} {title}.txt")
+
+    def commit(self, step: int) -> None:
+        now = time.time_ns() // 1_000_000
+        metrics, self._pending = [self._metric(name, value, now, step) for name, value in self._pending.items()], {}
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def finalize(self, status: str = SUCCESS) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if status == SUCCESS else "FAILED")
+
+
+def _finite(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    numbers = {prefix + name: plain_number(value) for name, value in metrics.items()}
+    return {name: number for name, number in numbers.items() if number is not None}

@@ -1,0 +1,272 @@
+"""Back ends: TensorBoard's, wandb's, SwanLab's and MLflow's own files read back, alone and of whole runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.tiny_run import metrics_of, run, without_times
+from helpers.wandb_files import history, offline_files, read_offline_file
+
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.rules import find_faults
+from reinforce_rl.monitoring import backends
+from reinforce_rl.monitoring.backends import MlflowLogger, SwanlabLogger, TensorboardLogger, WandbLogger
+from reinforce_rl.monitoring.loggers import JsonlLogger, MetricLogger, read_metrics
+
+RL, MANAGER = "trainer.reinforce", "exp_manager"
+ROWS = [
+    {"prompt": "why?", "response": "because | <b>", "reward": 0.5},
+    {"prompt": "so", "response": "", "reward": None},
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("DATA", "CACHE", "CONFIG"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name.lower()))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SWANLAB_SAVE_DIR", str(tmp_path / "swanlab"))
+
+
+def config_of(folder: Path, **manager) -> TrainConfig:
+    wandb = {"project": "aligning", "name": "first", "mode": "offline"}
+    return TrainConfig(exp_manager={"explicit_log_dir": str(folder), "wandb_logger_kwargs": wandb, **manager})  # type: ignore[arg-type]
+
+
+def log_two_steps(logger: MetricLogger) -> None:
+    for step in (1, 2):
+        logger.log_metrics({"rewards": step / 10, "grad_norm": math.nan}, step, "train/")
+        logger.log_metrics({"rewards": 0.75}, step, "val/")
+        logger.log_table("validation", ROWS, step)
+        logger.commit(step)
+    logger.alert("stopped", "time is up", 2, "INFO")
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every (step, value) by name, with nothing that the reader would tidy away."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False)
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_numbers_read_back(tmp_path):
+    pytest.importorskip("tensorboard")
+    logger = TensorboardLogger(tmp_path)
+    assert isinstance(logger, MetricLogger)
+    for step in (0, 1):
+        logger.log_metrics({"rewards": step + 0.5, "grad_norm": math.nan, "lr": math.inf}, step, "train/")
+        logger.log_metrics({"rewards": 0.25}, step, "val/")
+        logger.log_table("validation", [{"prompt": "a"}], step)
+        logger.commit(step)
+        assert len(scalars(tmp_path)["train/rewards"]) == step + 1, "it can be watched while the run goes on"
+    logger.finalize()
+    assert scalars(tmp_path) == {"train/rewards": [(0, 0.5), (1, 1.5)], "val/rewards": [(0, 0.25), (1, 0.25)]}
+
+
+def test_a_run_that_goes_on_has_each_step_once(tmp_path):
+    """Killed after step 3, gone on from the checkpoint of step 2, whose test was logged and is made again."""
+    pytest.importorskip("tensorboard")
+    lines = tmp_path / "metrics.jsonl"
+
+    def log(steps: list[int], value: float, resume_step: int | None) -> None:
+        jsonl = JsonlLogger(lines, resume_step)
+        board = TensorboardLogger(tmp_path / "tensorboard", read_metrics(lines) if lines.exists() else ())
+        for step in steps:
+            for logger in (jsonl, board):
+                logger.log_metrics({"rewards": value}, step, "train/" if step > 2 or value == 1.0 else "test/")
+                if step == 2 and value == 1.0:
+                    logger.log_metrics({"rewards": 7.0}, step, "test/")
+                logger.commit(step)
+        board.finalize()
+
+    log([1, 2, 3], 1.0, None)
+    log([2, 3, 4], 9.0, 2)
+    assert scalars(tmp_path / "tensorboard") == {
+        "train/rewards": [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0)],
+        "test/rewards": [(2, 7.0)],
+    }
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_samples_and_alerts_are_texts_that_a_resume_does_not_double(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger = TensorboardLogger(tmp_path)
+    log_two_steps(logger)
+    logger.finalize()
+    logger = TensorboardLogger(tmp_path, [{"step": 1, "time": 0.0}])
+    logger.log_table("validation", ROWS[:1], 2)
+    logger.finalize()
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    found = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
+    assert [event.step for event in found["validation/text_summary"]] == [1, 2]
+    text = found["validation/text_summary"][0].tensor_proto.string_val[0].decode()
+    assert "    because | <b>" in text and "reward 0.5" in text
+    assert "alerts/text_summary" not in found, "the alert came after the checkpoint"
+    assert len(list(tmp_path.glob("events.*"))) == 1
+
+
+def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
+    pytest.importorskip("wandb")
+    logger = WandbLogger(config_of(tmp_path), "abcd1234")
+    log_two_steps(logger)
+    logger.finalize()
+
+    (path,) = offline_files(tmp_path)
+    assert "abcd1234" in path.name
+    steps = history(path)
+    assert sorted(steps) == [1, 2]
+    assert [steps[s]["train/rewards"] for s in (1, 2)] == [0.1, 0.2]
+    assert steps[2]["val/rewards"] == 0.75
+    assert all("train/grad_norm" not in values for values in steps.values())
+
+    records = list(read_offline_file(path))
+    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert (run.project, run.display_name, run.run_id) == ("aligning", "first", "abcd1234")
+    shown = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert shown["trainer"]["reinforce"]["max_steps"] == -1
+    assert [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [0]
+    (alert,) = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
+    assert (alert.title, alert.text, alert.level) == ("stopped", "step 2: time is up", "INFO")
+
+    tables = sorted(path.parent.glob("files/media/table/*.table.json"))
+    assert len(tables) == 2
+    assert json.loads(tables[0].read_text())["data"] == [["why?", "because | <b>", 0.5], ["so", "", None]]
+
+    resumed = WandbLogger(config_of(tmp_path / "again"), "abcd1234")
+    resumed.log_metrics({"rewards": 0.3}, 3, "train/")
+    resumed.log_table("samples", [], 3)
+    resumed.finalize("failed")
+    (path,) = offline_files(tmp_path / "again")
+    assert "abcd1234" in path.name and history(path)[3]["train/rewards"] == 0.3
+    assert [r.exit.exit_code for r in read_offline_file(path) if r.WhichOneof("record_type") == "exit"] == [1]
+
+
+def test_swanlab_keeps_numbers_tables_and_alerts_for_a_later_sync(tmp_path):
+    pytest.importorskip("swanlab")
+    logger = SwanlabLogger(config_of(tmp_path), "abcd1234")
+    log_two_steps(logger)
+    logger.finalize("failed")
+    (folder,) = (tmp_path / "swanlog").glob("run-*-abcd1234")
+    written = (folder / "run-abcd1234.swanlab").read_bytes()
+    assert b"train/rewards" in written and b"val/rewards" in written and b"train/grad_norm" not in written
+    tables = [json.loads(path.read_text()) for path in sorted((folder / "media" / "echarts").iterdir())]
+    assert len(tables) == 2 and "because | <b>" in json.dumps(tables[0])
+    assert [path.read_text() for path in (folder / "media" / "text").iterdir()] == ["time is up"]
+    assert "max_steps" in (folder / "files" / "config.yaml").read_text()
+
+
+def test_mlflow_keeps_a_run_in_files_and_goes_on_with_it(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    for status in ("success", "failed"):
+        logger = MlflowLogger(config_of(tmp_path), "abcd1234")
+        log_two_steps(logger)
+        logger.finalize(status)
+    client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
+    place = client.get_experiment_by_name("reinforce_rl")
+    (found,) = client.search_runs([place.experiment_id])
+    assert found.info.status == "FAILED" and found.info.run_name == "reinforce"
+    past = client.get_metric_history(found.info.run_id, "train/rewards")
+    assert [(point.step, point.value) for point in past] == [(1, 0.1), (2, 0.2)] * 2
+    assert "train/grad_norm" not in found.data.metrics
+    folder = Path(found.info.artifact_uri.removeprefix("file://"))
+    assert json.loads((folder / "validation" / "step_00002.json").read_text())["data"][1] == ["so", "", None]
+    assert (folder / "alerts" / "step_00002 stopped.txt").read_text() == "INFO: time is up\n"
+    assert "max_steps: -1" in (folder / "config.yaml").read_text()
+
+
+def test_other_runs_are_not_continued(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    for run_id in ("abcd1234", "abcd1235"):
+        MlflowLogger(config_of(tmp_path), run_id).finalize()
+    client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
+    place = client.get_experiment_by_name("reinforce_rl")
+    assert {run.data.tags["reinforce_rl.run_id"] for run in client.search_runs([place.experiment_id])} == {
+        "abcd1234",
+        "abcd1235",
+    }
+
+
+def test_faults_of_loggers_are_found_before_a_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "swanlab", None)
+    manager = {"loggers": ["wand", "swanlab"], "create_tensorboard_logger": True}
+    faults = [fault for fault in find_faults(config_of(tmp_path, **manager)) if "exp_manager.loggers" in fault]
+    assert faults == [
+        "exp_manager.loggers has 'wand'; expected tensorboard, wandb, swanlab, mlflow",
+        "exp_manager.loggers has swanlab, which is not installed; `pip install 'reinforce-rl[swanlab]'`, or leave "
+        "the logger out",
+    ]
+
+
+def test_names_and_switches_are_one_list(tmp_path):
+    manager = config_of(tmp_path, loggers=["mlflow", "wandb"], create_wandb_logger=True).exp_manager
+    assert manager.used_loggers == ["mlflow", "wandb"]
+    assert config_of(tmp_path, create_tensorboard_logger=True).exp_manager.used_loggers == ["tensorboard"]
+
+
+class TestRuns:
+    def test_loggers_that_fail_change_nothing_and_say_so_once(self, tmp_path, mesh, monkeypatch, capsys):
+        class Broken(MetricLogger):
+            def __init__(self, *_):
+                raise ConnectionError("no route to host")
+
+        class Falling(MetricLogger):
+            def __init__(self, *_):
+                pass
+
+            def commit(self, step):
+                raise TimeoutError("no answer")
+
+            def finalize(self, status="success"):
+                raise TimeoutError("no answer")
+
+        keys = (f"{RL}.max_steps=2", f"{RL}.val_check_interval=1")
+        (tmp_path / "plain").mkdir()
+        plain = run(tmp_path / "plain", mesh, *keys)
+        capsys.readouterr()
+        monkeypatch.setattr(backends, "WandbLogger", Broken)
+        monkeypatch.setattr(backends, "MlflowLogger", Falling)
+        (tmp_path / "logged").mkdir()
+        logged = run(tmp_path / "logged", mesh, *keys, f"{MANAGER}.loggers=[wandb,mlflow]")
+        assert [without_times(line) for line in logged] == [without_times(line) for line in plain]
+        told = [line for line in capsys.readouterr().out.splitlines() if "logger " in line]
+        assert sorted(line.split(";")[0] for line in told) == [
+            "logger mlflow: failed (TimeoutError: no answer). The run goes on",
+            "logger wandb: failed (ConnectionError: no route to host). The run goes on",
+        ]
+
+    def test_a_resumed_run_goes_on_under_its_id_with_samples_and_alerts(self, tmp_path, mesh):
+        mlflow = pytest.importorskip("mlflow")
+        keys = (f"{MANAGER}.loggers=[mlflow]", f"{MANAGER}.sample_table_interval=2", f"{RL}.max_epochs=2")
+        alike = lambda ids: 0.5  # noqa: E731  every group without spread: an alert
+        run(tmp_path, mesh, *keys, f"{RL}.max_steps=1", rm=alike)
+        lines = {line["step"]: line for line in run(tmp_path, mesh, *keys, f"{RL}.max_steps=3", rm=alike)}
+        assert metrics_of(tmp_path) == list(lines.values())
+        client = mlflow.MlflowClient((tmp_path / "run" / "mlruns").as_uri())
+        (found,) = client.search_runs([client.get_experiment_by_name("reinforce_rl").experiment_id])
+        past = client.get_metric_history(found.info.run_id, "train/response_lengths")
+        assert {point.step: point.value for point in past} == {
+            s: lines[s]["train/response_lengths"] for s in (1, 2, 3)
+        }
+        folder = Path(found.info.artifact_uri.removeprefix("file://"))
+        assert sorted(path.name for path in (folder / "rollouts").iterdir()) == ["step_00001.json", "step_00003.json"]
+        alerts = sorted(path.name for path in (folder / "alerts").iterdir())
+        assert alerts == ["step_00001 no spread.txt", "step_00002 no spread.txt"], "once in each start, not every step"
+
+    def test_an_error_is_an_alert(self, tmp_path, mesh):
+        mlflow = pytest.importorskip("mlflow")
+        from reinforce_rl.errors import RewardServerError
+
+        with pytest.raises(RewardServerError):
+            run(tmp_path, mesh, f"{MANAGER}.loggers=[mlflow]", rm=lambda ids: math.nan)
+        client = mlflow.MlflowClient((tmp_path / "run" / "mlruns").as_uri())
+        (found,) = client.search_runs([client.get_experiment_by_name("reinforce_rl").experiment_id])
+        assert found.info.status == "FAILED"
+        (alert,) = (Path(found.info.artifact_uri.removeprefix("file://")) / "alerts").iterdir()
+        assert alert.name == "step_00000 failed.txt" and "max_failed_fraction" in alert.read_text()
