@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-
-from reinforce_rl.monitoring.charts import label, ticks
 
 COLOURS = ("#2563c9", "#d9730d", "#168a62", "#8a4fc4", "#c2364b", "#7a6a12")
 WIDTH, HEIGHT = 560, 390
@@ -101,3 +100,31 @@ def _panel(panel: Panel) -> list[str]:
         parts.append(f'<rect x="{left}" y="{top}" width="10" height="10" fill="{colour}"/>')
         parts.append(f'<text x="{left + 15}" y="{top + 9}">{escape(curve.name)}</text>')
     return parts
+
+
+def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
+    """Return about `count` round numbers covering [low, high], 1, 2 or 5 times a power of ten apart.
+
+    `low` and `high` are finite and in order; `whole` allows no fractions.
+    """
+    span, scale = high - low, max(abs(low), abs(high))
+    if span <= scale * 1e-9 or span < 1e-30:  # one value, or so little between them that labels could not tell
+        span = scale * 0.2 if scale > 1e-20 else 1.0
+        low, high = (low + high - span) / 2, (low + high + span) / 2
+    raw = span / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    step = max(1.0, step) if whole else step
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def label(value: float, step: float) -> str:
+    """Format a tick with as many decimals as `step`, the distance between ticks, needs."""
+    if abs(value) < step / 2:
+        return "0"
+    if abs(value) < 1e-3 or abs(value) >= 1e6:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
+    return f"{value:.{decimals}f}"

@@ -247,6 +247,37 @@ def evaluate(
         Console().print(results.table())
 
 
+@app.command()
+def board(
+    folder: Annotated[Path, typer.Argument(help="a folder with runs in it, or a run's own")] = Path("results"),
+    port: Annotated[int, typer.Option(help="0 takes a free one", min=0, max=65535)] = 6060,
+    host: Annotated[str, typer.Option(help="address to listen on; there is no password")] = "127.0.0.1",
+) -> None:
+    """Show runs on a local page that follows them: curves, alerts, samples, comparison. Ctrl-C ends."""
+    from reinforce_rl.monitoring.board import serve
+
+    serve(folder, host, port)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="the run's folder")]) -> None:
+    """Write report.html into a run's folder: the board's page in one file; print its path."""
+    from reinforce_rl.monitoring.report import write_report
+
+    print(write_report(run))
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="folders of two or more runs; the first is the base")],
+    html: Annotated[Path | None, typer.Option(help="also write a page that overlays the runs")] = None,
+) -> None:
+    """Compare runs: metrics, validation rewards paired by prompt, settings that differ."""
+    from reinforce_rl.monitoring.compare import compare
+
+    print(compare(runs, html), end="")
+
+
 @app.command("check-server")
 def check_server(
     url: Annotated[str, typer.Argument(help="http://HOST:PORT")],

@@ -1,4 +1,4 @@
-"""What a run changed: `run_summary` as text, and `report.html`, one page without scripts or network access.
+"""What a run changed: `run_summary` as text, and `report.html`, the board's page in one file.
 
 `python -m reinforce_rl.monitoring.report RUN_DIR` writes the page, also during the run.
 """
@@ -6,44 +6,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
-from omegaconf import OmegaConf
-
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.monitoring.charts import MAX_POINTS, Series, area_chart, legend, line_chart
-from reinforce_rl.monitoring.progress import PHASES, clock
+from reinforce_rl.monitoring.progress import clock
 from reinforce_rl.monitoring.rollouts import RolloutRow
-from reinforce_rl.monitoring.run_folder import REST, RunFolder, mean
-from reinforce_rl.runtime.settings import flatten
-from reinforce_rl.utils.files import write_atomically
-
-TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-TEMPLATES.filters["known"] = math.isfinite
-TEMPLATES.filters["number"] = lambda value: f"{value:.3f}" if math.isfinite(value) else "failed"
-_EVEN_SAMPLES = 6
-_EXTREME_SAMPLES = 3
-# Keys of the configuration that the page shows at once, where they are set; the whole file is one click away.
-_FACTS = (
-    "trainer.reinforce",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "pretrained_checkpoint.restore_from_path",
-    "model.tensor_model_parallel_size",
-    "model.global_batch_size",
-    "model.micro_batch_size",
-    "model.optim.name",
-    "model.optim.lr",
-    "model.seed",
-)
+from reinforce_rl.monitoring.run_folder import RunFolder, mean
+from reinforce_rl.monitoring.view import curves, frozen_samples, kinds, render
+from reinforce_rl.utils.files import plain_number, write_atomically
 
 
 @dataclass(frozen=True)
@@ -174,114 +152,42 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
     return "\n".join(lines)
 
 
+def overview(run: RunFolder) -> dict[str, Any]:
+    """Return what the page shows of a run, all but its samples."""
+    found, state, config = comparison(run), run.state(), run.configuration()
+    return {
+        "name": run.name,
+        "state": {**vars(state), "time": plain_number(state.time)},
+        "span": _span(run),
+        "verdict": verdict(run) if found or run.series("train/rewards") else "",
+        "tone": _tone(found),
+        "tables": [_summary_table(run)],
+        "alerts": [asdict(alert) for alert in run.alerts()],
+        "config": {
+            "text": config.text,
+            "changes": config.changes,
+            "settings": [[one.key, json.dumps(one.value), json.dumps(one.default)] for one in config.settings],
+        },
+        "kinds": kinds(run),
+        **curves(run, found.n if found else 0),
+    }
+
+
+def _summary_table(run: RunFolder) -> dict[str, Any]:
+    rows = [[row.name, row.show(row.before), row.show(row.after), row.change, row.basis] for row in summarize(run)]
+    return {"title": "Before and after", "columns": ["", "before", "after", "change", "measured on"], "rows": rows}
+
+
 def write_report(run_dir: str | Path) -> Path:
     """Write `report.html` from the files of `run_dir` that exist; return its path.
 
     Raises:
         DataError: `run_dir` is absent, or a file of it cannot be read.
     """
-    run_dir = Path(run_dir)
     run = RunFolder(run_dir)
-    config = run.configuration()
-    even, extremes = _validation_samples(run)
-    best, worst = _best_and_worst(run.last_rollouts)
-    page = TEMPLATES.get_template("report.html").render(
-        name=run_dir.resolve().name,
-        span=_span(run),
-        verdict=verdict(run),
-        tone=_tone(comparison(run)),
-        summary=summarize(run),
-        facts=_facts(config.text),
-        config=config.text,
-        changes=config.changes,
-        charts=_charts(run),
-        slowest_rank=_slowest_rank(run),
-        max_points=MAX_POINTS,
-        even=even,
-        extremes=extremes,
-        best=best,
-        worst=worst,
-    )
-    path = run_dir / "report.html"
-    write_atomically(path, page)
+    path = run.path / "report.html"
+    write_atomically(path, render({"runs": {run.name: overview(run)}, "samples": {run.name: frozen_samples(run)}}))
     return path
-
-
-def _charts(run: RunFolder) -> list[tuple[str, str, str]]:
-    """Return title, legend and SVG of each chart."""
-
-    def train(key: str, name: str = "training", colour: int = 1) -> Series:
-        return Series(name, run.series(f"train/{key}"), colour, smooth=True)
-
-    def validation(key: str) -> Series:
-        return Series("validation", run.series(f"val/{key}"), 3, markers=True)
-
-    ended = "fraction_of_samples_properly_ended"
-    reward = [train("rewards"), train("rewards_with_kl", "training, with KL", 2), validation("rewards")]
-    lines: list[tuple[str, list[Series], dict[str, Any]]] = [
-        ("Reward", reward, {}),
-        ("KL to the initial policy, nats a response", [train("init_policy_kl")], {}),
-        ("Response length, tokens", [train("response_lengths"), validation("response_lengths")], {"zero": True}),
-        ("Share of responses that ended by themselves", [train(ended), validation(ended)], {"percent": True}),
-        ("Gradient norm", [train("grad_norm")], {"zero": True}),
-        ("Loss of the actor", [train("actor_loss")], {}),
-        ("Learning rate", [Series("learning rate", run.series("train/lr"), 1)], {"zero": True}),
-    ]
-    charts = [
-        (title, legend(series) if len(series) > 1 else "", line_chart(series, **look)) for title, series, look in lines
-    ]
-    colours = {name: i for i, name in enumerate((*PHASES, REST), 1)}
-    phases = [Series(name, points, colours[name]) for name, points in run.phases().items()]
-    return [*charts, ("Seconds a step, by phase", legend(phases), area_chart(phases))]
-
-
-def _slowest_rank(run: RunFolder) -> str | None:
-    """Describe the phase in which the slowest rank cost most; None for a single rank."""
-    found = []
-    for key in dict.fromkeys(key for line in run.lines for key in line if key.startswith("timing/")):
-        if key.endswith("/rank"):
-            phase = key.split("/")[1]
-            ranks, most, median = (
-                [value for _, value in run.series(f"timing/{phase}/{name}")] for name in ("rank", "max", "median")
-            )
-            found.append((mean(most) - mean(median), phase, mean(most), mean(median), ranks))
-    if not found:
-        return None
-    _, phase, most, median, ranks = max(found)
-    rank = statistics.mode(ranks)
-    return (
-        f"The ranks lost most to the slowest one in {phase}: it took {most:.1f} s a step there, the median rank "
-        f"{median:.1f} s. In {ranks.count(rank)} of {len(ranks)} steps it was rank {rank:.0f}; the log's straggler "
-        "lines name its host."
-    )
-
-
-def _validation_samples(run: RunFolder) -> tuple[list, list]:
-    """Return pairs (before, after) of the same prompt: evenly spaced ones, and those with extreme differences."""
-    if run.validations is None:
-        return [], []
-    first, last = ({(row.prompt_id, row.sample_id): row for row in rows} for rows in run.validations)
-    pairs = [(first[key], last[key]) for key in sorted(first.keys() & last.keys())]
-    count = min(_EVEN_SAMPLES, len(pairs))
-    even = [pairs[index * len(pairs) // count] for index in range(count)]
-    shown = {before.prompt_id for before, _ in even}
-    moved = [(after.reward - before.reward, (before, after)) for before, after in pairs]
-    moved = [(by, pair) for by, pair in moved if math.isfinite(by) and pair[0].prompt_id not in shown]
-    extremes = [pair for _, pair in sorted(moved, key=lambda one: one[0])]
-    return even, [extremes[-1], extremes[0]] if len(extremes) > 1 else extremes
-
-
-def _best_and_worst(rows: Sequence[RolloutRow]) -> tuple[list[RolloutRow], list[RolloutRow]]:
-    ordered = sorted((row for row in rows if math.isfinite(row.reward)), key=lambda row: -row.reward)
-    half = min(_EXTREME_SAMPLES, (len(ordered) + 1) // 2)  # so that no sample is both
-    return ordered[:half], ordered[half:][-half:][::-1]
-
-
-def _facts(text: str) -> list[tuple[str, str]]:
-    """Return what to show at once of a configuration."""
-    flat = dict(flatten(OmegaConf.to_container(OmegaConf.create(text), resolve=False))) if text else {}
-    shown = [key for fact in _FACTS for key in flat if key == fact or key.startswith(f"{fact}.")]
-    return [(key.removeprefix("trainer.reinforce."), str(flat[key])) for key in shown or list(flat)[:24]]
 
 
 def _span(run: RunFolder) -> str:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.charts import Series, legend, line_chart
-from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers, read_metrics
+from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import Shown, TrainingProgress
-from reinforce_rl.monitoring.report import TEMPLATES, main
+from reinforce_rl.monitoring.report import main, overview
 from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor
+from reinforce_rl.monitoring.run_folder import RunFolder
+from reinforce_rl.monitoring.view import render
 from reinforce_rl.reward_model.objectives import Best, Evaluation, Objective, Regression
 from reinforce_rl.utils.files import write_atomically
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from reinforce_rl.megatron.optimizer import OptimizerUpdate
 
 EVALUATION_FILE = "evaluation.json"
+CALIBRATION = (
+    "Pairs by the predicted probability that the answer with the higher score is the preferred one, sigmoid of the "
+    "difference of their scores; and how often it is. A calibrated model has both alike."
+)
 
 SHOWN: tuple[Shown, ...] = (
     ("loss", "loss", "loss", "{:.4f}"),
@@ -35,61 +40,6 @@ SHOWN: tuple[Shown, ...] = (
     ("grad_norm", "gradient norm", "grad", "{:.3g}"),
     ("lr", "learning rate", "lr", "{:.2e}"),
 )
-
-PAGE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ name }}: reward model</title>
-<style>
-{% include "report.css" %}
-</style>
-</head>
-<body>
-<main>
-<h1>{{ name }}</h1>
-<p class="verdict">{{ verdict }}</p>
-{%- if best %}
-<h2>The best model on held-out data</h2>
-<div class="card scroll"><table>
-<tr><th>of step {{ best.step }}</th><th>value</th></tr>
-<tr><td>loss</td><td>{{ "%.4f" | format(best.evaluation.loss) }}</td></tr>
-{%- for key, value in best.evaluation.metrics.items() %}
-<tr><td>{{ key.replace("_", " ") }}</td><td>{{ "%.4f" | format(value) }}</td></tr>
-{%- endfor %}
-</table></div>
-{%- if best.evaluation.reliability %}
-<h2>Calibration</h2>
-<p class="soft">Pairs by the predicted probability that the answer with the higher score is the preferred one, sigmoid
-of the difference of their scores; and how often it is. A calibrated model has both alike.</p>
-<div class="charts">
-<div class="card"><h3>Predicted and observed</h3>{{ reliability_legend }}{{ reliability_chart }}</div>
-<div class="card scroll"><table>
-<tr><th>predicted</th><th>pairs</th><th>mean predicted</th><th>observed</th></tr>
-{%- for bin in best.evaluation.reliability %}
-<tr><td>{{ "%.2f to %.2f" | format(bin.low, bin.high) }}</td><td>{{ bin.count }}</td>
-  <td>{{ "%.3f" | format(bin.predicted) }}</td><td>{{ "%.3f" | format(bin.observed) }}</td></tr>
-{%- endfor %}
-</table></div>
-</div>
-{%- endif %}
-{%- endif %}
-<h2>Curves</h2>
-<div class="charts">
-{%- for title, key, svg in charts %}
-<div class="card"><h3>{{ title }}</h3>{{ key }}{{ svg }}</div>
-{%- endfor %}
-</div>
-{%- if config %}
-<h2>Configuration</h2>
-<div class="card"><details><summary>the whole configuration</summary><pre>{{ config }}</pre></details></div>
-{%- endif %}
-</main>
-</body>
-</html>
-"""
 
 
 class RewardModelMonitor(RunMonitor):
@@ -126,22 +76,11 @@ def write_report(folder: str | Path) -> Path:
     Raises:
         DataError: there is no such folder, or a file cannot be read.
     """
-    folder = Path(folder)
-    metrics = read_metrics(folder / "metrics.jsonl")
-    best = read_best(folder / EVALUATION_FILE)
-    config = folder / "config.yaml"
-    reliability = reliability_series(best) if best else []
-    page = TEMPLATES.from_string(PAGE).render(
-        name=folder.resolve().name,
-        verdict=verdict(metrics, best),
-        best=best,
-        reliability_legend=legend(reliability),
-        reliability_chart=line_chart(reliability, x_label="predicted, %", percent=True),
-        charts=[(title, legend(series), line_chart(series)) for title, series in charts(metrics)],
-        config=config.read_text(encoding="utf-8") if config.is_file() else "",
-    )
-    path = folder / "report.html"
-    write_atomically(path, page)
+    run = RunFolder(folder)
+    best = read_best(run.path / EVALUATION_FILE)
+    found = {"verdict": verdict(run.lines, best), "tables": tables(best), "figures": figures(best)}
+    path = run.path / "report.html"
+    write_atomically(path, render({"runs": {run.name: overview(run) | found}, "samples": {}}))
     return path
 
 
@@ -174,32 +113,33 @@ def verdict(metrics: Sequence[Mapping[str, Any]], best: Best | None) -> str:
     )
 
 
-def reliability_series(best: Best) -> list[Series]:
-    """Return observed against predicted (in percent), and the diagonal."""
-    observed = [(100 * one.predicted, one.observed) for one in best.evaluation.reliability]
-    diagonal = Series("calibrated", [(50.0, 0.5), (100.0, 1.0)], 6)
-    return [Series("observed", observed, 1, markers=True), diagonal] if observed else []
-
-
-def charts(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Series]]]:
-    """Return title and lines of every chart that has data."""
-
-    def series(name: str, key: str, colour: int) -> Series:
-        points = [(line["step"], math.nan if line[key] is None else line[key]) for line in metrics if key in line]
-        held_out = key.startswith("val/")
-        return Series(name, points, colour, markers=held_out, smooth=not held_out)
-
-    rated = dict.fromkeys(key for line in metrics for key in line if key.startswith("val/pearson_"))
-    correlations = [series(key.removeprefix("val/pearson_"), key, i % 6 + 1) for i, key in enumerate(rated)]
-    found = [
-        ("Loss", [series("training", "train/loss", 1), series("held out", "val/loss", 3)]),
-        ("Pairs ordered rightly", [series("training", "train/accuracy", 1), series("held out", "val/accuracy", 3)]),
-        ("Calibration error", [series("held out", "val/calibration_error", 3)]),
-        ("Correlation with held-out ratings", correlations),
-        ("Gradient norm", [series("gradient norm", "train/grad_norm", 1)]),
-        ("Learning rate", [series("learning rate", "train/lr", 1)]),
+def tables(best: Best | None) -> list[dict[str, Any]]:
+    """Return the page's tables: the best model's metrics, and its calibration."""
+    if best is None:
+        return []
+    values = {"loss": best.evaluation.loss, **best.evaluation.metrics}
+    rows = [[key.replace("_", " "), f"{value:.4f}"] for key, value in values.items()]
+    title = "The best model on held-out data"
+    found: list[dict[str, Any]] = [
+        {"title": title, "note": "", "columns": [f"of step {best.step}", "value"], "rows": rows}
     ]
-    return [(title, lines) for title, lines in found if any(line.points for line in lines)]
+    if bins := best.evaluation.reliability:
+        columns = ["predicted", "pairs", "mean predicted", "observed"]
+        rows = [
+            [f"{b.low:.2f} to {b.high:.2f}", str(b.count), f"{b.predicted:.3f}", f"{b.observed:.3f}"] for b in bins
+        ]
+        found.append({"title": "Calibration", "note": CALIBRATION, "columns": columns, "rows": rows})
+    return found
+
+
+def figures(best: Best | None) -> list[dict[str, Any]]:
+    """Return observed against predicted (in percent), and the diagonal."""
+    bins = best.evaluation.reliability if best else ()
+    observed = {"name": "observed", "x": [100 * b.predicted for b in bins], "y": [b.observed for b in bins]}
+    lines = [observed, {"name": "calibrated", "x": [50.0, 100.0], "y": [0.5, 1.0]}]
+    unit = "share of pairs, by prediction"
+    found = {"title": "Predicted and observed", "unit": unit, "x": "predicted, %", "form": "percent", "lines": lines}
+    return [found] if bins else []
 
 
 if __name__ == "__main__":

@@ -1,20 +1,28 @@
 from __future__ import annotations
 
+import base64
+import itertools
 import json
 import math
 import random
 import re
+import statistics
 import subprocess
 import sys
+import zlib
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import JsonlLogger
-from reinforce_rl.monitoring.report import compare_validation, main, run_summary, write_report
+from reinforce_rl.monitoring.report import compare_validation, main, overview, run_summary, write_report
 from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.run_folder import RunFolder
+from reinforce_rl.monitoring.view import MAX_POINTS
+from reinforce_rl.utils.files import write_json_lines
 
 EVIL = "</pre></div><script>alert('x')</script><img src=https://evil.example/x.png> & \"quoted\""
 CONFIG = """\
@@ -28,45 +36,43 @@ model:
 """
 
 
-class Page(HTMLParser):
-    """The tags that a browser would see, and whether they close in order."""
-
-    VOID = frozenset({"meta", "line", "rect", "circle", "path", "br", "img"})
+class Scripts(HTMLParser):
+    """The script elements that a browser would see, by id, and every address in an attribute."""
 
     def __init__(self, text: str):
         super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.open: list[str] = []
-        self.text = ""
+        self.found: dict[str, str] = {}
+        self.addresses: list[str | None] = []
+        self._open: str | None = None
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+        self._open = dict(attrs).get("id", "page") if tag == "script" else None
 
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+        self._open = None
 
     def handle_data(self, data):
-        self.text += data
+        if self._open is not None:
+            self.found[self._open] = self.found.get(self._open, "") + data
 
 
-def read(path: Path) -> Page:
-    text = path.read_text(encoding="utf-8")
-    page = Page(text)
-    assert page.open == [], "every element is closed"
-    assert not {"script", "img", "link", "iframe"} & set(page.tags), "no scripts, nothing from elsewhere"
-    assert not [a for a in page.attributes if a[0] in ("src", "href") or a[0].startswith("on")]
-    assert not re.search(r"url\(|@import", text)
-    return page
+def read(path: Path) -> dict[str, Any]:
+    """The data of the only run of a page, with its samples."""
+    page = Scripts(path.read_text(encoding="utf-8"))
+    assert page.found.keys() == {"data", "plotly", "page"}, "a response cannot open or close a script"
+    assert not [one for one in page.addresses if one and not one.startswith(("#", "data:"))], "nothing from elsewhere"
+    assert b"Plotly" in zlib.decompress(base64.b64decode(page.found["plotly"]))
+    data = json.loads(page.found["data"])
+    (name,) = data["runs"]
+    return {**data["runs"][name], "samples": data["samples"][name]}
+
+
+def line(page: dict[str, Any], key: str) -> list[tuple[int, float | None]]:
+    series = page["series"][key]
+    return list(zip(page["axes"][series["axis"]]["step"], series["y"], strict=True))
 
 
 def sample(step: int, prompt_id: int, reward: float, **changes) -> RolloutRow:
@@ -110,69 +116,104 @@ def test_a_whole_run(tmp_path, steps):
     path = write_report(make_run(tmp_path / "seed-1", steps))
     assert path == tmp_path / "seed-1" / "report.html"
     page = read(path)
-    assert "The mean validation reward rose by 1.0" in page.text and "on 15 prompts" in page.text
-    assert EVIL in page.text, "shown as text, not taken as markup"
-    assert f"response 0 of step {steps}" in page.text and "response 0 of step 0" in page.text
-    assert "initial_policy_kl_penalty" in page.text and "${oc.env:NOT_SET}/model" in page.text
-    assert "rest of the step" in page.text and f"Training samples of step {steps}" in page.text
-    assert page.tags.count("svg") == 5  # reward, KL, length, lr, phases; gradient norm, loss and share have no data
-    assert page.text.count("no data") == 3
-    assert "nan" not in page.text.split()
+    assert page["name"] == "seed-1" and page["verdict"].startswith("The mean validation reward rose by 1.0")
+    assert "on 15 prompts" in page["verdict"]
+    titles = {chart["title"]: [name for name, _ in chart["lines"]] for chart in page["charts"]}
+    assert titles["Reward"] == ["training", "validation"] and titles["Step time by phase"] == [
+        "generation",
+        "update",
+        "rest",
+    ]
+    assert "Gradient norm" not in titles, "no finite number"
+    assert line(page, "train/init_policy_kl") == [(step, step / 10) for step in range(1, steps + 1)]
+    assert line(page, "timers/rest of the step") == [(step, 1.0) for step in range(1, steps + 1)]
+    assert [step for step, _ in line(page, "val/rewards")] == [0, steps]
+    first, last = page["samples"]["validation"].values()
+    assert last[0]["response"] == f"response 0 of step {steps} {EVIL}" and first[3]["reward"] is None
+    settings = {key: value for key, value, _ in page["config"]["settings"]}
+    assert settings["model.pretrained"] == '"${oc.env:NOT_SET}/model"' and settings["trainer.devices"] == "2"
 
 
-def test_the_sentence_on_the_slowest_rank(tmp_path):
-    assert "slowest" not in read(write_report(make_run(tmp_path / "one", 3))).text
-    run = make_run(tmp_path / "four", 3)
-    logger = JsonlLogger(run / "metrics.jsonl", resume_step=3)
-    for step, rank in ((1, 2), (2, 0), (3, 2)):
-        logger.log_metrics(
-            {"generate/max": 3.0 + step, "generate/median": 2.0, "generate/rank": rank}, step, "timing/"
+def test_a_long_run_stays_small_and_keeps_its_ends_its_spikes_and_its_validations(tmp_path):
+    numbers = [
+        {"step": step, "train/rewards": step, "train/grad_norm": 50.0 if step == 4321 else 1.0}
+        for step in range(1, 10_001)
+    ]
+    for step in range(0, 10_001, 2000):
+        numbers.append({"step": step, "val/rewards": step / 10})
+    write_json_lines(tmp_path / "metrics.jsonl", numbers)
+    writer = RolloutWriter(tmp_path)
+    for step in range(1, 41):
+        writer.write(step, [sample(step, i, 0.5) for i in range(300)])
+    path = write_report(tmp_path)
+    page = read(path)
+    assert path.stat().st_size < 4_000_000
+    rewards = line(page, "train/rewards")
+    assert len(rewards) <= MAX_POINTS and rewards[-1][0] == 10_000
+    for (before, _), (step, value) in itertools.pairwise(rewards):
+        assert value == pytest.approx((before + 1 + step) / 2, rel=1e-4), "the mean of the bin's steps"
+    assert max(value for _, value in line(page, "train/grad_norm")) == 50.0
+    assert line(page, "val/rewards") == [(step, step / 10) for step in range(0, 10_001, 2000)]
+    assert list(page["samples"]["rollouts"]) == ["1", "11", "21", "30", "40"]
+
+
+def test_errors_of_the_mean_reward(tmp_path):
+    """Prompts with means far apart count once each, whatever the number of samples; equal ones as their samples."""
+    generator = random.Random(1)
+    for name, spread in (("apart", 3.0), ("alike", 0.0)):
+        means, rows = [], []
+        for _ in range(400):
+            rows = [
+                [prompt + generator.gauss(0, 1) for _ in range(4)]
+                for prompt in (generator.gauss(0, spread) for _ in range(8))
+            ]
+            means.append(statistics.fmean(map(statistics.fmean, rows)))
+        folder = tmp_path / name
+        RolloutWriter(folder).write(1, [sample(1, i, 0.0, sample_id=j) for i in range(8) for j in range(4)])
+        deviation = math.sqrt(spread**2 + 1)
+        write_json_lines(
+            folder / "metrics.jsonl",
+            [
+                {
+                    "step": 1,
+                    "train/rewards": 0,
+                    "train/reward_deviation": deviation,
+                    "train/reward_group_deviation": 1.0,
+                }
+            ],
         )
-        logger.log_metrics({"train_time/max": 9.0, "train_time/median": 8.9, "train_time/rank": 1}, step, "timing/")
-        logger.commit(step)
-    assert (
-        "The ranks lost most to the slowest one in generate: it took 5.0 s a step there, the median rank 2.0 s. "
-        "In 2 of 3 steps it was rank 2"
-    ) in read(write_report(run)).text
+        ((_, error),) = line(overview(RunFolder(folder)), "train/rewards_error")
+        assert error == pytest.approx(statistics.stdev(means), rel=0.15)
 
 
 def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
-    fell = write_report(make_run(tmp_path / "fell", 4, gain=-1.0)).read_text()
-    assert "The mean validation reward fell by" in fell and 'class="verdict bad"' in fell
-    still = write_report(make_run(tmp_path / "still", 4, gain=0.0)).read_text()
-    assert "within noise" in still and 'class="verdict "' in still
+    fell = read(write_report(make_run(tmp_path / "fell", 4, gain=-1.0)))
+    assert fell["verdict"].startswith("The mean validation reward fell by") and fell["tone"] == "bad"
+    still = read(write_report(make_run(tmp_path / "still", 4, gain=0.0)))
+    assert "within noise" in still["verdict"] and still["tone"] == ""
 
 
 def test_an_empty_folder_and_a_run_that_has_just_begun(tmp_path):
-    assert "No step has been logged yet" in read(write_report(tmp_path)).text
+    assert read(write_report(tmp_path))["span"] == "No step has been logged yet."
     writer = RolloutWriter(tmp_path)
     writer.write(0, [sample(0, 0, math.nan)], "validation")
     writer.write(1, [sample(1, 0, math.nan, valid=False)])
     logger = JsonlLogger(tmp_path / "metrics.jsonl")
     logger.log_metrics({"rewards": math.nan}, 0, "val/")
+    logger.log_metrics({"rewards": math.nan}, 1, "train/")
     logger.commit(0)
+    logger.commit(1)
     page = read(write_report(tmp_path))
-    assert "needs a validation before and one after" in page.text
+    assert "needs a validation before and one after" in page["verdict"] and page["charts"] == []
+    assert [alert["kind"] for alert in page["alerts"]] == ["reward"]
 
 
 def test_no_prompt_in_common(tmp_path):
     writer = RolloutWriter(tmp_path)
     writer.write(0, [sample(0, 0, 1.0)], "validation")
     writer.write(5, [sample(5, 1, 1.0)], "validation")
-    assert "cannot be compared" in read(write_report(tmp_path)).text
-
-
-def test_a_single_sample_is_not_both_best_and_worst(tmp_path):
-    RolloutWriter(tmp_path).write(1, [sample(1, 0, 0.5)])
-    assert read(write_report(tmp_path)).text.count("response 0 of step 1") == 1
-
-
-def test_best_and_worst_of_the_last_step(tmp_path):
-    text = read(write_report(make_run(tmp_path, 2))).text
-    best, worst = text.split("Highest rewards")[1].split("Lowest rewards")
-    assert re.findall(r"prompt (\d), sample", best) == ["7", "6", "5"]
-    assert re.findall(r"prompt (\d), sample", worst) == ["0", "1", "2"]
-    assert "left out of the loss" in worst
+    JsonlLogger(tmp_path / "metrics.jsonl").commit(0)
+    assert "cannot be compared" in read(write_report(tmp_path))["verdict"]
 
 
 def test_the_printed_summary(tmp_path):

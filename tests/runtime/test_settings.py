@@ -80,7 +80,7 @@ class TestOtherSettings:
         found = [(line["step"], OmegaConf.create(line["config"]).trainer.reinforce) for line in history(begun)]
         assert [(step, rl.num_rollouts_per_prompt) for step, rl in found] == [(0, 4), (2, 2)]
         page = write_report(begun / "run").read_text()
-        assert "after step 2" in page and "num_rollouts_per_prompt: 4 -&gt; 2" in page
+        assert "after step 2" in page and "num_rollouts_per_prompt: 4 -> 2" in page
         # Now these are the run's settings: the same command needs no leave, and the first ones would.
         raised = f"{RL}.max_steps=5"
         check_changes(tiny_config(begun, *MORE, raised, f"{RL}.num_rollouts_per_prompt=2"))

@@ -1,0 +1,243 @@
+"""`reinforce-rl board FOLDER`: the runs below a folder on a local page that follows them.
+
+    GET /                                   the page; /board.js, /board.css and /plotly.js belong to it
+    GET /api/runs                           {folder, runs: [{name, state, step, max_steps, time, reward}, ...]}
+    GET /api/run?name=N[&stamp=S]           `report.overview` and {stamp}; 204 if it still is that stamp
+    GET /api/samples?name=N&kind=K&step=I   {rows: [...], total}; kinds and steps are in the overview
+    GET /api/prompt?name=N&kind=K&prompt=I  {rows: [...]}: samples of one prompt, by ascending step
+    GET /api/tables?name=N&name=M[&...]     {tables: [...]}: the comparison of runs
+
+A fault is answered with {error: text}. Names are those of /api/runs; no path is taken from a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import math
+import os
+import socket
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from reinforce_rl.errors import DataError, ReinforceError
+from reinforce_rl.monitoring.compare import tables
+from reinforce_rl.monitoring.report import overview
+from reinforce_rl.monitoring.rollouts import Kind
+from reinforce_rl.monitoring.run_folder import METRICS_FILE, RunFolder, runs_below
+from reinforce_rl.monitoring.view import MAX_ROWS, PAGE, kinds, plotly, render, samples
+from reinforce_rl.runtime.settings import HISTORY_FILE
+from reinforce_rl.runtime.status import STATUS_FILE, is_alive, read_status
+from reinforce_rl.utils.files import plain_number
+
+_OPEN_RUNS = 16  # whose metrics are held in memory
+_TAIL = 1 << 16  # bytes at the end of metrics.jsonl in which the list looks for the last reward
+_PROMPT_STEPS = 60  # step files in which one prompt is looked for
+_HEADERS = {
+    # Plotly writes its styles into the document.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "connect-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class Board:
+    """The aiohttp application; `host` is the name that it may be asked by, besides localhost and addresses."""
+
+    def __init__(self, folder: str | Path, host: str = "127.0.0.1"):
+        self._folder, self._host = Path(folder), host
+        if not self._folder.is_dir():
+            raise DataError(f"{folder}: no such folder; expected a folder with runs in it, or that of a run")
+        self._open: OrderedDict[Path, RunFolder] = OrderedDict()
+        self._reader = ThreadPoolExecutor(1)  # files are read in turn, away from the event loop
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[self._around])
+        assets = {"/": ("text/html", render), "/plotly.js": ("text/javascript", plotly)}
+        for name, kind in (("board.js", "text/javascript"), ("board.css", "text/css")):
+            assets[f"/{name}"] = (kind, (PAGE / name).read_text)
+        for path, (kind, read) in assets.items():
+            app.router.add_get(path, _text(kind, read))
+        asked = {"runs": self._runs, "run": self._run, "samples": self._samples, "prompt": self._prompt}
+        for name, answer in {**asked, "tables": self._tables}.items():
+            app.router.add_get(f"/api/{name}", self._json(answer))
+        return app
+
+    @web.middleware
+    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if not self._is_ours(request.host):
+                advice = "ask by localhost or an address, or start the board with --host and that name"
+                raise web.HTTPMisdirectedRequest(text=f"this board is not {request.host}; {advice}")
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = web.json_response({"error": error.text}, status=error.status)
+        except (DataError, OSError) as error:  # also a file of a run that is being deleted
+            response = web.json_response({"error": str(error)}, status=404)
+        response.headers.update(_HEADERS)
+        return response
+
+    def _is_ours(self, host: str) -> bool:
+        """Refuse names that a foreign page could have pointed here (DNS rebinding)."""
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        with contextlib.suppress(ValueError):
+            return bool(ipaddress.ip_address(name.strip("[]")))
+        return name.lower() in ("localhost", self._host.lower())
+
+    def _json(self, answer: Callable[[web.Request], dict[str, Any] | None]) -> Handler:
+        def encoded(request: web.Request) -> bytes | None:
+            found = answer(request)
+            return None if found is None else json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+
+        async def handle(request: web.Request) -> web.Response:
+            body = await asyncio.get_running_loop().run_in_executor(self._reader, encoded, request)
+            if body is None:
+                return web.Response(status=204)
+            response = web.Response(body=body, content_type="application/json", charset="utf-8")
+            response.enable_compression()
+            return response
+
+        return handle
+
+    def _found(self) -> dict[str, Path]:
+        root = self._folder
+        return {
+            path.relative_to(root).as_posix() if path != root else root.resolve().name: path
+            for path in runs_below(root)
+        }
+
+    def _opened(self, name: str) -> RunFolder:
+        path = self._found().get(name)
+        if path is None:
+            raise DataError(f"no run {name!r} below {self._folder}")
+        run = self._open.pop(path, None) or RunFolder(path)
+        self._open[path] = run
+        while len(self._open) > _OPEN_RUNS:
+            self._open.popitem(last=False)
+        return run
+
+    def _runs(self, request: web.Request) -> dict[str, Any]:
+        found = []
+        for name, path in self._found().items():
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                found.append({"name": name, **_entry(path)})
+        return {"folder": str(self._folder), "runs": sorted(found, key=lambda run: -run["time"])}
+
+    def _run(self, request: web.Request) -> dict[str, Any] | None:
+        name = _asked(request, "name")
+        run = self._opened(name)
+        stamp = _stamp(run)
+        if request.query.get("stamp") == stamp:
+            return None
+        run.refresh()
+        return {**overview(run), "name": name, "stamp": stamp}
+
+    def _samples(self, request: web.Request) -> dict[str, Any]:
+        run, kind, _ = self._recorded(request)
+        rows = run.samples(_number(request, "step"), kind)
+        return {"rows": samples(rows[:MAX_ROWS]), "total": len(rows)}
+
+    def _prompt(self, request: web.Request) -> dict[str, Any]:
+        run, kind, steps = self._recorded(request)
+        prompt = _number(request, "prompt")
+        chosen = steps[:: max(1, math.ceil(len(steps) / _PROMPT_STEPS))]
+        rows = [row for step in chosen for row in run.samples(step, kind) if row.prompt_id == prompt]
+        return {"rows": samples(rows)}
+
+    def _recorded(self, request: web.Request) -> tuple[RunFolder, Kind, list[int]]:
+        run, asked = self._opened(_asked(request, "name")), _asked(request, "kind")
+        for kind, steps in kinds(run).items():
+            if kind == asked:
+                return run, kind, steps
+        raise DataError(f"{run.name} has no samples of the kind {asked!r}")
+
+    def _tables(self, request: web.Request) -> dict[str, Any]:
+        names = list(dict.fromkeys(request.query.getall("name", [])))
+        runs = {name: self._opened(name) for name in names[:_OPEN_RUNS]}
+        for run in runs.values():
+            run.refresh()
+        return {"tables": tables(runs) if len(runs) > 1 else []}
+
+
+def serve(folder: str | Path, host: str = "127.0.0.1", port: int = 6060) -> None:
+    """Serve the board until Ctrl-C; port 0 takes a free one.
+
+    Raises:
+        DataError: there is no such folder.
+        ReinforceError: the address cannot be used.
+    """
+    app = Board(folder, host).application()
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        advice = "choose another with --port, or --port 0 for any free one"
+        raise ReinforceError(f"{host}:{port} cannot be listened on ({error.strerror or error}); {advice}") from error
+    with listener:
+        shown = f"[{host}]" if ":" in host else host
+        print(f"The runs of {folder} are on http://{shown}:{listener.getsockname()[1]}; Ctrl-C ends", flush=True)
+        if not _is_loopback(listener.getsockname()[0]):
+            print("Everyone who reaches this machine can read them: there is no password", flush=True)
+        web.run_app(app, sock=listener, print=None, access_log=None, shutdown_timeout=1.0)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _text(kind: str, read: Callable[[], str]) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
+        response = web.Response(text=read(), content_type=kind, charset="utf-8")
+        response.enable_compression()
+        return response
+
+    return handle
+
+
+def _asked(request: web.Request, name: str) -> str:
+    if name not in request.query:
+        raise web.HTTPBadRequest(text=f"the request lacks {name!r}")
+    return request.query[name]
+
+
+def _number(request: web.Request, name: str) -> int:
+    text = _asked(request, name)
+    if not text.isascii() or not text.isdecimal():
+        raise web.HTTPBadRequest(text=f"{name} is {text!r}; expected a number")
+    return int(text)
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    """Return a run's line in the list, without reading all of its metrics."""
+    status = read_status(path)
+    metrics = path / METRICS_FILE
+    entry: dict[str, Any] = {"state": "unknown", "step": 0, "max_steps": 0, "reward": None}
+    if status is not None:
+        state = "lost" if is_alive(status) is False else status.state
+        entry |= {"state": state, "step": status.step, "max_steps": status.max_steps}
+    entry["time"] = metrics.stat().st_mtime if metrics.is_file() else path.stat().st_mtime
+    with contextlib.suppress(FileNotFoundError), metrics.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        for line in file.read().split(b"\n"):
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # cut at either end, or damaged
+                found = json.loads(line)
+                entry["step"] = max(entry["step"], int(found["step"]))
+                entry["reward"] = plain_number(found["train/rewards"])
+    return entry
+
+
+def _stamp(run: RunFolder) -> str:
+    places = [run.path / name for name in (METRICS_FILE, STATUS_FILE, HISTORY_FILE, *kinds(run))]
+    stats = [(place.stat() if place.exists() else None) for place in places]
+    changed = [(found.st_mtime_ns, found.st_size) if found else 0 for found in stats]
+    return f"{hash((run.state().state, *changed)):x}"

@@ -1,0 +1,187 @@
+"""What the page shows of a run, as plain values that become JSON, and the page itself (`page/`).
+
+The size does not grow with the run: long curves are averaged in bins, and samples come step by step.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, get_args
+
+from jinja2 import Environment, FileSystemLoader
+
+from reinforce_rl.monitoring.glossary import metric_of
+from reinforce_rl.monitoring.progress import PHASES
+from reinforce_rl.monitoring.rollouts import Kind, RolloutRow
+from reinforce_rl.monitoring.run_folder import RunFolder, number
+from reinforce_rl.utils.files import plain_number
+
+PAGE = Path(__file__).parent / "page"
+MAX_POINTS = 600  # of a line; more are averaged in bins
+MAX_ROWS = 2000  # samples of a step that are sent
+_FROZEN_STEPS, _FROZEN_ROWS = 5, 96  # of each kind of samples, in a page without a server
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    lines: Mapping[str, str]  # name -> metric; in a pattern, * is the name
+    unit: str = ""
+    form: str = ""  # "percent" or "stacked"
+    peaks: bool = False  # bins keep their largest value, so that no spike is averaged away
+
+
+_ENDED = "fraction_of_samples_properly_ended"
+_NAMES = ("generation", "log-probs", "reference log-probs", "waiting for rewards", "update", "rest")
+_PHASES = dict(zip(_NAMES, (*PHASES, "rest of the step"), strict=True))
+CHARTS = (
+    Chart("Reward", {"training": "train/rewards", "validation": "val/rewards", "*": "val/*/rewards"}),
+    Chart("KL to the start", {"training": "train/init_policy_kl"}, "nats a response"),
+    Chart("Response length", {"training": "train/response_lengths", "validation": "val/response_lengths"}, "tokens"),
+    Chart("Ended by themselves", {"training": f"train/{_ENDED}", "validation": f"val/{_ENDED}"}, "share", "percent"),
+    Chart("Loss", {"training": "train/actor_loss", "training, pairs": "train/loss", "held out": "val/loss"}),
+    Chart("Pairs ordered rightly", {"training": "train/accuracy", "held out": "val/accuracy"}, "share", "percent"),
+    Chart("Calibration error", {"held out": "val/calibration_error"}),
+    Chart("Correlation with held-out ratings", {"*": "val/pearson_*"}),
+    Chart("Gradient norm", {"training": "train/grad_norm"}, peaks=True),
+    Chart("Step time by phase", {name: f"timers/{phase}" for name, phase in _PHASES.items()}, "seconds", "stacked"),
+    Chart("Peak memory by phase", {name: f"memory/{phase}" for name, phase in _PHASES.items()}, "GB"),
+    Chart("Entropy", {"training": "train/entropy"}, "nats a token"),
+    Chart("Reward minus β KL", {"training": "train/rewards_with_kl"}),
+    Chart("Learning rate", {"training": "train/lr"}),
+)
+
+
+def curves(run: RunFolder, validated: int = 0) -> dict[str, Any]:
+    """Return all metrics, thinned, and the charts that have data.
+
+    Args:
+        validated: prompts of a validation, for the error of its reward; 0 for no error.
+
+    Returns:
+        `axes`: [{step, time}, ...]; `series`: {metric: {axis: index, y: values}}, where METRIC_error is a standard
+        error; `about`: {metric: what it means}; `charts`: [{title, unit, form, lines: [[name, metric], ...]}, ...].
+    """
+    columns: dict[str, list[tuple[int, Any, float]]] = {}
+    shape = _samples_per_step(run)
+    for line in run.lines:
+        step, time = line["step"], line.get("time")
+        for key, value in (line | _errors(line, shape, validated)).items():
+            if key not in ("step", "time") and isinstance(value, int | float | None):
+                columns.setdefault(key, []).append((step, time, number(value)))
+    times = {line["step"]: line.get("time") for line in run.lines}
+    for step, seconds in run.phases().get("rest of the step", []):
+        columns.setdefault("timers/rest of the step", []).append((step, times[step], seconds))
+    charts = [(chart, _lines(chart, columns)) for chart in CHARTS]
+    peaks = {key for chart, lines in charts if chart.peaks for _, key in lines}
+    axes: dict[tuple[Any, ...], int] = {}
+    series = {}
+    for key, points in columns.items():
+        steps, y = _thinned(points, max if key in peaks else _mean)
+        series[key] = {"axis": axes.setdefault(steps, len(axes)), "y": [_short(value) for value in y]}
+    return {
+        "axes": [{"step": [step for step, _ in axis], "time": [time for _, time in axis]} for axis in axes],
+        "series": series,
+        "about": {key: f"{found.meaning}. Look: {found.look}." for key in series if (found := metric_of(key))},
+        "charts": [{"title": c.title, "unit": c.unit, "form": c.form, "lines": lines} for c, lines in charts if lines],
+    }
+
+
+def _samples_per_step(run: RunFolder) -> tuple[int, int]:
+    """Return the prompts of a step and the responses to each; zeros if the run does not say."""
+    steps = run.sample_steps()
+    rows = run.samples(steps[-1]) if steps else []
+    prompts = len({row.prompt_id for row in rows})
+    return prompts, len(rows) // prompts if prompts else 0
+
+
+def _errors(line: Mapping[str, Any], samples_per_step: tuple[int, int], validated: int) -> dict[str, float]:
+    found = {}
+    prompts, responses = samples_per_step
+    deviation, within = number(line.get("train/reward_deviation")), number(line.get("train/reward_group_deviation"))
+    if prompts and math.isfinite(deviation):
+        # The mean of prompts drawn at random: the variance between prompts counts once for each prompt.
+        inside = within**2 if math.isfinite(within) else deviation**2
+        between = max(0.0, deviation**2 - inside)
+        found["train/rewards_error"] = math.sqrt(between / prompts + inside / (prompts * responses))
+    if validated and math.isfinite(spread := number(line.get("val/reward_deviation"))):
+        found["val/rewards_error"] = spread / math.sqrt(validated)
+    return found
+
+
+def _lines(chart: Chart, columns: Mapping[str, Sequence[tuple[int, Any, float]]]) -> list[tuple[str, str]]:
+    """Return (name, metric) of the lines that have a finite point."""
+    found = []
+    for name, pattern in chart.lines.items():
+        begin, _, end = pattern.partition("*")
+        for key in sorted(key for key in columns if fnmatch(key, pattern)):
+            if any(math.isfinite(y) for _, _, y in columns[key]):
+                found.append((key[len(begin) : len(key) - len(end)] if name == "*" else name, key))
+    return found
+
+
+def _thinned(points: Sequence[tuple[int, Any, float]], reduce: Any) -> tuple[tuple[Any, ...], list[float]]:
+    size = math.ceil(len(points) / MAX_POINTS)
+    bins = [points[start : start + size] for start in range(0, len(points), size)]
+    finite = [[y for _, _, y in one if math.isfinite(y)] for one in bins]
+    return tuple((one[-1][0], one[-1][1]) for one in bins), [reduce(ys) if ys else math.nan for ys in finite]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _short(value: float) -> float | None:
+    return plain_number(float(f"{value:.6g}"))
+
+
+def samples(rows: Iterable[RolloutRow]) -> list[dict[str, Any]]:
+    """Return samples for JSON: NaN becomes null."""
+    return [
+        {key: plain_number(value) if isinstance(value, float) else value for key, value in vars(row).items()}
+        for row in rows
+    ]
+
+
+def kinds(run: RunFolder) -> dict[Kind, list[int]]:
+    """Return the steps of each kind of samples that there are."""
+    found: dict[Kind, list[int]] = {kind: run.sample_steps(kind) for kind in get_args(Kind)}
+    return {kind: steps for kind, steps in found.items() if steps}
+
+
+def frozen_samples(run: RunFolder) -> dict[str, dict[int, list[dict[str, Any]]]]:
+    """Return the samples of the first, the last and a few steps between, the same prompts where there are many."""
+    found: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for kind, steps in kinds(run).items():
+        last = len(steps) - 1
+        chosen = sorted({steps[round(i * last / (_FROZEN_STEPS - 1))] for i in range(_FROZEN_STEPS)})
+        found[kind] = {step: samples(run.samples(step, kind)[:_FROZEN_ROWS]) for step in chosen}
+    return found
+
+
+def render(data: Mapping[str, Any] | None = None) -> str:
+    """Return the page with `data` inside (see `board.js`), or the one that asks the server for it."""
+    environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True)
+    # No "<" inside a script element: a response could close it.
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c") if data else ""
+    return environment.get_template("index.html").render(data=text, plotly=_packed_plotly() if data else "")
+
+
+def plotly() -> str:
+    """Return plotly.js, which comes with the Python package."""
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
+
+
+@functools.cache
+def _packed_plotly() -> str:
+    return base64.b64encode(zlib.compress(plotly().encode(), 6)).decode()
