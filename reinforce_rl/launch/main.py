@@ -304,6 +304,17 @@ app.add_typer(convert, name="convert")
 app.command()(demo)
 
 
+@app.command("convert-config")
+def convert_config(
+    file: Annotated[Path, typer.Argument(help="a YAML in the form of NeMo-Aligner's gpt_reinforce_actor.yaml")],
+    out: Annotated[Path | None, typer.Option(help="the new file (default: printed)")] = None,
+) -> None:
+    """Convert a configuration of NeMo-Aligner's REINFORCE, and say what has no counterpart."""
+    from reinforce_rl.launch.nemo import convert_file
+
+    convert_file(file, out)
+
+
 @app.command("prepare-model")
 def prepare_model(
     out: Annotated[Path | None, typer.Option(help="the folder to make (default: in the cache)")] = None,

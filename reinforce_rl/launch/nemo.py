@@ -1,0 +1,152 @@
+"""Convert a YAML of the REINFORCE actor of NeMo-Aligner. The head of the new file says what was left out, and why."""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from reinforce_rl.config.compose import compose
+from reinforce_rl.config.load import read_config, renamed
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.utils.files import write_atomically
+
+PROGRAM, PRESET = "train_reinforce_actor", "nemo_aligner"
+_RESOLVERS = {  # what its interpolations may call
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "int_div": lambda a, b: a // b,
+}
+_SAVING = "exp_manager.checkpoint_callback_params."
+_NAMES = {  # theirs to ours, for the same values
+    "trainer.reinforce.batch_iterator.use_flask": "trainer.reinforce.generation_work_queue",
+    "trainer.max_time": "exp_manager.max_time_per_run",
+    "exp_manager.exp_dir": "exp_manager.explicit_log_dir",
+    _SAVING + "save_top_k": _SAVING + "keep_best",
+    _SAVING + "monitor": _SAVING + "best_metric",
+    _SAVING + "mode": _SAVING + "best_mode",
+    _SAVING + "save_nemo_on_train_end": _SAVING + "save_hf_on_train_end",
+    "model.reinforce.sampling_params.add_BOS": "model.data.add_bos",
+}
+_GONE = "there is nothing to choose"
+_LEFT_OUT = {  # of the same name, where the value means something else
+    "pretrained_checkpoint.restore_from_path": "set it to a folder in Hugging Face form in place of the .nemo file",
+    "remote_rm.pad_to_length": "padding changes no score and costs time",
+    "model.global_batch_size": "null here, one optimizer step a rollout batch: smaller ones need an importance_ratio",
+    "model.reinforce.num_val_samples": "null here, the whole validation set",
+    "model.reinforce.length_params.min_length": "above 0 it biases the gradient; an empty response does not count",
+} | dict.fromkeys(("trainer.max_epochs", "trainer.max_steps", "model.data.num_workers"), _GONE)
+_VALUES = {  # of keys whose choices are other ones; all others have no counterpart
+    "trainer.precision": {"bf16": "bf16", "bf16-mixed": "bf16", "32": "32"},
+    "model.peft.peft_scheme": {"lora": "lora", "none": None},
+    "model.optim.name": {"distributed_fused_adam": "adam", "fused_adam": "adam", "adamw": "adam", "adam": "adam"},
+    "model.optim.sched.name": {"CosineAnnealing": "CosineAnnealing", "WarmupPolicy": "constant"},
+}
+_ATTENTION, _MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+_PROJECTIONS = {"attention": _ATTENTION, "attention_qkv": _ATTENTION[:3], "attention_dense": _ATTENTION[3:]}
+_PROJECTIONS |= {"mlp": _MLP, "mlp_fc1": _MLP[:2], "mlp_fc2": _MLP[2:]}
+_UNBIASED = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+
+
+def convert_file(path: Path, out: Path | None) -> None:
+    """Write the new file, or print it; ConfigError if `out` exists."""
+    if out is None:
+        print(converted(path), end="")
+        return
+    if out.exists():
+        raise ConfigError([f"{out} exists; expected the name of a new file"])
+    write_atomically(out, converted(path))
+    print(f"written to {out}; what has no counterpart stands at its head. Start it with")
+    print(f"reinforce-rl train --config-dir {out.absolute().parent} --config-name {out.stem}")
+
+
+def converted(path: str | Path) -> str:
+    """Return the YAML of a run here; ConfigError if the file cannot be read, or is of another program."""
+    given = dict(_leaves(_read(Path(path))))
+    if not any(key.startswith(("trainer.reinforce.", "model.reinforce.")) for key in given):
+        expected = "expected the form of NeMo-Aligner's gpt_reinforce_actor.yaml"
+        raise ConfigError([f"{path} has neither trainer.reinforce nor model.reinforce; {expected}"])
+    base = compose(PROGRAM, [f"algorithm={PRESET}"])
+    known = dict(_leaves(base))
+    keys: dict[str, Any] = {}
+    left_out: dict[str, list[str]] = {}
+    for key, value in given.items():
+        name = _NAMES.get(key, key)
+        if value is None or (name != key and name in keys):  # explicit_log_dir goes before exp_dir
+            continue
+        if why := _reason(key, value, given) or ("" if name in known else _unknown(key)):
+            left_out.setdefault(why, []).append(key)
+        else:
+            keys[name] = _value(name, value)
+    sampling = "model.reinforce.sampling_params."
+    if any(keys.get(sampling + name, value) != value for name, value in _UNBIASED.items()):
+        keys["model.reinforce.allow_biased_sampling"] = True
+    new = OmegaConf.create()
+    for key, value in keys.items():
+        OmegaConf.update(new, key, value, force_add=True)
+    faults = read_config(OmegaConf.merge(base, new))[1]  # type: ignore[arg-type]
+
+    notes = ["Converted from NeMo-Aligner's form. Every key that is not below has its default."]
+    notes += ["To be set or mended:", *(f"- {fault}" for fault in faults)] if faults else []
+    notes += ["Left out:", *(f"- {', '.join(names)}: {why}" for why, names in left_out.items())]
+    wrap = functools.partial(textwrap.fill, width=119, initial_indent="# ", subsequent_indent="#   ")
+    head = "\n".join(wrap(note, break_long_words=False, break_on_hyphens=False) for note in notes)
+    defaults = [PROGRAM, {"override algorithm": PRESET}, "_self_"]
+    return f"{head}\n\n{yaml.safe_dump({'defaults': defaults}, sort_keys=False)}\n{OmegaConf.to_yaml(new)}"
+
+
+def _read(path: Path) -> DictConfig:
+    for name, resolver in _RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    try:
+        cfg = OmegaConf.load(path)
+    except OSError as error:
+        raise ConfigError([f"{path} cannot be read: {error.strerror}"]) from error
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path} cannot be read as YAML: {' '.join(str(error).split())}"]) from error
+    return cfg if isinstance(cfg, DictConfig) else OmegaConf.create()
+
+
+def _leaves(node: DictConfig, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys with their values, missing ones None; an interpolation that leads nowhere stays as it is."""
+    for name in (name for name in node if path or name not in ("defaults", "hydra")):
+        key = f"{path}{name}"
+        try:
+            value = None if OmegaConf.is_missing(node, name) else node[name]
+        except OmegaConfBaseException:
+            value = OmegaConf.to_container(node)[name]  # type: ignore[index]
+        if isinstance(value, DictConfig) and value:
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, OmegaConf.to_container(value) if isinstance(value, DictConfig | ListConfig) else value
+
+
+def _reason(key: str, value: Any, given: dict[str, Any]) -> str:
+    """Say why a key or its value has no counterpart; empty if it has one."""
+    if key.startswith("model.peft.lora_tuning.") and given.get("model.peft.peft_scheme") != "lora":
+        return _GONE
+    if key in _VALUES and str(value) not in _VALUES[key]:
+        return f"there is no {value} here; known: {', '.join(_VALUES[key])}"
+    return _LEFT_OUT.get(key, "")
+
+
+def _unknown(key: str) -> str:
+    if advice := renamed(key):
+        return advice.partition("; ")[2].rpartition(" (")[0].removeprefix("leave it out: ")
+    own = "; a field of megatron-core's TransformerConfig is +model.megatron_overrides.NAME"
+    return "no such key here" + (own if key.startswith("model.") else "")
+
+
+def _value(name: str, value: Any) -> Any:
+    if name.endswith(".target_modules"):
+        modules = [value] if isinstance(value, str) else value
+        return list(dict.fromkeys(ours for theirs in modules for ours in _PROJECTIONS.get(theirs, [theirs])))
+    if name.endswith(".best_metric"):
+        return str(value).replace("val_", "val/", 1)
+    return _VALUES[name][str(value)] if name in _VALUES else value

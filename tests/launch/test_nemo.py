@@ -1,0 +1,187 @@
+"""NeMo-Aligner's configuration, converted: a file in its form becomes one that runs here; nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import yaml
+from helpers.tiny_run import three_letters, write_prompts
+from helpers.tiny_tokenizer import write_model_without_weights
+
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.compose import CONF_FOLDER
+from reinforce_rl.config.load import load_config
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.launch.nemo import convert_file, converted
+
+THEIRS = """
+defaults:
+  - optional tp_overlap@model.ub_tp_comm_overlap_cfg:
+trainer:
+  num_nodes: 1
+  devices: 4
+  accelerator: gpu
+  precision: bf16
+  reinforce:
+    max_epochs: 2
+    max_steps: 30
+    val_check_interval: 5
+    save_interval: ${.val_check_interval}
+    initial_policy_kl_penalty: 0.02
+    use_absolute_kl: True
+    num_rollouts_per_prompt: 8
+    trt_llm: {enable: True, max_input_len: "${subtract:${model.encoder_seq_length}, 10}"}
+    batch_iterator: {use_flask: False, port: 5557}
+    model_gbs: ${model.global_batch_size}
+  max_time: "00:03:45:00"
+  max_epochs: ${.reinforce.max_epochs}
+remote_rm:
+  pad_to_length: ${model.encoder_seq_length}
+  reward_model: {name: reward_model, ip: node7, port: 5567}
+exp_manager:
+  explicit_log_dir: LOGS
+  exp_dir: elsewhere
+  checkpoint_callback_params:
+    monitor: val_rewards
+    save_top_k: 3
+    mode: max
+    filename: 'gpt-{step}'
+    model_parallel_size: ${multiply:${model.tensor_model_parallel_size}, 1}
+pretrained_checkpoint:
+  restore_from_path: /models/sft.nemo
+model:
+  encoder_seq_length: 64
+  global_batch_size: 64
+  micro_batch_size: 1
+  hidden_dropout: 0.1
+  reinforce:
+    num_rollout_samples: 64
+    forward_micro_batch_size: ${.num_rollout_samples}
+    num_val_samples: ${.num_rollout_samples}
+    sampling_params: {top_k: 0, top_p: 0.9, add_BOS: False, end_strings: ["<|endoftext|>"]}
+    length_params: {max_length: "${int_div:${model.encoder_seq_length}, 2}", min_length: 1}
+  peft:
+    peft_scheme: lora
+    lora_tuning: {target_modules: [attention_qkv, mlp_fc2], adapter_dim: 16, adapter_dropout: 0.0}
+  optim:
+    name: distributed_fused_adam
+    lr: 9e-7
+    sched: {name: CosineAnnealing, warmup_steps: 10, constant_steps: 5, min_lr: 9e-8}
+  data:
+    data_impl: jsonl
+    seq_length: ${model.encoder_seq_length}
+    data_prefix: {train: [TRAIN], validation: [TRAIN], test: null}
+"""
+
+
+@pytest.fixture
+def theirs(tmp_path) -> Path:
+    prompts = write_prompts(tmp_path / "train.jsonl", three_letters(80))
+    text = THEIRS.replace("TRAIN", str(prompts)).replace("LOGS", str(tmp_path / "logs"))
+    (tmp_path / "theirs.yaml").write_text(text)
+    return tmp_path / "theirs.yaml"
+
+
+def composed(folder: Path, name: str, *overrides: str) -> TrainConfig:
+    """As `--config-dir FOLDER --config-name NAME` does."""
+    search = f"hydra.searchpath=[{CONF_FOLDER}]"
+    with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+        return load_config(hydra.compose(name, overrides=[search, *overrides]))
+
+
+def leaves(node: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict):
+        return {path[1:]: node}
+    return {key: value for name, child in node.items() for key, value in leaves(child, f"{path}.{name}").items()}
+
+
+def test_a_file_composes_and_means_the_same(theirs, tmp_path, capsys):
+    write_model_without_weights(tmp_path / "model")
+    convert_file(theirs, tmp_path / "mine.yaml")
+    assert "--config-name mine" in capsys.readouterr().out
+    cfg = composed(tmp_path, "mine", f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}")
+    rl, rollout, saving = cfg.trainer.reinforce, cfg.model.reinforce, cfg.exp_manager.checkpoint_callback_params
+    assert (cfg.trainer.devices, cfg.trainer.precision, rl.max_epochs, rl.max_steps) == (4, "bf16", 2, 30)
+    assert (rl.save_interval, rl.num_rollouts_per_prompt, rl.generation_work_queue) == (5, 8, False)
+    # Its formula: |k1|, averaged over tokens, so that beta keeps its meaning.
+    assert (rl.initial_policy_kl_penalty, rl.use_absolute_kl, rl.kl_reduction) == (0.02, True, "mean")
+    assert (rl.truncated_samples, rl.loss_aggregation) == ("drop", "sequence_mean")
+    assert (rollout.num_rollout_samples, rollout.forward_micro_batch_size, rollout.num_val_samples) == (64, 64, None)
+    assert (rollout.length_params.max_length, rollout.length_params.min_length) == (32, 0)
+    assert (rollout.sampling_params.top_p, rollout.allow_biased_sampling) == (0.9, True)
+    assert (cfg.model.peft.peft_scheme, cfg.model.peft.lora_tuning.adapter_dim) == ("lora", 16)
+    assert cfg.model.peft.lora_tuning.target_modules == ["q_proj", "k_proj", "v_proj", "down_proj"]
+    assert (cfg.model.optim.name, cfg.model.optim.lr, cfg.model.optim.sched.min_lr) == ("adam", 9e-7, 9e-8)
+    assert (saving.keep_best, saving.best_metric, saving.best_mode) == (3, "val/rewards", "max")
+    assert (cfg.exp_manager.max_time_per_run, cfg.exp_manager.explicit_log_dir) == (
+        "00:03:45:00",
+        str(tmp_path / "logs"),
+    )
+    assert (cfg.remote_rm.reward_model.ip, cfg.remote_rm.reward_model.port) == ("node7", 5567)
+    assert cfg.remote_rm.pad_to_length is None and cfg.model.global_batch_size is None
+
+
+def test_every_key_is_carried_over_or_named_with_its_reason(theirs):
+    text = converted(theirs)
+    head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    new = leaves(yaml.safe_load(text))
+    given = leaves({k: v for k, v in yaml.safe_load(theirs.read_text()).items() if k != "defaults"})
+    said = head.replace(",", " ").replace(":", " ").split()
+    lost = [key for key, value in given.items() if value is not None and key not in new and key not in said]
+    # Those of another name here, and one that `explicit_log_dir` goes before.
+    assert sorted(lost) == [
+        "exp_manager.checkpoint_callback_params.mode",
+        "exp_manager.checkpoint_callback_params.monitor",
+        "exp_manager.checkpoint_callback_params.save_top_k",
+        "exp_manager.exp_dir",
+        "model.reinforce.sampling_params.add_BOS",
+        "trainer.max_time",
+        "trainer.reinforce.batch_iterator.use_flask",
+    ]
+    assert "pretrained_checkpoint.restore_from_path is not set" in head
+    assert "model.hidden_dropout: no such key here" in head and "+model.megatron_overrides.NAME" in head
+    assert "trainer.reinforce.trt_llm.max_input_len: set generation=tensorrt_llm" in head
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "word"),
+    [
+        ("peft_scheme: lora", "peft_scheme: ptuning", "peft_scheme: there is no ptuning here; known: lora, none"),
+        ("CosineAnnealing", "NoamAnnealing", "sched.name: there is no NoamAnnealing here"),
+        ("precision: bf16", "precision: 16", "trainer.precision: there is no 16 here"),
+        ("lr: 9e-7", "lr: -1", "model.optim.lr is -1.0; expected above 0"),
+        ("lr: 9e-7", "lr: ${model.learning_rate}", "model.optim.lr cannot be resolved"),
+    ],
+)
+def test_a_value_without_counterpart_is_said(theirs, old, new, word):
+    theirs.write_text(theirs.read_text().replace(old, new))
+    head = " ".join(line.lstrip("# ") for line in converted(theirs).splitlines() if line.startswith("#"))
+    assert word in head
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (None, "cannot be read: No such file"),
+        ("trainer: {ppo: {max_steps: 3}}", "has neither trainer.reinforce nor model.reinforce"),
+        ("", "has neither trainer.reinforce"),
+        ("- a\n- b\n", "has neither trainer.reinforce"),
+        ("trainer: [1\nmodel: {", "cannot be read as YAML"),
+        ("trainer: {reinforce: {max_steps: '${'}}", "cannot be read as YAML"),
+    ],
+)
+def test_another_file_is_refused(tmp_path, text, word):
+    if text is not None:
+        (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=word):
+        converted(tmp_path / "a.yaml")
+
+
+def test_no_file_is_written_over(theirs):
+    before = theirs.read_text()
+    with pytest.raises(ConfigError, match="exists; expected the name of a new file"):
+        convert_file(theirs, theirs)
+    assert theirs.read_text() == before
