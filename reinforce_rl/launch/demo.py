@@ -1,17 +1,23 @@
-"""The demo: aligns SmolLM2-135M-Instruct on this machine's CPU against a reward model on a real PyTriton server."""
+"""The demo: SmolLM2-135M-Instruct learns to answer in an asked form on this machine's CPU; a real server scores it."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.places import IS_CLONE, PACKAGE, shipped
+
+if TYPE_CHECKING:
+    from reinforce_rl.monitoring.rollouts import RolloutRow
 
 OUT = PACKAGE.parent / "results" / "demo" if IS_CLONE else Path("results/demo")
 
@@ -22,7 +28,7 @@ def demo(
     ] = None,
     out: Annotated[Path, typer.Option(help="the run's folder; an old one goes")] = OUT,
 ) -> None:
-    """Align SmolLM2-135M-Instruct on this machine's CPU against a reward model on a real PyTriton server.
+    """Teach SmolLM2-135M-Instruct to answer in an asked form, on this machine's CPU against a real reward server.
 
     DEMO_STEPS=N in the environment makes it shorter or longer.
     """
@@ -42,6 +48,7 @@ def run(out: Path, overrides: list[str]) -> int:
     plan = make_plan(
         run_dir=out,
         server_args=[
+            "--config-name=demo_server",
             f"reward_model.restore_from_path={model}",
             f"reward_model.head_path={data / 'reward_head' / 'head.safetensors'}",
         ],
@@ -64,9 +71,48 @@ def run(out: Path, overrides: list[str]) -> int:
             "server's log": plan.server_log,
         }
         print()
+        print_answers(out, data / "prompts_validation.jsonl")
         print(run_summary(out, {name: place for name, place in places.items() if place.exists()}))
         print(f"  took {(time.monotonic() - started) / 60:.1f} minutes")
     return code
+
+
+def print_answers(out: Path, asked: Path) -> None:
+    """Print how many held-out prompts were answered as asked, before and after, and the answers to three of them."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from reinforce_rl.monitoring.run_folder import RunFolder
+    from reinforce_rl.rewards.functions import instructions
+    from reinforce_rl.utils.files import read_json_lines
+
+    def follows(row: RolloutRow, record: Mapping[str, Any]) -> bool:
+        return instructions(row.prompt, row.response, record, partial=False) == 1.0
+
+    validations = RunFolder(out).validations
+    if validations is None:
+        return
+    records, last = list(read_json_lines(asked)), {row.prompt_id: row for row in validations[1]}
+    pairs = [
+        (record, row, last[row.prompt_id])
+        for row in validations[0]
+        for record in records
+        if row.prompt_id in last and record["prompt"] in row.prompt
+    ]
+    if not pairs:  # other prompts were given
+        return
+    before, after = ([follows(pair[side], pair[0]) for pair in pairs] for side in (1, 2))
+    console = Console(highlight=False)
+    shares = [statistics.fmean(found) for found in (before, after)]
+    errors = [math.sqrt(share * (1 - share) / len(pairs)) for share in shares]
+    texts = [f"{share:.1%} ± {error:.1%}" for share, error in zip(shares, errors, strict=True)]
+    console.print(f"Held-out prompts answered exactly as asked: {texts[0]} before, {texts[1]} after, of {len(pairs)}.")
+    table = Table("asked", "before", "after", title="The first three of them", show_lines=True)
+    for (record, *rows), *marks in list(zip(pairs, before, after, strict=True))[:3]:
+        answers = [f"{'✓' if mark else '✗'} {row.response}" for row, mark in zip(rows, marks, strict=True)]
+        table.add_row(*map(Text, (record["prompt"], *answers)))
+    console.print(table)
 
 
 def remove_old_run(out: Path) -> None:

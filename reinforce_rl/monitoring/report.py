@@ -97,6 +97,9 @@ def summarize(run: RunFolder) -> list[SummaryRow]:
         basis = f"validation, the same {found.n} prompts"
         error = found.standard_error
         rows.append(SummaryRow("Reward", basis, found.mean_before, found.mean_after, standard_error=error))
+    for key in dict.fromkeys(key for line in run.lines for key in line if key.startswith("val/rewards_")):
+        if len(values := [value for _, value in run.series(key)]) > 1:
+            rows.append(SummaryRow(f"  {key.removeprefix('val/rewards_')}", "validation", values[0], values[-1]))
     rows += _before_and_after(run, "Reward", "rewards")
     rows += _before_and_after(run, "Reward with KL", "rewards_with_kl")
     rows += _before_and_after(run, "KL, nats a response", "init_policy_kl")

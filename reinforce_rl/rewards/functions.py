@@ -45,11 +45,12 @@ def gsm8k(
 ) -> float:
     """Score whether the response ends in the right number, as in GSM8K (Cobbe et al. 2021, arXiv:2110.14168).
 
-    Numbers are compared exactly: 5, 5.00 and 10/2 are equal. The last `#### 72`, `\\boxed{72}` or "the answer is 72"
-    counts; if no answer is marked, `last_number` takes the last number of the response. The record's `answer_key`
-    holds the right answer, as a number or a text; raises KeyError without it, ValueError if it holds no number.
+    Numbers are compared exactly: 5, 5.00 and 10/2 are equal. The last `#### 72`, `\\boxed{72}` or "the answer is
+    72" counts; if no answer is marked, `last_number` takes the last number of the response. The record's
+    `answer_key` holds the right answer, as a number, a text or a solution that ends in `#### 72`; raises KeyError
+    without it, ValueError if it holds no number.
     """
-    expected = _parse_number(str(record[answer_key]))
+    expected = _parse_number(str(record[answer_key]).rpartition("####")[2])
     if expected is None:
         raise ValueError(f"the record's '{answer_key}' holds no number")
     return correct if _final_answer(response, last_number=last_number) == expected else wrong
@@ -190,9 +191,9 @@ def instructions(prompt: str, response: str, record: Mapping[str, Any], *, parti
         text = text if texts is None else " ".join(texts)
     words = re.findall(r"[\w'-]+", text.lower())
     if "max_words" in record:
-        scores.append(float(len(words) <= record["max_words"]))
+        scores.append(float(len(words) <= int(record["max_words"])))
     if "min_words" in record:
-        scores.append(float(len(set(words)) >= record["min_words"]))
+        scores.append(float(len(set(words)) >= int(record["min_words"])))
     if "keyword" in record:
         scores.append(
             float(re.search(rf"(?<!\w){re.escape(record['keyword'])}(?:e?s)?(?!\w)", text, re.IGNORECASE) is not None)

@@ -204,6 +204,11 @@ def test_instructions_give_credit_for_each_step_and_success_for_all(response, re
     assert instructions("", response, ASKED, partial=False) == float(min(reached) == 1)
 
 
+def test_a_whole_solution_of_the_hubs_gsm8k_is_its_answer():
+    record = {"answer": "She sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"}
+    assert [gsm8k("", response, record) for response in ("#### 72", "#### 48")] == [1.0, 0.0]
+
+
 def test_instructions_check_what_the_record_asks_for_alone():
     assert instructions("", "Two words", {"max_words": 2}, partial=False) == 1.0
     assert instructions("", "Three words here", {"max_words": 2, "keyword": "c++"}) == 0.0

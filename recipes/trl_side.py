@@ -1,0 +1,67 @@
+"""TRL's side of against_trl.py, in the peers' environment: python trl_side.py SETTINGS.json CURVE.json"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl import RLOOConfig, RLOOTrainer
+
+from reinforce_rl.rewards.functions import instructions
+
+FIELDS = ("keys", "min_words", "max_words", "keyword")
+
+
+def scores(completions: list[Any], partial: bool, columns: dict[str, Any]) -> list[float]:
+    texts = [completion[0]["content"] for completion in completions]
+    records = ({name: columns[name][row] for name in FIELDS} for row in range(len(texts)))
+    rows = zip(texts, records, strict=True)
+    return [instructions("", text, record, partial=partial) for text, record in rows]
+
+
+def rewards(completions: list[Any], **columns: Any) -> list[float]:
+    return scores(completions, True, columns)
+
+
+def accuracy(completions: list[Any], **columns: Any) -> list[float]:
+    return scores(completions, False, columns)
+
+
+def main(settings_file: str, curve_file: str) -> None:
+    settings = json.loads(Path(settings_file).read_text(encoding="utf-8"))
+    lines = [json.loads(line) for line in Path(settings["prompts"]).read_text(encoding="utf-8").splitlines()]
+    rows = [{**line, "prompt": [{"role": "user", "content": line["prompt"]}]} for line in lines]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = RLOOTrainer(
+            model=settings["model"],
+            reward_funcs=[rewards, accuracy],
+            args=RLOOConfig(
+                output_dir=folder,
+                **settings["args"],
+                logging_steps=1,
+                # TRL would compute activations again in the backward pass, and the other side does not.
+                gradient_checkpointing=False,
+                model_init_kwargs={"dtype": "float32"},
+                bf16=False,
+                use_cpu=True,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=AutoTokenizer.from_pretrained(settings["model"]),
+        )
+        trainer.train()
+        steps = [line for line in trainer.state.log_history if "reward" in line]
+    names = {"rewards": "reward", "rewards_accuracy": "rewards/accuracy/mean"}
+    curve = {name: [line[key] for line in steps] for name, key in names.items()}
+    Path(curve_file).write_text(json.dumps(curve), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
