@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,9 @@ from helpers.models import smollm2_folder
 from helpers.tiny_run import compose, json_lines
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.launch.demo import steps_override
+from reinforce_rl.launch.demo import print_answers, steps_override
+from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
+from reinforce_rl.rewards.functions import instructions
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "demo" / "run_demo.py"
 
@@ -54,6 +58,55 @@ def test_a_wrong_demo_steps_ends_before_anything_is_made(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+RECORD = {"prompt": "Why tea?", "keys": ["tip"], "max_words": 3, "keyword": "tea"}
+
+
+def write_validation(out: Path, step: int, responses: list[str]) -> None:
+    rows = [
+        RolloutRow(step, i, 0, f"<user>Why tea? {i}<end>", text, 0.0, "stop", len(text))
+        for i, text in enumerate(responses)
+    ]
+    RolloutWriter(out).write(step, rows, "validation")
+
+
+def test_answers_before_and_after_stand_side_by_side_with_what_the_check_says(tmp_path, capsys):
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({**RECORD, "prompt": f"Why tea? {i}"}) + "\n" for i in range(4)))
+    good = '{"tip": "Hot [bold]tea"}'  # no markup
+    write_validation(tmp_path, 0, ["Tea is", good, "", "{"])
+    write_validation(tmp_path, 9, [good, good, "no", good])
+    print_answers(tmp_path, asked)
+    said = capsys.readouterr().out
+    assert "25.0% ± 21.7% before, 75.0% ± 21.7% after, of 4." in said
+    assert (said.count("✓"), said.count("✗"), said.count("[bold]")) == (3, 3, 3)
+    assert [said.count(f"Why tea? {i}") for i in range(4)] == [1, 1, 1, 0]
+
+
+def test_answers_to_other_prompts_are_not_checked(tmp_path, capsys):
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps(RECORD | {"prompt": "another"}) + "\n")
+    for step in (0, 9):
+        write_validation(tmp_path, step, ["Tea"])
+    print_answers(tmp_path, asked)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_demos_prompts_are_what_their_script_writes(tmp_path):
+    folder = SCRIPT.parent
+    subprocess.run([sys.executable, str(folder / "make_prompts.py"), str(tmp_path)], check=True, timeout=60)
+    keywords = []
+    for name in ("train", "validation"):
+        file = f"prompts_{name}.jsonl"
+        assert (tmp_path / file).read_bytes() == (folder / file).read_bytes()
+        records = json_lines(folder / file)
+        keywords.append({record["keyword"] for record in records})
+        for record in records:
+            answer = {key: f"{record['keyword']} {word} it" for key, word in zip(record["keys"], "ab", strict=False)}
+            long = json.dumps({**answer, record["keys"][0]: f"{record['keyword']} one two three four"})
+            assert instructions("", long, record, partial=False) == 1.0, record
+    assert not keywords[0] & keywords[1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_steps_of_the_real_demo(tmp_path):
@@ -73,6 +126,13 @@ def test_two_steps_of_the_real_demo(tmp_path):
         assert (out / "hf" / "tokenizer_config.json").is_file()
         assert list((out / "checkpoints").iterdir())
         assert (out / "logs" / "server.log").is_file()
+        held_out = re.search(r"answered exactly as asked: .* before, .* after, of 4\.", done.stdout)
+        assert held_out, done.stdout
+        server = json_lines(out / "metrics.jsonl")[-1]
+        names = ("reward_model", "instructions", "accuracy")
+        assert all(f"{part}/rewards_{name}" in server for part in ("train", "val") for name in names)
+        total = 0.1 * server["val/rewards_reward_model"] + server["val/rewards_instructions"]
+        assert server["val/rewards"] == pytest.approx(total + server["val/rewards_accuracy"], abs=1e-5)
         last_lines = done.stdout[done.stdout.index("\nThe mean validation reward") :].strip().splitlines()
         for name in ("report.html", "rollouts", "checkpoints", "hf"):
             assert any(line.endswith(str(out / name)) for line in last_lines), done.stdout
