@@ -103,16 +103,15 @@ def print_answers(out: Path, asked: Path) -> None:
     if not pairs:  # other prompts were given
         return
     before, after = ([follows(pair[side], pair[0]) for pair in pairs] for side in (1, 2))
-    console = Console(highlight=False)
     shares = [statistics.fmean(found) for found in (before, after)]
     errors = [math.sqrt(share * (1 - share) / len(pairs)) for share in shares]
     texts = [f"{share:.1%} ± {error:.1%}" for share, error in zip(shares, errors, strict=True)]
-    console.print(f"Held-out prompts answered exactly as asked: {texts[0]} before, {texts[1]} after, of {len(pairs)}.")
+    print(f"Held-out prompts answered exactly as asked: {texts[0]} before, {texts[1]} after, of {len(pairs)}.")
     table = Table("asked", "before", "after", title="The first three of them", show_lines=True)
     for (record, *rows), *marks in list(zip(pairs, before, after, strict=True))[:3]:
         answers = [f"{'✓' if mark else '✗'} {row.response}" for row, mark in zip(rows, marks, strict=True)]
         table.add_row(*map(Text, (record["prompt"], *answers)))
-    console.print(table)
+    Console(highlight=False).print(table)
 
 
 def remove_old_run(out: Path) -> None:
