@@ -102,7 +102,8 @@ def print_answers(out: Path, asked: Path) -> None:
     ]
     if not pairs:  # other prompts were given
         return
-    before, after = ([follows(pair[side], pair[0]) for pair in pairs] for side in (1, 2))
+    before = [follows(row, record) for record, row, _ in pairs]
+    after = [follows(row, record) for record, _, row in pairs]
     shares = [statistics.fmean(found) for found in (before, after)]
     errors = [math.sqrt(share * (1 - share) / len(pairs)) for share in shares]
     texts = [f"{share:.1%} ± {error:.1%}" for share, error in zip(shares, errors, strict=True)]
