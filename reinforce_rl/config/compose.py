@@ -36,6 +36,9 @@ def explained(error: Exception, name: str, overrides: Sequence[str], folder: Pat
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, found = error.missing_cfg_file.rpartition("/")
         return ConfigError([f"{group} is {found!r}; expected one of {', '.join(error.options)}"])
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        found = error.missing_cfg_file.removesuffix(".yaml")
+        return ConfigError([f"there is no {found}.yaml in the folder of --config-dir, nor in {folder}"])
     text = str(error).partition("\nConfig search path:")[0].strip()
     unknown = re.search(r"Could not override '([^']+)'|not in struct\s+full_key: (\S+)", text)
     if unknown is None:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import DEEP, NOT_SET, Section
+from reinforce_rl.config.describe import expected_of
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rules import find_faults
 from reinforce_rl.errors import ConfigError
@@ -23,14 +24,6 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, under WSL
 # Errors of pydantic on values of the right type; their values are kept, so that the rules see what was given.
 _OF_VALUE = {"literal_error", "value_error", "finite_number", "too_short"}
 _OF_VALUE |= {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
-_TYPES = {
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "a text",
-    "boolean": "true or false",
-    "null": "null",
-    "object": "groups of keys, each under a name of your choice",
-}
 _SAVING = "exp_manager.checkpoint_callback_params"
 _ADVICE = {  # of keys, each with all below it
     "trainer.reinforce.trt_llm model.reinforce.trt_llm trt_llm": "set generation=tensorrt_llm; see tensorrt_llm",
@@ -183,7 +176,7 @@ def _set(section: Section, name: str, value: Any, key: str) -> Iterator[str]:
             value = float(value) if type(value) is int and bounds and type(bounds[0]) is float else value
             if isinstance(value, str) or found["type"] != "literal_error":
                 setattr(section, name, value)
-        expected = _expected(type(section), name, is_of_value=found is not None)
+        expected = expected_of(type(section), name, is_of_value=found is not None)
         if found is not None and found["type"] == "finite_number" and "finite" not in expected:
             expected += ", and finite"
         yield f"{key} is {value!r}; expected {expected}"
@@ -201,32 +194,3 @@ def _missing(section: Section, path: str, told: set[str]) -> Iterator[str]:
         for group_name, group in groups.items():
             if isinstance(group, Section):
                 yield from _missing(group, f"{path}{group_name}.", told)
-
-
-def _expected(schema: type[Section], name: str, *, is_of_value: bool) -> str:
-    properties = schema.model_json_schema()["properties"][name]
-    if is_of_value and "expected" in properties:
-        return properties["expected"]
-    options = properties.get("anyOf", [properties])
-    choices = [choice for one in options for choice in one.get("enum", [one["const"]] if "const" in one else [])]
-    if choices:
-        return " or ".join(["null", *choices]) if len(options) > 1 else f"one of {', '.join(choices)}"
-    bounds = _bounds(options[0]) if is_of_value else ""
-    return f"{bounds}{', or null' if len(options) > 1 else ''}" if bounds else _described(properties)
-
-
-def _bounds(option: dict[str, Any]) -> str:
-    least, most = option.get("minimum"), option.get("maximum")
-    if least is not None and most is not None:
-        return f"{least:g} to {most:g}"
-    ends = {"at least": "minimum", "above": "exclusiveMinimum", "at most": "maximum", "below": "exclusiveMaximum"}
-    text = " and ".join(f"{word} {option[end]:g}" for word, end in ends.items() if end in option)
-    return f"{text} and finite" if text == "above 0" else text
-
-
-def _described(schema: dict[str, Any]) -> str:
-    if "anyOf" in schema:
-        return " or ".join(map(_described, schema["anyOf"]))
-    if schema.get("type") == "array":
-        return f"a list, each {_described(schema['items'])}"
-    return _TYPES[schema["type"]]

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from reinforce_rl.config.compose import CONF_FOLDER, explained
+from reinforce_rl.config.describe import PROGRAMS
 from reinforce_rl.errors import EXIT_STOPPED, ReinforceError
 from reinforce_rl.launch.terminal import fail, plain_errors, program
 from reinforce_rl.runtime.stop import StopNow
 from reinforce_rl.utils.process import PACKAGE_PARENT
+
+HELP = ("--help", "-h")
 
 
 def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
@@ -26,6 +32,9 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         def run(cfg: DictConfig) -> None:
+            own = HydraConfig.get().job.config_name
+            if own != name and (missing := [key for key in PROGRAMS[name].model_fields if key not in cfg]):
+                fail(f"{own} has no {missing[0]}; expected it to begin with `defaults: [{name}, _self_]`")
             try:
                 with plain_errors():
                     main(cfg)
@@ -37,12 +46,25 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 os.getcwd()
             except OSError:
                 fail("the folder in which this was started does not exist any more; change to another one")
+            words = [arg for arg in sys.argv[1:] if arg not in HELP]
+            if len(words) < len(sys.argv) - 1:
+                from reinforce_rl.launch.help import show_help
+
+                with plain_errors():
+                    show_help(name, words)
+                return
+            if any(arg.partition("=")[0] in ("--config-path", "-cp") for arg in words):
+                fail("--config-path hides the configuration that yours builds on; name its folder by --config-dir")
             # Have Hydra raise its errors instead of printing them, so that they look like all others.
             os.environ["HYDRA_FULL_ERROR"] = "1"
+            # Hydra then adds it at the end, which is what everybody means.
+            warnings.filterwarnings("ignore", ".*Defaults list is missing `_self_`")
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name=name)(run)()
             except (HydraException, OmegaConfBaseException) as error:
-                fail(str(explained(error, name, [arg for arg in sys.argv[1:] if "=" in arg])))
+                fail(str(explained(error, name, [arg for arg in words if "=" in arg and arg[0] != "-"])))
+            except YAMLError as error:
+                fail(f"a configuration is no YAML: {error}")
 
         return run_program
 

@@ -36,7 +36,7 @@ class _Passing(TyperCommand):
     """Leaves all that follows its name to another parser, such as Hydra's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.args = list(args)
+        ctx.params["words"] = list(args)
         return []
 
 
@@ -49,6 +49,17 @@ class _Launch(TyperCommand):
         own, *ctx.obj = split_arguments(args)
         return super().parse_args(ctx, own)
 
+
+def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Keys that begin so, with their sentences; for a shell's completion."""
+    from reinforce_rl.config.describe import PROGRAMS, keys_of
+
+    name = {"serve": "serve_reward_model", "train-rm": "train_reward_model"}.get(str(ctx.info_name))
+    keys = keys_of(PROGRAMS[name or "train_reinforce_actor"]())
+    return [(f"{key.path}=", key.meaning) for key in keys if key.path.startswith(incomplete)]
+
+
+Words = Annotated[list[str] | None, typer.Argument(autocompletion=_complete)]
 
 app = typer.Typer(
     name="reinforce-rl",
@@ -99,7 +110,7 @@ def _options(
 
 
 @app.command(cls=_Passing)
-def train(ctx: typer.Context) -> None:
+def train(words: Words = None) -> None:
     """Train an actor with REINFORCE or RLOO. KEY=VALUE ..., and Hydra's options."""
     from reinforce_rl.launch import programs
 
@@ -107,7 +118,7 @@ def train(ctx: typer.Context) -> None:
 
 
 @app.command(cls=_Passing)
-def serve(ctx: typer.Context) -> None:
+def serve(words: Words = None) -> None:
     """Serve a reward model or a reward function over HTTP. KEY=VALUE ..., and Hydra's options."""
     from reinforce_rl.launch import programs
 
@@ -115,7 +126,7 @@ def serve(ctx: typer.Context) -> None:
 
 
 @app.command("train-rm", cls=_Passing)
-def train_rm(ctx: typer.Context) -> None:
+def train_rm(words: Words = None) -> None:
     """Train a reward model: a head on a frozen trunk, or all weights. KEY=VALUE ..., and Hydra's options."""
     from reinforce_rl.launch import programs
 
@@ -123,12 +134,13 @@ def train_rm(ctx: typer.Context) -> None:
 
 
 @app.command(cls=_Passing)
-def preflight(ctx: typer.Context) -> None:
+def preflight(words: Words = None) -> None:
     """Print the plan of `train` with these KEY=VALUE, and all that is wrong; --deep predicts time and memory too."""
     from reinforce_rl.launch import programs
 
-    kind = "deep" if "--deep" in ctx.args else "true"
-    become("train", [*(arg for arg in ctx.args if arg != "--deep"), f"preflight={kind}"])
+    words = words or []
+    kind = "deep" if "--deep" in words else "true"
+    become("train", [*(word for word in words if word != "--deep"), f"preflight={kind}"])
     programs.train()
 
 
@@ -332,8 +344,8 @@ def prepare_model(
 
 
 @app.command(cls=_Passing)
-def submit(ctx: typer.Context) -> None:
+def submit(words: Words = None) -> None:
     """Plan, check and submit a Slurm job of reward servers and actor."""
     from reinforce_rl.launch.slurm.submit import main
 
-    raise typer.Exit(main(ctx.args))
+    raise typer.Exit(main(words or []))

@@ -28,9 +28,14 @@ def become(command: str, arguments: Sequence[str]) -> None:
     _command, sys.argv = command, [f"reinforce-rl {command}", *arguments]
 
 
+def program_name() -> str:
+    """What a person types before the arguments."""
+    return sys.argv[0] if _command else f"python {sys.argv[0]}"
+
+
 def typed() -> str:
     """The command line, as a person would repeat it."""
-    return " ".join([sys.argv[0] if _command else f"python {sys.argv[0]}", *map(shlex.quote, sys.argv[1:])])
+    return " ".join([program_name(), *map(shlex.quote, sys.argv[1:])])
 
 
 def program() -> list[str]:

@@ -71,13 +71,57 @@ def test_a_mistake_of_an_own_command_is_one_message(tmp_path: Path) -> None:
 
 def test_hydras_own_options_and_yaml_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "long.yaml").write_text(
-        "defaults: [train_reinforce_actor, _self_]\nmodel: {optim: {lr: 3.0e-5}}\n"
-    )
+    (tmp_path / "mine" / "long.yaml").write_text("defaults: [train_reinforce_actor]\nmodel: {optim: {lr: 3.0e-5}}\n")
     words = ["train", "--config-dir", "mine", "--config-name", "long", "--cfg", "job", "--package", "model.optim"]
     done = command(tmp_path, *words, "model.optim.weight_decay=0.5")
     assert done.returncode == 0, done.stderr
     assert "lr: 3.0e-05" in done.stdout and "weight_decay: 0.5" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config-dir=mine", "--config-name=lnog"], "there is no lnog.yaml in the folder of --config-dir"),
+        (["--config-dir=mine", "--config-name=alone"], "begin with `defaults: [train_reinforce_actor, _self_]`"),
+        (["--config-dir=mine", "--config-name=broken"], 'broken.yaml", line 2'),
+        (["--config-path=mine", "--config-name=alone"], "name its folder by --config-dir"),
+        (["--config-dir=mine", "--config-name=wrong"], "model.optim.lrr is not a key of the configuration"),
+    ],
+)
+def test_mistakes_with_a_yaml_of_ones_own(tmp_path: Path, words: list[str], said: str) -> None:
+    (tmp_path / "mine").mkdir()
+    head = "defaults: [train_reinforce_actor]\n"
+    texts = {
+        "alone": "model: {optim: {lr: 1.0}}",
+        "broken": f"{head}model: {{",
+        "wrong": f"{head}model: {{optim: {{lrr: 1}}}}",
+    }
+    for name, text in texts.items():
+        (tmp_path / "mine" / f"{name}.yaml").write_text(text)
+    done = command(tmp_path, "train", *words)
+    assert done.returncode == 1 and said in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+
+
+def test_a_shell_completes_commands_options_and_keys() -> None:
+    def complete(line: str) -> list[str]:
+        environment = {
+            **os.environ,
+            "_REINFORCE_RL_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(line.split(" ")) - 1),
+        }
+        code = "from reinforce_rl.launch.main import app; app(prog_name='reinforce-rl')"
+        words = [sys.executable, "-c", code]
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT
+        ).stdout.split()
+
+    assert complete("reinforce-rl tr") == ["train", "train-rm"]
+    assert complete("reinforce-rl prepare --num") == ["--num-validation"]
+    keys = complete("reinforce-rl train trainer.devices=2 model.optim.s")
+    assert "model.optim.sched.min_lr=" in keys and all(key.startswith("model.optim.s") for key in keys)
+    assert "reward_model.head_path=" in complete("reinforce-rl serve reward_model.h")
 
 
 def test_preflight_is_train_without_a_run(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""Training from Python: `from reinforce_rl import train`. docs/cli.md has examples."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reinforce_rl.errors import ReinforceError
+
+Prompts = str | Path | Iterable[str | Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind."""
+
+    folder: Path
+    metrics: list[dict[str, Any]]  # a step each, as in metrics.jsonl
+    model: Path | None  # Hugging Face folder of the trained policy; None where it was not exported
+
+
+def train(
+    model: str | Path,
+    prompts: Prompts,
+    reward: Callable[..., float] | str | None = None,
+    output: str | Path = "results/reinforce",
+    *,
+    validation: Prompts | None = None,
+    **settings: Any,
+) -> Run:
+    """Train a model, or go on with the run in `output`; the same as `reinforce-rl train`, in this process.
+
+    Args:
+        model: Hugging Face folder.
+        prompts: file of prompts, or the prompts: texts, or dicts as in a line of such a file.
+        reward: function of (prompt, response, record) or its dotted name; a `functools.partial` gives it keyword
+            arguments. None asks the reward server of `remote_rm.reward_model`.
+        output: folder of the run.
+        settings: configuration keys, such as `**{"trainer.reinforce.max_steps": 20}`, and `algorithm`.
+
+    Raises:
+        ReinforceError: see its subclasses.
+    """
+    if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == "reinforce_rl.rewards.function_host":
+        raise ReinforceError("train(...) runs whenever this file is imported; put it under if __name__ == '__main__':")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")  # idle OpenMP threads that spin cost a busy CPU tenfold
+    from omegaconf import OmegaConf
+
+    from reinforce_rl.config.compose import compose
+    from reinforce_rl.config.load import load_config
+
+    algorithm = settings.pop("algorithm", None)
+    cfg = compose("train_reinforce_actor", [f"algorithm={algorithm}"] if algorithm else [])
+    OmegaConf.set_struct(cfg, False)  # load_config names keys that do not exist
+    folder = Path(output)
+    values = {"pretrained_checkpoint.restore_from_path": str(model), "exp_manager.explicit_log_dir": str(folder)}
+    values["model.data.data_prefix.train"] = _file(prompts, folder / "prompts.jsonl")
+    if validation is not None:
+        values["model.data.data_prefix.validation"] = _file(validation, folder / "validation.jsonl")
+    if reward is not None:
+        name, kwargs = (reward, {}) if isinstance(reward, str) else _by_name(reward, folder)
+        values |= {"reward": "function", "reward_function.name": name, "reward_function.kwargs": kwargs}
+    for key, value in (values | settings).items():
+        OmegaConf.update(cfg, key, str(value) if isinstance(value, Path) else value)
+    config = load_config(cfg)
+    ranks = config.trainer.devices * config.trainer.num_nodes
+    if ranks != int(os.environ.get("WORLD_SIZE", "1")):
+        script = Path(getattr(sys.modules["__main__"], "__file__", None) or "SCRIPT.py").name
+        raise ReinforceError(
+            f"trainer.devices x trainer.num_nodes is {ranks}, and this is one process; start it as "
+            f"`torchrun --nproc-per-node {config.trainer.devices} {script}`, or use `reinforce-rl train`"
+        )
+    from reinforce_rl import run
+    from reinforce_rl.monitoring.loggers import read_metrics
+    from reinforce_rl.runtime.settings import may_start
+
+    if may_start(config):
+        run.train(config)
+    exported = folder / "hf"
+    return Run(folder, read_metrics(folder / "metrics.jsonl"), exported if exported.is_dir() else None)
+
+
+def _file(prompts: Prompts, path: Path) -> str:
+    """The file of prompts, written if they are not in one."""
+    from reinforce_rl.data.jsonl import write_jsonl_files
+
+    if isinstance(prompts, str | Path):
+        return str(prompts)
+    write_jsonl_files({path: ({"prompt": row} if isinstance(row, str) else row for row in prompts)})
+    return str(path)
+
+
+def _by_name(function: Callable[..., Any], folder: Path) -> tuple[str, dict[str, Any]]:
+    """(dotted name, kwargs) by which other processes import a function.
+
+    What stands in a notebook or a script, and uses nothing from there but modules, is copied into a file in `folder`.
+    """
+    kwargs: dict[str, Any] = {}
+    if isinstance(function, functools.partial) and not function.args:
+        function, kwargs = function.func, function.keywords
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", repr(function))
+    is_plain = inspect.isfunction(function) and name.isidentifier()
+    if is_plain and module != "__main__":
+        return f"{module}.{name}", kwargs
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    why = "it is no plain function"
+    if inspect.isfunction(function) and function.__name__.isidentifier():
+        used = inspect.getclosurevars(function)
+        modules = {own: value.__name__ for own, value in used.globals.items() if inspect.ismodule(value)}
+        others = sorted({*used.globals, *used.nonlocals} - {*modules, name})
+        if not others:
+            return _copied(function, modules, folder), kwargs
+        if is_plain and script.suffix == ".py" and script.stem.isidentifier():
+            return f"{script.stem}.{name}", kwargs
+        why = f"it uses {', '.join(others)} from outside of it"
+    raise ReinforceError(
+        f"the reward {name} cannot be imported by the processes that rewards run in: {why}. Put it with all that it "
+        "uses into a file, such as my_rewards.py, and give my_rewards.NAME; in a notebook, the first line of a cell "
+        "%%writefile my_rewards.py makes that file"
+    )
+
+
+def _copied(function: Any, modules: Mapping[str, str], folder: Path) -> str:
+    from reinforce_rl.utils.files import write_atomically
+
+    lines = ["from __future__ import annotations", *(f"import {name} as {own}" for own, name in modules.items())]
+    try:
+        lines += ["", "", textwrap.dedent(inspect.getsource(function))]
+    except OSError as error:
+        advice = f"put it into a file, such as my_rewards.py, and give my_rewards.{function.__name__}"
+        raise ReinforceError(f"the source of the reward {function.__name__} is not known; {advice}") from error
+    write_atomically(folder / "copied_reward.py", "\n".join(lines))
+    if str(folder.resolve()) not in sys.path:
+        sys.path.append(str(folder.resolve()))
+    return f"copied_reward.{function.__name__}"

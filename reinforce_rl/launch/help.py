@@ -1,0 +1,82 @@
+"""What `--help` of a Hydra program says: each key with its sentence, type, bound and default, from the schema."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from reinforce_rl.config.compose import CONF_FOLDER
+from reinforce_rl.config.describe import PROGRAMS, Key, keys_of
+from reinforce_rl.errors import ReinforceError
+from reinforce_rl.launch.terminal import program_name
+
+HEAD = """Usage: {program} [OPTION ...] KEY=VALUE ...
+
+  --help [GROUP or WORD]       all keys, those of a group (--help model.optim), or those about something (--help kl)
+  --config-dir DIR --config-name NAME
+                               DIR/NAME.yaml of your own, which begins with: defaults: [{name}, _self_]
+  --cfg job                    print the configuration, and start nothing
+  -m                           a run for each combination of KEY=1,2 and OTHER=3,4, one after the other
+  --hydra-help                 Hydra's other options
+"""
+
+
+def show_help(name: str, words: Sequence[str], console: Console | None = None) -> None:
+    """Print the keys of conf/NAME.yaml that the words ask for, without any all of them.
+
+    ReinforceError if there is none.
+    """
+    console = console or Console(highlight=False)
+    found = _asked_for(list(keys_of(PROGRAMS[name]())), words)
+    if not words:
+        console.print(HEAD.format(program=program_name(), name=name), markup=False, soft_wrap=True)
+        if name == "train_reinforce_actor":
+            presets = ", ".join(sorted(path.stem for path in (CONF_FOLDER / "algorithm").glob("*.yaml")))
+            console.print(f"algorithm=NAME sets many of them at once: {presets}\n", soft_wrap=True)
+    if not console.is_terminal:
+        for key in found:
+            console.print(
+                f"{key.path}  ({_kind(key)}; {_default(key)})  {_plain(key.meaning)}", markup=False, soft_wrap=True
+            )
+        return
+    for group, members in itertools.groupby(found, lambda key: key.path.rpartition(".")[0]):
+        table = Table(
+            title=f"[bold]{group or 'keys without a group'}", title_justify="left", box=None, show_header=False
+        )
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column(max_width=24, overflow="fold")
+        table.add_column()
+        for key in members:
+            meaning = f"{escape(_plain(key.meaning))} [dim]({escape(_kind(key))})"
+            table.add_row(key.path.rpartition(".")[2], escape(_plain(key.default)), meaning.strip())
+        console.print(table, "")
+
+
+def _asked_for(keys: Sequence[Key], words: Sequence[str]) -> list[Key]:
+    found = [key for key in keys if all(f"{key.path}.".startswith(f"{word}.") for word in words)]
+    if not found:
+        found = [key for key in keys if all(word.lower() in f"{key.path} {key.meaning}".lower() for word in words)]
+    if not found:
+        parts = [key.path.split(".") for key in keys]
+        names = {".".join(path[:end]) for path in parts for end in range(1, len(path) + 1)}.union(*parts)
+        close = get_close_matches(" ".join(words), sorted(names), n=3)
+        advice = f"did you mean {' or '.join(close)}?" if close else "--help alone shows all of them"
+        raise ReinforceError(f"--help {' '.join(words)}: no key is called so, or says so; {advice}")
+    return found
+
+
+def _kind(key: Key) -> str:
+    return _plain(", ".join(filter(None, [key.kind, key.unit, key.bound])))
+
+
+def _default(key: Key) -> str:
+    return _plain(key.default if key.default == "required" else f"default {key.default}")
+
+
+def _plain(text: str) -> str:
+    return text.replace("`", "")

@@ -1,0 +1,139 @@
+"""`from reinforce_rl import train`, from a script, from a notebook and in this process."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.models import tiny_llama_folder
+from helpers.tiny_run import MAX_LENGTH, json_lines, three_letters
+
+import reinforce_rl
+from reinforce_rl.errors import ConfigError, ReinforceError
+from reinforce_rl.launch.api import _by_name
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {
+    "model.encoder_seq_length": 16,
+    "model.reinforce.length_params.max_length": MAX_LENGTH,
+    "model.reinforce.num_rollout_samples": 2,
+    "model.optim.lr": 0.01,
+    "trainer.reinforce.max_steps": 1,
+    "trainer.reinforce.val_check_interval": 0,
+    "reward_function.sample_timeout_seconds": 60.0,
+}
+FUNCTION = """
+import re
+from collections.abc import Mapping
+
+def vowels(prompt, response, record: Mapping, *, each=1.0):
+    return each * len(re.findall("[aeiou]", response)) + record["extra"]
+"""
+CALL = """
+rows = [{"prompt": text, "extra": 0.5} for text in %r]
+run = train("model", rows, reward=vowels, output="out", **%r)
+print(json.dumps([len(run.metrics), str(run.model), str(run.folder)]))
+"""
+NOTEBOOK = """
+import linecache, json, sys
+from reinforce_rl import train
+del globals()["__file__"]
+for number, cell in enumerate([{function!r}, {call!r}]):
+    name = f"<cell {{number}}>"
+    linecache.cache[name] = (len(cell), None, cell.splitlines(True), name)
+    exec(compile(cell, name, "exec"))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    return tiny_llama_folder(folder, vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16)
+
+
+def script(folder: Path, model: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (folder / "model").symlink_to(model)
+    (folder / "my_run.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "my_run.py"], cwd=folder, capture_output=True, text=True, timeout=200, env=environment
+    )
+
+
+def check(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+    """One step was trained with the rewards that the function gives here."""
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [1, "out/hf", "out"]
+    (rollouts,) = sorted((folder / "out" / "rollouts").glob("*.jsonl"))
+    rows = json_lines(rollouts)
+    assert len(rows) == 8
+    for row in rows:
+        assert row["reward"] == sum(letter in "aeiou" for letter in row["response"]) + 0.5
+    assert (folder / "out/hf/config.json").is_file()
+
+
+HEAD = "import json\nfrom reinforce_rl import train\n"
+
+
+def test_a_script_without_a_guard(tmp_path: Path, model: Path) -> None:
+    check(tmp_path, script(tmp_path, model, HEAD + FUNCTION + CALL % (three_letters(4), SETTINGS)))
+
+
+@pytest.mark.slow
+def test_a_script_whose_function_uses_what_stands_beside_it(tmp_path: Path, model: Path) -> None:
+    function = FUNCTION.replace('re.findall("[aeiou]", response)', "VOWELS.findall(response)")
+    function = function.replace("import Mapping\n", 'import Mapping\nVOWELS = re.compile("[aeiou]")\n')
+    call = CALL % (three_letters(4), SETTINGS)
+    guarded = "".join(f"    {line}\n" for line in call.strip().splitlines())
+    check(tmp_path, script(tmp_path, model, f"{HEAD}{function}\nif __name__ == '__main__':\n{guarded}"))
+    (tmp_path / "other").mkdir()
+    bare = script(tmp_path / "other", model, HEAD + function + call)
+    assert bare.returncode == 1
+    assert "put it under if __name__ == '__main__':" in bare.stderr
+
+
+def test_a_notebook(tmp_path: Path, model: Path) -> None:
+    call = CALL % (three_letters(4), SETTINGS)
+    check(tmp_path, script(tmp_path, model, NOTEBOOK.format(function=FUNCTION, call=call)))
+
+
+def named(function: Any) -> None:
+    raise AssertionError("never called")
+
+
+def test_a_function_of_a_module_goes_by_its_name(tmp_path: Path) -> None:
+    assert _by_name(named, tmp_path) == (f"{__name__}.named", {})
+    assert _by_name(functools.partial(named, limit=3), tmp_path) == (f"{__name__}.named", {"limit": 3})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_function_that_no_other_process_can_have(tmp_path: Path) -> None:
+    limit = 3
+
+    def short(prompt: str, response: str, record: dict) -> float:
+        return float(len(response) < limit)
+
+    for reward, why in ((short, "it uses limit from outside"), (lambda *_: 1.0, "plain"), (print, "plain")):
+        with pytest.raises(ReinforceError, match=rf"{why}.*my_rewards.py"):
+            _by_name(reward, tmp_path)
+
+
+def test_mistakes_are_told_before_a_model_is_loaded(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.devces is not a key of the configuration; did you mean"):
+        reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, **{"trainer.devces": 2})
+    with pytest.raises(ReinforceError, match=r"torchrun --nproc-per-node 2 .*reinforce-rl train"):
+        reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, **SETTINGS, **{"trainer.devices": 2})
+    with pytest.raises(ConfigError, match=r"algorithm is 'grop'; expected one of .*grpo"):
+        reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, algorithm="grop")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
+
+
+def test_the_package_has_no_other_lazy_names() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'evaluate'"):
+        _ = reinforce_rl.evaluate  # type: ignore[attr-defined]
