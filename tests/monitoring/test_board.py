@@ -32,7 +32,7 @@ OPTIONS = (
     "--disable-component-update --disable-sync"
 )
 EVIL = "</script></textarea><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><b>bold</b>"
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def make_run(folder: Path, steps: int = 20, lr: float = 1e-5, gain: float = 1.0) -> Path:
@@ -274,9 +274,9 @@ def test_every_control_of_one_run(browser, port):
         expect(page.locator("#samples-count")).to_contain_text("90 of 90")
         group = page.locator("#rows .sample").first
         assert group.locator(".text:not(.prompt)").count() == 3 and "advantage -1" in group.inner_text()
-        assert page.locator("#rows .sample").count() == 20
+        expect(page.locator("#rows .sample")).to_have_count(20)
         page.click("#more-rows")
-        assert page.locator("#rows .sample").count() == 30
+        expect(page.locator("#rows .sample")).to_have_count(30)
         page.select_option("#sort", "-response_length")
         assert "prompt 29" in page.locator("#rows .sample").first.inner_text()
         page.fill("#search", "ANSWER 17")
@@ -285,10 +285,10 @@ def test_every_control_of_one_run(browser, port):
             and page.locator("mark").first.inner_text() == "answer 17"
         )
         page.select_option("#view", "list")
-        assert page.locator("#rows .sample").count() == 3
+        expect(page.locator("#rows .sample")).to_have_count(3)
         page.click('#rows button:has-text("over steps") >> nth=0')
         expect(page.locator("#rows")).to_contain_text("step 1")
-        assert page.inner_text("#samples-count").startswith("60 of 60")
+        expect(page.locator("#samples-count")).to_contain_text("60 of 60")
         assert "search=ANSWER+17" in page.url and "prompt=17" in page.url, "the address can be shared"
         page.reload()
         page.wait_for_selector("body[data-ready]")

@@ -1,5 +1,5 @@
 // The page of one or several runs. Two sources: a board's server (its JSON is described in monitoring/board.py), or
-// data inside the page, {runs: {name: overview}, samples: {name: {kind: {step: rows}}}, tables}.
+// data inside the page, {runs: {name: overview}, samples: {name: {kind: {step: rows}}}, tokens, tables}.
 // Nothing that a run has written is ever parsed as HTML: text goes through `h`, which makes text nodes.
 "use strict";
 
@@ -65,8 +65,10 @@
       overview: async (name) => data.runs[name],
       samples: async (name, kind, step) => {
         const rows = steps(name, kind)[step] ?? [];
-        return { rows, total: rows.length };
+        const known = Object.values(data.tokens?.[name]?.[kind]?.[step] ?? {})[0];
+        return { rows, total: rows.length, columns: Object.keys(known ?? {}) };
       },
+      tokens: async (name, kind, step) => ({ tokens: data.tokens?.[name]?.[kind]?.[step] ?? {} }),
       prompt: async (name, kind, prompt) => ({
         rows: Object.values(steps(name, kind)).flat().filter((row) => row.prompt_id === prompt),
       }),
@@ -88,6 +90,7 @@
       runs: async () => (await ask("runs")).runs,
       overview: (name, stamp) => ask("run", { name, stamp: stamp ?? "" }),
       samples: (name, kind, step) => ask("samples", { name, kind, step }),
+      tokens: (name, kind, step, prompt) => ask("tokens", { name, kind, step, prompt }),
       prompt: (name, kind, prompt) => ask("prompt", { name, kind, prompt }),
       tables: (names) => ask("tables", names.map((name) => ["name", name])),
     };
@@ -385,7 +388,7 @@
 
   // ---- samples ------------------------------------------------------------------------------------------------
 
-  const shown = { rows: [], first: new Map(), total: 0, limit: PAGE_ROWS, key: "" };
+  const shown = { rows: [], columns: [], first: new Map(), total: 0, limit: PAGE_ROWS, key: "" };
   const identity = (row) => `${row.prompt_id} ${row.sample_id}`;
 
   function options(select, pairs, value) {
@@ -417,9 +420,9 @@
     const key = JSON.stringify([name, kind, step, view, view === "steps" && chosen.prompt, source.isLive && run.stamp]);
     if (key === shown.key) return drawSamples();
     const begun = shown.begun = {};
-    let rows, total, first = new Map();
+    let rows, total, columns, first = new Map();
     try {
-      ({ rows, total } = await source.samples(name, kind, step));
+      ({ rows, total, columns = [] } = await source.samples(name, kind, step));
       const prompts = [...new Map(rows.map((row) => [row.prompt_id, row.prompt])).entries()];
       const prompt = prompts.some(([id]) => String(id) === chosen.prompt) || chosen.prompt !== "" ? Number(chosen.prompt) : prompts[0]?.[0];
       if (!prompts.some(([id]) => id === prompt)) prompts.unshift([prompt, "of another step"]);
@@ -439,7 +442,7 @@
       const before = first.get(identity(row))?.reward;
       row.change = typeof before === "number" && typeof row.reward === "number" ? row.reward - before : null;
     }
-    Object.assign(shown, { key, rows, first, total, view, steps, step });
+    Object.assign(shown, { key, rows, first, total, columns, view, steps, step, name, kind });
     drawSamples();
   }
 
@@ -460,10 +463,12 @@
     if (row.change !== null && row.change !== undefined) {
       meta.append(h("span", { class: row.change > 0 ? "up" : row.change < 0 ? "down" : "" }, `${signed(row.change)} since step ${shown.steps[0]}`));
     }
+    for (const [name, value] of Object.entries(row.source_rewards ?? {})) meta.append(h("span", {}, `${name} ${show(value)}`));
     if (row.kl !== null) meta.append(h("span", {}, `KL ${show(row.kl)}`));
     if (row.advantage !== null) meta.append(h("span", {}, "advantage ", h("b", {}, signed(row.advantage))));
     const ended = row.finish_reason === "stop" ? "ended by itself" : row.finish_reason === "length" ? "cut at the limit" : row.finish_reason;
     meta.append(h("span", {}, `${row.response_length} tokens, ${ended}`));
+    if (row.score_fault) meta.append(h("span", { class: "down" }, row.score_fault));
     if (!row.valid) meta.append(h("span", { class: "down" }, "left out of the loss"));
     let bar = null;
     if (most > 0 && row.advantage !== null) {
@@ -474,8 +479,63 @@
     return h("div", {}, meta, bar, h("div", { class: "text", tabindex: "0" }, ...tokens(row)));
   }
 
+  // Per token, in nats unless said otherwise; null where the run has not recorded it.
+  const COLOURINGS = {
+    generator: ["policy − generator", ["policy_log_probs", "generator_log_probs"]],
+    reference: ["policy − reference", ["policy_log_probs", "reference_log_probs"]],
+    kl: ["KL to the reference", ["token_kl"]],
+    advantage: ["advantage", ["token_advantages"]],
+    probability: ["log-prob of the policy", ["policy_log_probs"]],
+  };
+  const known = new Map(); // tokens by tokenKey: {identity: {token_texts, policy_log_probs, ...}}
+  const wanted = new Set(); // keys that the last drawing lacked
+  const tokenKey = (row) => JSON.stringify([shown.name, shown.kind, row.step, row.prompt_id]);
+
+  function coloured(values, [first, second]) {
+    return values[first]?.map((value, i) => {
+      const other = second ? values[second]?.[i] : 0;
+      return typeof value === "number" && typeof other === "number" ? value - other : null;
+    });
+  }
+
   function tokens(row) {
-    return marked(row.response);
+    const colouring = COLOURINGS[chosen.colour]?.[1];
+    if (!colouring || $("colour-label").hidden) return marked(row.response);
+    if (!known.has(tokenKey(row))) wanted.add(tokenKey(row));
+    const found = known.get(tokenKey(row))?.[identity(row)];
+    const values = found && coloured(found, colouring);
+    if (!values) return marked(row.response);
+    return found.token_texts.map((text, i) => {
+      const share = values[i] === null ? 0 : Math.min(1, Math.abs(values[i]) / shown.scale);
+      const rgb = values[i] > 0 ? "20 120 200" : "214 96 22";
+      const lines = Object.entries(found).filter(([key]) => key !== "token_texts").map(([key, all]) => `${key.replaceAll("_", " ")} ${show(all[i])}`);
+      return h("span", { class: "token", title: [JSON.stringify(text), ...lines].join("\n"),
+        style: { "background-color": `rgb(${rgb} / ${(0.75 * share).toFixed(3)})` } }, text);
+    });
+  }
+
+  async function loadTokens() {
+    const lacking = [...wanted];
+    wanted.clear();
+    if (lacking.length === 0) return;
+    await Promise.all(lacking.map(async (key) => {
+      let found = {};
+      try {
+        found = (await source.tokens(...JSON.parse(key))).tokens;
+      } catch { /* the step may be gone; its text is still shown */ }
+      known.set(key, found);
+    }));
+    drawSamples();
+  }
+
+  function drawScale() { // so that one outlier leaves colour to the others
+    const colouring = COLOURINGS[chosen.colour];
+    const all = [...known.entries()].filter(([key]) => key.startsWith(JSON.stringify([shown.name, shown.kind]).slice(0, -1)))
+      .flatMap(([, found]) => Object.values(found)).flatMap((values) => (colouring && coloured(values, colouring[1])) ?? []);
+    const sizes = all.filter((value) => value !== null).map(Math.abs).sort((a, b) => a - b);
+    shown.scale = sizes[Math.floor(0.98 * (sizes.length - 1))] || 1e-9;
+    $("scale").hidden = !colouring || $("colour-label").hidden || sizes.length === 0;
+    $("scale").replaceChildren(`${colouring?.[0]}: −${show(shown.scale)} `, h("i"), ` +${show(shown.scale)}`);
   }
 
   function card(rows, body) {
@@ -495,6 +555,10 @@
   function drawSamples() {
     const { view } = shown;
     if (!view) return;
+    const colourings = Object.entries(COLOURINGS).filter(([, [, columns]]) => columns.every((column) => shown.columns.includes(column)));
+    $("colour-label").hidden = colourings.length === 0;
+    options($("colour"), [["", "nothing"], ...colourings.map(([key, [name]]) => [key, name])], chosen.colour);
+    drawScale();
     $("prompt-label").hidden = view !== "steps";
     const hasChange = shown.rows.some((row) => row.change !== null);
     for (const option of $("sort").options) option.hidden = option.value.endsWith("change") && !hasChange;
@@ -511,32 +575,33 @@
     let items;
     if (view === "steps") {
       const steps = [...new Set(rows.map((row) => row.step))];
-      items = steps.map((step) => rows.filter((row) => row.step === step)).map((group, i) => (i === 0 && !field
+      items = steps.map((step) => rows.filter((row) => row.step === step)).map((group, i) => () => (i === 0
         ? card(group, stepBody(group)) : h("article", { class: "card sample" }, stepBody(group))));
     } else if (view === "groups") {
       const kept = new Set(rows.map((row) => row.prompt_id)); // a group is shown whole, also if the search found one of it
       const whole = byPrompt(wanted ? shown.rows.filter((row) => kept.has(row.prompt_id)) : rows);
       const order = [...kept];
       whole.sort((a, b) => order.indexOf(a[0].prompt_id) - order.indexOf(b[0].prompt_id));
-      items = whole.map((group) => {
+      items = whole.map((group) => () => {
         const most = Math.max(...group.map((row) => Math.abs(row.advantage ?? 0)));
         return card(group, h("div", { class: "pair" }, group.map((row) => response(row, most))));
       });
     } else {
-      items = rows.map((row) => {
+      items = rows.map((row) => () => {
         const before = view === "change" ? shown.first.get(identity(row)) : undefined;
         return card([row], h("div", { class: before ? "pair" : "" },
           before ? response({ ...before, change: null }, 0, `before, step ${before.step}`) : null,
           response(row, 0, before ? `after, step ${row.step}` : `sample ${row.sample_id}`)));
       });
     }
-    $("rows").replaceChildren(...items.slice(0, shown.limit));
+    $("rows").replaceChildren(...items.slice(0, shown.limit).map((item) => item()));
     for (const prompt of $("rows").querySelectorAll(".prompt")) prompt.scrollTop = prompt.scrollHeight; // the last turn is what is asked
     $("more-rows").hidden = items.length <= shown.limit;
     $("more-rows").textContent = `Show more (${items.length - shown.limit})`;
     const cut = shown.total > shown.rows.length ? `; the first ${shown.rows.length} of ${shown.total} are here` : "";
     const some = source.isLive ? "" : "; this file holds a few steps, the board all of them";
     $("samples-count").textContent = `${rows.length} of ${shown.rows.length} samples${cut}${some}`;
+    loadTokens();
   }
 
   function stepBody(group) {
